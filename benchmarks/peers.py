@@ -151,7 +151,8 @@ def clipped_sums(gradients: Sequence[Tensor]) -> object:
 def functional(problem: Problem, quantity: Quantity, batch: int) -> tuple[Step, nn.Module]:
     """torch.func: individual gradients, or Jacobians of the outputs, under vmap."""
     if quantity.name in {*REDUCTIONS, "ClippedSumGrad"}:
-        return _individual_gradients(problem, reduction_of(quantity), batch)
+        divisor = 1 if quantity.name == "ClippedSumGrad" else batch  # it clips samples' own losses
+        return _individual_gradients(problem, reduction_of(quantity), batch, divisor)
     if quantity.name == "DiagGGNExact":
         return _diagonal_ggn(problem, batch)
     raise Unsupported(f"no {quantity.name} by torch.func here")
@@ -162,7 +163,10 @@ def _parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _individual_gradients(
-    problem: Problem, reduction: Callable[[Sequence[Tensor]], object], batch: int
+    problem: Problem,
+    reduction: Callable[[Sequence[Tensor]], object],
+    batch: int,
+    divisor: int,
 ) -> tuple[Step, nn.Module]:
     model, lossfunc, x, y = _parts(problem, batch)
     parameters = _parameters(model)
@@ -171,7 +175,7 @@ def _individual_gradients(
     def loss(values: dict[str, Tensor], sample: Tensor, target: Tensor) -> Tensor:
         output = functional_call(model, values, (sample.unsqueeze(0),))
         value: Tensor = lossfunc(output, target.unsqueeze(0))
-        return value / batch
+        return value / divisor
 
     def step() -> None:
         found = vmap(grad(loss), in_dims=(None, 0, 0))(parameters, x, y)

@@ -107,7 +107,7 @@ def reading(
         if reader.is_deferred:
             start = clock()
             with torch.no_grad():
-                reader.finish(found)
+                reader.finish(found, [batch])
             spent["finish"] += clock() - start
         return spent
 

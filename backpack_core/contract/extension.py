@@ -16,6 +16,7 @@ from torch.nn import Module
 
 from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.column_propagator import OutputGradient
+from backpack_core.contract.loss import Normaliser
 from backpack_core.contract.merging import UNDECLARED, Declaration
 from backpack_core.contract.operations import Operation
 from backpack_core.contract.propagator import Propagator
@@ -45,6 +46,10 @@ class Extension(ABC):
         keeps_graph: Whether results use the graph of the pass later on, so that it is not freed.
         needs_every_parameter: Whether the result means nothing if a trained parameter of the model
             is left out, as with a bound on the norm of all of them.
+        needs_normalisers: Whether :meth:`finish` needs to know what the extended losses divide by.
+            Then ``backward()`` has to be called on a weighted sum of them.
+        unless_told: If ``needs_normalisers``: what to write instead where that is not known, as a
+            sentence.
         is_of_everything: Whether the value is one of all that ``backward()`` is called on. Then a
             term in ``backpack(..., beside=[...])`` would belong to it, too, but no rule knows the
             term.
@@ -79,6 +84,8 @@ class Extension(ABC):
     is_deferred: ClassVar[bool] = False
     keeps_graph: ClassVar[bool] = False
     needs_every_parameter: ClassVar[bool] = False
+    needs_normalisers: bool = False
+    unless_told: ClassVar[str] = ""
     is_of_everything: ClassVar[bool] = False
     degree: float | None = None
     without_degree: ClassVar[str] = "it declares none. Scale the loss instead."
@@ -156,11 +163,14 @@ class Extension(ABC):
         """The value for all columns, from those of two disjoint sets; see ``columns_add``."""
         return first + second
 
-    def finish(self, values: Mapping[Tensor, Any]) -> Mapping[Tensor, Any]:
+    def finish(
+        self, values: Mapping[Tensor, Any], normalisers: Sequence[Normaliser]
+    ) -> Mapping[Tensor, Any]:
         """What to store, once the backward pass is through; called only if ``is_deferred``.
 
         Args:
             values: What :meth:`read` returned last, by parameter.
+            normalisers: What each extended loss divides by, if ``needs_normalisers``.
 
         Returns:
             The values to store.

@@ -6,18 +6,20 @@ A loss is a rule with a Hessian in its input. Imports torch and the layer-rule c
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
 from backpack_core.contract.rules import LayerRule, expect
-from backpack_core.errors import ShapeError, UnsupportedError
+from backpack_core.errors import ShapeError, UnsupportedError, UsageError
 from backpack_core.record.structure import map_tensors
 from backpack_core.record.switch import disable
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
 from backpack_core.values import any_of
+
+Normaliser: TypeAlias = float | Tensor | None  # what a loss divides by; ``None`` for a sum
 
 
 class LossRule(LayerRule):
@@ -152,6 +154,31 @@ class LossRule(LayerRule):
                 "DiagHessian or HMP, or call backward() on the loss itself."
             )
         return scale.sqrt()
+
+
+def normaliser_of(view: View) -> Normaliser:
+    """What a loss divides by; ``None`` for a sum.
+
+    Args:
+        view: The loss call.
+
+    Raises:
+        UsageError: Neither its module nor its rule tells.
+        UnsupportedError: Its rule refuses how it was called.
+    """
+    rule, reduction = view.call.rule, getattr(view.module, "reduction", None)
+    assert isinstance(rule, LossRule)
+    rule.check(view)  # targets that broadcast the output couple samples
+    if reduction == "sum":
+        return None
+    is_told = type(rule).normalisation is not LossRule.normalisation
+    if reduction not in ("mean", "batchmean") or not is_told:
+        raise UsageError(
+            f"{view.path} has reduction {reduction!r}, and {type(rule).__name__} does not say what "
+            "that divides by: use reduction='mean' or 'sum', or give normaliser=, which is the "
+            "number of samples for a mean over them, and None for a sum."
+        )
+    return 1 / rule.normalisation(view)
 
 
 def _align(view: View, grad: Tensor) -> Tensor:

@@ -80,6 +80,15 @@ class OverBatches:
         """The extension to run instead, if this one's values lack what combining needs."""
         return extension
 
+    def of_batch(self, extension: Extension, normaliser: float | None) -> Extension:
+        """The extension to run on a batch whose loss divides by a number that the user has given.
+
+        Args:
+            extension: The extension.
+            normaliser: The number; ``None`` for a sum.
+        """
+        return extension
+
     def first_pass(self, extension: Extension) -> Extension | None:
         """The extension to run over all samples first, if this one depends on its result."""
         return None

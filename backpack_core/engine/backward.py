@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import Node, current_node, keeps_graph
-from backpack_core.engine import refusals
+from backpack_core.engine import losses, refusals
 from backpack_core.engine.active import Context, log_visit
 from backpack_core.engine.carriers import ask_without_rule
 from backpack_core.engine.dyed import Question
@@ -94,7 +94,8 @@ class BackwardPass:
         # A pass inside another one has no part in what that is read as a whole.
         self._graph = graph or GraphPass(whole if outer is None else (), ())
         self._asked = [*(group.propagator for group in groups), *(e.propagator for e in whole)]
-        self._of_losses = refusals.curvature_of_losses(groups, whole)
+        self._of_losses = losses.curvature_of_losses(groups, whole)
+        self._divided = [e for e in context.extensions if e.needs_normalisers]
         self._question = Question(
             any(propagator.per_sample for propagator in self._asked),
             bool(whole) or any(group.propagator.travels for group in groups),
@@ -116,7 +117,8 @@ class BackwardPass:
         if groups or whole:
             self._look_around(roots)
             if gradients or whole or not self.is_outermost:  # else more may come
-                refusals.refuse_other_terms(self.survey, roots, self._of_losses, outer is not None)
+                losses.refuse_other_terms(self.survey, roots, self._of_losses, outer is not None)
+                losses.refuse_unknown_normaliser(self.survey, roots, self._divided)
             self._begin_measuring(roots, gradients)
 
     def _look_around(self, edges: list[Edge]) -> None:
@@ -166,7 +168,7 @@ class BackwardPass:
         if self.measurement is None:
             asks = context.observer, context.extension_hook, context.graph_extensions
             travel = [g.propagator.travels or g.has_overrides for g in self.groups]
-            self._only_reads = not (any(asks) or any(travel) or context.debug)
+            self._only_reads = not (any(asks) or any(travel) or self._divided or context.debug)
             return
         keeping = [group.propagator.keeps_apart for group in self.groups]
         if keeping and all(keeping) and not self.survey.beside:
@@ -253,6 +255,8 @@ class BackwardPass:
                 except Exception as error:
                     place(error, view, None)
                     raise
+            if self._divided and call.rule.is_loss and view.is_reached:
+                self._sink.normalisers.append(losses.normaliser_for(self._divided[0], view))
             for lane in range(len(self.groups)):
                 self.traversal.visit(lane, site, view)
             if context.graph_extensions:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from backpack_core import _torch
 from backpack_core.contract.extension import Extension
+from backpack_core.contract.loss import Normaliser
 from backpack_core.contract.product import Reading
 from backpack_core.engine.carriers import tolerates, wants_unruled
 from backpack_core.engine.gradient import PlainGradient
@@ -211,6 +212,7 @@ class FieldSink(Sink):
     Attributes:
         partial: What earlier chunks of columns gave.
         deferred: Values of extensions that finish when the pass is through.
+        normalisers: What the losses divide by that were visited, for these.
     """
 
     def __init__(self, survey: Survey, outer: FieldSink | None, is_part: bool) -> None:
@@ -224,10 +226,12 @@ class FieldSink(Sink):
         super().__init__(survey)
         self.partial: Values = {}
         self.deferred: dict[Extension, Any] = {}
+        self.normalisers: list[Normaliser] = []
         self._owners: dict[int, object] = {}
         self._outside: Mapping[int, object] = {}
         if outer is not None and is_part:
             self.deferred, self._owners = outer.deferred, outer._owners
+            self.normalisers = outer.normalisers
             self._outside = outer._outside
         elif outer is not None:
             self._outside = outer.new
@@ -302,7 +306,7 @@ class FieldSink(Sink):
         found = []
         for extension, values in self.deferred.items():
             try:
-                finished = extension.finish(values)
+                finished = extension.finish(values, self.normalisers)
                 see_values(finished, f"{type(extension).__name__}.finish")
                 found.append((extension, finished))
             except Exception as error:

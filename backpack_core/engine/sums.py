@@ -6,7 +6,7 @@ rule of another module, a fault of our own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import sqrt
 from typing import Any
 
@@ -17,6 +17,7 @@ from backpack_core._hooks import hook_leaf_first
 from backpack_core._torch import graph_task_id, metadata_of
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.extension import FirstOrderExtension
+from backpack_core.contract.loss import Normaliser
 from backpack_core.contract.operations import batch_sum
 from backpack_core.contract.product import SampleProduct, SumProduct
 from backpack_core.contract.scale import ScaleProduct
@@ -79,7 +80,9 @@ class SumCheck(FirstOrderExtension):
             self._task = graph_task_id()
         return batch_sum(product)[0].detach(), magnitude(product)
 
-    def finish(self, values: Mapping[Tensor, Any]) -> Mapping[Tensor, Any]:
+    def finish(
+        self, values: Mapping[Tensor, Any], normalisers: Sequence[Normaliser]
+    ) -> Mapping[Tensor, Any]:
         """Compare the sums with the gradients.
 
         Raises:

@@ -21,7 +21,7 @@ from backpack_core.engine.carriers import RuleCarrier
 from backpack_core.engine.groups import Group
 from backpack_core.engine.inside import Later, read_here
 from backpack_core.engine.location import place
-from backpack_core.engine.refusals import nothing_arrived
+from backpack_core.engine.losses import nothing_arrived
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Sink
 from backpack_core.errors import (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torch import Tensor
 from torch.nn import Parameter
 
 from backpack_core._torch import Node
@@ -72,13 +73,15 @@ def _sent_on(node: Node) -> list[Edge]:
 def _above(survey: Survey, roots: Iterable[Edge]) -> dict[Edge, list[Edge]]:
     """The edges from the roots to the first losses or modules with a rule; what is behind each.
 
-    Nothing is behind losses, nor behind modules with a rule.
+    Nothing is behind losses, nor behind modules with a rule. Terms in ``beside`` are left out.
     """
 
     def further(edge: Edge) -> list[Edge]:
         site = survey.site_at(edge)
         is_end = site is not None and (site.call.rule.is_loss or site.call not in survey.opened)
-        return [] if is_end else survey.further(edge)
+        if is_end:
+            return []
+        return [behind for behind in survey.further(edge) if behind[:2] not in survey.beside]
 
     return {edge: further(edge) for edge in reached(roots, further)}
 
@@ -118,6 +121,12 @@ def losses_without_rule(survey: Survey, roots: Iterable[Edge]) -> set[Call]:
     found = {call for call in calls if any(call.edges[:1])}
     is_all = all(call in found or call.rule.is_loss for call, _ in survey.sites)
     return set() if is_all else found
+
+
+def leaf_past_losses(survey: Survey, roots: Iterable[Edge]) -> Tensor | None:
+    """A leaf that is reached from the roots past all extended losses; else ``None``."""
+    found = (getattr(edge.node, "variable", None) for edge in _above(survey, roots))
+    return next((leaf for leaf in found if leaf is not None), None)
 
 
 def _is_loss(site: Site | None) -> bool:

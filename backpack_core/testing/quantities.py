@@ -249,7 +249,7 @@ _QUANTITIES: dict[str, Quantity] = {
     "sum_grad_squared": Quantity(lambda r, p: r.gradients(p).square().sum(0)),
     "variance": Quantity(_variance, cancels=True),
     "batch_dot": Quantity(lambda r, p: flat(r.gradients(p), 1) @ flat(r.gradients(p), 1).T),
-    "grad_clipped": Quantity(_clipped, arguments={"max_norm": 0.1}),
+    "grad_clipped": Quantity(_clipped, arguments={"max_norm": 0.1, "normaliser": None}),
     "diag_ggn_exact": Quantity(lambda r, p: r.roots(p).square().sum((0, 1)), needs="curvature"),
     "diag_ggn_exact_batch": Quantity(lambda r, p: r.roots(p).square().sum(0), needs="curvature"),
     "diag_ggn_mc": Quantity(lambda r, p: r.roots(p, 1).square().sum((0, 1)), needs="sampling"),

@@ -30,7 +30,7 @@ from backpack_data.quantities import Quantities
 from backpack_data.shards import carriers, has_shards, placed, wholes_by_shard
 from backpack_data.state import over_batches
 from backpack_data.states import States
-from backpack_data.weights import Weights
+from backpack_data.weights import Weights, joint
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -290,6 +290,9 @@ class _Run:
         """One batch. Without states, it is run only because other processes wait for it."""
         inputs, targets = map_tensors((inputs, targets), self._own)
         given = None if self.normaliser is None else (self.normaliser(inputs, targets),)
+        if given is not None:
+            joint(given)  # refuses what is no number
+            readers = [declaration(e).of_batch(e, *given) for e in readers]
         with torch.enable_grad(), uncompiled:  # a compiled graph has no modules
             loss = self.lossfunc(output_of(self.model, inputs), targets)
         weights = Weights(of_losses=given is None)

@@ -82,6 +82,8 @@ class combined:
         self._model, self._group, self._gather = model, process_group, gather
         self._given = None if normaliser == "loss" else (normaliser,)
         self._readers = [declaration(e).reader(e) for e in extensions]
+        if self._given is not None:
+            self._readers = [declaration(e).of_batch(e, *self._given) for e in self._readers]
         self._options = options
         self._block: backpack | None = None
         self.reset()

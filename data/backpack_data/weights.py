@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from math import inf, isclose
 from typing import Any
 
-from backpack_core import LossRule, View
+from backpack_core import View
 from backpack_core._torch import graph_task_id
+from backpack_core.contract.loss import normaliser_of
 from backpack_core.errors import UsageError
 
 
@@ -48,7 +49,7 @@ class Weights:
                 "be lost: enter the block once for each backward pass."
             )
         if self._of_losses:
-            self.normalisers.append(normaliser_of(view))
+            self.normalisers.append(weight_of(view))
 
     def samples(self, subsampling: tuple[int, ...] | None) -> int:
         """How many samples take part.
@@ -59,35 +60,22 @@ class Weights:
         return self._samples or 0 if subsampling is None else len(subsampling)
 
 
-def normaliser_of(view: View) -> float | None:
-    """What a loss divides by; ``None`` for a sum.
-
-    Args:
-        view: The loss call.
+def weight_of(view: View) -> float | None:
+    """What a loss divides by, which is the weight of a batch; ``None`` for a sum.
 
     Raises:
         UsageError: Neither its module nor its rule tells, or it divides by zero.
         UnsupportedError: Its rule refuses how it was called.
     """
-    rule, reduction = view.call.rule, getattr(view.module, "reduction", None)
-    assert isinstance(rule, LossRule)
-    rule.check(view)  # targets that broadcast the output couple samples
-    if reduction == "sum":
+    found = normaliser_of(view)
+    if found is None:
         return None
-    is_told = type(rule).normalisation is not LossRule.normalisation
-    if reduction not in ("mean", "batchmean") or not is_told:
-        raise UsageError(
-            f"{view.path} has reduction {reduction!r}, and {type(rule).__name__} does not say what "
-            "that divides by, so the weight of a batch is not known: use reduction='mean' or "
-            "'sum', or give normaliser=, for a loss that is a sum normaliser=None."
-        )
-    factor = float(rule.normalisation(view))
-    if not 0 < factor < inf:
+    if not 0 < float(found) < inf:
         raise UsageError(
             f"{view.path} divides by the weights of the targets of a batch, which are zero in this "
             "one: leave the batch out, or use reduction='sum'."
         )
-    return 1 / factor
+    return float(found)
 
 
 def joint(normalisers: Iterable[float | None]) -> tuple[float | None, tuple[float, ...]]:

@@ -37,7 +37,7 @@ quantities = [
     ext.BatchDotGrad(),
     ext.SumGradSquared(),
     ext.Variance(),
-    ext.ClippedSumGrad(max_norm=0.01 / 256),
+    ext.ClippedSumGrad(max_norm=0.01),
     ext.DiagGGNExact(),
     ext.DiagGGNMC(mc_samples=100),
     ext.BatchDiagGGNExact(),

@@ -52,7 +52,8 @@ def draw(step: int) -> Tensor:
 
 
 # %%
-# Our step. The loss is a sum, so that ``max_norm`` bounds what it says.
+# Our step. ``max_norm`` bounds the gradient of each example's own loss, and the clipped sum has that scale, whether
+# the loss is a mean or a sum: noise is added to it, and it is divided by the expected number of examples.
 
 
 def clipped_sum(model: nn.Module, lossfunc: nn.Module, batch: Tensor) -> list[Tensor]:
@@ -71,7 +72,7 @@ def accuracy(model: nn.Module) -> float:
 
 def train_with_ours(noise: float) -> tuple[list[float], list[float]]:
     """Budget and accuracy along the way."""
-    model, lossfunc = extend(make_model()), extend(nn.CrossEntropyLoss(reduction="sum"))
+    model, lossfunc = extend(make_model()), extend(nn.CrossEntropyLoss())
     accountant = RDPAccountant()
     budget, accuracies = [], []
     for step in range(STEPS):
@@ -114,7 +115,7 @@ def train_with_opacus(noise: float) -> list[float]:
 warnings.simplefilter("ignore")  # Opacus: hooks on modules whose inputs need no gradient
 first, second = extend(make_model()), GradSampleModule(make_model(), loss_reduction="sum")
 batch = draw(0)
-ours = clipped_sum(first, extend(nn.CrossEntropyLoss(reduction="sum")), batch)
+ours = clipped_sum(first, extend(nn.CrossEntropyLoss()), batch)
 optimizer = DPOptimizer(
     torch.optim.SGD(second.parameters(), lr=1.0),
     noise_multiplier=0.0,

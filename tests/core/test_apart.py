@@ -232,7 +232,7 @@ def test_chosen_samples(net: tuple[str, str], chosen: list[int]) -> None:
 
 def test_clipped_sum() -> None:
     run = Run(("class_token", "linear"), 3, functional)
-    run.backward(ClippedSumGrad(0.05))
+    run.backward(ClippedSumGrad(0.05, normaliser=None))
     parameters = [*run.parameters.values()]
     gradients = [run.gradients(p) for p in parameters]
     norms = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0).sqrt()

@@ -51,7 +51,7 @@ def test_each_sample_has_one_head(count: int, is_whole: bool, is_function: bool)
     if is_function:
         lossfuncs = [lambda output, target: F.cross_entropy(output, target, reduction="sum")] * 2
     loss = loss_of(model, lossfuncs, x, y, chosen)
-    with backpack(BatchGrad(), SumGradSquared(), ClippedSumGrad(BOUND)):
+    with backpack(BatchGrad(), SumGradSquared(), ClippedSumGrad(BOUND, normaliser=None)):
         loss.backward()
 
     def joined(field: str, start: int) -> Tensor:

@@ -72,11 +72,11 @@ def test_what_is_drawn_and_what_has_a_threshold(tmp_path: Path):
         "diag_ggn_mc_batch": "diag_ggn_exact_batch",
     }
     for rank in range(2):
-        drawn = torch.load(tmp_path / f"mean-{rank}.pt", weights_only=False)
+        drawn = torch.load(tmp_path / f"drawn-{rank}.pt", weights_only=False)
         assert len(drawn) == len(exact)
         for (path, field), value in drawn.items():  # in expectation, from thousands of draws
             assert_same(value, exact[path, fields[field]], 0.1)
-        found = torch.load(tmp_path / f"sum-{rank}.pt", weights_only=False)
+        found = torch.load(tmp_path / f"clipped-{rank}.pt", weights_only=False)
         assert found.keys() == clipped.keys()
         for place, value in found.items():
             assert_same(value, clipped[place])

@@ -161,10 +161,10 @@ def others_in_shards(folder: Path, rank: int, ranks: int) -> None:
     x, y = share(rank, ranks)
     torch.manual_seed(rank)
     drawn = [KFAC(DRAWS), DiagGGNMC(DRAWS), BatchDiagGGNMC(DRAWS)]
-    for reduction, asked in (("mean", drawn), ("sum", [ClippedSumGrad(BOUND)])):
+    for name, asked in (("drawn", drawn), ("clipped", [ClippedSumGrad(BOUND)])):
         with combined(model, *asked, process_group=group, gather=True):
-            extend(loss(reduction))(model(x), y).backward()
-        torch.save(whole(model, asked), folder / f"{reduction}-{rank}.pt")
+            extend(loss("mean"))(model(x), y).backward()
+        torch.save(whole(model, asked), folder / f"{name}-{rank}.pt")
 
 
 def over_data_in_shards(folder: Path, rank: int, ranks: int) -> None:

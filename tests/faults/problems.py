@@ -71,7 +71,12 @@ def expect(compute: Oracle, kind: str) -> Expectation:
         fields["diag_ggn_exact"] = [d.sum(0) for d in compute(oracle.ggn_diagonals)]
         return Expectation([DiagGGNExact(chunk_size=1 if kind == "columns" else None)], fields)
     bound = middle(gradients)
-    extensions = [BatchGrad(), BatchL2Grad(), SumGradSquared(), ClippedSumGrad(bound)]
+    extensions = [
+        BatchGrad(),
+        BatchL2Grad(),
+        SumGradSquared(),
+        ClippedSumGrad(bound, normaliser=None),
+    ]
     fields["grad_batch"] = gradients
     fields["batch_l2"] = [g.flatten(1).square().sum(1) for g in gradients]
     fields["sum_grad_squared"] = [g.square().sum(0) for g in gradients]

@@ -186,7 +186,7 @@ def test_pass_of_another_model(where: str, batch: int, how: str) -> None:
 
     options = begin(where, outer, run)
     loss = outer.loss()
-    with backpack(BatchGrad(), ClippedSumGrad(bound), GGNGram(), **options):
+    with backpack(BatchGrad(), ClippedSumGrad(bound, normaliser=None), GGNGram(), **options):
         loss.backward()
     for problem, expected, values in zip((outer, inner), gradients, spectra, strict=True):
         problem.compare("grad_batch", expected)
@@ -206,7 +206,7 @@ def test_second_pass_of_the_same_model(where: str) -> None:
     inner_loss = other.loss()
     options = begin(where, problem, lambda: inner_loss.backward())
     loss = problem.loss()
-    with backpack(ClippedSumGrad(bound), GGNGram(), **options):
+    with backpack(ClippedSumGrad(bound, normaliser=None), GGNGram(), **options):
         loss.backward()
     problem.compare("grad_clipped", clipped(gradients, bound))
     for block in problem.fields("ggn_gram"):

@@ -16,8 +16,17 @@ from backpack_core.errors import UsageError
 from backpack_core.extensions import BatchGrad, ClippedSumGrad
 from backpack_core.record.call import live_calls
 from backpack_firstorder import clipping
+from tests.cases import Problem
 from tests.firstorder.problems import NETS, gradients, make
 from tests.oracle import assert_close
+
+
+def own(problem: Problem) -> list[Tensor]:
+    """The gradients of the samples' own losses, whatever the reduction."""
+    reduction, problem.lossfunc.reduction = problem.lossfunc.reduction, "sum"
+    found = gradients(problem)
+    problem.lossfunc.reduction = reduction
+    return found
 
 
 def clipped(grads: list[Tensor], groups: list[int], bound: float) -> list[Tensor]:
@@ -42,7 +51,7 @@ def middle(grads: list[Tensor]) -> float:
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_flat(net: str, reduction: str) -> None:
     problem = make(net, reduction=reduction)
-    grads = gradients(problem)
+    grads = own(problem)
     bound = middle(grads)
     problem.run(ClippedSumGrad(bound), BatchGrad())
     expected = clipped(grads, [0] * len(grads), bound)
@@ -54,7 +63,7 @@ def test_flat(net: str, reduction: str) -> None:
 @pytest.mark.parametrize("net", ["mlp", "convolutions", "attention"])
 def test_per_layer(net: str) -> None:
     problem = make(net)
-    grads = gradients(problem)
+    grads = own(problem)
     layers = [
         layer
         for layer, module in enumerate(problem.model.modules())
@@ -89,7 +98,7 @@ def test_norms_of_any_size(
     groups = [0] * 6 if clipping_ == "flat" else [0, 0, 1, 1, 2, 2]
     bound = middle(grads)
     loss = (extend(model)(x).square().sum(1) * factors.float()).sum() / 2 * scale
-    with backpack(ClippedSumGrad(bound * scale, clipping=clipping_)):
+    with backpack(ClippedSumGrad(bound * scale, clipping=clipping_, normaliser=None)):
         loss.backward()
     for p, expected in zip(model.parameters(), clipped(grads, groups, bound), strict=True):
         assert_close(p.grad_clipped.double() / scale, expected, rtol=1e-5)
@@ -113,7 +122,7 @@ def test_kept_or_formed_again(net: str, form: str, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(ClippedSumGrad, "read", watched)
     problem = make(net)
-    grads = gradients(problem)
+    grads = own(problem)
     problem.run(ClippedSumGrad(middle(grads)))
     problem.compare("grad_clipped", clipped(grads, [0] * len(grads), middle(grads)))
     weights = [h.product for h in handles if getattr(h.product, "inp", None) is not None]
@@ -125,14 +134,14 @@ def test_what_is_kept_fits_into_the_budget(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(clipping, "WRITE", 0)
     monkeypatch.setattr(clipping, "READ", 0)
     problem = make("convolutions")
-    grads = gradients(problem)
+    grads = own(problem)
     extension, before, most = ClippedSumGrad(middle(grads)), memory_budget(), 0
     finish = extension.finish
 
-    def watched(values: Any) -> Any:
+    def watched(values: Any, normalisers: Any) -> Any:
         nonlocal most
         most = clipping._kept.size()
-        return finish(values)
+        return finish(values, normalisers)
 
     monkeypatch.setattr(extension, "finish", watched)
     found = []
@@ -156,7 +165,7 @@ def test_can_be_sent_to_another_process() -> None:
 
 def test_subsampling() -> None:
     problem = make("convolutions")
-    grads = [g[[3, 0]] for g in gradients(problem)]
+    grads = [g[[3, 0]] for g in own(problem)]
     problem.run(ClippedSumGrad(middle(grads), subsampling=[3, 0]))
     problem.compare("grad_clipped", clipped(grads, [0] * len(grads), middle(grads)))
 

@@ -160,8 +160,8 @@ class InnerIsSum(KFRA):
 class OwnSpectrum(GGNGram):
     """Each parameter has the spectrum of its own block."""
 
-    def finish(self, values: Any) -> Any:
-        for block in super().finish(values).values():
+    def finish(self, values: Any, normalisers: Any = ()) -> Any:
+        for block in super().finish(values, normalisers).values():
             block.spectrum = type(block.spectrum)(block.gram)
         return values
 
@@ -169,8 +169,8 @@ class OwnSpectrum(GGNGram):
 class Reversed(GGNGram):
     """Eigenvectors in the wrong order."""
 
-    def finish(self, values: Any) -> Any:
-        spectrum = next(iter(super().finish(values).values())).spectrum
+    def finish(self, values: Any, normalisers: Any = ()) -> Any:
+        spectrum = next(iter(super().finish(values, normalisers).values())).spectrum
         eigenvalues, vectors = spectrum._eigen
         rank = int((eigenvalues > 1e-10 * eigenvalues[0]).sum())
         turned = torch.cat([eigenvalues[:rank].flip(0), eigenvalues[rank:]])

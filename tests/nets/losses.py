@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from math import isclose
 from random import Random
 from typing import Any
 
@@ -230,6 +232,7 @@ class Losses(nn.Module):
         self.terms = recipe.terms
         self.outer = recipe.plan.outer
         self.is_nonlinear = bool(self.outer)  # in the losses of samples; known when it has run
+        self.divided: dict[int, float | None] = {}  # what terms divide by; known when it has run
         self.seed = recipe.seed
         self.parts = nn.ModuleDict()
         for term in self.terms:
@@ -256,6 +259,8 @@ class Losses(nn.Module):
     def term(self, number: int, values: Mapping[str, Tensor], weights: list[Tensor]) -> Tensor:
         """One term, reduced and scaled."""
         term, value = self.terms[number], values[self.terms[number].value]
+        if value.requires_grad or term.kind in BESIDE:
+            self.divided[number] = None
         if term.kind in BESIDE:
             return term.scale * BESIDE[term.kind].function(value, weights)
         random = generator(self.seed, f"target {number}")
@@ -268,10 +273,31 @@ class Losses(nn.Module):
             mask.view(-1)[0] = True
             value, target = value[mask], target[mask]
         result: Tensor = self.parts[term.part](value, target)
+        if value.requires_grad and not (term.by_hand or isinstance(self.parts[term.part], OwnLoss)):
+            self.divided[number] = self._divisor(term, value, target)
         is_nonlinear = term.by_hand == "logsumexp" and result.numel() > 1
         self.is_nonlinear |= is_nonlinear and result.requires_grad
         reduced = reduce(term, result, random)
         return reduced if term.scale == 1 else term.scale * reduced
+
+    def _divisor(self, term: Term, value: Tensor, target: Tensor) -> float:
+        """What a loss divides by; not a number where that cannot be seen."""
+        lossfunc: Any = copy.deepcopy(self.parts[term.part])
+        found = []
+        for lossfunc.reduction in ("sum", term.settings["reduction"]):
+            with torch.no_grad():
+                found.append(lossfunc(value, target).item())
+        return found[0] / found[1] if found[1] else float("nan")
+
+    @property
+    def normaliser(self) -> float | None:
+        """What the sum of all terms divides by; ``None`` where there is no such number."""
+        found = [*self.divided.values()]
+        first = found[0] if found else None
+        if first is None or self.outer or None in found:
+            return None
+        close = all(isclose(first, other or 0.0, rel_tol=1e-6) for other in found[1:])
+        return first if close else None
 
 
 def reduce(term: Term, loss: Tensor, random: torch.Generator) -> Tensor:

@@ -49,16 +49,24 @@ def owner(truth: Truth, name: str) -> str:
     return path.rpartition(".")[0] if isinstance(above, torch.nn.MultiheadAttention) else path
 
 
+def divisor(truth: Truth, options: Settings) -> float:
+    """What the loss divides by, as it is told or as its modules say."""
+    told = options["normaliser"]
+    return truth.losses.normaliser or 1.0 if told == "loss" else told or 1.0
+
+
 def bound(truth: Truth, options: Settings) -> float:
-    """A bound that some samples exceed."""
-    return _norms(truth, {}, None).mean().item() * float(options["factor"])
+    """A bound that some samples' own losses exceed."""
+    norm = _norms(truth, {}, None).mean().item()
+    return norm * divisor(truth, options) * float(options["factor"])
 
 
 def clipped(truth: Truth, name: str, options: Settings) -> Tensor:
-    """``Σ_n g_n min(1, C / ‖g_n‖)``."""
+    """``Σ_n g_n min(1, C / ‖g_n‖)``, of the samples' own losses."""
     group = None if options["clipping"] == "flat" else owner(truth, name)
-    weights = (bound(truth, options) / _norms(truth, options, group)).clamp(max=1.0)
-    return torch.einsum("n,n...->...", weights, individual(truth, name, options))
+    divided = divisor(truth, options)
+    weights = (bound(truth, options) / divided / _norms(truth, options, group)).clamp(max=1.0)
+    return torch.einsum("n,n...->...", divided * weights, individual(truth, name, options))
 
 
 def vectors(truth: Truth, name: str) -> Tensor:
@@ -187,7 +195,7 @@ QUANTITIES: dict[str, Quantity] = {
     "ClippedSumGrad": Quantity(
         "first",
         clipped,
-        floor=lambda t, n, o: min(bound(t, o), largest(individual(t, n, o))),
+        floor=lambda t, n, o: min(bound(t, o), divisor(t, o) * largest(individual(t, n, o))),
     ),
     "DiagGGNExact": Quantity(
         "ggn",
@@ -224,4 +232,5 @@ def draw_options(name: str, random: Random, batch: int) -> dict[str, Any]:
     if name == "ClippedSumGrad":
         options["factor"] = random.choice([0.3, 1.0, 1.5, 10.0])
         options["clipping"] = random.choice(["flat", "per_layer"])
+        options["normaliser"] = random.choice(["loss", "loss", None, 3.0])
     return options

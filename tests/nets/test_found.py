@@ -14,7 +14,7 @@ Called = tuple[str, Settings]
 GRADIENTS = (Request("BatchGrad"),)
 DIAGONAL = (Request("DiagGGNExact"),)
 ONE_BY_ONE = (Request("DiagGGNExact", {"chunk_size": 1}),)
-CLIPPED = (Request("ClippedSumGrad", {"factor": 0.3, "clipping": "flat"}),)
+CLIPPED = (Request("ClippedSumGrad", {"factor": 0.3, "clipping": "flat", "normaliser": "loss"}),)
 
 
 def chain(

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from math import inf, prod
-from numbers import Real
 from typing import ClassVar, Literal, TypeAlias, get_args
 from weakref import ref
 
@@ -19,6 +18,8 @@ from backpack_core import FirstOrderExtension, SampleProduct, memory_budget
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.contractions import square_norm_of
 from backpack_core.contract.extension import FailMode
+from backpack_core.contract.loss import Normaliser
+from backpack_core.contract.merging import Part
 from backpack_core.contract.operations import (
     OpenFunction,
     as_formed,
@@ -38,6 +39,14 @@ from backpack_firstorder.norms import (
     is_seen,
     norm,
     scale_of,
+)
+from backpack_firstorder.own_loss import (
+    UNLESS_TOLD,
+    OfOwnLosses,
+    Told,
+    check_normaliser,
+    factor_of,
+    is_number,
 )
 from backpack_firstorder.products import LEAST
 
@@ -97,11 +106,27 @@ _kept = _Kept()
 
 
 class ClippedSumGrad(FirstOrderExtension):
-    """Sum of the individual gradients, each clipped to a norm.
+    """Sum of the gradients of the samples' own losses, each clipped to a norm.
 
-    Stored in ``grad_clipped``, shape ``[*θ]``: ``Σ_n g_n min(1, C / ‖g_n‖)``, where ``g_n`` has the
-    scale of the loss: ``∇ℓ_n`` for a sum, ``1/N ∇ℓ_n`` for a mean. So with a mean, the bound ``C``
-    on ``‖∇ℓ_n‖`` is written ``max_norm=C/N``.
+    Stored in ``grad_clipped``, shape ``[*θ]``: ``Σ_n g_n min(1, C / ‖g_n‖)`` with ``g_n = ∇ℓ_n``,
+    the gradient of sample ``n``'s own loss. What the loss divides by, its *normaliser* ``W``, is no
+    part of it: ``backward()`` is called on ``1/W Σ_n ℓ_n``. So bound and value are the same for a
+    mean and for a sum, no sample adds more than ``C`` to the value, and values of several batches
+    and processes add up. The value has not the scale of ``.grad``: for a step, divide it by the
+    (expected) number of samples.
+
+    ``ℓ_n`` is what the extended loss module gives for the sample alone with ``reduction="sum"``. If
+    a sample has several rows or elements at the loss, it is their sum, with their class weights and
+    without ignored targets: ``MSELoss()`` on ``[N, D]`` has ``W = N D``, and ``ℓ_n`` is a sum of
+    ``D`` squares; ``CrossEntropyLoss()`` on ``[N T, C]`` has the number of tokens that count as
+    ``W``. For another ``ℓ_n``, give ``normaliser``: with ``normaliser=N``, it is ``N`` times what
+    the sample adds to the loss, such as the mean over its tokens.
+
+    Several losses have to divide by one number: of ``1/W (a Σ_n ℓ_n + b Σ_n m_n)``, the sample's
+    own loss is ``a ℓ_n + b m_n``. Otherwise this raises, and so it does if the loss is a function,
+    has ``reduction="none"``, or stands beside other terms: then ``normaliser`` has to be given.
+    Numbers that a script multiplies or divides the loss by (of a gradient scaler, or the number of
+    micro-batches) count as a part of ``ℓ_n``, unless ``scale`` names them.
 
     ``clipping="flat"`` takes the norm over all parameters of the model that the backward pass
     reaches, ``"per_layer"`` over the parameters of each module by itself (Abadi et al., 2016,
@@ -128,7 +153,8 @@ class ClippedSumGrad(FirstOrderExtension):
         "loss is multiplied by beforehand, ClippedSumGrad(..., scale=scaler.get_scale()): its "
         "value is that of the loss without the factor."
     )
-    over_batches = "sum"
+    unless_told = UNLESS_TOLD
+    over_batches = OfOwnLosses({"": Part("sum", degree=0)})
     is_deferred: ClassVar[bool] = True
     needs_every_parameter: ClassVar[bool] = True
     needs = (squared_norm,)  # norms are made of these
@@ -141,29 +167,34 @@ class ClippedSumGrad(FirstOrderExtension):
         savefield: str | None = None,
         fail_mode: FailMode = "autodiff",
         scale: float = 1.0,
+        normaliser: Told = "loss",
     ) -> None:
         """Store the settings.
 
         Args:
-            max_norm: The bound ``C``.
+            max_norm: The bound ``C`` on ``‖∇ℓ_n‖``.
             clipping: Over what norms are taken, see the class.
             subsampling: Indices of the samples to take; default: all.
             savefield: Name of the attribute on parameters; default: the class's.
             fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
-            scale: What the loss was multiplied by (by a gradient scaler, for example); the bound
-                and the value are those of the loss without it.
+            scale: What the loss was multiplied by besides (by a gradient scaler, for example); the
+                bound and the value are those of the loss without it.
+            normaliser: What the loss divides by, ``W``: the number of samples for a mean over them,
+                ``None`` for a sum; default: what the extended losses say.
 
         Raises:
-            UsageError: The bound or the scale is not positive, or the kind of clipping is unknown.
+            UsageError: The bound, the scale or the normaliser is not positive, or the kind of
+                clipping is unknown.
         """
-        if not _is_number(max_norm) or not max_norm > 0:
+        if not is_number(max_norm) or not max_norm > 0:
             raise UsageError(f"max_norm must be a positive number. Got {max_norm!r}.")
         if clipping not in get_args(Clipping):
             raise UsageError(f"clipping must be one of {get_args(Clipping)}. Got {clipping!r}.")
-        if not _is_number(scale) or not 0 < scale < inf:
+        if not is_number(scale) or not 0 < scale < inf:
             raise UsageError(f"scale must be a positive and finite number. Got {scale!r}.")
         super().__init__(subsampling, savefield, fail_mode)
         self.max_norm = max_norm
+        self.normaliser = check_normaliser(normaliser)
         self.scale = scale
         self.clipping: Clipping = clipping
 
@@ -193,29 +224,43 @@ class ClippedSumGrad(FirstOrderExtension):
         ):
             _kept.add(dense(product))
 
-    def finish(self, values: Mapping[Tensor, Handle]) -> dict[Tensor, Tensor]:
+    @property
+    def needs_normalisers(self) -> bool:  # type: ignore[override]
+        """Whether the extended losses have to say what they divide by."""
+        return isinstance(self.normaliser, str)
+
+    def finish(
+        self, values: Mapping[Tensor, Handle], normalisers: Sequence[Normaliser] = ()
+    ) -> dict[Tensor, Tensor]:
         """Weights from the norms, then the weighted sums.
 
         Args:
             values: A :class:`Handle` for each parameter.
+            normalisers: What each of the losses divides by.
 
         Returns:
             The clipped sum for each parameter.
+
+        Raises:
+            UsageError: The losses divide by several numbers.
         """
+        factor = factor_of(self.scale, self.normaliser, normalisers)
         groups: dict[Module | None, dict[Tensor, Handle]] = {}
         for parameter, handle in values.items():
             key = None if self.clipping == "flat" else handle.module
             groups.setdefault(key, {})[parameter] = handle
         found: dict[Tensor, Tensor] = {}
         for handles in groups.values():
-            found.update(self._sums(handles))
+            found.update(self._sums(handles, factor))
         return {parameter: found[parameter].to(parameter.dtype) for parameter in values}
 
-    def _sums(self, handles: Mapping[Tensor, Handle]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _sums(
+        self, handles: Mapping[Tensor, Handle], factor: float | Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
         """The weighted sums of parameters that are clipped together."""
         small = [parameter for parameter, handle in handles.items() if handle.is_small]
         table = torch.cat([_rows(handles[p].product) for p in small], 1) if small else None
-        weights = self._weights([*handles.values()], table)
+        weights = self._weights([*handles.values()], table, factor)
         for parameter, handle in handles.items():
             if not handle.is_small:  # a weight may underflow in half precision
                 some = weights.to(handle.product.like.dtype)[None, None]
@@ -226,9 +271,11 @@ class ClippedSumGrad(FirstOrderExtension):
             for parameter, part in zip(small, parts, strict=True):
                 yield parameter, part.view(parameter.shape).clone()
 
-    def _weights(self, handles: Sequence[Handle], table: Tensor | None) -> Tensor:
-        """``min(1, C / ‖g_n‖) / scale``, where ``g_n`` is without the scale. Shape ``[N]``."""
-        bound = self.max_norm * self.scale
+    def _weights(
+        self, handles: Sequence[Handle], table: Tensor | None, factor: float | Tensor
+    ) -> Tensor:
+        """``min(1, C / ‖g_n‖) / factor``, where ``g_n`` is without the factor. Shape ``[N]``."""
+        bound = self.max_norm * factor
         known = [handle.squares for handle in handles if handle.squares is not None]
         known += [] if table is None else [square_norm_of(table)]
         is_known = all(handle.norms is None for handle in handles) and known[0].numel()
@@ -248,7 +295,7 @@ class ClippedSumGrad(FirstOrderExtension):
             scale = scale_of(each.T, 1)
             quotients = bound / scale / (each / scale).square().sum(0).sqrt()
         # A gradient of zero has weight one.
-        return quotients.clamp(max=1.0) / self.scale
+        return quotients.clamp(max=1.0) / factor
 
 
 def _rows(product: SampleProduct) -> Tensor:
@@ -262,13 +309,6 @@ def _stacked(values: Sequence[Tensor]) -> Tensor:
     """Stack tensors ``[N]`` of any precision to ``[parameters, N]``."""
     dtype = reduce(torch.promote_types, (value.dtype for value in values))
     return torch.stack([value.to(dtype) for value in values])
-
-
-def _is_number(value: object) -> bool:
-    """Whether an argument is a number, or a tensor with one."""
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @OpenFunction

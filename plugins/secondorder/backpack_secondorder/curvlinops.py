@@ -55,7 +55,7 @@ def from_curvlinops(operator: Any, model: Module) -> BlockDiagonal:
     for name, parameter in trained.items():
         path, _, kind = name.rpartition(".")
         factors = [outer[path], inner[path]] if kind == "weight" else [outer[path]]
-        order = ParameterOrder(parameter.shape)
+        order = ParameterOrder(parameter.shape, name=repr(name))
         if is_corrected:
             values = state["corrected_eigenvalues"][path][positions[name]]
             shape = [len(factor) for factor in factors]

@@ -15,6 +15,7 @@ from backpack_secondorder.matrix import (
     Number,
     ParameterOrder,
     check_damping,
+    check_finite,
     check_same,
     check_scalar,
 )
@@ -85,19 +86,24 @@ class KroneckerEigenbasis(CurvatureMatrix):
         return self.with_values(function(self.values))
 
     def damped(self, damping: Number) -> KroneckerEigenbasis:
-        """``Q diag(λ + damping) Qᵀ``, exactly."""
+        """``Q diag(λ + damping) Qᵀ``, exactly.
+
+        Raises:
+            UsageError: An eigenvalue is not finite, or the damping is negative.
+        """
+        check_finite("matrix", self.values, self.order)
         return self.with_values(self.values + check_damping(damping))
 
     def inverse(self, damping: Number = 0.0) -> KroneckerEigenbasis:
         """``Q diag(1 / (λ + damping)) Qᵀ``, exactly.
 
         Raises:
-            UsageError: An eigenvalue is zero then, or the damping is negative.
+            UsageError: An eigenvalue is zero then, or not finite, or the damping is negative.
         """
-        values = self.values + check_damping(damping)
+        values = self.damped(damping).values
         if any_of(values == 0):
             raise UsageError(
-                f"A matrix of Kronecker form is singular with a damping of {damping}: increase it."
+                f"The matrix of {self.order} is singular with a damping of {damping}: increase it."
             )
         return self.with_values(values.reciprocal())
 

@@ -11,7 +11,12 @@ from backpack_core import SampleProduct
 from backpack_core.contract.extension import Extension, as_subsampling
 from backpack_core.errors import ShapeError, UsageError
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
-from backpack_secondorder.factors import WeightSharing, corrected_eigenbasis, eigenvalues_in
+from backpack_secondorder.factors import (
+    WeightSharing,
+    corrected,
+    corrected_eigenbasis,
+    eigenvalues_in,
+)
 from backpack_secondorder.kfac import (
     KFAC,
     KFLR,
@@ -130,7 +135,7 @@ class EKFAC(MatrixExtension):
             return corrected_eigenbasis(product, self.weight_sharing).clone()
         basis = self._given(product)
         values = eigenvalues_in(product, basis.to(product.like.dtype))
-        return basis.with_values(values.to(basis.dtype))
+        return corrected(basis, values.to(basis.dtype))
 
     def _given(self, product: SampleProduct) -> KroneckerEigenbasis:
         assert self.basis is not None

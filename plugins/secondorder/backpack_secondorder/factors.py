@@ -54,7 +54,7 @@ def kronecker_factors(product: SampleProduct, sharing: WeightSharing = "kfc") ->
         StructureError: The product has no such structure, or is a sum of several.
     """
     if len(product.shape) < 2:
-        return KroneckerFactors([block(product)], ParameterOrder(product.shape))
+        return KroneckerFactors([block(product)], ParameterOrder.of(product))
     instead = (
         'use fail_mode="block" or "diagonal", which store these in its place, or DiagGGNExact, '
         "which needs no structure."
@@ -105,12 +105,12 @@ def kronecker_factors_affine(
 ) -> KroneckerFactors:
     """``[B, A]`` for a weight, the exact block for a bias."""
     if product.inp is None and not _is_ordered(product):
-        return KroneckerFactors([block(product)], ParameterOrder(product.shape))
+        return KroneckerFactors([block(product)], ParameterOrder.of(product))
     # With one position, weight and bias share the factor B.
     expanded = sharing == "expand" and product.inp is not None and product.positions > 1
     outer = output_covariance(product, "expand" if expanded else "kfc")
     if product.inp is None:
-        return KroneckerFactors([outer], ParameterOrder(product.shape))
+        return KroneckerFactors([outer], ParameterOrder.of(product))
     inner = kept_input_covariance(product, sharing)
     return KroneckerFactors([outer, inner], parameter_order(product))
 
@@ -128,7 +128,7 @@ def corrected_eigenbasis(
     basis = kronecker_factors(product, sharing).eigenbasis()
     if len(basis.vectors) == 1:
         return basis  # of the block itself
-    return basis.with_values(eigenvalues_in(product, basis))
+    return corrected(basis, eigenvalues_in(product, basis))
 
 
 @corrected_eigenbasis.register
@@ -139,7 +139,20 @@ def corrected_eigenbasis_affine(
     basis = kronecker_factors(product, sharing).eigenbasis()
     if product.inp is None:
         return basis
-    return basis.with_values(eigenvalues_in_affine(product, basis))
+    return corrected(basis, eigenvalues_in_affine(product, basis))
+
+
+def corrected(basis: KroneckerEigenbasis, values: Tensor) -> KroneckerEigenbasis:
+    """A basis with corrected eigenvalues; rounding alone counts as zero.
+
+    What the factors send to zero, the block sends to zero, if it is of the same data. There, the
+    computed number is rounding, and its inverse would be one.
+    """
+    axes = tuple(range(values.dim() - len(basis.vectors), values.dim()))
+    rounding = max(values.shape, default=1) * torch.finfo(values.dtype).eps
+    bound = rounding * values.amax(axes, keepdim=True) if values.numel() else values
+    is_zero = (basis.values == 0) & (values <= bound)
+    return basis.with_values(torch.where(is_zero, 0.0, values))
 
 
 @OpenFunction
@@ -280,9 +293,9 @@ def input_covariance(
 def parameter_order(product: AffineProduct) -> ParameterOrder:
     """How the rows of ``B ⊗ A`` number the entries of a weight of sizes ``(G, O, I)``."""
     if product.arrange is None:
-        return ParameterOrder(product.shape)
+        return ParameterOrder.of(product)
     numbers = torch.arange(product.shape.numel(), device=product.like.device).reshape(product.sizes)
-    return ParameterOrder(product.shape, product.to_parameter(numbers).flatten().argsort())
+    return ParameterOrder.of(product, product.to_parameter(numbers).flatten().argsort())
 
 
 def _without_groups(factor: Tensor) -> Tensor:

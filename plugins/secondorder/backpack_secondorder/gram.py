@@ -12,6 +12,7 @@ from torch import Tensor
 from backpack_core import SampleProduct, SecondOrderExtension
 from backpack_core.contract.columns import Root
 from backpack_core.contract.extension import FailMode, as_subsampling
+from backpack_core.contract.loss import Normaliser
 from backpack_core.contract.merging import Refused
 from backpack_core.contract.operations import gram, weighted_sum
 from backpack_core.errors import UsageError
@@ -144,7 +145,9 @@ class GGNGram(SecondOrderExtension):
         """The parameter's own Gram matrix, and its ``M`` or the factors of it, for eigenvectors."""
         return GramBlock(gram(product).clone(), product)
 
-    def finish(self, values: Mapping[Tensor, GramBlock]) -> Mapping[Tensor, GramBlock]:
+    def finish(
+        self, values: Mapping[Tensor, GramBlock], normalisers: Sequence[Normaliser] = ()
+    ) -> Mapping[Tensor, GramBlock]:
         """Add up the Gram matrices.
 
         Parameters may see columns of different losses, so each root has its own rows and columns
@@ -152,6 +155,7 @@ class GGNGram(SecondOrderExtension):
 
         Args:
             values: The contribution of every parameter.
+            normalisers: Not needed.
 
         Returns:
             The same, with the spectrum.

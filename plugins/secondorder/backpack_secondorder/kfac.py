@@ -59,7 +59,7 @@ class MatrixExtension(SecondOrderExtension):
             if self.fallback is None:
                 raise
         if self.fallback == "block":
-            return KroneckerFactors([block(product)], ParameterOrder(product.shape))
+            return KroneckerFactors([block(product)], ParameterOrder.of(product))
         return diagonal_matrix(square_sum(product))
 
     def as_stored(self, value: Matrix, parameter: Tensor) -> Matrix:

@@ -185,11 +185,10 @@ class AverageReading(Reading):
         Raises:
             UnsupportedError: The layer declares no structure.
         """
-        rule, view, name, shape = self._layer, self._view, self._parameter, self.shape
+        rule, view, name = self._layer, self._view, self._parameter
         if not isinstance(rule, AffineRule):
-            return KroneckerFactors(
-                [_block(rule, view, name, self._average)], ParameterOrder(shape)
-            )
+            block = _block(rule, view, name, self._average)
+            return KroneckerFactors([block], ParameterOrder.of(self))
         average = _affine_form(rule, view, self._average)  # [S, G, O, S, G, O]
         if len(average) == 1:
             # [G, O, G, O]; a copy, since the average itself travels on.
@@ -200,12 +199,12 @@ class AverageReading(Reading):
             outer = average.sum((0, 3))
         if name == "bias":
             block = rearrange(outer, "g o h p -> (g o) (h p)")
-            return KroneckerFactors([block], ParameterOrder(shape))
+            return KroneckerFactors([block], ParameterOrder.of(self))
         by_group = rearrange(outer.diagonal(dim1=0, dim2=2), "o p g -> g o p")
         columns = view.stored.outputs[view.index].new_zeros(1, *view.output_shape)
         product = rule.param_product(view, name, columns.to(view.dtype))
         assert isinstance(product, AffineProduct)
-        product.kept, product.name = self.kept, name
+        product.placed_as(self)
         inner = kept_input_covariance(product, sharing)
         return KroneckerFactors([by_group.squeeze(0), inner], parameter_order(product))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import reduce
+from operator import is_
 from typing import Any, Literal
 
 import torch
@@ -21,6 +22,7 @@ from backpack_secondorder.matrix import (
     Number,
     ParameterOrder,
     check_damping,
+    check_finite,
     check_same,
     check_scalar,
 )
@@ -69,7 +71,7 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
         super().__init__(factors)
         self.order = order
         self.weight = weight
-        self._eigen: tuple[object, KroneckerEigenbasis] | None = None
+        self._eigen: tuple[list[Tensor], object, KroneckerEigenbasis] | None = None
         size = groups = self.groups
         for factor in self:
             shape = factor.shape[1:] if groups > 1 else factor.shape
@@ -144,14 +146,37 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
         return self.order.vectors(multiply(self, self.sizes, coordinates), vectors)
 
     def eigenbasis(self) -> KroneckerEigenbasis:
-        """The eigendecomposition; computed once, and again after a factor was changed in place."""
-        state = [(id(factor), factor._version) for factor in self]
-        if self._eigen is None or self._eigen[0] != state:
-            pairs = [(f.clone(), None) if self.is_diagonal(f) else eigh(f) for f in self]
-            values = reduce(_outer, [values for values, _ in pairs])
-            basis = KroneckerEigenbasis([vectors for _, vectors in pairs], values, self.order)
-            self._eigen = (state, basis)
-        return self._eigen[1]
+        """The eigendecomposition; computed once, and again after a factor was changed or replaced.
+
+        Raises:
+            UsageError: A factor is not finite.
+        """
+        if self._eigen is not None:
+            factors, state, basis = self._eigen
+            if len(self) == len(factors) and all(map(is_, self, factors)) and self._state == state:
+                return basis
+        self._check_finite()
+        pairs = [(f.clone(), None) if self.is_diagonal(f) else eigh(f) for f in self]
+        values = reduce(_outer, [values for values, _ in pairs])
+        basis = KroneckerEigenbasis([vectors for _, vectors in pairs], values, self.order)
+        if not any(factor.is_inference() for factor in self):  # they do not count changes
+            # The factors are held, so that no other tensor can take the place of one.
+            self._eigen = [*self], self._state, basis
+        return basis
+
+    @property
+    def _state(self) -> object:
+        """What tells whether a decomposition is still that of the same factors."""
+        versions = [0 if factor.is_inference() else factor._version for factor in self]
+        return versions, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+
+    def _check_finite(self) -> None:
+        for place, factor in enumerate(self):
+            check_finite(self._named(place), factor, self.order)
+
+    def _named(self, place: int) -> str:
+        """A factor in words."""
+        return f"Kronecker factor {place}" if len(self) > 1 else self.structure
 
     def scaled(self, scalar: Number) -> KroneckerFactors:
         """``scalar · F₁ ⊗ F₂ ⊗ …``: the first factor is multiplied, and the weight in sums."""
@@ -227,23 +252,31 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
             per_factor: As for :meth:`damped`.
 
         Raises:
-            UsageError: A factor is singular, or the damping is negative.
+            UsageError: A factor is singular, or not finite, or the damping is negative.
         """
+        self._check_finite()
+        is_damped = any_of(torch.as_tensor(check_damping(damping)) != 0)
+        damped = self.damped(damping, balanced, per_factor) if is_damped else self
         factors = []
-        is_zero = not isinstance(damping, Tensor) and damping == 0
-        for factor in self if is_zero else self.damped(damping, balanced, per_factor):
-            if self.is_diagonal(factor):
-                inverse, failed = factor.reciprocal(), factor <= 0
-            else:
-                triangle, failed = torch.linalg.cholesky_ex(at_least_single(factor))
-            if any_of(failed):
+        for place, (factor, before) in enumerate(zip(damped, self, strict=True)):
+            inverse = self._inverse(factor, before)
+            if inverse is None:
                 raise UsageError(
-                    f"A Kronecker factor is singular with a damping of {damping}: increase it."
+                    f"The {self._named(place)} of {self.order} is singular with a damping of "
+                    f"{damping}: increase it."
                 )
-            if not self.is_diagonal(factor):
-                inverse = torch.cholesky_inverse(triangle).to(factor.dtype)
             factors.append(inverse)
         return self.with_factors(factors)
+
+    def _inverse(self, factor: Tensor, undamped: Tensor) -> Tensor | None:
+        """The inverse of a factor; ``None`` if it is singular."""
+        if self.is_diagonal(factor):
+            return None if any_of(factor <= 0) else factor.reciprocal()
+        is_shifted = any_of(self._diagonal(factor) != self._diagonal(undamped))
+        if not is_shifted and any_of(eigh(factor)[0] <= 0):
+            return None  # a decomposition would invert what rounding has left
+        triangle, failed = torch.linalg.cholesky_ex(at_least_single(factor))
+        return None if any_of(failed) else torch.cholesky_inverse(triangle).to(factor.dtype)
 
     def trace(self) -> Tensor:
         """Trace of the product, from those of the factors."""

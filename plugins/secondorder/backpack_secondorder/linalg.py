@@ -1,4 +1,4 @@
-"""Decompositions and products of Kronecker factors as tensors. Imports torch only."""
+"""Decompositions and products of Kronecker factors as tensors. Imports torch, errors and values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from backpack_core.values import at_least_single, without_autocast
+from backpack_core.errors import UsageError
+from backpack_core.values import any_of, at_least_single, without_autocast
 
 
 def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -15,8 +16,23 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
 
     Computed in single precision at least: torch has no decomposition in half precision. What cannot
     be told from zero is zero, so that a singular matrix is seen to be one.
+
+    Raises:
+        UsageError: The matrix is not finite, or the iteration does not converge.
     """
-    values, vectors = torch.linalg.eigh(at_least_single(matrix))
+    if any_of(~matrix.isfinite()):
+        raise UsageError(
+            f"A matrix of shape {list(matrix.shape)} has no eigenvalues, since it is not finite: "
+            "look for inf or nan in the loss and in the outputs of the net."
+        )
+    try:
+        values, vectors = torch.linalg.eigh(at_least_single(matrix))
+    except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
+        raise UsageError(
+            f"The eigenvalues of a matrix of shape {list(matrix.shape)} were not found ({error}): "
+            "compute it in torch.float64, or scale the loss, so that its entries are not that far "
+            "apart."
+        ) from error
     rounding = values.shape[-1] * torch.finfo(values.dtype).eps
     bound = rounding * values.detach().abs().amax(-1, keepdim=True) if values.numel() else 0.0
     values = torch.where(values.abs() > bound, values, 0.0)

@@ -74,4 +74,4 @@ def _count(product: LookupProduct, sharing: WeightSharing) -> Tensor:
 def _order(product: LookupProduct) -> ParameterOrder:
     """The order with features first, as for other weights; a table stores its rows first."""
     numbers = torch.arange(product.shape.numel(), device=product.like.device)
-    return ParameterOrder(product.shape, numbers.reshape(product.shape).T.flatten())
+    return ParameterOrder.of(product, numbers.reshape(product.shape).T.flatten())

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
+from backpack_core.contract.product import Reading
 from backpack_core.errors import ShapeError, UsageError
-from backpack_core.values import at_least_single
+from backpack_core.values import any_of, at_least_single
 
 if TYPE_CHECKING:
     from backpack_secondorder.eigenbasis import KroneckerEigenbasis
@@ -33,10 +34,21 @@ class ParameterOrder:
         shape: Shape of the parameter, ``[*θ]``.
         positions: Where in the flattened parameter the row's entry lies, ``[P]``; ``None`` where
             rows follow the parameter's own order. (Transposed convolutions store ``[I, O]``.)
+        name: The parameter and its module, for messages; empty where that is not known.
     """
 
     shape: torch.Size
     positions: Tensor | None = None
+    name: str = ""
+
+    @classmethod
+    def of(cls, reading: Reading, positions: Tensor | None = None) -> ParameterOrder:
+        """That of the parameter at which something is read."""
+        return cls(reading.shape, positions, f"{reading.name!r} of {reading.path}")
+
+    def __str__(self) -> str:
+        """The parameter in words."""
+        return f"the parameter {self.name}" if self.name else f"a parameter of {list(self.shape)}"
 
     def coordinates(self, vectors: Tensor) -> Tensor:
         """``[*θ]`` or ``[V, *θ]`` to ``[V, P]``, in the order of the rows.
@@ -71,7 +83,7 @@ class ParameterOrder:
         """The same on a device."""
         if self.positions is None or self.positions.device == device:
             return self
-        return ParameterOrder(self.shape, self.positions.to(device))
+        return replace(self, positions=self.positions.to(device))
 
     def equals(self, other: ParameterOrder) -> bool:
         """Whether both number a parameter of one shape in one way."""
@@ -190,14 +202,18 @@ class CurvatureMatrix(ABC):
             damping: Must be positive where the matrix is singular.
 
         Raises:
-            UsageError: The damped matrix is singular, or the damping is negative.
+            UsageError: The damped matrix is singular, the damping is negative, or a factor is not
+                finite.
         """
         return self.eigenbasis().inverse(damping).matmul(vectors)
 
     def logdet(self, damping: Number = 0.0) -> Tensor:
-        """``log det(F + damping · I)``; ``-inf`` if the damped matrix is singular."""
-        values = self.eigenbasis().values
-        return at_least_single(values + check_damping(damping)).log().sum()
+        """``log det(F + damping · I)``; ``-inf`` if the damped matrix is singular.
+
+        Raises:
+            UsageError: The damping is negative, or a factor is not finite.
+        """
+        return at_least_single(self.eigenbasis().damped(damping).values).log().sum()
 
     def sample(
         self,
@@ -220,7 +236,8 @@ class CurvatureMatrix(ABC):
             Shape ``[*θ]``, or ``[count, *θ]``.
 
         Raises:
-            UsageError: The damped matrix is singular or not positive, or the damping is negative.
+            UsageError: The damped matrix is singular or not positive, the damping is negative, or a
+                factor is not finite.
         """
         return self.eigenbasis().inverse(damping).root_times_noise(count, generator)
 
@@ -317,6 +334,25 @@ def check_same(first: CurvatureMatrix, second: Any) -> None:
         )
 
 
+def check_finite(name: str, tensor: Tensor, order: ParameterOrder) -> None:
+    """Raise unless all numbers of a matrix are finite.
+
+    Args:
+        name: What the tensor is of the matrix.
+        tensor: Numbers of it.
+        order: Whose they are.
+
+    Raises:
+        UsageError: One is infinite, or not a number.
+    """
+    if any_of(~tensor.isfinite()):
+        raise UsageError(
+            f"The {name} of {order} is not finite: gradients have overflown, or a number of the "
+            "net is inf or nan. Look at the loss and at the outputs of that module, or leave this "
+            "batch out."
+        )
+
+
 def check_scalar(scalar: Any) -> Number:
     """Check that the factor is a number that is not negative, and return it.
 
@@ -338,8 +374,10 @@ def check_damping(damping: Any) -> Number:
 
 
 def _number(value: Any, kind: str, sign: str) -> Number:
-    """A number, or a tensor that is one; the value of a tensor is not looked at."""
+    """A number, or a tensor that is one."""
     if isinstance(value, Tensor) and value.numel() == 1:
+        if any_of(~(value >= 0)):
+            raise UsageError(f"{sign} Got {value!r}.")
         return value.reshape(())
     try:
         number = float(value) if not isinstance(value, (Tensor, str)) else None

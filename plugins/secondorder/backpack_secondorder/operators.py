@@ -17,7 +17,7 @@ from backpack_core.contract.contractions import flattened
 from backpack_core.contract.propagator import loss_behind_a_loss
 from backpack_core.contract.transposition import somewhere
 from backpack_core.engine.active import suspended
-from backpack_core.engine.refusals import nothing_arrived
+from backpack_core.engine.losses import nothing_arrived
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.bridge import agree
 from backpack_core.graph.order import behind

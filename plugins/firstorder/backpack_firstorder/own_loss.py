@@ -1,0 +1,91 @@
+"""What a sample's own loss is: the loss without what it divides by, and was multiplied by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from math import inf, isclose
+from numbers import Real
+from typing import Any, Literal, TypeAlias, cast
+
+from torch import Tensor
+
+from backpack_core.contract.extension import Extension
+from backpack_core.contract.loss import Normaliser
+from backpack_core.contract.merging import OverBatches
+from backpack_core.errors import UsageError
+from backpack_core.values import is_symbolic
+
+Told: TypeAlias = Normaliser | Literal["loss"]
+
+UNLESS_TOLD = (
+    "Say it, ClippedSumGrad(..., normaliser=len(targets)) for a mean over samples and "
+    "normaliser=None for a sum; or call backward() on an extended loss, or a weighted sum of "
+    "extended losses."
+)
+
+
+class OfOwnLosses(OverBatches):
+    """Values add up. Over a data set, the loss of each batch may be a function."""
+
+    def of_batch(self, extension: Extension, normaliser: float | None) -> Extension:
+        """The extension that knows what the loss of a batch divides by."""
+        if not extension.needs_normalisers:
+            return extension
+        found = copy(extension)
+        cast(Any, found).normaliser = normaliser
+        return found
+
+
+def factor_of(scale: float, told: Told, normalisers: Sequence[Normaliser]) -> float | Tensor:
+    """What stands in front of ``Σ_n ℓ_n``: the scale, divided by the normaliser.
+
+    Args:
+        scale: What the loss was multiplied by.
+        told: What the user says that it divides by.
+        normalisers: What each of the losses of the pass divides by.
+
+    Raises:
+        UsageError: The losses divide by several numbers, or there is none.
+    """
+    found = normalisers if isinstance(told, str) else [told]
+    numbers = [1.0 if number is None else number for number in found]
+    if numbers and not any(_differ(number, numbers[0]) for number in numbers[1:]):
+        return scale / numbers[0]
+    why = "no extended loss took part"
+    if numbers:
+        shown = [f"{number:g}" for number in sorted({float(number) for number in numbers})]
+        why = f"its losses divide by {' and by '.join(shown)}"
+    raise UsageError(
+        f"ClippedSumGrad needs to know what the loss divides by, and {why}. {UNLESS_TOLD}"
+    )
+
+
+def check_normaliser(told: Any) -> Told:
+    """Return a ``normaliser`` argument.
+
+    Raises:
+        UsageError: It is no positive and finite number, ``None`` or ``"loss"``.
+    """
+    if told is None or (isinstance(told, str) and told == "loss"):
+        return cast(Told, told)
+    if not is_number(told) or not 0 < told < inf:
+        raise UsageError(
+            "normaliser is what the loss divides by, a positive and finite number, None for a "
+            f'sum, or "loss" for what the extended losses say. Got {told!r}.'
+        )
+    return cast(Told, told)
+
+
+def is_number(value: object) -> bool:
+    """Whether an argument is a number, or a tensor with one."""
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _differ(first: float | Tensor, second: float | Tensor) -> bool:
+    """Whether two normalisers are not the same number."""
+    if any(isinstance(number, Tensor) and is_symbolic(number) for number in (first, second)):
+        return False
+    return not isclose(float(first), float(second), rel_tol=1e-6)
