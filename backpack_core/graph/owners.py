@@ -20,7 +20,7 @@ from backpack_core.graph.moves import Given, Numbers, Shape, along, are_elsewher
 from backpack_core.graph.of_weights import Origins
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site
-from backpack_core.record.owner import is_parameter
+from backpack_core.record.owner import Run, is_parameter
 
 
 class Owners:
@@ -28,7 +28,7 @@ class Owners:
 
     def __init__(self, survey: Survey) -> None:
         self._survey = survey
-        self._is_table = Origins(survey).of_tables
+        self._origins = Origins(survey)
         self._data: dict[Call, Numbers | None] = {}
 
     @cached_property
@@ -218,7 +218,7 @@ class Owners:
         if nodes.is_leaf(node):
             leaf = node.variable  # type: ignore[attr-defined]
             return is_parameter(leaf) or not leaf.dim() or id(leaf) in self._survey.uses
-        return self._is_table(node)
+        return self._origins.of_tables(node)
 
     def _found(self, place: Place, given: Given) -> Numbers | None:
         node, number = place
@@ -228,12 +228,19 @@ class Owners:
         if (site := self._call(place)) is not None:
             return self._of_call(site, given.get(0), shape)
         if nodes.is_leaf(node):
-            return self._of_data(shape, 0)
-        found = made(node, number, given, self._survey.is_readable)
+            return self._of_leaf(node.variable, shape)  # type: ignore[attr-defined]
+        found = made(node, number, self._telling(node, given), self._survey.is_readable)
         if found is None and (site := self._site(place)) is not None:
             # No module is known to move samples to another axis.
             found = self._of_call(site, self._received(site.call), shape)
         return found
+
+    def _telling(self, node: Node, given: Given) -> Given:
+        """Without operands of constants and parameters, which go with what they meet."""
+        is_of_constants = self._origins.of_constants
+        ways = {i: node.next_functions[i][0] for i, numbers in given.items() if numbers is None}
+        beside = {i for i, child in ways.items() if child is not None and is_of_constants(child)}
+        return {i: numbers for i, numbers in given.items() if i not in beside}
 
     def _of_call(self, site: Site, given: Numbers | None, shape: Shape) -> Numbers | None:
         """A module keeps rows where they are, or returns samples where its rule says."""
@@ -253,6 +260,14 @@ class Owners:
         is_there = axis >= before and shape[axis : axis + 1] == received.shape[before : before + 1]
         return along(given.flatten(), axis, shape) if is_there else None
 
+    def _of_leaf(self, leaf: Tensor, shape: Shape) -> Numbers | None:
+        """Of data that ask for a gradient: the stride tells, if a model received them."""
+        runs = {id(call.run): call.run for call, _ in self._survey.received}
+        for run in runs.values():
+            if axes := _axes_in(run, leaf, len(self._samples)):
+                return along(self._samples, axes[0], shape)
+        return self._of_data(shape, 0)
+
     def _of_data(self, shape: Shape, axis: int, is_sure: bool = False) -> Numbers | None:
         """Of what is known by its lengths only; and the axis that is declared for samples."""
         samples = self._survey.batch_size
@@ -270,11 +285,8 @@ def of_data(call: Call, samples: Tensor) -> Numbers | None:
     """
     received, run, size = call.stored.inputs[0], call.run, len(samples)
     shape = tuple(received.shape)
-    if has_memory(received) and memory_of(received) in run.memories:
-        ways = enumerate(zip(shape, received.stride(), strict=True))
-        axes = [k for k, way in ways if way == (size, run.memories[memory_of(received)])]
-        if axes:
-            return along(samples, axes[0], shape)
+    if axes := _axes_in(run, received, size):
+        return along(samples, axes[0], shape)
     whole = run.first() if call.is_readable else None
     if whole is None or whole.shape[:1] != (size,) or is_symbolic(whole):
         return None
@@ -286,6 +298,13 @@ def of_data(call: Call, samples: Tensor) -> Numbers | None:
         if turned.reshape(shape).equal(received):
             return viewed(along(samples, axis, tuple(turned.shape)), tuple(turned.shape), shape)
     return None
+
+
+def _axes_in(run: Run, data: Tensor, size: int) -> list[int]:
+    """The axes of data of a model on which strides say that samples are."""
+    stride = run.memories.get(memory_of(data)) if has_memory(data) else None
+    ways = enumerate(zip(data.shape, data.stride(), strict=True)) if stride is not None else ()
+    return [axis for axis, way in ways if way == (size, stride)]
 
 
 def turns_of(survey: Survey, loss: Call) -> Tensor:
