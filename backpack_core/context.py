@@ -20,6 +20,7 @@ from backpack_core.engine.active import Check, Context, ExtensionHook, Gradient,
 from backpack_core.engine.groups import group
 from backpack_core.engine.hooks import Announcer
 from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
+from backpack_core.graph.told import Samples, told
 from backpack_core.plugins.declarations import refuse
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.profile import Profile, Summary
@@ -51,6 +52,7 @@ class backpack:
         beside: Sequence[Tensor] = (),
         observer: Callable[[View], None] | None = None,
         gradient: Gradient = "autograd",
+        samples: Samples | None = None,
     ) -> None:
         """Check and store the request.
 
@@ -78,6 +80,11 @@ class backpack:
                 called. ``"none"``: parameters of extended modules get no ``grad``. ``"skipped"``:
                 the same, and if no extension needs a gradient, autograd does not run at all, so
                 that no gradient hook is called. See ``docs/gradient.md``.
+            samples: Which sample each row of what the model receives belongs to, ``index[row]``,
+                shape ``[R]``, whole numbers from zero on. Quantities are then those of ``M =
+                index.max() + 1`` samples: of users with several records, of augmentations, of pairs
+                of answers in one batch. Rows of one sample may influence each other; those of
+                different samples may not, which is measured. See ``docs/concepts.md``.
 
         Raises:
             NotAnExtensionError: One of the extensions is a class, or no extension at all.
@@ -101,8 +108,9 @@ class backpack:
                 raise UsageError(f"{name} is one of {', '.join(get_args(known))}. Got {word!r}.")
         self._extensions = extensions
         self._profile = Profile()
+        said = None if samples is None else told(samples)
         asked = extension_hook, debug, check, retain_graph, _edges_of(beside), observer, gradient
-        self._begin = partial(Context, extensions, *asked, self._profile)
+        self._begin = partial(Context, extensions, *asked, said, self._profile)
         self._entered: list[tuple[Context, Announcer]] = []
 
     def summary(self) -> Summary:

@@ -93,11 +93,14 @@ class ColumnPropagator(Propagator):
         if isinstance(quantity, ApartColumns):
             return quantity
         owned = owned_by(positions, quantity.mat.shape[1], quantity.mat.device)
-        if isinstance(positions, Tensor) and self.subsampling is not None:
-            owned = owned[list(self.subsampling)]
-        return OwnedColumns(quantity, owned)
+        chosen = self.subsampling if isinstance(positions, Tensor) else None
+        if chosen is None:
+            return OwnedColumns(quantity, owned)
+        if self.travels and len({*chosen}) < len(chosen):  # a sample has columns for each time
+            return OwnedColumns(quantity, owned).formed().chosen(chosen)
+        return OwnedColumns(quantity, owned[list(chosen)])
 
-    def put_together(self, quantity: Columns, positions: int) -> Columns:
+    def put_together(self, quantity: Columns, positions: int | Tensor) -> Columns:
         """The samples in one column again; raises if one reaches another."""
         return Columns({r: put_together(mat, positions) for r, mat in quantity.blocks.items()})
 

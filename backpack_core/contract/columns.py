@@ -194,6 +194,10 @@ class OwnedColumns(ApartColumns):
         """How many columns each root has."""
         return self.plain.sizes
 
+    def formed(self) -> ApartColumns:
+        """As a tensor for each root."""
+        return ApartColumns(self.blocks)
+
 
 def taken_apart(mat: Tensor, owned: Tensor) -> Tensor:
     """For each sample, the columns with zeros at the entries of all others.

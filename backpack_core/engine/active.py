@@ -22,6 +22,7 @@ from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.engine.groups import Group, Watch, unwatched
+from backpack_core.graph.told import Told
 from backpack_core.record.view import View
 
 ExtensionHook = Callable[[Module], None]
@@ -44,6 +45,7 @@ class Context:
         beside: Edges of terms that do not belong to the loss that quantities are of.
         observer: Called with the view of each output that is visited.
         gradient: Where the gradient of the parameters comes from.
+        told: Which sample each row belongs to, where the user says so.
         watch: Calls whatever takes time, so that it can be measured; see :class:`Group`.
         groups: The extensions by propagator; each propagator sends one quantity.
         graph_extensions: The extensions that read the loss as a whole.
@@ -60,6 +62,7 @@ class Context:
     beside: frozenset[tuple[Node, int]] = frozenset()
     observer: Callable[[View], None] | None = None
     gradient: Gradient = "autograd"
+    told: Told | None = None
     watch: Watch = unwatched
     groups: tuple[Group, ...] = ()
     graph_extensions: tuple[GraphExtension, ...] = ()

@@ -81,7 +81,7 @@ class BackwardPass:
         """
         self.context = context
         self.roots = [*roots]
-        self.survey = Survey(context.beside, context.tells_samples)
+        self.survey = Survey(context.beside, context.tells_samples, context.told)
         self.visiting: View | None = None
         self.is_running = self.is_alone = False
         self._is_differentiable = self._only_reads = False

@@ -125,7 +125,8 @@ def refuse_misaligned(
             positions = alignment.positions_of(site)
             # Before any samples, axis 0 is something else, which the rule would take for them.
             is_before = (site.edge.node, site.edge.output_nr) in alignment.before
-            is_known = not survey.axes[call, index] and not (is_before and survey.trained[call])
+            is_known = not survey.axes[call, index] or alignment.owned_at(site.edge) is not None
+            is_known &= not (is_before and survey.trained[call])
             if call.rule.is_loss:
                 edge = call.edges[0]
                 is_known = not call.stored.inputs[0].shape[:1].numel() % alignment.batch_size
@@ -138,7 +139,7 @@ def refuse_misaligned(
                 raise fault
             if is_split:
                 is_picked = survey.received[call, index] % alignment.batch_size
-                raise fault if is_picked else faults.merged_samples(call, positions)
+                raise fault if is_picked and not survey.is_told else faults.merged_samples(call)
         if alignment.beside and propagator.keeps_apart:
             raise _beside(survey, *alignment.beside[0])
 

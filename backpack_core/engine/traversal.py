@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
@@ -227,15 +228,23 @@ class Traversal:
             axes = axes[: call.receives_input > 1 and axes[:1] == [0] and not call.goes_inside]
         edge = self.survey.sites[call, view.index].edge
         is_apart, numbers = self.survey.alignment.is_apart(edge), self.survey.numbers.get(edge[:2])
-        if is_apart and numbers is not None and numbers.numel() == samples > len(numbers):
-            axes = [numbers.shape.index(samples)]  # behind the first, which has length one
+        positions: int | Tensor = 1
+        is_behind = numbers is not None and numbers.numel() == samples > numbers.shape[:1].numel()
+        if is_apart and numbers is not None and (is_behind or self.survey.is_told):
+            shape = numbers.movedim(view.axis, 0).shape if view.axis else numbers.shape
+            axes = [axis for axis, length in enumerate(shape) if length == numbers.numel() > 1]
+            chosen = range(samples) if propagator.subsampling is None else propagator.subsampling
+            shown = torch.tensor([n % samples for n in chosen], device="cpu").unsqueeze(1)
+            positions = (numbers.flatten() == shown) | (numbers.flatten() < 0)
         elif not call.receives_input:
             return
-        if samples == 1 or quantity is None:
+        is_owned = self.survey.alignment.owned_at(edge) is not None  # by columns of all samples
+        if samples == 1 or quantity is None or is_owned:
             return
         for axis in axes:
             try:
-                propagator.put_together(propagator.map(quantity, partial(_moved, axis)), 1)
+                moved = propagator.map(quantity, partial(_moved, axis))
+                propagator.put_together(moved, positions)
             except SampleMixingError:
                 if axis == axes[-1]:
                     raise

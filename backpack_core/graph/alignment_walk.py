@@ -88,7 +88,7 @@ class Walk:
             return
         is_before = above.is_before
         count, rest = divmod(1 if below.length is None else below.length, self._size)
-        if self._owners.are_moved and self._is_told(below):
+        if self._owners.are_moved and self._is_told(way):
             pass
         elif above.is_loss:
             below.positions = count  # a loss says where samples are
@@ -107,14 +107,16 @@ class Walk:
         if below.is_settled():
             below.is_before = False
 
-    def _is_told(self, this: Known) -> bool:
-        """Whether it is known which samples the rows of a tensor are of, in another order."""
-        is_table = self._origins.of_tables(this.node)
-        owners = None if is_table else self._owners.rows(*this.place)
+    def _is_told(self, way: Way) -> bool:
+        """Whether it is known which samples the rows of an operand are of, in another order."""
+        this = way.below
+        is_table = not way.above.is_loss and self._origins.of_tables(this.node)
+        owners = None if is_table else self._owners.rows(*this.place, this.axis)
         if owners is None:
             return False
         samples, count = torch.arange(self._size, device="cpu"), len(owners) // self._size
-        if not self._survey.is_declared and owners.equal(samples.repeat_interleave(count)):
+        is_usual = not (self._survey.is_declared or (this.axis and self._survey.is_told))
+        if is_usual and owners.equal(samples.repeat_interleave(count)):
             return False
         this.owned = owners == samples[:, None]
         return True

@@ -130,10 +130,10 @@ def other_run(call: Call, size: int, batch_size: int) -> BackpackError:
     )
 
 
-def merged_samples(call: Call, positions: int) -> BackpackError:
+def merged_samples(call: Call) -> BackpackError:
     """Samples cannot be chosen if each has several entries of axis 0."""
     return ShapeError(
-        f"{call.path} received {positions} entries of each sample on axis 0, so that "
+        f"{call.path} received several entries of a sample on axis 0, so that "
         "subsampling=... cannot choose samples there: leave it out, and choose from the result; "
         "or keep positions as an extra dimension, [N, T, D]."
     )

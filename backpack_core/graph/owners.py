@@ -35,19 +35,29 @@ class Owners:
     def _samples(self) -> Tensor:
         return torch.arange(self._survey.batch_size, device="cpu")
 
-    def rows(self, node: Node | None, number: int) -> Tensor | None:
-        """The sample of each entry of axis 0; ``None`` if that is unknown, or several share one.
+    @property
+    def _received_rows(self) -> Tensor:
+        """The sample of each row that a model received: one row each, or as the user says."""
+        told = self._survey.told
+        return self._samples if told is None else told.rows
+
+    def rows(self, node: Node | None, number: int, axis: int = 0) -> Tensor | None:
+        """The sample of each entry of an axis; ``None`` if that is unknown, or several share one.
 
         Or if these are all samples in another order: they may be paired with targets of others.
         """
         numbers = None if node is None else self._of((node, number))
-        return None if node is None else self._rows(numbers, nodes.lengths_of(node, number))
+        if node is None or numbers is None or not numbers.dim():
+            return None
+        lengths = nodes.lengths_of(node, number)
+        return self._rows(numbers.movedim(axis, 0), lengths[axis : axis + 1])
 
     def _rows(self, numbers: Numbers | None, shape: Shape) -> Tensor | None:
         if numbers is None or not numbers.dim() or are_elsewhere(numbers):
             return None
         rows = numbers.flatten().expand(shape[:1])
         is_turned = not rows.equal(self._samples) and rows.sort()[0].equal(self._samples)
+        is_turned &= self._survey.told is None
         return None if is_turned or bool((rows < 0).any()) else rows
 
     @property
@@ -56,9 +66,12 @@ class Owners:
         survey = self._survey
         if survey.are_moved is None:  # it is found out while calls have their tensors
             is_other = survey.is_declared or bool(survey.rows) or any(survey.axes.values())
+            is_other |= survey.is_told
             is_other = is_other or any(self._moves(node) for node, _ in survey.seen)
             is_other = is_other or any(self._is_moved(site.call) for site in survey.unusual)
-            survey.are_moved = is_other and survey.is_readable and self._are_known
+            # What the user says needs no reading of what operations saved.
+            is_readable = survey.is_told or survey.is_readable
+            survey.are_moved = is_other and is_readable and self._are_known
         return survey.are_moved
 
     def _is_moved(self, call: Call) -> bool:
@@ -73,8 +86,13 @@ class Owners:
     def _of_input(self, call: Call) -> Numbers | None:
         """Of data that a module received; each call is asked once."""
         if call not in self._data:
-            is_usual = not call.stored.inputs or call.receives_input > 1
-            self._data[call] = None if is_usual else of_data(call, self._samples)
+            told, found = self._survey.told, None
+            if call.stored.inputs and (told is not None or call.receives_input < 2):
+                found = of_data(call, self._received_rows)
+            if call.stored.inputs and found is None and told is not None:
+                axis = declared_axis(call)
+                found = self._of_data(tuple(call.stored.inputs[0].shape), axis)
+            self._data[call] = found
         return self._data[call]
 
     def _moves(self, node: Node) -> bool:
@@ -233,7 +251,19 @@ class Owners:
         if found is None and (site := self._site(place)) is not None:
             # No module is known to move samples to another axis.
             found = self._of_call(site, self._received(site.call), shape)
-        return found
+        return self._as_said(shape) if found is None else found
+
+    def _as_said(self, shape: Shape) -> Numbers | None:
+        """Where nothing is known: the rows of the user's index, if as many; the dye will tell.
+
+        So it is where rows of one sample have met.
+        """
+        told = self._survey.told
+        if told is None or told.is_usual or not shape or not len(told.rows):
+            return None
+        count, rest = divmod(shape[0], len(told.rows))
+        rest |= self._survey.is_declared and count > 1  # several for each may come first, too
+        return None if rest else along(told.rows.repeat_interleave(count), 0, shape)
 
     def _telling(self, node: Node, given: Given) -> Given:
         """Without operands of constants and parameters, which go with what they meet."""
@@ -270,11 +300,11 @@ class Owners:
 
     def _of_data(self, shape: Shape, axis: int, is_sure: bool = False) -> Numbers | None:
         """Of what is known by its lengths only; and the axis that is declared for samples."""
-        samples = self._survey.batch_size
-        is_known = is_sure or axis or not is_doubtful(shape, samples)
-        if not is_known or shape[axis : axis + 1] != (samples,):
+        rows = self._received_rows
+        is_known = is_sure or axis or not is_doubtful(shape, len(rows))
+        if not is_known or shape[axis : axis + 1] != (len(rows),):
             return None
-        return along(self._samples, axis, shape)
+        return along(rows, axis, shape)
 
 
 def of_data(call: Call, samples: Tensor) -> Numbers | None:

@@ -17,6 +17,7 @@ from backpack_core._torch import CopyNode, Node
 from backpack_core.errors import BackpackError
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.parameters import Trained, complex_parameter, trained_in
+from backpack_core.graph.told import Told
 from backpack_core.record.call import Call, Edge, Kept, Layout, Site, site_at, viewed_at
 from backpack_core.record.owner import owned_by_models, results_handed_over
 from backpack_core.record.view import View
@@ -60,6 +61,7 @@ class Survey:
     Attributes:
         beside: Outputs of nodes that are left out, with everything behind them.
         tells_samples: Whether anything is of single samples, or of more than a sum over them.
+        told: Which samples rows belong to, where the user says so.
         alignment: Where samples lie in it.
         batch_size: Number of samples, the same in every call.
         is_shared: Whether a parameter is used several times.
@@ -97,6 +99,7 @@ class Survey:
 
     beside: frozenset[tuple[Node, int]] = frozenset()
     tells_samples: bool = False
+    told: Told | None = None
     alignment: Alignment = field(default_factory=Alignment)
     batch_size: int = 0
     is_shared: bool = False
@@ -128,6 +131,11 @@ class Survey:
     seen: dict[tuple[Node, Region], None] = field(default_factory=dict)
     numbers: dict[tuple[Node, int], Tensor | None] = field(default_factory=dict)
     are_moved: bool | None = None
+
+    @property
+    def is_told(self) -> bool:
+        """Whether the user says that rows are other samples than one each, in order."""
+        return self.told is not None and not self.told.is_usual
 
     def site_at(self, edge: Edge) -> Site | None:
         """The call that what is sent to an edge arrives at, in this graph."""

@@ -28,7 +28,11 @@ def look_behind(survey: Survey, edges: Iterable[Edge]) -> None:
     _walk(survey, [(edge, ()) for edge in edges])
     for place in survey.inner.keys() & survey.viewed.keys():
         survey.faults.append((faults.changed_output(survey.inner[place]), None))
-    if not survey.batch_size:
+    if survey.told is not None:
+        runs = (call.run for call, _ in survey.sites if not call.rule.is_loss)
+        survey.told.require(run.sizes for run in runs if not run.is_inner)
+        survey.batch_size = survey.told.samples
+    elif not survey.batch_size:
         survey.batch_size, survey.rows = some_rows(survey)
         survey.batch_size = survey.batch_size or batch_of(survey)
         if (other := other_run(survey)) is not None:

@@ -178,5 +178,7 @@ def draw_plan(draft: Draft, requests: tuple[Request, ...]) -> Plan:
         passes = "single"
     if passes == "for_some" and any(r.name == "ClippedSumGrad" for r in requests):
         passes = "single"  # whose norms are meant is a matter of its own
+    if passes == "told" and any("subsampling" in r.options for r in requests):
+        passes = "single"  # these are numbers of rows
     budget = random.choice([1, 64, 300, 2000]) if random.random() < 0.4 else 0
     return Plan(passes, budget, random.randint(1, 6))

@@ -323,6 +323,17 @@ def around_another(run: Run, extensions: Sequence[Extension]) -> None:
 
 
 @listed
+def told(run: Run, extensions: Sequence[Extension]) -> None:
+    """With rows that belong to other samples than one each; which, is not the same each time."""
+    index = run.recipe.told
+    for samples in (index, [max(index) - n for n in index], index):
+        run.net.zero_grad()
+        loss = run.loss()
+        with backpack(*extensions, samples=samples):
+            loss.backward()
+
+
+@listed
 def after_interruption(run: Run, extensions: Sequence[Extension]) -> None:
     """Behind a forward pass that the user interrupts."""
 

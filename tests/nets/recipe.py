@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from random import Random
 from typing import Any
 
 Settings = Mapping[str, Any]
@@ -151,6 +152,14 @@ class Recipe:
         yield f"loss = {self.plan.outer}({terms})" if self.plan.outer else f"loss = {terms}"
         yield f"extensions: {', '.join(map(str, self.requests))}"
         yield f"{self.plan}"
+
+    @property
+    def told(self) -> list[int]:
+        """Which sample each row belongs to, where the pass says so; else each is one."""
+        random = Random(self.seed)
+        samples = random.randint(1, self.batch)
+        is_told = self.plan.passes == "told"
+        return [random.randrange(samples) if is_told else row for row in range(self.batch)]
 
     def with_(self, **changes: Any) -> Recipe:
         """A copy with other values in some fields."""

@@ -91,6 +91,8 @@ class Truth:
         self.net.watches = frozenset()
         loss = self._loss(whole)
         self.traps = traps(recipe, self.net, self.losses, loss)
+        if "mixing" in self.traps and recipe.plan.passes == "told":
+            raise Unstable("Rows of one sample may mix.")
         if self.traps >= {"mixing", "table"}:
             raise Unstable("Mixing behind what may be a table goes unnoticed.")
         self.net.watched.clear()
@@ -201,7 +203,12 @@ class Truth:
         """The part of each sample in the gradient. Shape ``[N, *θ]``."""
         weights = _stable(self._loss_gradients)
         found = [self._pull(n, self._shaped(n, w)) for n, w in enumerate(weights)]
-        return {name: torch.stack([f[name] for f in found]) for name in self.parameters}
+        return {n: self._grouped(torch.stack([f[n] for f in found])) for n in self.parameters}
+
+    def _grouped(self, rows: Tensor) -> Tensor:
+        """Of the samples that rows belong to, ``[R, *] → [M, *]``."""
+        index = torch.tensor(self.recipe.told)
+        return rows.new_zeros(max(self.recipe.told) + 1, *rows.shape[1:]).index_add(0, index, rows)
 
     @cached_property
     def jacobians(self) -> dict[str, Tensor]:
@@ -243,13 +250,15 @@ class Truth:
     def ggn(self, name: str) -> Tensor:
         """Block of each sample's generalised Gauss-Newton matrix. Shape ``[N, P, P]``."""
         jacobian = self.jacobians[name]
-        return torch.einsum("nca,ncd,ndb->nab", jacobian, self.loss_hessians, jacobian)
+        return self._grouped(
+            torch.einsum("nca,ncd,ndb->nab", jacobian, self.loss_hessians, jacobian)
+        )
 
     def ggn_diagonal(self, name: str) -> Tensor:
         """Its diagonal. Shape ``[N, *θ]``."""
         jacobian = self.jacobians[name]
         diagonal = torch.einsum("nca,ncd,nda->na", jacobian, self.loss_hessians, jacobian)
-        return diagonal.reshape(-1, *self.parameters[name].shape)
+        return self._grouped(diagonal.reshape(-1, *self.parameters[name].shape))
 
     @cached_property
     def _differentiable(self) -> list[dict[str, Tensor]]:
@@ -274,9 +283,8 @@ class Truth:
 
     def hessian_product(self, name: str, vector: Tensor) -> Tensor:
         """The block of each sample's Hessian times a vector. Shape ``[N, *θ]``."""
-        return torch.stack(
-            [_derivative(g[name], self.parameters[name], vector) for g in self._differentiable]
-        )
+        found = [_derivative(g[name], self.parameters[name], vector) for g in self._differentiable]
+        return self._grouped(torch.stack(found)) if len(found) == self.batch else torch.stack(found)
 
     def derivative_of_gradients(self, coefficients: dict[str, Tensor]) -> dict[str, Tensor]:
         """Derivative of ``Σ_θ Σ_n <coefficients[n], g[n]>`` in every parameter."""

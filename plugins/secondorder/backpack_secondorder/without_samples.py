@@ -137,5 +137,6 @@ def needs_one_entry(view: View, what: str) -> UnsupportedError:
     """The error of :func:`require_one_entry`."""
     return UnsupportedError(
         f"The Hessian at {view.path} needs samples on axis 0, one entry each, where {what}: "
-        f"keep positions as an extra dimension, [N, T, D]. {_INSTEAD}"
+        "keep positions as an extra dimension, [N, T, D], and leave samples=... of backpack(...) "
+        f"out, if you gave it. {_INSTEAD}"
     )
