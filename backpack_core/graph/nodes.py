@@ -51,9 +51,11 @@ PICKS = SELECTIONS | {"Index", "IndexSelect", "Slice", "Split", "SplitWithSizes"
 INDEXED = {"Index", "IndexSelect"}
 # What may put other rows in front.
 MOVES = TURNS | GATHERS | PICKS | {"Stack", "Cat", "Flip", "Roll", "Repeat", "Expand"}
+MOVES |= {"SelectBackward", "SliceBackward"}
 SAME_AXES = _ALONG - TURNS - GATHERS - _with("selection", "reduction")
 _OF_ONE = _with("of_one", "view")
 _ROW_BY_ROW = _with("elementwise", "attention") | {"Bmm", "Baddbmm", "Expand"}
+_LAYER_NORMS = {"NativeLayerNorm", "NativeLayerNormBackward"}
 # The position of the factor that has the rows of the product.
 _ROW_FACTOR = {"Mm": 0, "Addmm": 1}
 # Products: linear if one of two factors is constant; the positions of these among the inputs.
@@ -157,15 +159,17 @@ def keeps_rows_of(node: Node, position: int, out: tuple[int, ...], inp: tuple[in
         return True
     if not out or out[:1] != inp[:1]:
         return False
-    if operation == "Stack":
+    if operation in ("Stack", "SelectBackward"):
         return _axes(node)[0] % len(out) > 0
     if operation in _ALONG:
         axes = [axis % len(inp) for axis in _axes(node)]
         return axes[0] == 0 if operation == "Permute" else 0 not in axes
     if operation in _LOSSES or len(out) != len(inp):
         return operation in _LOSSES
-    if operation == "NativeLayerNorm":
-        return position == 0 and len(node._saved_normalized_shape) < len(inp)  # type: ignore[attr-defined]
+    if operation in _LAYER_NORMS:
+        return len(node._saved_normalized_shape) < len(inp)  # type: ignore[attr-defined]
+    if "BatchNorm" in operation:
+        return not mixes_samples(node)
     return operation in _ROW_BY_ROW or _ROW_FACTOR.get(operation) == position
 
 
@@ -185,7 +189,7 @@ def axes_along(node: Node, count: int) -> list[int]:
         count: How many axes the operand has.
     """
     operation = operation_of(node)
-    if operation == "NativeLayerNorm":
+    if operation in _LAYER_NORMS:
         return [*range(count)][-len(node._saved_normalized_shape) :]  # type: ignore[attr-defined]
     is_known = operation in SAME_AXES | SELECTIONS and count
     return [axis % count for axis in _axes(node)] if is_known else []
@@ -298,6 +302,8 @@ def mixes_samples(node: Node) -> bool:
     Torch computes an instance normalisation as a batch normalisation of one sample, which does not
     count.
     """
-    if "BatchNorm" not in operation_of(node):
+    operation = operation_of(node)
+    if "BatchNorm" not in operation or operation.endswith(("NoTraining", "NoUpdate")):
         return False
-    return shape_of(node, 0)[0] > 1 and bool(getattr(node, "_saved_training", True))
+    modes = [getattr(node, f"_saved_{name}", True) for name in ("training", "train", "update")]
+    return shape_of(node, 0)[0] > 1 and all(modes)

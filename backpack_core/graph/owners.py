@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from backpack_core._torch import Node, is_symbolic
+from backpack_core._torch import Node, has_memory, is_symbolic, memory_of
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Place
 from backpack_core.graph.batch import declared_axis, is_doubtful
@@ -261,8 +261,8 @@ class Owners:
         if (site := self._call(place)) is not None:
             return self._of_call(site, given.get(0), shape)
         if nodes.is_leaf(node):
-            return self._of_data(shape, 0)
-        found = made(node, number, given, self._survey.is_readable)
+            return self._of_leaf(node.variable, shape)  # type: ignore[attr-defined]
+        found = made(node, number, self._telling(node, given), self._survey.is_readable)
         if found is None and (site := self._site(place)) is not None:
             # No module is known to move samples to another axis.
             found = self._of_call(site, self._received(site.call), shape)
@@ -283,6 +283,13 @@ class Owners:
         rest |= self._survey.is_declared and count > 1  # several for each may come first, too
         return None if rest else along(told.rows.repeat_interleave(count), 0, shape)
 
+    def _telling(self, node: Node, given: Given) -> Given:
+        """Without operands of constants and parameters, which go with what they meet."""
+        is_of_constants = self._origins.of_constants
+        ways = {i: node.next_functions[i][0] for i, numbers in given.items() if numbers is None}
+        beside = {i for i, child in ways.items() if child is not None and is_of_constants(child)}
+        return {i: numbers for i, numbers in given.items() if i not in beside}
+
     def _of_call(self, site: Site, given: Numbers | None, shape: Shape) -> Numbers | None:
         """A module keeps rows where they are, or returns samples where its rule says."""
         call, axis = site.call, self._survey.axes.get((site.call, site.index), 0)
@@ -300,6 +307,16 @@ class Owners:
         axis = axis or (before if is_same else 0)
         is_there = axis >= before and shape[axis : axis + 1] == received.shape[before : before + 1]
         return along(given.flatten(), axis, shape) if is_there else None
+
+    def _of_leaf(self, leaf: Tensor, shape: Shape) -> Numbers | None:
+        """Of data that ask for a gradient: the stride tells, if a model received them."""
+        rows, memory = self._received_rows, memory_of(leaf) if has_memory(leaf) else -1
+        runs = {id(call.run): call.run for call, _ in self._survey.received}
+        for layout in (run.memories.get(memory) for run in runs.values()):
+            axis = None if layout is None else layout.axis_in(leaf)
+            if axis is not None and shape[axis] == len(rows):
+                return along(rows, axis, shape)
+        return self._of_data(shape, 0)
 
     def _of_data(self, shape: Shape, axis: int, is_sure: bool = False) -> Numbers | None:
         """Of what is known by its lengths only; and the axis that is declared for samples."""

@@ -29,6 +29,20 @@ def _index(x: Tensor) -> Tensor:
     return torch.tensor([3, 0, 0, 2])
 
 
+def _sent_back(function: Function) -> Function:
+    """What a function sends back to x of something that is linear in x."""
+
+    def send(x: Tensor) -> Tensor:
+        # In inference, x is a leaf that wants no gradient.
+        point = x if x.requires_grad else x.detach().requires_grad_()
+        with torch.enable_grad():
+            made = function(point)
+            given = x.repeat(made.numel() // x.numel() + 1, 1, 1).flatten()[: made.numel()]
+            return torch.autograd.grad(made, point, given.view_as(made), create_graph=True)[0]
+
+    return send
+
+
 # In all entries of x, of shape [2, 4, 6].
 LINEAR: dict[str, Function] = {
     "AdaptiveAvgPool2DBackward0": lambda x: F.adaptive_avg_pool2d(_image(x), (2, 3)),
@@ -176,6 +190,26 @@ PIECEWISE: dict[str, Function] = {
     "ThresholdBackward0": lambda x: F.threshold(x, 0.1, 0.2),
     "ThresholdBackward1": lambda x: F.threshold_(x * 1, 0.1, 0.2),
     "TopkBackward0": lambda x: x.topk(2, 1).values,
+}
+
+
+SENT_BACK_LINEARLY = """
+    AdaptiveAvgPool2D AdaptiveAvgPool3D AvgPool2D AvgPool3D Diagonal ReflectionPad1D ReflectionPad2D
+    ReflectionPad3D ReplicationPad1D ReplicationPad2D ReplicationPad3D Select Slice Unfold
+    UpsampleBicubic2D UpsampleBilinear2D UpsampleLinear1D UpsampleNearest1D UpsampleNearest2D
+    UpsampleNearest3D UpsampleTrilinear3D
+""".split()  # noqa: SIM905
+LINEAR |= {
+    f"{name}BackwardBackward0": _sent_back(LINEAR[f"{name}Backward0"])
+    for name in SENT_BACK_LINEARLY
+}
+LINEAR["EmbeddingDenseBackwardBackward0"] = _sent_back(LINEAR["EmbeddingBackward0"])
+PIECEWISE |= {
+    f"{name}BackwardBackward0": _sent_back(PIECEWISE[f"{name}Backward0"])
+    for name in """
+        AdaptiveMaxPool2D AdaptiveMaxPool3D Hardtanh LeakyRelu MaxPool2DWithIndices
+        MaxPool3DWithIndices Threshold
+    """.split()  # noqa: SIM905
 }
 
 

@@ -81,8 +81,10 @@ OTHERS: dict[str, Function] = {
     "mm": lambda x, y: x[:, 0] @ y[:, 0].mT,
     "square_mm": lambda x, y: x[:, 0, :3] @ y[:, 0, :3],
     "addmm": lambda x, y: torch.addmm(x[:, 0, :3], x[:, 1, :3], y[:, 0, :3]),
-    "layer_norm": lambda x: F.layer_norm(x, [6]),
-    "layer_norm_of_all": lambda x: F.layer_norm(x, [N, 4, 6]),
+    "select": lambda x: x[:, 0] * 2,
+    "select_rows": lambda x: x[0] * 2,
+    "layer_norm": lambda x, y: F.layer_norm(x, [6], y[0, 0], y[0, 1]),
+    "layer_norm_of_all": lambda x, y: F.layer_norm(x, [N, 4, 6], y, x),
     "attention": lambda x, y: F.scaled_dot_product_attention(x[:, None], y[:, None], y[:, None]),
     "nll": lambda x: F.nll_loss(x[:, :, 0], torch.zeros(N, dtype=torch.long), reduction="none"),
     "nll_2d": lambda x: F.nll_loss(
@@ -93,6 +95,10 @@ OTHERS: dict[str, Function] = {
     "smooth_l1": lambda x, y: F.smooth_l1_loss(x, y, reduction="none"),
     "bce": lambda x: F.binary_cross_entropy_with_logits(x, torch.ones_like(x), reduction="none"),
     "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "batch_norm_eval": lambda x, y: F.batch_norm(
+        x, torch.zeros(4), torch.ones(4), y[0, :, 0], y[0, :, 1]
+    ),
+    "instance_norm": lambda x: F.instance_norm(x),
 }
 
 
@@ -140,7 +146,13 @@ def _run(function: Function, *shape: int) -> int:
     names = getattr(function, "__code__", None)
     is_binary = names is not None and names.co_varnames[:2] == ("x", "y")
     operands = [(0.1 + torch.rand(shape)).requires_grad_() for _ in range(1 + is_binary)]
-    return _see_rows(function(*(operand * 1 for operand in operands)))
+    result = function(*(operand * 1 for operand in operands))
+    ways = _see_rows(result)
+    if result.dtype.is_floating_point:  # what is sent back, too
+        given = torch.randn_like(result).requires_grad_() * 1
+        sent = torch.autograd.grad(result, operands, given, create_graph=True)
+        _see_rows(torch.cat([gradient.flatten() for gradient in sent]))
+    return ways
 
 
 @pytest.mark.parametrize("name", POINTWISE)
