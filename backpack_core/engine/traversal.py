@@ -226,12 +226,12 @@ class Traversal:
         if not self.survey.is_declared:
             axes = axes[: call.receives_input > 1 and axes[:1] == [0] and not call.goes_inside]
         edge = self.survey.sites[call, view.index].edge
-        is_apart, numbers = self.survey.alignment.is_apart(edge), self.survey.numbers.get(edge[:2])
-        if is_apart and numbers is not None and numbers.numel() == samples > len(numbers):
+        if samples == 1 or quantity is None or not self.survey.alignment.is_apart(edge):
+            return
+        numbers = self.survey.numbers.get(edge[:2])
+        if numbers is not None and numbers.numel() == samples > len(numbers):
             axes = [numbers.shape.index(samples)]  # behind the first, which has length one
         elif not call.receives_input:
-            return
-        if samples == 1 or quantity is None:
             return
         for axis in axes:
             try:
