@@ -102,17 +102,19 @@ class DyePropagator(Propagator):
         if isinstance(rule, LossRule):
             return self.start(rule, view)
         place, survey = (view.call, view.index), self._survey
+        edge = survey.sites[place].edge
         owned = None if view.positions else survey.alignment.owned_of(survey.sites[place])
         positions = view.positions if owned is None else owned
         if owned is None and not positions:
-            if waiting is not None and not survey.alignment.is_apart(survey.sites[place].edge):
+            if waiting is not None and not survey.alignment.is_apart(edge):
                 return waiting  # samples are on another axis: it goes on to where they are in front
             self.settled.add(place)  # what arrives is kept apart
             if waiting is None or not self._goes_apart((waiting,)):
                 return OPEN
             self._judge.compare(f"{view.path} and what uses its output", waiting, gradient, 0)
             return waiting._replace(way=(view.path,))
-        is_fitting = self._weights.fit(gradient, positions)
+        is_before = edge[:2] in survey.alignment.before  # axis 0 may be anything there
+        is_fitting = not is_before and self._weights.fit(gradient, positions)
         if waiting is not None and (is_fitting or not self._question.is_per_sample):
             total, where = waiting.total(), f"{view.path} and what uses its output"
             is_known = total is not None and total.shape[1:] == gradient.shape

@@ -232,20 +232,19 @@ class Traversal:
         if not self.survey.is_declared:
             axes = axes[: call.receives_input > 1 and axes[:1] == [0] and not call.goes_inside]
         edge = self.survey.sites[call, view.index].edge
-        is_apart, numbers = self.survey.alignment.is_apart(edge), self.survey.numbers.get(edge[:2])
+        if samples == 1 or quantity is None or not self.survey.alignment.is_apart(edge):
+            return
+        numbers = self.survey.numbers.get(edge[:2])
         positions: int | Tensor = 1
         is_behind = numbers is not None and numbers.numel() == samples > numbers.shape[:1].numel()
         is_told = self.survey.is_told and bool(call.stored.inputs)  # no parameter by itself
-        if is_apart and numbers is not None and (is_behind or is_told):
+        if numbers is not None and (is_behind or is_told):
             shape = numbers.movedim(view.axis, 0).shape if view.axis else numbers.shape
             axes = [axis for axis, length in enumerate(shape) if length == numbers.numel() > 1]
             chosen = range(samples) if propagator.subsampling is None else propagator.subsampling
             shown = torch.tensor([n % samples for n in chosen], device="cpu").unsqueeze(1)
             positions = (numbers.flatten() == shown) | (numbers.flatten() < 0)
         elif not call.receives_input:
-            return
-        is_owned = self.survey.alignment.owned_at(edge) is not None  # by columns of all samples
-        if samples == 1 or quantity is None or is_owned:
             return
         for axis in axes:
             try:
