@@ -80,11 +80,14 @@ class backpack:
                 called. ``"none"``: parameters of extended modules get no ``grad``. ``"skipped"``:
                 the same, and if no extension needs a gradient, autograd does not run at all, so
                 that no gradient hook is called. See ``docs/gradient.md``.
-            samples: Which sample each row of what the model receives belongs to, ``index[row]``,
-                shape ``[R]``, whole numbers from zero on. Quantities are then those of ``M =
-                index.max() + 1`` samples: of users with several records, of augmentations, of pairs
-                of answers in one batch. Rows of one sample may influence each other; those of
-                different samples may not, which is measured. See ``docs/concepts.md``.
+            samples: Which sample each row of what the model receives belongs to: a tensor
+                ``index[row]``, shape ``[R]``, whole numbers from zero on. For a model that
+                receives several tensors (in a list, a dictionary, as arguments), a list with an
+                entry for each, in their order: a number, or an index of its rows. Quantities are
+                then those of ``M = index.max() + 1`` samples: of users with several records, of
+                augmentations, of pairs of answers in one batch. Rows of one sample may influence
+                each other; those of different samples may not, which is measured. See
+                ``docs/checks.md``.
 
         Raises:
             NotAnExtensionError: One of the extensions is a class, or no extension at all.

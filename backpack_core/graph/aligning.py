@@ -61,6 +61,8 @@ def _fault(survey: Survey, call: Call, index: int, is_moved: bool) -> BackpackEr
     """Why a call has its samples elsewhere than other calls."""
     first, size = call.stored.inputs[0], survey.batch_size
     received = first.shape[0] if first.dim() else 0
+    if survey.is_told:
+        return faults.told_rows(call, received, size)
     if received != size:
         return faults.other_batch(call, received, size)
     axis = declared_axis(call)

@@ -119,6 +119,15 @@ def other_batch(call: Call, size: int, batch_size: int) -> BackpackError:
     )
 
 
+def told_rows(call: Call, rows: int, samples: int) -> BackpackError:
+    """A call received rows that the user said are those of other samples."""
+    return ShapeError(
+        f"{call.path} received {rows} rows, which are those of {samples} samples, as samples=... "
+        "of backpack(...) says: this quantity needs one row for each sample. Leave samples=... "
+        "out, and add up what belongs together, if it is a sum."
+    )
+
+
 def other_run(call: Call, size: int, batch_size: int) -> BackpackError:
     """Models were called for several batches, of other lengths."""
     return ShapeError(

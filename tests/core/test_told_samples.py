@@ -16,6 +16,7 @@ from backpack_core import backpack, extend, memory_budget, set_memory_budget
 from backpack_core.errors import SampleMixingError, ShapeError, UsageError
 from backpack_core.extensions import (
     HMP,
+    KFRA,
     BatchDiagGGNExact,
     BatchDotGrad,
     BatchGrad,
@@ -412,3 +413,9 @@ def test_a_list_with_other_entries_than_tensors_is_refused() -> None:
     with pytest.raises(UsageError, match=r"has 3 entries.*2 with \[2, 3\] rows"):  # noqa: SIM117
         with backpack(BatchGrad(), samples=[0, 1, 1]):
             loss.backward()
+
+
+def test_a_quantity_that_needs_one_row_for_each_sample_says_so() -> None:
+    told = Told("perceptron", INDICES["uneven"], "mean", is_module=True)
+    with pytest.raises(ShapeError, match=r"6 rows, which are those of 3 samples.*Leave samples="):
+        told.run(KFRA())
