@@ -134,7 +134,9 @@ def refuse_misaligned(
                 raise fault
             if is_split:
                 is_picked = survey.received[call, index] % alignment.batch_size
-                raise fault if is_picked and not survey.is_told else faults.merged_samples(call)
+                if is_picked and not survey.is_told:
+                    raise fault
+                raise faults.merged_samples(call, 0 if survey.is_told else positions)
         if alignment.beside and propagator.keeps_apart:
             raise _beside(survey, *alignment.beside[0])
 

@@ -149,10 +149,11 @@ def ragged(call: Call) -> BackpackError:
     )
 
 
-def merged_samples(call: Call) -> BackpackError:
+def merged_samples(call: Call, positions: int) -> BackpackError:
     """Samples cannot be chosen if each has several entries of axis 0."""
+    several = f"{positions} entries of each sample" if positions else "several entries of a sample"
     return ShapeError(
-        f"{call.path} received several entries of a sample on axis 0, so that "
+        f"{call.path} received {several} on axis 0, so that "
         "subsampling=... cannot choose samples there: leave it out, and choose from the result; "
         "or keep positions as an extra dimension, [N, T, D]."
     )
