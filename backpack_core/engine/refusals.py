@@ -14,7 +14,6 @@ from torch.nn import Module
 from backpack_core import _hooks, errors
 from backpack_core._torch import Node, class_of
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.graph import faults, nodes
 from backpack_core.graph.alignment import Alignment
@@ -226,26 +225,6 @@ def refuse_loss_alone(survey: Survey, extensions: Sequence[Extension]) -> None:
             f"Only the loss ({losses}) is extended, and {len(survey.bare)} trained parameters "
             f"behind it belong to no extended module: {names} would compute nothing. Call "
             "model = extend(model) before the forward pass."
-        )
-
-
-def refuse_part(ways: Sequence[bool], whole: Sequence[GraphExtension]) -> None:
-    """Raise if a function's backward begins a part of a pass that is not known as a whole.
-
-    Args:
-        ways: Whether functions began the passes inside of the one that is known.
-        whole: What is read off the graph as a whole, of which a part is missing.
-
-    Raises:
-        UnsupportedError: A hook began the pass that it is a part of, or something reads the whole.
-    """
-    if whole or not all(ways):
-        where = f"{type(whole[0]).__name__} reads as a whole" if whole else "a hook began"
-        raise errors.UnsupportedError(
-            "Extended modules run in a re-entrant checkpoint, or in a function whose backward() "
-            f"calls autograd, and are a part of a pass that {where}, where parts are not known. "
-            "Write checkpoint(..., use_reentrant=False), and differentiate the steps of a solver "
-            "(odeint, not odeint_adjoint)."
         )
 
 
