@@ -209,6 +209,14 @@ def plain(*left_on: str) -> Places:
     return found
 
 
+def together() -> Places:
+    """All of them taken wherever that is possible."""
+    found: dict[str, Any] = {}
+    for shortcut in SHORTCUTS.values():
+        found.update(shortcut.on)
+    return found
+
+
 def alone(name: str) -> Places:
     """All shortcuts off but one, which is taken wherever that is possible."""
     shortcut = SHORTCUTS[name]
