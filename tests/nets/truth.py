@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _WeightNorm
 
 from tests.nets.catalogue import KINDS
 from tests.nets.losses import Losses
@@ -43,6 +44,12 @@ def _cross_entropy(loss: nn.BCELoss, value: Tensor, target: Tensor) -> Tensor:
     """The same by definition: torch's second derivative has 1e-12 beside the probabilities."""
     each = -(target * value.log().clamp(-100) + (1 - target) * (1 - value).log().clamp(-100))
     return each if loss.reduction == "none" else getattr(each, loss.reduction)()
+
+
+def _weight_norm(norm: _WeightNorm, g: Tensor, v: Tensor) -> Tensor:
+    """The same by definition: torch's second derivative is another."""
+    axes = [axis for axis in range(v.dim()) if axis != norm.dim % v.dim()]
+    return g * v / v.square().sum(axes, keepdim=True).sqrt()
 
 
 class Unstable(Exception):
@@ -83,6 +90,9 @@ class Truth:
         for part in self.losses.modules():
             if isinstance(part, nn.BCELoss):
                 part.forward = partial(_cross_entropy, part)  # type: ignore[method-assign]
+        for part in self.net.modules():
+            if isinstance(part, _WeightNorm) and part.dim != -1:
+                part.forward = partial(_weight_norm, part)  # type: ignore[method-assign]
         self.inputs = data(recipe)
         self.batch = recipe.batch
         self.needs_batch = any(NEED_BATCH & KINDS[step.kind].traits for step in recipe.steps)

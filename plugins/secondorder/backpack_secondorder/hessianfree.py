@@ -16,6 +16,7 @@ from torch.nn import Module, Parameter
 
 from backpack_core.contract.transposition import somewhere
 from backpack_core.engine.active import suspended
+from backpack_secondorder.twice import gradients
 
 Tensors: TypeAlias = Tensor | Sequence[Tensor]
 
@@ -135,14 +136,8 @@ def _grad(
         return tuple(torch.zeros_like(x) for x in inputs)
     with suspended():
         # Without create_graph, extended modules would free their inputs.
-        return torch.autograd.grad(
-            [outputs[i] for i in live],
-            inputs,
-            None if vectors is None else [vectors[i] for i in live],
-            create_graph=True,
-            retain_graph=retain_graph,
-            materialize_grads=True,
-        )
+        given = None if vectors is None else [vectors[i] for i in live]
+        return tuple(gradients([outputs[i] for i in live], inputs, given, True, retain_graph))
 
 
 def _as_tuple(tensors: Tensors) -> tuple[Tensor, ...]:

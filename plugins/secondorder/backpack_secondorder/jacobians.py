@@ -12,6 +12,7 @@ from torch.nn import Module
 
 from backpack_core.contract.transposition import somewhere
 from backpack_core.errors import ShapeError, UsageError
+from backpack_secondorder.twice import gradients
 
 Forward: TypeAlias = Callable[[Module, Any], tuple[Tensor, Any]]
 
@@ -77,15 +78,7 @@ def combined(
     if not live:
         return [torch.zeros_like(parameter) for parameter in parameters]
     outputs, vectors = zip(*live, strict=True)
-    found = torch.autograd.grad(
-        outputs,
-        [*parameters],
-        vectors,
-        retain_graph=True,
-        create_graph=create_graph,
-        materialize_grads=True,
-    )
-    return [*found]
+    return gradients(outputs, parameters, vectors, create_graph)
 
 
 def inputs_and_target(model: Module, batch: Any) -> tuple[Tensor, Any]:

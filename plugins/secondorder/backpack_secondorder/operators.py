@@ -33,6 +33,7 @@ from backpack_secondorder.residual import (
     unit_vectors,
 )
 from backpack_secondorder.torch_errors import explained
+from backpack_secondorder.twice import gradients
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,25 +99,25 @@ class HessianOperator(Operator):
     @cached_property
     def _gradients(self) -> Sequence[Tensor]:
         """Gradients of the loss in all parameters, with a graph."""
-        roots, gradients = self._graph.roots, self._graph.gradients
+        roots, arriving = self._graph.roots, self._graph.gradients
         if self._chosen is not None:
             losses = tuple(map(_edge_of_loss, self._chosen))
-            arriving = _grad(roots, losses, gradients, True)
+            sent = gradients(roots, losses, arriving, True)
             roots = tuple(map(_edge, self._chosen))
             # One loss at a time: two losses may send gradients to the same tensor.
             own = [
-                _grad((loss,), (root,), (gradient,), True)[0]
-                for loss, root, gradient in zip(losses, roots, arriving, strict=True)
+                gradients((loss,), (root,), (gradient,), True)[0]
+                for loss, root, gradient in zip(losses, roots, sent, strict=True)
             ]
             with torch.enable_grad():  # the caller may have switched it off
-                gradients = tuple(map(_of_samples, self._chosen, own))
-        return _grad(roots, self._graph.parameters, gradients, True)
+                arriving = tuple(map(_of_samples, self._chosen, own))
+        return gradients(roots, self._graph.parameters, arriving, True)
 
     def _one(self, parameter: Tensor, vector: Tensor) -> Tensor:
         gradient = self._gradients[self._place(parameter)]
         if gradient.grad_fn is None:
             return torch.zeros_like(vector)  # the gradient is a constant there
-        return _grad((gradient,), (parameter,), (vector,), self._is_differentiable)[0]
+        return gradients((gradient,), (parameter,), (vector,), self._is_differentiable)[0]
 
     def diagonal(self, parameter: Tensor, chunk_size: int) -> Tensor:
         """The diagonal of the block of a parameter, ``[*θ]``.
@@ -174,7 +175,7 @@ class CurvatureOperator(Operator):
     def _transposed(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Dummies ``u_c`` at every term, and ``Σ_c J_cᵀ u_c`` as a function of them."""
         dummies = [somewhere(term.like) for term in self._terms]
-        return dummies, _grad(self._edges, self._graph.parameters, dummies, True)
+        return dummies, gradients(self._edges, self._graph.parameters, dummies, True)
 
     def _one(self, parameter: Tensor, vector: Tensor) -> Tensor:
         if not self._terms:
@@ -184,7 +185,7 @@ class CurvatureOperator(Operator):
         if image.grad_fn is None and all(image is not dummy for dummy in dummies):
             return torch.zeros_like(vector)  # the gradient is a constant there
         # The transposed product is linear in the dummies: its derivative is the product.
-        forward = _grad((image,), dummies, (vector,), self._is_differentiable)
+        forward = gradients((image,), dummies, (vector,), self._is_differentiable)
         if not all(map(_is_finite, forward)) and _is_finite(vector):
             raise UnsupportedError(
                 "The Jacobian of the net times a vector is not finite, though the vector is: torch "
@@ -195,7 +196,7 @@ class CurvatureOperator(Operator):
             )
         with torch.set_grad_enabled(self._is_differentiable):
             curved = [term.multiply(t) for term, t in zip(self._terms, forward, strict=True)]
-        return _grad(self._edges, (parameter,), curved, self._is_differentiable)[0]
+        return gradients(self._edges, (parameter,), curved, self._is_differentiable)[0]
 
 
 def _is_finite(mat: Tensor) -> bool:
@@ -312,16 +313,3 @@ def _of_samples(view: View, gradient: Tensor) -> Tensor:
     counts = torch.bincount(torch.tensor(view.indices), minlength=len(gradient))
     weights = counts.to(gradient.dtype).to(gradient.device)
     return gradient * weights.reshape(-1, *[1] * (gradient.dim() - 1))
-
-
-def _grad(
-    outputs: Sequence[Any], inputs: Sequence[Any], vectors: Sequence[Any], create_graph: bool
-) -> Sequence[Tensor]:
-    return torch.autograd.grad(
-        tuple(outputs),
-        tuple(inputs),
-        tuple(vectors),
-        create_graph=create_graph,
-        retain_graph=True,
-        materialize_grads=True,
-    )

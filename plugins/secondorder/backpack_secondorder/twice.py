@@ -1,0 +1,83 @@
+"""Gradients that can be differentiated again, also where torch's second derivative is wrong.
+
+``docs/checks.md`` says which operations were compared with differences. Of those that are wrong and
+that nets have, the gradient is computed by a formula here, in the place of autograd's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
+
+from backpack_core.graph.order import behind
+
+Place: TypeAlias = Tensor | GradientEdge
+Grads: TypeAlias = tuple[Tensor | None, ...]
+
+
+def gradients(
+    outputs: Sequence[Place],
+    inputs: Sequence[Place],
+    vectors: Sequence[Tensor | None] | None,
+    create_graph: bool,
+    retain_graph: bool = True,
+) -> list[Tensor]:
+    """``Σ_k J_kᵀ v_k`` for outputs ``y_k`` and vectors ``v_k``.
+
+    Args:
+        outputs: The outputs, or their edges.
+        inputs: What they are differentiated in; zeros where they do not depend on it.
+        vectors: One for each output; ``None`` for one, at a number.
+        create_graph: Whether the result is to be differentiated.
+        retain_graph: Whether the graph is kept.
+    """
+    with _by_formula(outputs if create_graph else ()):
+        found = torch.autograd.grad(
+            outputs,  # type: ignore[arg-type] # tensors and edges may be mixed
+            inputs,  # type: ignore[arg-type]
+            vectors,
+            create_graph=create_graph,
+            retain_graph=retain_graph,
+            materialize_grads=True,
+        )
+    return [*found]
+
+
+@contextmanager
+def _by_formula(outputs: Sequence[Place]) -> Iterator[None]:
+    """Has nodes behind some outputs return what the formulas give, inside the block."""
+    starts = [o.grad_fn if isinstance(o, Tensor) else o.node for o in outputs]
+    found = {*behind(starts), *filter(None, starts)}
+    known = [(node, FORMULAS[node.name()]) for node in found if node.name() in FORMULAS]
+    hooks = [node.register_hook(partial(_replaced, node, formula)) for node, formula in known]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _replaced(node: Node, formula: Callable[..., Grads], found: Grads, arrived: Grads) -> Grads:
+    """A hook behind a node: what its formula sends to the inputs that want a gradient."""
+    sent = formula(node, *arrived)
+    return tuple(None if old is None else new for old, new in zip(found, sent, strict=True))
+
+
+def _weight_norm(node: Any, arrived: Tensor | None, *others: Tensor | None) -> Grads:
+    """``w = g v / ‖v‖``, with a norm for each entry of one axis."""
+    if arrived is None:
+        return None, None
+    v, g = node._saved_v, node._saved_g
+    axes = [axis for axis in range(v.dim()) if axis != node._saved_dim]
+    norm = v.square().sum(axes, keepdim=True).sqrt()
+    along = (arrived * v).sum(axes, keepdim=True) / norm
+    return g / norm * (arrived - along / norm * v), along
+
+
+FORMULAS: dict[str, Callable[..., Grads]] = {"WeightNormInterfaceBackward0": _weight_norm}

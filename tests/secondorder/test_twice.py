@@ -1,0 +1,197 @@
+"""Second derivatives at operations where torch's own are wrong: weight normalisation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
+
+from backpack_core import backpack, extend
+from backpack_core.extensions import GGNMP, HMP, DiagHMP
+from backpack_secondorder.over_data import GGN, Hessian
+from tests.oracle import assert_close
+
+
+class Plain(nn.Module):
+    """The same from operations that torch differentiates twice as it should."""
+
+    def __init__(self, kept: int) -> None:
+        super().__init__()
+        self.kept = kept
+
+    def forward(self, g: Tensor, v: Tensor) -> Tensor:
+        """``g v / ‖v‖``."""
+        axes = [axis for axis in range(v.dim()) if axis != self.kept]
+        return g * v / v.square().sum(axes, keepdim=True).sqrt()
+
+    def right_inverse(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Norms, and directions."""
+        axes = [axis for axis in range(w.dim()) if axis != self.kept]
+        return w.square().sum(axes, keepdim=True).sqrt(), w
+
+
+def fused(layer: nn.Module, kept: int) -> nn.Module:
+    found: nn.Module = parametrizations.weight_norm(layer, dim=kept)
+    return found
+
+
+def plain(layer: nn.Module, kept: int) -> nn.Module:
+    parametrize.register_parametrization(layer, "weight", Plain(kept))
+    return layer
+
+
+def by_hooks(layer: nn.Module, kept: int) -> nn.Module:
+    found: nn.Module = nn.utils.weight_norm(layer, dim=kept)
+    return found
+
+
+Made = Callable[[nn.Module, int], nn.Module]
+NETS: dict[str, Callable[[Made], nn.Sequential]] = {
+    "first axis": lambda made: nn.Sequential(made(nn.Linear(3, 3), 0), nn.Tanh(), nn.Linear(3, 2)),
+    "last axis": lambda made: nn.Sequential(nn.Linear(3, 3), nn.Tanh(), made(nn.Linear(3, 2), 1)),
+    "several": lambda made: nn.Sequential(
+        made(nn.Linear(3, 3), 0), nn.Sigmoid(), made(nn.Linear(3, 2), 1), made(nn.Linear(2, 2), 0)
+    ),
+    "convolution": lambda made: nn.Sequential(
+        nn.Unflatten(1, (1, 3)), made(nn.Conv1d(1, 2, 2), 0), nn.Tanh(), nn.Flatten(),
+        made(nn.Linear(4, 2), 0),
+    ),
+    "last of three": lambda made: nn.Sequential(
+        nn.Unflatten(1, (1, 3)), made(nn.Conv1d(1, 2, 2), 2), nn.Tanh(), nn.Flatten(),
+        nn.Linear(4, 2),
+    ),
+}  # fmt: skip
+
+
+def pair(net: str, made: Made) -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+    """A net, and the same by plain operations with the same numbers, and data."""
+    torch.manual_seed(3)
+    model = NETS[net](made)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.3)  # the norm of v is not g
+    torch.manual_seed(3)
+    other = NETS[net](plain)
+    names = [name for name, _ in other.named_parameters()]
+    theirs = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in names:
+            same = name
+            if made is by_hooks:
+                same = name.replace("parametrizations.weight.original0", "weight_g")
+                same = same.replace("parametrizations.weight.original1", "weight_v")
+            dict(other.named_parameters())[name].copy_(theirs[same])
+    x, y = torch.randn(5, 3), torch.randn(5, 2)
+    assert_close(model(x).detach(), other(x).detach())
+    return model, other, x, y
+
+
+def ordered(model: nn.Module) -> list[Tensor]:
+    """Parameters by name, in one order for all three kinds."""
+    found = {}
+    for name, p in model.named_parameters():
+        name = name.replace("weight_g", "parametrizations.weight.original0")
+        found[name.replace("weight_v", "parametrizations.weight.original1")] = p
+    return [found[name] for name in sorted(found)]
+
+
+def hessian(model: nn.Module, x: Tensor, y: Tensor, some: list[int] | None = None) -> Tensor:
+    """The whole Hessian of the mean by plain autograd, ``[P, P]``."""
+    parameters = ordered(model)
+    error = (model(x) - y).square() / y.numel()
+    loss = error.sum() if some is None else error[some].sum()
+    first = torch.autograd.grad(loss, parameters, create_graph=True)
+    flat = torch.cat([g.flatten() for g in first])
+    rows = [
+        torch.autograd.grad(
+            e, parameters, retain_graph=True, allow_unused=True, materialize_grads=True
+        )
+        for e in flat
+    ]
+    return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
+
+
+def blocks(model: nn.Module, matrix: Tensor) -> list[Tensor]:
+    sizes = [p.numel() for p in ordered(model)]
+    return [row.split(sizes, 1)[k] for k, row in enumerate(matrix.split(sizes, 0))]
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+@pytest.mark.parametrize("made", [fused, by_hooks, plain])
+@pytest.mark.parametrize("net", NETS)
+def test_products(net: str, made: Made) -> None:
+    model, other, x, y = pair(net, made)
+    wanted = blocks(other, hessian(other, x, y))
+    some = blocks(other, hessian(other, x, y, [3, 0]))
+    extend(model)
+    lossfunc = extend(nn.MSELoss())
+    with backpack(HMP(), DiagHMP(), HMP("some", subsampling=[3, 0]), GGNMP()):
+        lossfunc(model(x), y).backward()
+    for p, block, part in zip(ordered(model), wanted, some, strict=True):
+        units: Any = torch.eye(p.numel()).reshape(p.numel(), *p.shape)
+        assert_close(p.hmp(units).reshape(block.shape), block)
+        assert_close(p.some(units).reshape(block.shape), part)
+        assert_close(p.diag_hmp.flatten(), block.diagonal())
+
+
+@pytest.mark.parametrize("net", NETS)
+def test_over_data(net: str) -> None:
+    model, other, x, y = pair(net, fused)
+    loader = [(x[:2], y[:2]), (x[2:], y[2:])]
+    for kind in (Hessian, GGN):
+        found, wanted = (kind(m, nn.MSELoss(), loader) for m in (model, other))
+        eye = torch.eye(found.shape[0])
+        assert_close(found @ eye, wanted @ eye)
+
+
+def test_against_differences() -> None:
+    """No formula of torch's own takes part."""
+    model, _, x, y = pair("several", fused)
+    before = copy.deepcopy(model)
+    extend(model)
+    lossfunc = extend(nn.MSELoss())
+    with backpack(HMP()):
+        lossfunc(model(x), y).backward()
+
+    def gradient(p: Tensor, shift: Tensor) -> Tensor:
+        with torch.no_grad():
+            p.add_(shift)
+        found = torch.autograd.grad(nn.functional.mse_loss(before(x), y), p)[0]
+        with torch.no_grad():
+            p.sub_(shift)
+        return found
+
+    for p, q in zip(model.parameters(), before.parameters(), strict=True):
+        v = torch.randn(p.shape)
+        wanted = (gradient(q, 1e-5 * v) - gradient(q, -1e-5 * v)) / 2e-5
+        assert_close(p.hmp(v), wanted, rtol=1e-6)
+
+
+def test_nothing_is_left_at_the_nodes() -> None:
+    """A pass of the user's is torch's, before and after."""
+    model, _, x, y = pair("first axis", fused)
+    extend(model)
+    loss = extend(nn.MSELoss())(model(x), y)
+    with backpack(HMP()):
+        loss.backward(retain_graph=True)
+    p: Any = next(p for p in model.parameters() if p.dim() > 1)
+    p.hmp(torch.ones_like(p))
+    node = next(n for n in _nodes(loss.grad_fn) if n.name() == "WeightNormInterfaceBackward0")
+    arrived: list[Any] = []
+    handle = node.register_hook(lambda sent, got: arrived.append(sent))
+    loss.backward()
+    handle.remove()
+    assert len(arrived) == 1
+
+
+def _nodes(start: Any) -> list[Any]:
+    found, todo = [], [start]
+    while todo:
+        found.append(node := todo.pop())
+        todo += [child for child, _ in node.next_functions if child is not None]
+    return found
