@@ -88,7 +88,7 @@ class Walk:
             return
         is_before = above.is_before
         count, rest = divmod(1 if below.length is None else below.length, self._size)
-        if self._owners.are_moved and self._is_told(below):
+        if self._owners.are_moved and self._is_told(way):
             pass
         elif above.is_loss:
             below.positions = count  # a loss says where samples are
@@ -107,10 +107,15 @@ class Walk:
         if below.is_settled():
             below.is_before = False
 
-    def _is_told(self, this: Known) -> bool:
+    def _is_told(self, way: Way) -> bool:
         """Whether it is known which samples the rows of a tensor are of, in another order."""
+        above, this, _ = way
+        # Rows of a sample among rows of nobody: all are its own, or they are those of all samples.
+        is_like = way.keeps_rows or (way.keeps_length and len(above.shape) == len(this.shape))
+        is_whole = above.is_loss or above.length is None or this.is_returned
+        is_alone = above.owned is not None if is_like else not is_whole
         is_table = self._origins.of_tables(this.node)
-        owners = None if is_table else self._owners.rows(*this.place)
+        owners = None if is_table else self._owners.rows(*this.place, is_alone)
         if owners is None:
             return False
         samples, count = torch.arange(self._size, device="cpu"), len(owners) // self._size

@@ -35,20 +35,32 @@ class Owners:
     def _samples(self) -> Tensor:
         return torch.arange(self._survey.batch_size, device="cpu")
 
-    def rows(self, node: Node | None, number: int) -> Tensor | None:
+    def rows(self, node: Node | None, number: int, is_alone: bool | None = None) -> Tensor | None:
         """The sample of each entry of axis 0; ``None`` if that is unknown, or several share one.
 
         Or if these are all samples in another order: they may be paired with targets of others.
-        """
-        numbers = None if node is None else self._of((node, number))
-        return None if node is None else self._rows(numbers, nodes.lengths_of(node, number))
 
-    def _rows(self, numbers: Numbers | None, shape: Shape) -> Tensor | None:
+        Args:
+            node: What made the tensor.
+            number: Which of its outputs that is.
+            is_alone: Whether a sample has it alone, if no other is known to have a part of it.
+                Default: as the walk has found.
+        """
+        if node is None:
+            return None
+        if is_alone is None:
+            is_alone = (node, number) in self._survey.alignment.owned
+        return self._rows(self._of((node, number)), nodes.lengths_of(node, number), is_alone)
+
+    def _rows(self, numbers: Numbers | None, shape: Shape, is_alone: bool) -> Tensor | None:
         if numbers is None or not numbers.dim() or are_elsewhere(numbers):
             return None
-        rows = numbers.flatten().expand(shape[:1])
+        rows, known = numbers.flatten().expand(shape[:1]), numbers[numbers >= 0]
+        if len(known) < numbers.numel() and not (is_alone and len(known.unique()) == 1):
+            return None
+        rows = torch.where(rows < 0, known[:1], rows)
         is_turned = not rows.equal(self._samples) and rows.sort()[0].equal(self._samples)
-        return None if is_turned or bool((rows < 0).any()) else rows
+        return None if is_turned else rows
 
     @property
     def are_moved(self) -> bool:
@@ -67,7 +79,7 @@ class Owners:
         numbers, size = None if is_other else self._of_input(call), self._survey.batch_size
         if numbers is None or not size or self._is_along(numbers, self._axis(call, 0)):
             return False
-        rows = self._rows(numbers, tuple(call.stored.inputs[0].shape))
+        rows = self._rows(numbers, tuple(call.stored.inputs[0].shape), is_alone=False)
         return rows is None or not rows.equal(self._samples.repeat_interleave(len(rows) // size))
 
     def _of_input(self, call: Call) -> Numbers | None:
@@ -229,7 +241,7 @@ class Owners:
             return self._of_call(site, given.get(0), shape)
         if nodes.is_leaf(node):
             return self._of_data(shape, 0)
-        found = made(node, number, given, self._survey.is_readable)
+        found = made(node, number, given, self._survey.batch_size, self._survey.is_readable)
         if found is None and (site := self._site(place)) is not None:
             # No module is known to move samples to another axis.
             found = self._of_call(site, self._received(site.call), shape)
@@ -284,7 +296,9 @@ def of_data(call: Call, samples: Tensor) -> Numbers | None:
     for axis in range(whole.dim()):
         turned = whole.movedim(0, axis)
         if turned.reshape(shape).equal(received):
-            return viewed(along(samples, axis, tuple(turned.shape)), tuple(turned.shape), shape)
+            return viewed(
+                along(samples, axis, tuple(turned.shape)), tuple(turned.shape), shape, size
+            )
     return None
 
 
