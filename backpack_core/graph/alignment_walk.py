@@ -109,9 +109,13 @@ class Walk:
 
     def _is_told(self, way: Way) -> bool:
         """Whether it is known which samples the rows of an operand are of, in another order."""
-        this = way.below
-        is_table = not way.above.is_loss and self._origins.of_tables(this.node)
-        owners = None if is_table else self._owners.rows(*this.place, this.axis)
+        above, this, _ = way
+        # Rows of a sample among rows of nobody: all are its own, or they are those of all samples.
+        is_like = way.keeps_rows or (way.keeps_length and len(above.shape) == len(this.shape))
+        is_whole = above.is_loss or above.length is None or this.is_returned
+        is_alone = above.owned is not None if is_like else not is_whole
+        is_table = not above.is_loss and self._origins.of_tables(this.node)
+        owners = None if is_table else self._owners.rows(*this.place, this.axis, is_alone)
         if owners is None:
             return False
         samples, count = torch.arange(self._size, device="cpu"), len(owners) // self._size

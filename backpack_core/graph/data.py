@@ -106,7 +106,7 @@ class _Data:
                 turned = whole.movedim(0, axis)
                 if turned.flatten().equal(self._flat):
                     before = tuple(turned.shape)
-                    found.append(viewed(along(rows, axis, before), before, self._shape))
+                    found.append(viewed(along(rows, axis, before), before, self._shape, rows))
                     break
         is_clear = bool(found) and all(found[0].equal(other) for other in found)
         return found[0] if is_clear else None
@@ -120,7 +120,7 @@ class _Data:
             joined = torch.cat(tensors)
             if joined.flatten().equal(self._flat):
                 before = tuple(joined.shape)
-                return viewed(along(rows, 0, before), before, self._shape)
+                return viewed(along(rows, 0, before), before, self._shape, rows)
             for axis in (0, 1) if self._groups else ():
                 if self._is_padded(group, axis) and all(
                     row[: len(t)].equal(t)
@@ -182,7 +182,7 @@ def _seen_through(view: Tensor, layout: Layout, samples: Tensor) -> Numbers:
     memory = torch.full((size,), -1, device="cpu")
     whole, seen = (memory.as_strided(e.shape, e.strides, e.offset - first) for e in ends)
     whole.copy_(along(samples, layout.axis, layout.shape).expand(layout.shape))
-    return shortened(seen)
+    return shortened(seen, samples)
 
 
 def joinable(run: Run) -> list[list[Given]]:

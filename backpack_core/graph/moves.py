@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node, metadata_of
+from backpack_core.errors import BackpackError
 from backpack_core.graph import nodes
 from backpack_core.graph.bridge import push
 from backpack_core.graph.parameters import beside_pass
@@ -37,24 +38,28 @@ def along(rows: Tensor, axis: int, shape: Shape) -> Numbers:
     return rows.reshape([-1 if k == axis else 1 for k in range(len(shape))]) if shape else rows[0]
 
 
-def made(node: Node, number: int, given: Given, is_readable: bool) -> Numbers | None:
+def made(node: Node, number: int, given: Given, rows: Tensor, is_readable: bool) -> Numbers | None:
     """What an operation makes of the numbers at its operands; ``None`` where samples may meet.
 
     Args:
         node: The operation.
         number: Which of its outputs.
         given: The numbers at its operands.
+        rows: The sample of each row that the model received.
         is_readable: Whether the tensors that it saved may be read.
     """
     shape, operation = nodes.lengths_of(node, number), nodes.operation_of(node)
     known = {position: n for position, n in given.items() if n is not None}
+    is_whole = len(known) == len(given) and all(n.numel() == 1 for n in known.values())
+    if is_whole and is_readable and _may_leave_room(node, shape, known, len(rows)):
+        return _reached(node, number, known, rows)
     if operation in nodes.ELEMENTWISE and known:
         return _met(known, [_behind(node, i) for i in given.keys() - known.keys()], shape)
     if operation not in nodes.VIEWS:  # of operands that do not keep rows, the dye will tell
         kept = [n for i, n in given.items() if nodes.keeps_rows(node, number, i)]
-        rows = [n for n in kept if n is not None and not are_elsewhere(n)]
-        if rows and len(rows) == len(kept) and all(n.equal(rows[0]) for n in rows):
-            return along(rows[0].flatten(), 0, shape)
+        alike = [n for n in kept if n is not None and not are_elsewhere(n)]
+        if alike and len(alike) == len(kept) and all(n.equal(alike[0]) for n in alike):
+            return along(alike[0].flatten(), 0, shape)
     if not known or len(known) < len(given):
         return None
     position, first = next(iter(known.items()))
@@ -65,14 +70,17 @@ def made(node: Node, number: int, given: Given, is_readable: bool) -> Numbers | 
     if first.numel() == 1 and all(n.flatten().equal(first.flatten()) for n in known.values()):
         return along(first.flatten(), 0, shape)  # all of it is of one sample
     if operation in nodes.VIEWS or nodes.hands_on(node):
-        return viewed(first, _behind(node, position), shape)
+        return viewed(first, _behind(node, position), shape, rows)
     if operation in nodes.TURNS:
         return first.permute(nodes.order_of(node, len(shape)))
     if not is_readable:
         return None
     if operation in nodes.INDEXED:
-        return _picked(first, nodes.picks_of(node), _behind(node, position))
-    return _carried(node, number, known) if operation in nodes.LINEAR else None
+        return _picked(first, nodes.picks_of(node), _behind(node, position), rows)
+    if operation in nodes.LINEAR:
+        return _carried(node, number, known, rows)
+    is_one = not nodes.is_function(node) and _are_of_one(known)
+    return _reached(node, number, known, rows) if is_one else None
 
 
 def _behind(node: Node, position: int) -> Shape:
@@ -81,19 +89,52 @@ def _behind(node: Node, position: int) -> Shape:
     return () if child is None else nodes.lengths_of(child, number)
 
 
-def shortened(numbers: Tensor) -> Numbers:
+def _are_of_one(known: dict[int, Numbers]) -> bool:
+    """Whether all entries that are of a sample are of the same one."""
+    one = max((int(n.max()) for n in known.values() if n.numel()), default=-1)
+    return one >= 0 and all(bool(((n == one) | (n < 0)).all()) for n in known.values())
+
+
+def _may_leave_room(node: Node, shape: Shape, known: dict[int, Numbers], samples: int) -> bool:
+    """Whether a result may have room for all samples, where only one is known to have a part.
+
+    As where a row of a sample is written into zeros, or into rows of a parameter.
+    """
+    operation = nodes.operation_of(node)
+    if samples < 2 or nodes.is_function(node) or not _are_of_one(known):
+        return False
+    if operation in nodes.ELEMENTWISE and shape in [_behind(node, i) for i in known]:
+        return False
+    has_others = len(known) < len(node.next_functions) or operation == "ConstantPadNd"
+    return has_others and any(length and not length % samples for length in shape)
+
+
+def shortened(numbers: Tensor, rows: Tensor) -> Numbers:
     """Numbers with length one along each axis where they are all the same.
 
     What is no sample's, as padding, is that of the others along the axis: a sample alone has it.
+    Not where these stand where the order of samples puts them: the rest may be that of others.
     """
     for axis, length in enumerate(numbers.shape):
         first = numbers.amax(axis, keepdim=True) if length > 1 else numbers
-        if length > 1 and bool(((numbers == first) | (numbers < 0)).all()):
+        is_one = length > 1 and bool(((numbers == first) | (numbers < 0)).all())
+        if is_one and not _is_in_place(numbers, axis, rows):
             numbers = first
     return numbers
 
 
-def viewed(numbers: Numbers, before: Shape, after: Shape) -> Numbers:
+def _is_in_place(numbers: Tensor, axis: int, rows: Tensor) -> bool:
+    """Whether an axis leaves room for other samples, before and behind those that it has."""
+    is_free = numbers < 0
+    if len(rows) < 2 or numbers.shape[axis] % len(rows) or not bool(is_free.any()):
+        return False
+    count = numbers.shape[axis] // len(rows)
+    orders = rows.repeat_interleave(count), rows.repeat(count)
+    wanted = (along(order, axis, tuple(numbers.shape)) for order in orders)
+    return any(bool((is_free | (numbers == order)).all()) for order in wanted)
+
+
+def viewed(numbers: Numbers, before: Shape, after: Shape, rows: Tensor) -> Numbers:
     """In the same order of entries: as many leading axes as have different numbers."""
     sizes = [torch.Size(after[:count]).numel() for count in range(len(after) + 1)]
     lead = max((axis + 1 for axis, length in enumerate(numbers.shape) if length != 1), default=0)
@@ -101,7 +142,7 @@ def viewed(numbers: Numbers, before: Shape, after: Shape) -> Numbers:
         lead += 1
     count = sizes.index(torch.Size(before[:lead]).numel())
     whole = numbers.reshape(numbers.shape[:lead]).expand(before[:lead]).reshape(after[:count])
-    return shortened(_with_axes(whole, len(after) - count))
+    return shortened(_with_axes(whole, len(after) - count), rows)
 
 
 def _with_axes(numbers: Tensor, count: int) -> Numbers:
@@ -124,19 +165,34 @@ def _met(known: dict[int, Numbers], others: list[Shape], shape: Shape) -> Number
     return found
 
 
-def _picked(numbers: Numbers, picks: Picks, before: Shape) -> Numbers:
+def _picked(numbers: Numbers, picks: Picks, before: Shape, rows: Tensor) -> Numbers:
     """What indices of leading axes pick; ``None`` among them keeps an axis."""
     count = sum(pick.dim() if pick is not None and _is_mask(pick) else 1 for pick in picks)
     lead = numbers.expand(*before[:count], *numbers.shape[count:])
     chosen = tuple(slice(None) if pick is None else pick.cpu() for pick in picks)
-    return shortened(lead[chosen])
+    return shortened(lead[chosen], rows)
 
 
 def _is_mask(index: Tensor) -> bool:
     return index.dtype in (torch.bool, torch.uint8)
 
 
-def _carried(node: Node, number: int, given: dict[int, Numbers]) -> Numbers | None:
+def _reached(node: Node, number: int, given: dict[int, Numbers], rows: Tensor) -> Numbers | None:
+    """Where in a result its one sample is: in the entries that depend on what is known."""
+    one, random = torch.cat([n.flatten() for n in given.values()]).amax(), _generator()
+    whole = {i: n.expand(_behind(node, i)) for i, n in given.items()}
+    marks = [lambda numbers: torch.rand(numbers.shape, generator=random, device="cpu")]
+    behind = [child for child, _ in node.next_functions if child is not None]
+    sent = partial(_sent, node, number, whole, marks)
+    try:
+        (found,) = beside_pass(sent, behind, metadata_of(node, number).device)
+    except (BackpackError, RuntimeError):  # a formula that has no derivative
+        is_whole = all(n.numel() == 1 for n in given.values())
+        return along(one.reshape(1), 0, nodes.lengths_of(node, number)) if is_whole else None
+    return shortened(torch.where(found == 0, -1, one), rows)
+
+
+def _carried(node: Node, number: int, given: dict[int, Numbers], rows: Tensor) -> Numbers | None:
     """What a linear operation makes of numbers, which are sent through it.
 
     No coefficient of these operations is negative. So where entries of one sample were added up,
@@ -161,7 +217,7 @@ def _carried(node: Node, number: int, given: dict[int, Numbers]) -> Numbers | No
     found = found.clamp(0, most)
     if ((checks - codes[found] * ones).abs() > ones / 4)[is_some].any():
         return None
-    return shortened(torch.where(is_some, found, -1))
+    return shortened(torch.where(is_some, found, -1), rows)
 
 
 def _generator() -> torch.Generator:

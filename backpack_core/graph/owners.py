@@ -42,24 +42,38 @@ class Owners:
         told = self._survey.told
         return self._samples if told is None else told.rows
 
-    def rows(self, node: Node | None, number: int, axis: int = 0) -> Tensor | None:
+    def rows(
+        self, node: Node | None, number: int, axis: int = 0, is_alone: bool | None = None
+    ) -> Tensor | None:
         """The sample of each entry of an axis; ``None`` if that is unknown, or several share one.
 
         Or if these are all samples in another order: they may be paired with targets of others.
+
+        Args:
+            node: What made the tensor.
+            number: Which of its outputs that is.
+            axis: Which axis.
+            is_alone: Whether a sample has it alone, if no other is known to have a part of it.
+                Default: as the walk has found.
         """
         numbers = None if node is None else self._of((node, number))
         if node is None or numbers is None or not numbers.dim():
             return None
-        lengths = nodes.lengths_of(node, number)
-        return self._rows(numbers.movedim(axis, 0), lengths[axis : axis + 1])
+        if is_alone is None:
+            is_alone = (node, number) in self._survey.alignment.owned
+        lengths = nodes.lengths_of(node, number)[axis : axis + 1]
+        return self._rows(numbers.movedim(axis, 0), lengths, is_alone)
 
-    def _rows(self, numbers: Numbers | None, shape: Shape) -> Tensor | None:
+    def _rows(self, numbers: Numbers | None, shape: Shape, is_alone: bool) -> Tensor | None:
         if numbers is None or not numbers.dim() or are_elsewhere(numbers):
             return None
-        rows = numbers.flatten().expand(shape[:1])
+        rows, known = numbers.flatten().expand(shape[:1]), numbers[numbers >= 0]
+        if len(known) < numbers.numel() and not (is_alone and len(known.unique()) == 1):
+            return self._told(shape)
+        rows = torch.where(rows < 0, known[:1], rows)
         is_turned = not rows.equal(self._samples) and rows.sort()[0].equal(self._samples)
         is_turned &= self._survey.told is None
-        return None if is_turned or bool((rows < 0).any()) else rows
+        return None if is_turned else rows
 
     @property
     def are_moved(self) -> bool:
@@ -83,7 +97,7 @@ class Owners:
             numbers = self._of_data(tuple(call.stored.inputs[0].shape), declared_axis(call))
         if numbers is None or not size or self._is_along(numbers, self._axis(call, 0)):
             return False
-        rows = self._rows(numbers, tuple(call.stored.inputs[0].shape))
+        rows = self._rows(numbers, tuple(call.stored.inputs[0].shape), is_alone=False)
         return rows is None or not rows.equal(self._samples.repeat_interleave(len(rows) // size))
 
     def _is_of_table(self, call: Call) -> bool:
@@ -262,7 +276,8 @@ class Owners:
             return self._of_call(site, given.get(0), shape)
         if nodes.is_leaf(node):
             return self._of_leaf(node.variable, shape)  # type: ignore[attr-defined]
-        found = made(node, number, self._telling(node, given), self._survey.is_readable)
+        rows, is_readable = self._received_rows, self._survey.is_readable
+        found = made(node, number, self._telling(node, given), rows, is_readable)
         if found is None and (site := self._site(place)) is not None:
             # No module is known to move samples to another axis.
             found = self._of_call(site, self._received(site.call), shape)
@@ -273,15 +288,21 @@ class Owners:
 
         So it is where rows of one sample have met.
         """
-        (node, number), told = place, self._survey.told
-        if told is None or told.is_usual or not len(told.rows):
+        node, number = place
+        if not self._survey.is_told:
             return None
         shape, is_other = nodes.lengths_of(node, number), nodes.is_stack_of_numbers(node)
-        if not shape or is_other or self._origins.of_weights(node):
+        rows = None if is_other or self._origins.of_weights(node) else self._told(shape)
+        return None if rows is None else along(rows, 0, shape)
+
+    def _told(self, shape: Shape) -> Tensor | None:
+        """What the user said of so many rows, if they are as many as the model received."""
+        told = self._survey.told
+        if told is None or told.is_usual or not shape or not len(told.rows):
             return None
         count, rest = divmod(shape[0], len(told.rows))
         rest |= self._survey.is_declared and count > 1  # several for each may come first, too
-        return None if rest else along(told.rows.repeat_interleave(count), 0, shape)
+        return None if rest else told.rows.repeat_interleave(count)
 
     def _telling(self, node: Node, given: Given) -> Given:
         """Without operands of constants and parameters, which go with what they meet."""
