@@ -20,7 +20,7 @@ from backpack_core.graph.moves import Given, Numbers, Shape, along, are_elsewher
 from backpack_core.graph.of_weights import Origins
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site
-from backpack_core.record.owner import Run, is_parameter
+from backpack_core.record.owner import is_parameter
 
 
 class Owners:
@@ -88,7 +88,7 @@ class Owners:
         if call not in self._data:
             told, found = self._survey.told, None
             if call.stored.inputs and (told is not None or call.receives_input < 2):
-                found = of_data(call, self._received_rows)
+                found = of_data(call.stored.inputs[0], call, self._received_rows)
             if call.stored.inputs and found is None and told is not None:
                 axis = declared_axis(call)
                 found = self._of_data(tuple(call.stored.inputs[0].shape), axis)
@@ -251,7 +251,10 @@ class Owners:
         if found is None and (site := self._site(place)) is not None:
             # No module is known to move samples to another axis.
             found = self._of_call(site, self._received(site.call), shape)
-        return self._as_said(shape) if found is None else found
+        # Where all of it is of one sample, or some of none, there may be nothing of the others.
+        is_whole = found is not None and found.numel() > 1 and bool((found >= 0).all())
+        said = None if is_whole else self._as_said(shape)
+        return found if said is None else said
 
     def _as_said(self, shape: Shape) -> Numbers | None:
         """Where nothing is known: the rows of the user's index, if as many; the dye will tell.
@@ -291,12 +294,11 @@ class Owners:
         return along(given.flatten(), axis, shape) if is_there else None
 
     def _of_leaf(self, leaf: Tensor, shape: Shape) -> Numbers | None:
-        """Of data that ask for a gradient: the stride tells, if a model received them."""
-        runs = {id(call.run): call.run for call, _ in self._survey.received}
-        for run in runs.values():
-            if axes := _axes_in(run, leaf, len(self._samples)):
-                return along(self._samples, axes[0], shape)
-        return self._of_data(shape, 0)
+        """Of data that ask for a gradient."""
+        calls = {id(call.run): call for call, _ in self._survey.received}
+        every = (of_data(leaf, call, self._received_rows) for call in calls.values())
+        known = next((numbers for numbers in every if numbers is not None), None)
+        return self._of_data(shape, 0) if known is None else known
 
     def _of_data(self, shape: Shape, axis: int, is_sure: bool = False) -> Numbers | None:
         """Of what is known by its lengths only; and the axis that is declared for samples."""
@@ -307,34 +309,30 @@ class Owners:
         return along(rows, axis, shape)
 
 
-def of_data(call: Call, samples: Tensor) -> Numbers | None:
-    """The samples of data that a module received, as far as what the model received tells.
+def of_data(data: Tensor, call: Call, samples: Tensor) -> Numbers | None:
+    """The samples of data that a call uses, as far as what its model received tells.
 
     Of a view, strides tell. Where axes were merged, as in ``x.flatten(0, 1)``, or a copy has
     another order, as ``x.transpose(0, 1).reshape(-1, D)``, the values do.
     """
-    received, run, size = call.stored.inputs[0], call.run, len(samples)
-    shape = tuple(received.shape)
-    if axes := _axes_in(run, received, size):
-        return along(samples, axes[0], shape)
+    run, shape, size = call.run, tuple(data.shape), len(samples)
+    stride = run.memories.get(memory_of(data)) if has_memory(data) else None
+    if stride is not None:
+        ways = enumerate(zip(shape, data.stride(), strict=True))
+        axes = [k for k, way in ways if way == (size, stride)]
+        if axes:
+            return along(samples, axes[0], shape)
     whole = run.first() if call.is_readable else None
     if whole is None or whole.shape[:1] != (size,) or is_symbolic(whole):
         return None
-    is_same = whole.dtype == received.dtype and whole.device == received.device
-    if not is_same or whole.numel() != received.numel():
+    is_same = whole.dtype == data.dtype and whole.device == data.device
+    if not is_same or whole.numel() != data.numel():
         return None
     for axis in range(whole.dim()):
         turned = whole.movedim(0, axis)
-        if turned.reshape(shape).equal(received):
+        if turned.reshape(shape).equal(data):
             return viewed(along(samples, axis, tuple(turned.shape)), tuple(turned.shape), shape)
     return None
-
-
-def _axes_in(run: Run, data: Tensor, size: int) -> list[int]:
-    """The axes of data of a model on which strides say that samples are."""
-    stride = run.memories.get(memory_of(data)) if has_memory(data) else None
-    ways = enumerate(zip(data.shape, data.stride(), strict=True)) if stride is not None else ()
-    return [axis for axis, way in ways if way == (size, stride)]
 
 
 def turns_of(survey: Survey, loss: Call) -> Tensor:

@@ -15,6 +15,7 @@ from backpack_core._torch import Node, has_memory
 from backpack_core.graph import faults, nodes
 from backpack_core.graph.batch import batch_of, declared_axis, other_run, some_rows
 from backpack_core.graph.of_weights import has_parameters_given
+from backpack_core.graph.summed import told_by_sums
 from backpack_core.graph.survey import Region, Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site, is_noted, site_at, viewed_at
 from backpack_core.record.owner import is_parameter
@@ -25,9 +26,12 @@ _Steps = list[tuple[Edge, Region]]
 
 def look_behind(survey: Survey, edges: Iterable[Edge]) -> None:
     """Walk everything behind some edges; what is known already is not walked again."""
+    edges = [*edges]
     _walk(survey, [(edge, ()) for edge in edges])
     for place in survey.inner.keys() & survey.viewed.keys():
         survey.faults.append((faults.changed_output(survey.inner[place]), None))
+    if survey.told is None and not survey.batch_size:
+        survey.told = told_by_sums(survey, edges)
     if survey.told is not None:
         runs = (call.run for call, _ in survey.sites if not call.rule.is_loss)
         survey.told.require(run.sizes for run in runs if not run.is_inner)

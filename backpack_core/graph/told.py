@@ -23,10 +23,12 @@ class Told(NamedTuple):
     Attributes:
         rows: The sample of each row, ``[R]``, on the CPU.
         samples: How many there are.
+        is_said: Whether the user says so; else sums in the model do.
     """
 
     rows: Tensor
     samples: int
+    is_said: bool = True
 
     @property
     def is_usual(self) -> bool:
@@ -42,7 +44,7 @@ class Told(NamedTuple):
         Raises:
             UsageError: One received none with as many.
         """
-        for sizes in received:
+        for sizes in received if self.is_said else ():
             if sizes and len(self.rows) not in sizes:
                 raise UsageError(
                     f"samples=... has {len(self.rows)} entries, and the model received "
