@@ -71,7 +71,8 @@ def put_together(mat: Tensor, positions: int | Tensor) -> Tensor:
             "depends on several samples after all: something of one sample reaches another one. "
             "Quantities of single samples do not exist. If another axis is as long as the batch by "
             "chance, say where samples lie, extend(model, batch_axis=...), or take another number "
-            "of them."
+            "of them. Where several rows are one sample, as atoms of a molecule, say so: "
+            "backpack(..., samples=index)."
         )
     return own
 

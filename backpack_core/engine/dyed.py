@@ -283,7 +283,8 @@ def _mixed(where: str, arrived: Dye) -> SampleMixingError:
         "batch. Quantities of single samples do not exist. Look for an operation over axis 0; "
         "every module has to receive its samples there, or extend(model, batch_axis=...) to say "
         "where they are. Rows of one tensor are different samples, x[:2] and x[2:]: pass copies "
-        "(.clone()) if they are not. (This is measured: see docs/checks.md.)"
+        "(.clone()) if they are not; where several are one sample, as atoms of a molecule, say so: "
+        "backpack(..., samples=index). (This is measured: see docs/checks.md.)"
     )
 
 

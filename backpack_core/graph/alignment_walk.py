@@ -198,7 +198,7 @@ class Walk:
             needs |= bool(self._survey.trained[this.site.call])
         if not needs:
             return
-        if this.is_settled():
+        if this.is_settled() and not this.is_apart:
             if not this.is_call:  # else the call sees to it
                 found.starts[node] = None
         elif not this.is_before:
@@ -211,8 +211,10 @@ class Walk:
         return () if this.is_call else self._tensors.targets.get(this.node, {}).items()
 
     def _stay_apart(self, this: Known) -> None:
-        this.is_apart = True
-        self._found.apart.add(this.place)
+        if not this.is_apart:
+            this.is_apart = True
+            self._found.apart.add(this.place)
+            self._found.starts.pop(this.node, None)  # it began above
 
     def _note_beside(self, number: Known) -> None:
         """What is kept apart behind a number that has no samples is no function of any."""

@@ -19,31 +19,41 @@ from backpack_core.record.owner import Given, Layout, Run, layout_of, span_of
 
 
 def of_data(
-    call: Call, samples: Tensor, depth: int | None = None, items: Sequence[Tensor] | None = None
+    data: Tensor,
+    call: Call,
+    samples: Tensor,
+    depth: int | None = None,
+    items: Sequence[Tensor] | None = None,
 ) -> Numbers | None:
-    """The samples of data that a module received, as far as what the model received tells.
+    """The samples of data that a call uses, as far as what its model received tells.
 
     Of a view, strides tell, also of what layers without a graph have made of it. Where a copy has
     another order, as ``x.transpose(0, 1).reshape(-1, D)``, or several tensors were joined, the
     values do.
 
     Args:
-        call: The call of the module.
+        data: The data.
+        call: The call.
         samples: The sample of each row that the model received.
         depth: At which depth of what the model received each item is one sample's, if any is.
         items: For each tensor that it received the samples of its rows, or the only one, where the
             user says so.
     """
-    return _Data(call, samples, depth, items).numbers()
+    return _Data(data, call, samples, depth, items).numbers()
 
 
 class _Data:
-    """What a module received, beside what the model received."""
+    """Data, beside what the model received."""
 
     def __init__(
-        self, call: Call, samples: Tensor, depth: int | None, items: Sequence[Tensor] | None
+        self,
+        data: Tensor,
+        call: Call,
+        samples: Tensor,
+        depth: int | None,
+        items: Sequence[Tensor] | None,
     ) -> None:
-        self._received, self._run = call.stored.inputs[0], call.run
+        self._received, self._run = data, call.run
         self._shape: Shape = tuple(self._received.shape)
         self._is_readable = call.is_readable and not is_symbolic(self._received)
         self._samples, self._groups = samples, list[list[Given]]()

@@ -123,8 +123,8 @@ def told_rows(call: Call, rows: int, samples: int) -> BackpackError:
     """A call received rows that the user said are those of other samples."""
     return ShapeError(
         f"{call.path} received {rows} rows, which are those of {samples} samples, as samples=... "
-        "of backpack(...) says: this quantity needs one row for each sample. Leave samples=... "
-        "out, and add up what belongs together, if it is a sum."
+        "of backpack(...) says, or a sum in the model: this quantity needs one row for each sample. "
+        "Leave samples=... out, and add up what belongs together, if it is a sum."
     )
 
 

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from backpack_core._torch import Node, has_memory, is_symbolic, memory_of
+from backpack_core._torch import Node, is_symbolic
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Place
 from backpack_core.graph.batch import declared_axis, is_doubtful
@@ -112,7 +112,7 @@ class Owners:
             is_usual = told is None and depth is None and call.receives_input > 1
             if call.stored.inputs and not is_usual:
                 items = None if told is None else told.items
-                found = of_data(call, self._received_rows, depth, items)
+                found = of_data(call.stored.inputs[0], call, self._received_rows, depth, items)
             self._data[call] = found
         return self._data[call]
 
@@ -214,7 +214,7 @@ class Owners:
             if this not in known:
                 given = {position: known[operand] for position, operand in behind.items()}
                 found = self._found(this, given)
-                known[this] = self._as_said(this) if found is None else found
+                known[this] = self._as_said(this, found)
         return known[place]
 
     def _operands(self, place: Place) -> dict[int, Place]:
@@ -283,17 +283,20 @@ class Owners:
             found = self._of_call(site, self._received(site.call), shape)
         return found
 
-    def _as_said(self, place: Place) -> Numbers | None:
+    def _as_said(self, place: Place, found: Numbers | None) -> Numbers | None:
         """Where nothing is known: the rows of the user's index, if as many; the dye will tell.
 
-        So it is where rows of one sample have met.
+        So it is where rows of one sample have met. Where all of it is of one sample, or some of
+        none, there may be nothing of the others.
         """
         node, number = place
-        if not self._survey.is_told:
-            return None
-        shape, is_other = nodes.lengths_of(node, number), nodes.is_stack_of_numbers(node)
-        rows = None if is_other or self._origins.of_weights(node) else self._told(shape)
-        return None if rows is None else along(rows, 0, shape)
+        if not self._survey.is_told or nodes.is_stack_of_numbers(node):
+            return found
+        if found is not None and found.numel() > 1 and bool((found >= 0).all()):
+            return found
+        shape = nodes.lengths_of(node, number)
+        rows = None if self._origins.of_weights(node) else self._told(shape)
+        return found if rows is None else along(rows, 0, shape)
 
     def _told(self, shape: Shape) -> Tensor | None:
         """What the user said of so many rows, if they are as many as the model received."""
@@ -330,14 +333,13 @@ class Owners:
         return along(given.flatten(), axis, shape) if is_there else None
 
     def _of_leaf(self, leaf: Tensor, shape: Shape) -> Numbers | None:
-        """Of data that ask for a gradient: the stride tells, if a model received them."""
-        rows, memory = self._received_rows, memory_of(leaf) if has_memory(leaf) else -1
-        runs = {id(call.run): call.run for call, _ in self._survey.received}
-        for layout in (run.memories.get(memory) for run in runs.values()):
-            axis = None if layout is None else layout.axis_in(leaf)
-            if axis is not None and shape[axis] == len(rows):
-                return along(rows, axis, shape)
-        return self._of_data(shape, 0)
+        """Of data that ask for a gradient."""
+        told, depth = self._survey.told, self._survey.depth
+        rows, items = self._received_rows, None if told is None else told.items
+        calls = {id(call.run): call for call, _ in self._survey.received}
+        every = (of_data(leaf, call, rows, depth, items) for call in calls.values())
+        known = next((numbers for numbers in every if numbers is not None), None)
+        return self._of_data(shape, 0) if known is None else known
 
     def _of_data(self, shape: Shape, axis: int, is_sure: bool = False) -> Numbers | None:
         """Of what is known by its lengths only; and the axis that is declared for samples."""

@@ -61,7 +61,7 @@ class Survey:
     Attributes:
         beside: Outputs of nodes that are left out, with everything behind them.
         tells_samples: Whether anything is of single samples, or of more than a sum over them.
-        told: Which samples rows belong to, where the user says so.
+        told: Which samples rows belong to, where the user says so, or sums in the model.
         alignment: Where samples lie in it.
         batch_size: Number of samples, the same in every call.
         is_shared: Whether a parameter is used several times.
@@ -140,7 +140,7 @@ class Survey:
 
     @property
     def is_told(self) -> bool:
-        """Whether the user says that rows are other samples than one each, in order."""
+        """Whether rows are said to be other samples than one each, in order."""
         return self.told is not None and not self.told.is_usual
 
     def site_at(self, edge: Edge) -> Site | None:

@@ -17,6 +17,7 @@ from backpack_core.graph.batch import batch_of, declared_axis, other_run, some_r
 from backpack_core.graph.of_weights import has_parameters_given
 from backpack_core.graph.parts import tell_parts
 from backpack_core.graph.paths import losses_without_rule
+from backpack_core.graph.summed import told_by_sums
 from backpack_core.graph.survey import Region, Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site, is_noted, site_at, viewed_at
 from backpack_core.record.owner import is_parameter
@@ -27,14 +28,18 @@ _Steps = list[tuple[Edge, Region]]
 
 def look_behind(survey: Survey, edges: Iterable[Edge]) -> None:
     """Walk everything behind some edges; what is known already is not walked again."""
+    edges = [*edges]
     _walk(survey, [(edge, ()) for edge in edges])
     for place in survey.inner.keys() & survey.viewed.keys():
         survey.faults.append((faults.changed_output(survey.inner[place]), None))
     if not survey.batch_size:
         survey.losses |= losses_without_rule(survey, edges)
-    if survey.told is not None:
         runs = (call.run for call, _ in survey.sites if not survey.is_loss(call))
-        survey.told = survey.told.fitting(run for run in runs if not run.is_inner)
+        if survey.told is None:
+            survey.told = told_by_sums(survey, edges)
+        else:
+            survey.told = survey.told.fitting(run for run in runs if not run.is_inner)
+    if survey.told is not None:
         survey.batch_size = survey.told.samples
     elif not survey.batch_size:
         survey.batch_size, survey.rows = some_rows(survey)

@@ -13,17 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack_core import backpack, extend
 from backpack_core.errors import SampleMixingError
-from backpack_core.extensions import (
-    BatchDotGrad,
-    BatchGrad,
-    BatchL2Grad,
-    ClippedSumGrad,
-    DiagGGNExact,
-    SumGradSquared,
-    Variance,
-)
+from backpack_core.extensions import BatchGrad, DiagGGNExact
 from backpack_core.testing import oracle as kit
 from tests.cases import Net
+from tests.core import first_order
 from tests.oracle import assert_close
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
@@ -73,35 +66,9 @@ def _randomized(model: nn.Module) -> nn.Module:
 
 def check(model: nn.Module, x: Tensor, loss: Loss, **options: Any) -> None:
     """Quantities of first order against a loop over samples."""
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    alone = [kit.gradients(loss(model, x[n : n + 1]), parameters) for n in range(len(x))]
-    gradients = [torch.stack(each) for each in zip(*alone, strict=True)]
+    alone = [loss(model, x[n : n + 1]) for n in range(len(x))]
     extend(model, **options)
-    norms = torch.stack([g.flatten(1).square().sum(1) for g in gradients]).sum(0).sqrt()
-    bound = norms.median().item()
-    value = loss(model, x)
-    with backpack(
-        BatchGrad(),
-        BatchL2Grad(),
-        SumGradSquared(),
-        Variance(),
-        BatchDotGrad(),
-        ClippedSumGrad(bound),
-        check="always",
-    ):
-        value.backward()
-    scale = (bound / norms).clamp(max=1)
-    for p, g in zip(parameters, gradients, strict=True):
-        ours: Any = p
-        if p.grad is None:  # as of a bias that the gradient does not depend on
-            assert not g.any()
-            continue
-        assert_close(ours.grad_batch, g)
-        assert_close(ours.batch_l2, g.flatten(1).square().sum(1))
-        assert_close(ours.sum_grad_squared, g.square().sum(0))
-        assert_close(1 + ours.variance, 1 + g.var(0, unbiased=False))
-        assert_close(ours.batch_dot, g.flatten(1) @ g.flatten(1).T)
-        assert_close(ours.grad_clipped, torch.einsum("n,n...->...", scale, g))
+    first_order.check(model, lambda: loss(model, x), alone)
 
 
 # Normalisation ----------------------------------------------------------------------------------
