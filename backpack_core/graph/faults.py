@@ -123,7 +123,7 @@ def told_rows(call: Call, rows: int, samples: int) -> BackpackError:
     """A call received rows that the user said are those of other samples."""
     return ShapeError(
         f"{call.path} received {rows} rows, which are those of {samples} samples, as samples=... "
-        "of backpack(...) says, or a sum in the model: this quantity needs one row for each sample. "
+        "of backpack(...) says, or a sum in the model: this quantity needs one row for each. "
         "Leave samples=... out, and add up what belongs together, if it is a sum."
     )
 

@@ -36,7 +36,7 @@ def check(model: nn.Module, loss: Callable[[], Tensor], alone: Sequence[Tensor])
     bound = norms.median().item()
     first, second = (BatchGrad(), BatchL2Grad(), SumGradSquared()), (Variance(), BatchDotGrad())
     value = loss()
-    with backpack(*first, *second, ClippedSumGrad(bound), check="always"):
+    with backpack(*first, *second, ClippedSumGrad(bound, normaliser=None), check="always"):
         value.backward()
     scale = (bound / norms).clamp(max=1)
     for p, g in zip(parameters, gradients, strict=True):

@@ -40,7 +40,7 @@ def _square(net: nn.Module) -> Loss:
 
 
 def _run(loss: Tensor, **options: Any) -> None:
-    with backpack(BatchGrad(), ClippedSumGrad(BOUND), **options):
+    with backpack(BatchGrad(), ClippedSumGrad(BOUND, normaliser=None), **options):
         loss.backward()
 
 
