@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from torch import Tensor
 from torch.nn import Module, Parameter
@@ -55,7 +55,7 @@ class Layout(NamedTuple):
 
 def layout_of(tensor: Tensor, axis: int) -> Layout:
     """The layout of a tensor that has samples on an axis."""
-    return Layout(tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), axis)
+    return Layout(tuple(tensor.shape), tensor.stride(), cast(int, tensor.storage_offset()), axis)
 
 
 class Run(NamedTuple):

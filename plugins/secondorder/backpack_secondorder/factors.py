@@ -63,7 +63,8 @@ def kronecker_factors(product: SampleProduct, sharing: WeightSharing = "kfc") ->
         forms = ", ".join(sorted({type(part).__name__ for part in product.parts}))
         raise StructureError(
             f"The {len(product.parts)} uses of the parameter {product.name!r} of {product.path} "
-            f"have no Kronecker factors in common: they are products of the forms {forms}, store "
+            f"have no Kronecker factors in common: they are products of the forms {forms}, use it "
+            "transposed (as a penalty on gradients does, whose columns are at its inputs), store "
             "the entries in different orders, or use another tensor that is computed from it (a "
             f"parametrization, pruning). Untie the uses, freeze the parameter, {instead}"
         )
