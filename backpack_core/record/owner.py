@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ class Layout(NamedTuple):
 
 def layout_of(tensor: Tensor, axis: int) -> Layout:
     """The layout of a tensor that has samples on an axis."""
-    return Layout(tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), axis)
+    return Layout(tuple(tensor.shape), tensor.stride(), cast(int, tensor.storage_offset()), axis)
 
 
 class Given(NamedTuple):

@@ -17,6 +17,7 @@ from backpack_core.errors import UnsupportedError
 from backpack_core.extensions import BatchGrad
 from tests import oracle
 from tests.nets import quantities
+from tests.nets.asked import draw_terms
 from tests.nets.catalogue import KINDS
 from tests.nets.draw import Draft, draw
 from tests.nets.kinds import Kind, Unfit, no_settings
@@ -48,6 +49,7 @@ def test_every_kind_is_drawn() -> None:
                 draft.draw_step()
             if draft.is_tame:
                 draft.draw_trap()
+            draw_terms(draft)
         missing -= {step.kind for step in draft.recipe.steps}
         if not missing:
             break

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import backpack, extend
+from backpack_core.errors import UnsupportedError
 from backpack_core.extensions import EKFAC, KFLR
 from tests import oracle
 from tests.cases import Net, classification
@@ -140,3 +141,42 @@ def test_rows_that_the_loss_leaves_out(samples: int) -> None:
     with backpack(KFLR()):
         loss.backward()
     oracle.assert_close(net.a.weight.kflr[1], 2 * x.T @ x / samples)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_weight_of_one_row_under_a_penalty_on_gradients(
+    samples: int, chunk_size: int | None
+) -> None:
+    """It is used as it is and transposed, and small enough for its block."""
+    net, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)), torch.randn(samples, 4)
+    losses = nn.MSELoss(), nn.MSELoss(reduction="sum")
+
+    def outputs() -> tuple[Tensor, Tensor]:
+        z = x.clone().requires_grad_()
+        values = net(z)
+        (slopes,) = torch.autograd.grad(values.sum(), z, create_graph=True)
+        return values, slopes
+
+    values, slopes = outputs()
+    weight, rows = net[2].weight, [values.flatten(), slopes.flatten()]
+    jacobians = [
+        torch.stack([torch.autograd.grad(r, weight, retain_graph=True)[0][0] for r in each])
+        for each in rows
+    ]
+    expected = 2 / samples * jacobians[0].T @ jacobians[0] + 2 * jacobians[1].T @ jacobians[1]
+    for module in (net, *losses):
+        extend(module)
+    values, slopes = outputs()
+    loss = losses[0](values, torch.zeros(samples, 1)) + losses[1](slopes, torch.zeros(samples, 4))
+    with backpack(
+        KFLR(chunk_size=chunk_size, fail_mode="diagonal"), EKFAC(None, fail_mode="diagonal")
+    ):
+        loss.backward()
+    found: Any = weight
+    oracle.assert_close(found.kflr[0], expected)
+    assert found.kflr.structure == "block"
+    oracle.assert_close(found.ekfac.dense(), expected)
+    loss = losses[1](outputs()[1], torch.zeros(samples, 4))
+    with pytest.raises(UnsupportedError, match="transposed"), backpack(KFLR()):
+        loss.backward()

@@ -44,7 +44,7 @@ def kronecker_factors(product: SampleProduct, sharing: WeightSharing = "kfc") ->
     """Factors whose Kronecker product approximates ``Σ_v Σ_n M[v, n] M[v, n]ᵀ``.
 
     A vector (the gain of a normalisation, say) is small enough for its block: the only factor,
-    exact. So is a single number.
+    exact. So is a single number, and a matrix of one row or column without other factors.
 
     Args:
         product: ``M``.
@@ -53,7 +53,7 @@ def kronecker_factors(product: SampleProduct, sharing: WeightSharing = "kfc") ->
     Raises:
         StructureError: The product has no such structure, or is a sum of several.
     """
-    if len(product.shape) < 2:
+    if max(product.shape, default=1) == product.shape.numel():
         return KroneckerFactors([block(product)], ParameterOrder.of(product))
     instead = (
         'use fail_mode="block" or "diagonal", which store these in its place, or DiagGGNExact, '
@@ -63,7 +63,8 @@ def kronecker_factors(product: SampleProduct, sharing: WeightSharing = "kfc") ->
         forms = ", ".join(sorted({type(part).__name__ for part in product.parts}))
         raise StructureError(
             f"The {len(product.parts)} uses of the parameter {product.name!r} of {product.path} "
-            f"have no Kronecker factors in common: they are products of the forms {forms}, store "
+            f"have no Kronecker factors in common: they are products of the forms {forms}, use it "
+            "transposed (as a penalty on gradients does, whose columns are at its inputs), store "
             "the entries in different orders, or use another tensor that is computed from it (a "
             f"parametrization, pruning). Untie the uses, freeze the parameter, {instead}"
         )

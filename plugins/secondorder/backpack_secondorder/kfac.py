@@ -111,7 +111,10 @@ class KFAC(FactorsExtension, SampledExtension):
     - ``"reduce"``: ``A`` from the mean of ``x`` over positions, ``B`` from ``Σ_s g`` (eq. 22).
 
     A weight that several modules use, or one module in several calls, is shared by the positions of
-    all of them (Eschenhagen et al. treat every use as one more shared axis).
+    all of them (Eschenhagen et al. treat every use as one more shared axis). If some use it
+    transposed, as a penalty on gradients does, the columns are at the outputs of one and at the
+    inputs of the other: there are no factors in common, but for a weight of one row or column,
+    which gets its block, ``[P, P]``.
 
     A layer with ``G > 1`` groups has factors ``[G, O, O]`` and ``[G, I, I]``: blocks between groups
     are left out. Martens and Grosse (2015) for fully connected layers.
