@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from warnings import catch_warnings, filterwarnings
 
 import torch
@@ -33,6 +33,7 @@ from backpack_data.states import States
 from backpack_data.weights import Weights, joint
 
 Loss = Callable[[Any, Any], Tensor]
+Given: TypeAlias = tuple[float | None] | None  # what the user says that a loss divides by
 
 
 def accumulate(
@@ -233,25 +234,8 @@ class _Run:
         done = 0 if self.checkpoint is None else self.checkpoint.begin(number, states)
         kept, heartbeat = Kept(self.loader), Heartbeat(self.group, self.timeout)
         in_step = InStep(self.group if self.is_sharded else None, heartbeat)
-        place = -1
-        bar = tqdm(self.loader, desc=f"pass {number}", disable=None if self.progress else True)
-        for place, item in enumerate(bar):
-            whole = self.batch(item)
-            inputs, targets = kept.of(*whole)
-            if self.checkpoint is not None:
-                self.checkpoint.see(number, place, whole)
-            if place < done:
-                continue
-            if inputs is not None:
-                in_step(partial(self._one, states, readers, inputs, targets))
-            elif self.is_sharded:
-                in_step(partial(self._one, None, readers, *whole))
-            if self.checkpoint is not None:
-                self.checkpoint.after(number, place + 1, states)
-            heartbeat.beat(place)
-        in_step.end(None if place < 0 else partial(self._one, None, readers, *whole))
-        if self.checkpoint is not None:
-            self.checkpoint.end(number, place + 1, states)
+        with heartbeat.told(), in_step.told():
+            self._batches(number, done, readers, states, kept, heartbeat, in_step)
         heartbeat.wait()
         if self.group is not None:
             states = reduce(states, self.group, self.gather)
@@ -270,6 +254,50 @@ class _Run:
         kinds = {e.savefield: type(e).__name__ for e in readers}
         return Quantities(values, states.shapes, kinds, states.batches, states.normaliser)
 
+    def _batches(
+        self,
+        number: int,
+        done: int,
+        readers: Sequence[Extension],
+        states: States,
+        kept: Kept,
+        heartbeat: Heartbeat,
+        in_step: InStep,
+    ) -> None:
+        """All batches of a pass that are not done yet."""
+        place = -1
+        bar = tqdm(self.loader, desc=f"pass {number}", disable=None if self.progress else True)
+        for place, item in enumerate(bar):
+            whole = self.batch(item)
+            inputs, targets = kept.of(*whole)
+            if self.checkpoint is not None:
+                self.checkpoint.see(number, place, whole)
+            if place < done:
+                continue
+            if inputs is not None:
+                self._add(states, in_step(partial(self._one, readers, inputs, targets)))
+            elif self.is_sharded:
+                in_step(partial(self._one, readers, *whole))
+            self._forget(readers)
+            if self.checkpoint is not None:
+                self.checkpoint.after(number, place + 1, states)
+            heartbeat.beat(place)
+        in_step.end(None if place < 0 else partial(self._one, readers, *whole))
+        self._forget(readers)
+        if self.checkpoint is not None:
+            self.checkpoint.end(number, place + 1, states)
+
+    def _add(self, states: States, seen: tuple[Weights, Given]) -> None:
+        """Add the values of a batch; others need not wait for this one meanwhile."""
+        states.add(self.model, *seen, is_given_up=True)
+
+    def _forget(self, readers: Sequence[Extension]) -> None:
+        """Leave no value on the parameters."""
+        for parameters in (*carriers(self.model).values(), self.of_loss):
+            for parameter in parameters:
+                for extension in readers:
+                    parameter.__dict__.pop(extension.savefield, None)
+
     def _placed(self, values: dict[Any, Any], readers: Sequence[Extension]) -> dict[Any, Any]:
         """Results as shards, where parameters are sharded."""
         kinds = {extension.savefield: extension for extension in readers}
@@ -285,11 +313,13 @@ class _Run:
         return moved.detach().requires_grad_(moved.requires_grad) if moved.is_leaf else moved
 
     def _one(
-        self, states: States | None, readers: Sequence[Extension], inputs: Any, targets: Any
-    ) -> None:
-        """One batch. Without states, it is run only because other processes wait for it."""
+        self, readers: Sequence[Extension], inputs: Any, targets: Any
+    ) -> tuple[Weights, Given]:
+        """One batch: stores values on the parameters, and returns what they weigh."""
         inputs, targets = map_tensors((inputs, targets), self._own)
-        given = None if self.normaliser is None else (self.normaliser(inputs, targets),)
+        given: Given = None
+        if self.normaliser is not None:
+            given = (self.normaliser(inputs, targets),)
         if given is not None:
             joint(given)  # refuses what is no number
             readers = [declaration(e).of_batch(e, *given) for e in readers]
@@ -304,12 +334,7 @@ class _Run:
                 torch.autograd.grad(loss, self.trained, allow_unused=True)
             else:
                 loss.backward()
-        if states is not None:
-            states.add(self.model, weights, given, is_given_up=True)
-        for parameters in (*carriers(self.model).values(), self.of_loss):
-            for parameter in parameters:
-                for extension in readers:
-                    parameter.__dict__.pop(extension.savefield, None)
+        return weights, given
 
 
 @contextmanager

@@ -5,27 +5,29 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
 
 from backpack_core.contract.merging import declaration
 from backpack_core.errors import BackpackError, UsageError
-from backpack_data.shards import is_any
+from backpack_data.shards import largest_of
 from backpack_data.state import LINEAR, State
 from backpack_data.states import Place, States
 from backpack_data.weights import require_proportional
 
+T = TypeVar("T")
 Name = tuple[Place, str]  # place, and part of the value
 _runs = itertools.count()
-ENDS = ("done", "lost")
-PAUSE = 0.05  # seconds between two looks at the others
+ENDS, FAILED = ("done", "lost"), "failed: "
+PAUSE, SELDOM = 0.05, 1.0  # seconds between two looks at the others: of who waits, of who computes
+NONE_LEFT, HAS_BATCH, HAS_FAILED = range(3)  # what processes in step say before each batch
 
 
 class LostProcessError(BackpackError, RuntimeError):
-    """Another process has ended or hangs before it was through its part of the data."""
+    """Another process has failed, ended or hangs before it was through its part of the data."""
 
 
 class Heartbeat:
@@ -38,6 +40,7 @@ class Heartbeat:
     def __init__(self, group: distributed.ProcessGroup | None, timeout: float) -> None:
         """Begin. Runs are numbered, so every rank has to begin its runs in the same order."""
         self._group, self._timeout = group, timeout
+        self._looked = time.monotonic()
         if group is None:
             return
         self._name = f"backpack_data/{next(_runs)}"
@@ -47,9 +50,29 @@ class Heartbeat:
         self.beat(-1)
 
     def beat(self, place: int) -> None:
-        """Report that this process has finished a batch."""
-        if self._group is not None:
-            self._say(str(place))
+        """Report that this process has finished a batch, and see that no other one has failed.
+
+        Raises:
+            LostProcessError: Another one has.
+        """
+        if self._group is None:
+            return
+        self._say(str(place))
+        if time.monotonic() - self._looked > SELDOM:
+            for rank in self._ranks:
+                self._hear(rank)
+            self._looked = time.monotonic()
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Reports what is raised inside the block, so that nobody waits for this process."""
+        try:
+            yield
+        except BaseException as error:
+            if self._group is not None and not isinstance(error, LostProcessError):
+                with suppress(LostProcessError):
+                    self._say(f"{FAILED}{type(error).__name__}: {error}")
+            raise
 
     def wait(self, word: str = "done") -> None:
         """Wait until all processes are through.
@@ -58,7 +81,7 @@ class Heartbeat:
             word: What this process reports: that it is done, or that it has lost another one.
 
         Raises:
-            LostProcessError: A process has reported nothing for too long.
+            LostProcessError: A process has failed, or has reported nothing for too long.
         """
         if self._group is None:
             return
@@ -91,7 +114,10 @@ class Heartbeat:
             said: bytes = self._store.get(key)
         except (RuntimeError, ValueError) as error:
             raise _store_lost() from error
-        return said.decode()
+        found = said.decode()
+        if found.startswith(FAILED) and rank != self._rank:
+            raise failed(rank, found.removeprefix(FAILED))
+        return found
 
     def _lost(self, ranks: Sequence[int]) -> LostProcessError:
         names = ", ".join(map(str, ranks))
@@ -100,6 +126,14 @@ class Heartbeat:
             "was killed or stands still. Start all processes again: with state_file, they go on "
             "from the last batches that were written. If batches take longer, increase timeout."
         )
+
+
+def failed(rank: int, error: str) -> LostProcessError:
+    """The error on all other ranks where one has failed."""
+    return LostProcessError(
+        f"Rank {rank} has failed, so there is no result for all. Mend what it says, and start all "
+        f"processes again. It says: {error}"
+    )
 
 
 def _store_lost() -> LostProcessError:
@@ -121,21 +155,43 @@ class InStep:
             heartbeat: Tells which of them are alive.
         """
         self._group, self._heartbeat = group, heartbeat
+        self._is_between = True  # batches, where all of them say what they have
 
-    def __call__(self, run: Callable[[], None]) -> None:
+    def __call__(self, run: Callable[[], T]) -> T:
         """Run a batch together with the other processes.
 
         Raises:
             LostProcessError: One of them has ended.
         """
         if self._group is None:
-            run()
-            return
+            return run()
         with self._watched():
-            is_any(True, self._group)
-            run()
+            self._meet(HAS_BATCH)
+            self._is_between = False
+            found = run()
+            self._is_between = True
+        return found
 
-    def end(self, again: Callable[[], None] | None) -> None:
+    def _meet(self, said: int) -> bool:
+        """Whether any process has a batch; all say what they have."""
+        assert self._group is not None
+        found = largest_of(said, self._group)
+        if found == HAS_FAILED and said != HAS_FAILED:
+            self._heartbeat.wait("lost")  # hears which it was
+        return found == HAS_BATCH
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Has the others learn of an error between two batches; in one, they are elsewhere."""
+        try:
+            yield
+        except Exception as error:
+            if self._group and self._is_between and not isinstance(error, LostProcessError):
+                with suppress(RuntimeError):
+                    self._meet(HAS_FAILED)
+            raise
+
+    def end(self, again: Callable[[], object] | None) -> None:
         """Repeat the last batch, without counting it, as long as other processes have batches.
 
         Raises:
@@ -150,7 +206,8 @@ class InStep:
                 "processes run batches together: give every process at least one."
             )
         with self._watched():
-            while is_any(False, self._group):
+            self._is_between = False
+            while self._meet(NONE_LEFT):
                 again()
 
     @contextmanager
@@ -196,8 +253,7 @@ def reduce(states: States, group: distributed.ProcessGroup, gather: bool) -> Sta
 
 
 def _reduce(states: States, group: distributed.ProcessGroup, gather: bool) -> States:
-    mine = (states.numbers(), _described(states))
-    found = _objects(mine, group)
+    found = _told((states.numbers(), _described(states)), group)
     total = States(states.extensions, states.shapes)
     for numbers, _ in found:
         if not numbers["batches"]:
@@ -222,6 +278,32 @@ def _reduce(states: States, group: distributed.ProcessGroup, gather: bool) -> St
     _add_up(states, total, kinds, group)
     _put_beside(states, total, kinds, group, gather)
     return total
+
+
+@contextmanager
+def reported(group: distributed.ProcessGroup | None) -> Iterator[None]:
+    """Has the others, which wait in :func:`reduce`, learn what is raised inside the block."""
+    try:
+        yield
+    except Exception as error:
+        if group is not None:
+            with suppress(RuntimeError):
+                _objects(f"{FAILED}{type(error).__name__}: {error}", group)
+        raise
+
+
+def _told(mine: Any, group: distributed.ProcessGroup) -> list[Any]:
+    """What all ranks say.
+
+    Raises:
+        LostProcessError: One of them says that it has failed.
+    """
+    found = _objects(mine, group)
+    ranks = distributed.get_process_group_ranks(group)
+    for rank, said in zip(ranks, found, strict=True):
+        if isinstance(said, str):
+            raise failed(rank, said.removeprefix(FAILED))
+    return found
 
 
 def _described(states: States) -> dict[Name, tuple[Any, torch.Size, torch.dtype]]:
