@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from numbers import Integral
 from pathlib import Path
 from typing import Any, TypeAlias
 from warnings import catch_warnings, filterwarnings
@@ -23,9 +22,11 @@ from backpack_core.errors import BackpackWarning, UsageError
 from backpack_core.record.compiled import uncompiled
 from backpack_core.record.owner import OWNER_ATTRIBUTE
 from backpack_core.record.structure import map_tensors
+from backpack_data.arguments import require_kinds, require_model, require_result
 from backpack_data.batches import Batch, Kept, made_by, output_of, split
 from backpack_data.checkpoint import Checkpoint
-from backpack_data.processes import Heartbeat, InStep, reduce
+from backpack_data.exchange import reduce
+from backpack_data.processes import Heartbeat, InStep
 from backpack_data.quantities import Quantities
 from backpack_data.shards import carriers, has_shards, placed, wholes_by_shard
 from backpack_data.state import over_batches
@@ -94,9 +95,9 @@ def accumulate(
         UnsupportedError: Values of an extension do not combine.
         LostProcessError: Another process has ended before it was through its part of the data.
     """
-    _require_model(model, lossfunc)
-    _require_kinds(lossfunc, loader, batch, normaliser, every)
-    _require_result(device, dtype)
+    require_model(model, lossfunc)
+    require_kinds(lossfunc, loader, batch, normaliser, every)
+    require_result(device, dtype)
     if not extensions:
         raise UsageError("accumulate(...) needs an extension: what should be computed?")
     backpack(*extensions)  # refuses what is no extension
@@ -118,60 +119,6 @@ def accumulate(
             file = _of_rank(state_file, process_group)
             run.checkpoint = Checkpoint(file, every, model, lossfunc, loader)
         return run(extensions).to(device, dtype)
-
-
-def _require_model(model: object, lossfunc: object) -> None:
-    """Raise where the first argument is no model, but the loss, for example."""
-    if isinstance(lossfunc, type):
-        raise UsageError(f"The loss is the class {lossfunc.__name__}: write {lossfunc.__name__}().")
-    if isinstance(model, Module) and any(True for _ in model.parameters()):
-        if torch.is_inference_mode_enabled() or not any(
-            p.requires_grad for p in model.parameters()
-        ):
-            raise UsageError(
-                "accumulate(...) computes quantities of trained parameters, and there is none: all "
-                "have requires_grad=False, or it runs inside torch.inference_mode()."
-            )
-        return
-    found = type(model).__name__
-    if isinstance(lossfunc, Module) and any(True for _ in lossfunc.parameters()):
-        raise UsageError(
-            f"accumulate(model, lossfunc, loader, ...) got {found}, which has no parameters, as "
-            f"the model, and {type(lossfunc).__name__}, which has some, as the loss: swap them."
-        )
-    if not isinstance(model, Module):
-        raise UsageError(
-            f"accumulate(model, ...) takes a torch.nn.Module, whose parameters get quantities. Got "
-            f"{found}."
-        )
-
-
-def _require_kinds(lossfunc: Any, loader: Any, batch: Any, normaliser: Any, every: Any) -> None:
-    """Raise where an argument is something else than a loader, a function or a count."""
-    if not isinstance(every, Integral) or int(every) < 1:
-        raise UsageError(f"every must be a positive number of batches. Got {every!r}.")
-    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-        raise UsageError(
-            "The loader is something that can be iterated several times, as a DataLoader or a list "
-            f"of (inputs, targets). Got {loader!r:.80}."
-        )
-    for name, value, what in (
-        ("lossfunc", lossfunc, "a loss module, CrossEntropyLoss(), or a function of both"),
-        ("batch", batch, "a function of what the loader gives: lambda item: (inputs, targets)"),
-        ("normaliser", normaliser, "a function of both: lambda inputs, targets: len(targets)"),
-    ):
-        if not callable(value) and (value is not None or name == "lossfunc"):
-            raise UsageError(f"accumulate(..., {name}) takes {what}. Got {value!r}.")
-
-
-def _require_result(device: Any, dtype: Any) -> None:
-    """Raise before the pass, and not after it, where results cannot be stored."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise UsageError(f"dtype is that of results, such as torch.float64. Got {dtype!r}.")
-    try:
-        torch.empty(0, device=device, dtype=dtype)
-    except (RuntimeError, TypeError, AssertionError) as error:
-        raise UsageError(f"No tensor can be on the device {device!r}: {error}") from error
 
 
 class _Run:

@@ -12,7 +12,7 @@ from torch.nn import Module
 from backpack_core import Extension, backpack
 from backpack_core.contract.merging import declaration
 from backpack_core.errors import UnsupportedError, UsageError
-from backpack_data.processes import reduce, reported
+from backpack_data.exchange import reduce, reported
 from backpack_data.shards import carriers, has_shards, placed
 from backpack_data.state import listed, over_batches
 from backpack_data.states import States
