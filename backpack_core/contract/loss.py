@@ -65,6 +65,36 @@ class LossRule(LayerRule):
             "sample from: use the exact quantity instead of the Monte-Carlo one."
         )
 
+    def check(self, view: View) -> None:
+        """Refuse a call whose curvature the Hessian in the first argument does not determine.
+
+        Raises:
+            UnsupportedError: Another argument requires a gradient, or :meth:`check_terms` refuses.
+        """
+        self.check_terms(view)
+        first, *others = view.full.inputs
+        if not any(other.requires_grad for other in others):
+            return
+        if first.requires_grad:
+            raise UnsupportedError(
+                f"Curvature of {view.path} is known for its first argument alone, but another one "
+                "(target or variance) requires a gradient, too: detach it."
+            )
+        raise UnsupportedError(
+            f"{view.path} was called with the target first: its first argument requires no "
+            "gradient, and another one does. Swap the arguments, lossfunc(output, target)."
+        )
+
+    def check_terms(self, view: View) -> None:
+        """Refuse a call whose terms do not each belong to one sample, as its arguments tell.
+
+        Args:
+            view: The loss call.
+
+        Raises:
+            UnsupportedError: With what was found and what to write instead.
+        """
+
     def normalisation(self, view: View) -> float | Tensor:
         """The factor the module's reduction puts in front of the sum (``1/N`` for a mean).
 
@@ -168,7 +198,7 @@ def normaliser_of(view: View) -> Normaliser:
     """
     rule, reduction = view.call.rule, getattr(view.module, "reduction", None)
     assert isinstance(rule, LossRule)
-    rule.check(view)  # targets that broadcast the output couple samples
+    rule.check_terms(view)  # targets that broadcast the output couple samples
     if reduction == "sum":
         return None
     is_told = type(rule).normalisation is not LossRule.normalisation

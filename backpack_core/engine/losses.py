@@ -11,9 +11,8 @@ from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.loss import Normaliser, normaliser_of
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place, place_between
-from backpack_core.engine.refusals import named
 from backpack_core.graph import nodes
-from backpack_core.graph.paths import leaf_past_losses, nonlinear_above, reached_past_losses
+from backpack_core.graph.paths import nonlinear_above, reached_past_losses
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.loading import missing
 from backpack_core.plugins.registry import registry
@@ -98,8 +97,6 @@ def refuse_unknown_normaliser(
         why = f"the operation {nodes.described(node)!r}, applied to one, is not known to be linear"
     elif (site := reached_past_losses(survey, roots)) is not None:
         why = f"a term beside extended losses depends on the output of {site.call.path}"
-    elif (leaf := leaf_past_losses(survey, roots)) is not None:
-        why = f"a term beside extended losses depends on {named(survey, leaf)}"
     else:
         return
     raise errors.UsageError(

@@ -19,6 +19,7 @@ from backpack_core.graph import faults, nodes
 from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.order import behind
 from backpack_core.graph.owners import Owners
+from backpack_core.graph.paths import is_factor
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call
@@ -185,13 +186,20 @@ def _beside(survey: Survey, parameter: Tensor, node: Node) -> errors.Unsupported
             "be told apart there. Have the model return samples in front, as in "
             "output.transpose(0, 1)."
         )
+    if is_factor(survey, parameter):
+        return errors.UnsupportedError(
+            f"The number that backward() is called on is a loss times a factor that depends on "
+            f"{named(survey, parameter)}, as exp(-s) * loss is with a trained s: the loss was "
+            "added up before, so what each sample has in the gradient of the factor is not known. "
+            "Take the sum last, (exp(-s) * losses).mean() with reduction='none', and hand over "
+            "what is added, beside=[s]; or keep the factor out, exp(-s).detach() * loss."
+        )
     return errors.UnsupportedError(
         f"{depends}, and not by way of any sample: a term beside the "
         "loss, as a penalty on weights is. Its gradient belongs to no sample. Hand that term over, "
         "backpack(..., beside=[term]), and quantities are those of the rest; or call backward() on "
-        "it outside of the block. If it is no term but a factor of a mean loss, as a learned "
-        "weight is, take the mean last: (weight * losses).mean() with reduction='none'. A single "
-        "sample needs an axis of samples, too: model(x.unsqueeze(0))."
+        "it outside of the block. A single sample needs an axis of samples, too: "
+        "model(x.unsqueeze(0))."
     )
 
 

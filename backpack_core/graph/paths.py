@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from backpack_core._torch import Node
 from backpack_core.errors import BackpackError
 from backpack_core.graph import nodes
-from backpack_core.graph.order import consumers_first, reached
+from backpack_core.graph.order import behind, consumers_first, reached
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site
 
@@ -81,7 +81,7 @@ def _above(survey: Survey, roots: Iterable[Edge]) -> dict[Edge, list[Edge]]:
         is_end = site is not None and (site.call.rule.is_loss or site.call not in survey.opened)
         if is_end:
             return []
-        return [behind for behind in survey.further(edge) if behind[:2] not in survey.beside]
+        return [other for other in survey.further(edge) if other[:2] not in survey.beside]
 
     return {edge: further(edge) for edge in reached(roots, further)}
 
@@ -105,9 +105,9 @@ def nonlinear_above(survey: Survey, roots: Iterable[Edge]) -> Node | None:
 
 def reached_past_losses(survey: Survey, roots: Iterable[Edge]) -> Site | None:
     """A trained module that is reached from the roots past all extended losses; else ``None``."""
-    for edge, behind in _above(survey, roots).items():
+    for edge, further in _above(survey, roots).items():
         site = survey.site_at(edge)
-        if site is None or behind or _is_loss(site) or site.call in survey.opened:
+        if site is None or further or _is_loss(site) or site.call in survey.opened:
             continue
         if leads_to_parameters(survey, [edge]):
             return site
@@ -127,6 +127,25 @@ def leaf_past_losses(survey: Survey, roots: Iterable[Edge]) -> Tensor | None:
     """A leaf that is reached from the roots past all extended losses; else ``None``."""
     found = (getattr(edge.node, "variable", None) for edge in _above(survey, roots))
     return next((leaf for leaf in found if leaf is not None), None)
+
+
+def is_factor(survey: Survey, parameter: Tensor) -> bool:
+    """Whether a module's output is multiplied with, or divided by, what a parameter makes.
+
+    Args:
+        survey: What is known about the graph.
+        parameter: A parameter that functions use.
+    """
+    of_modules = {site.edge.node for site in survey.sites.values()}
+    for product in {node for node, _ in survey.seen}:
+        if nodes.operation_of(product) not in nodes.FACTORS.keys() | nodes.QUOTIENTS:
+            continue
+        ways = [{edge.node, *behind([edge.node])} for edge in _sent_on(product)]
+        uses = [any(getattr(n, "variable", None) is parameter for n in way) for way in ways]
+        others = (way for way, is_used in zip(ways, uses, strict=True) if not is_used)
+        if any(uses) and any(way & of_modules for way in others):
+            return True
+    return False
 
 
 def _is_loss(site: Site | None) -> bool:

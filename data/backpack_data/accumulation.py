@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from warnings import catch_warnings, filterwarnings
 
 import torch
@@ -23,9 +22,11 @@ from backpack_core.errors import BackpackWarning, UsageError
 from backpack_core.record.compiled import uncompiled
 from backpack_core.record.owner import OWNER_ATTRIBUTE
 from backpack_core.record.structure import map_tensors
+from backpack_data.arguments import require_kinds, require_model, require_result
 from backpack_data.batches import Batch, Kept, made_by, output_of, split
 from backpack_data.checkpoint import Checkpoint
-from backpack_data.processes import Heartbeat, InStep, reduce
+from backpack_data.exchange import reduce
+from backpack_data.processes import Heartbeat, InStep
 from backpack_data.quantities import Quantities
 from backpack_data.shards import carriers, has_shards, placed, wholes_by_shard
 from backpack_data.state import over_batches
@@ -33,6 +34,7 @@ from backpack_data.states import States
 from backpack_data.weights import Weights, joint
 
 Loss = Callable[[Any, Any], Tensor]
+Given: TypeAlias = tuple[float | None] | None  # what the user says that a loss divides by
 
 
 def accumulate(
@@ -93,9 +95,9 @@ def accumulate(
         UnsupportedError: Values of an extension do not combine.
         LostProcessError: Another process has ended before it was through its part of the data.
     """
-    _require_model(model, lossfunc)
-    _require_kinds(lossfunc, loader, batch, normaliser, every)
-    _require_result(device, dtype)
+    require_model(model, lossfunc)
+    require_kinds(lossfunc, loader, batch, normaliser, every)
+    require_result(device, dtype)
     if not extensions:
         raise UsageError("accumulate(...) needs an extension: what should be computed?")
     backpack(*extensions)  # refuses what is no extension
@@ -117,60 +119,6 @@ def accumulate(
             file = _of_rank(state_file, process_group)
             run.checkpoint = Checkpoint(file, every, model, lossfunc, loader)
         return run(extensions).to(device, dtype)
-
-
-def _require_model(model: object, lossfunc: object) -> None:
-    """Raise where the first argument is no model, but the loss, for example."""
-    if isinstance(lossfunc, type):
-        raise UsageError(f"The loss is the class {lossfunc.__name__}: write {lossfunc.__name__}().")
-    if isinstance(model, Module) and any(True for _ in model.parameters()):
-        if torch.is_inference_mode_enabled() or not any(
-            p.requires_grad for p in model.parameters()
-        ):
-            raise UsageError(
-                "accumulate(...) computes quantities of trained parameters, and there is none: all "
-                "have requires_grad=False, or it runs inside torch.inference_mode()."
-            )
-        return
-    found = type(model).__name__
-    if isinstance(lossfunc, Module) and any(True for _ in lossfunc.parameters()):
-        raise UsageError(
-            f"accumulate(model, lossfunc, loader, ...) got {found}, which has no parameters, as "
-            f"the model, and {type(lossfunc).__name__}, which has some, as the loss: swap them."
-        )
-    if not isinstance(model, Module):
-        raise UsageError(
-            f"accumulate(model, ...) takes a torch.nn.Module, whose parameters get quantities. Got "
-            f"{found}."
-        )
-
-
-def _require_kinds(lossfunc: Any, loader: Any, batch: Any, normaliser: Any, every: Any) -> None:
-    """Raise where an argument is something else than a loader, a function or a count."""
-    if not isinstance(every, Integral) or int(every) < 1:
-        raise UsageError(f"every must be a positive number of batches. Got {every!r}.")
-    if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
-        raise UsageError(
-            "The loader is something that can be iterated several times, as a DataLoader or a list "
-            f"of (inputs, targets). Got {loader!r:.80}."
-        )
-    for name, value, what in (
-        ("lossfunc", lossfunc, "a loss module, CrossEntropyLoss(), or a function of both"),
-        ("batch", batch, "a function of what the loader gives: lambda item: (inputs, targets)"),
-        ("normaliser", normaliser, "a function of both: lambda inputs, targets: len(targets)"),
-    ):
-        if not callable(value) and (value is not None or name == "lossfunc"):
-            raise UsageError(f"accumulate(..., {name}) takes {what}. Got {value!r}.")
-
-
-def _require_result(device: Any, dtype: Any) -> None:
-    """Raise before the pass, and not after it, where results cannot be stored."""
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise UsageError(f"dtype is that of results, such as torch.float64. Got {dtype!r}.")
-    try:
-        torch.empty(0, device=device, dtype=dtype)
-    except (RuntimeError, TypeError, AssertionError) as error:
-        raise UsageError(f"No tensor can be on the device {device!r}: {error}") from error
 
 
 class _Run:
@@ -233,25 +181,8 @@ class _Run:
         done = 0 if self.checkpoint is None else self.checkpoint.begin(number, states)
         kept, heartbeat = Kept(self.loader), Heartbeat(self.group, self.timeout)
         in_step = InStep(self.group if self.is_sharded else None, heartbeat)
-        place = -1
-        bar = tqdm(self.loader, desc=f"pass {number}", disable=None if self.progress else True)
-        for place, item in enumerate(bar):
-            whole = self.batch(item)
-            inputs, targets = kept.of(*whole)
-            if self.checkpoint is not None:
-                self.checkpoint.see(number, place, whole)
-            if place < done:
-                continue
-            if inputs is not None:
-                in_step(partial(self._one, states, readers, inputs, targets))
-            elif self.is_sharded:
-                in_step(partial(self._one, None, readers, *whole))
-            if self.checkpoint is not None:
-                self.checkpoint.after(number, place + 1, states)
-            heartbeat.beat(place)
-        in_step.end(None if place < 0 else partial(self._one, None, readers, *whole))
-        if self.checkpoint is not None:
-            self.checkpoint.end(number, place + 1, states)
+        with heartbeat.told(), in_step.told():
+            self._batches(number, done, readers, states, kept, heartbeat, in_step)
         heartbeat.wait()
         if self.group is not None:
             states = reduce(states, self.group, self.gather)
@@ -270,6 +201,50 @@ class _Run:
         kinds = {e.savefield: type(e).__name__ for e in readers}
         return Quantities(values, states.shapes, kinds, states.batches, states.normaliser)
 
+    def _batches(
+        self,
+        number: int,
+        done: int,
+        readers: Sequence[Extension],
+        states: States,
+        kept: Kept,
+        heartbeat: Heartbeat,
+        in_step: InStep,
+    ) -> None:
+        """All batches of a pass that are not done yet."""
+        place = -1
+        bar = tqdm(self.loader, desc=f"pass {number}", disable=None if self.progress else True)
+        for place, item in enumerate(bar):
+            whole = self.batch(item)
+            inputs, targets = kept.of(*whole)
+            if self.checkpoint is not None:
+                self.checkpoint.see(number, place, whole)
+            if place < done:
+                continue
+            if inputs is not None:
+                self._add(states, in_step(partial(self._one, readers, inputs, targets)))
+            elif self.is_sharded:
+                in_step(partial(self._one, readers, *whole))
+            self._forget(readers)
+            if self.checkpoint is not None:
+                self.checkpoint.after(number, place + 1, states)
+            heartbeat.beat(place)
+        in_step.end(None if place < 0 else partial(self._one, readers, *whole))
+        self._forget(readers)
+        if self.checkpoint is not None:
+            self.checkpoint.end(number, place + 1, states)
+
+    def _add(self, states: States, seen: tuple[Weights, Given]) -> None:
+        """Add the values of a batch; others need not wait for this one meanwhile."""
+        states.add(self.model, *seen, is_given_up=True)
+
+    def _forget(self, readers: Sequence[Extension]) -> None:
+        """Leave no value on the parameters."""
+        for parameters in (*carriers(self.model).values(), self.of_loss):
+            for parameter in parameters:
+                for extension in readers:
+                    parameter.__dict__.pop(extension.savefield, None)
+
     def _placed(self, values: dict[Any, Any], readers: Sequence[Extension]) -> dict[Any, Any]:
         """Results as shards, where parameters are sharded."""
         kinds = {extension.savefield: extension for extension in readers}
@@ -285,11 +260,13 @@ class _Run:
         return moved.detach().requires_grad_(moved.requires_grad) if moved.is_leaf else moved
 
     def _one(
-        self, states: States | None, readers: Sequence[Extension], inputs: Any, targets: Any
-    ) -> None:
-        """One batch. Without states, it is run only because other processes wait for it."""
+        self, readers: Sequence[Extension], inputs: Any, targets: Any
+    ) -> tuple[Weights, Given]:
+        """One batch: stores values on the parameters, and returns what they weigh."""
         inputs, targets = map_tensors((inputs, targets), self._own)
-        given = None if self.normaliser is None else (self.normaliser(inputs, targets),)
+        given: Given = None
+        if self.normaliser is not None:
+            given = (self.normaliser(inputs, targets),)
         if given is not None:
             joint(given)  # refuses what is no number
             readers = [declaration(e).of_batch(e, *given) for e in readers]
@@ -304,12 +281,7 @@ class _Run:
                 torch.autograd.grad(loss, self.trained, allow_unused=True)
             else:
                 loss.backward()
-        if states is not None:
-            states.add(self.model, weights, given, is_given_up=True)
-        for parameters in (*carriers(self.model).values(), self.of_loss):
-            for parameter in parameters:
-                for extension in readers:
-                    parameter.__dict__.pop(extension.savefield, None)
+        return weights, given
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch.nn import Module
 from backpack_core import Extension, backpack
 from backpack_core.contract.merging import declaration
 from backpack_core.errors import UnsupportedError, UsageError
-from backpack_data.processes import reduce
+from backpack_data.exchange import reduce, reported
 from backpack_data.shards import carriers, has_shards, placed
 from backpack_data.state import listed, over_batches
 from backpack_data.states import States
@@ -121,7 +121,8 @@ class combined:
         block.__exit__(exc_type, exc, traceback)
         if exc_type is not None:
             return
-        self._states.add(self._model, self._weights, self._given)
+        with reported(self._group):
+            self._states.add(self._model, self._weights, self._given)
         _store(self._states, self._model, self._group, self._gather)
 
 
@@ -178,7 +179,8 @@ def all_reduce(
         weights.reduced.add(extension.savefield)
     has_shards(model, group)
     states = States.over(model, asked)
-    states.add(model, weights, None if normaliser == "loss" else (normaliser,))
+    with reported(group):
+        states.add(model, weights, None if normaliser == "loss" else (normaliser,))
     _store(states, model, group, gather)
 
 

@@ -56,6 +56,7 @@ class Checkpoint:
             self._tensors, self._about = files.read(path, "state")
         self._held = {"model": model}
         self._print = {"model": _fingerprint(model)}
+        self._print["loss"] = _qualified(lossfunc)
         if isinstance(lossfunc, Module):
             self._held["loss"] = lossfunc
             self._print["loss"] = f"{_settings(lossfunc)} {_fingerprint(lossfunc)}"
@@ -175,6 +176,12 @@ class Checkpoint:
                 torch.cuda.set_rng_state(state, int(device.removeprefix("cuda")))
 
 
+def _qualified(given: Any) -> str:
+    """The name of a class or a function; of another object, that of its class."""
+    given = given if hasattr(given, "__qualname__") else type(given)
+    return f"{given.__module__}.{given.__qualname__}"
+
+
 def _settings(given: Module | Extension) -> str:
     """What kind of loss or extension it is, and its plain settings."""
     plain = (str, int, float, tuple, Propagator)
@@ -183,8 +190,14 @@ def _settings(given: Module | Extension) -> str:
 
 
 def _fingerprint(model: Module) -> str:
-    """Tells modules apart by names and shapes, parameters, what is trained, and their modes."""
-    modes = {path: module.training for path, module in model.named_modules()}
+    """Tells models apart by modules, names and shapes, parameters, what is trained, and modes.
+
+    Of a module, these are its type and the settings that it shows.
+    """
+    modes = {
+        path: (module.training, _qualified(type(module)), module.extra_repr())
+        for path, module in model.named_modules()
+    }
     buffers = {name: list(buffer.shape) for name, buffer in model.named_buffers()}
     digest = zlib.crc32(repr((modes, buffers)).encode())
     for name, tensor in model.named_parameters():

@@ -1,31 +1,27 @@
-"""States of several processes: how they are combined, and how a lost process is noticed."""
+"""Several processes: how one that is lost or has failed is noticed, and how all keep in step."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, distributed
+from torch import distributed
 
-from backpack_core.contract.merging import declaration
 from backpack_core.errors import BackpackError, UsageError
-from backpack_data.shards import is_any
-from backpack_data.state import LINEAR, State
-from backpack_data.states import Place, States
-from backpack_data.weights import require_proportional
+from backpack_data.shards import largest_of
 
-Name = tuple[Place, str]  # place, and part of the value
+T = TypeVar("T")
 _runs = itertools.count()
-ENDS = ("done", "lost")
-PAUSE = 0.05  # seconds between two looks at the others
+ENDS, FAILED = ("done", "lost"), "failed: "
+PAUSE, SELDOM = 0.05, 1.0  # seconds between two looks at the others: of who waits, of who computes
+NONE_LEFT, HAS_BATCH, HAS_FAILED = range(3)  # what processes in step say before each batch
 
 
 class LostProcessError(BackpackError, RuntimeError):
-    """Another process has ended or hangs before it was through its part of the data."""
+    """Another process has failed, ended or hangs before it was through its part of the data."""
 
 
 class Heartbeat:
@@ -38,6 +34,7 @@ class Heartbeat:
     def __init__(self, group: distributed.ProcessGroup | None, timeout: float) -> None:
         """Begin. Runs are numbered, so every rank has to begin its runs in the same order."""
         self._group, self._timeout = group, timeout
+        self._looked = time.monotonic()
         if group is None:
             return
         self._name = f"backpack_data/{next(_runs)}"
@@ -47,9 +44,29 @@ class Heartbeat:
         self.beat(-1)
 
     def beat(self, place: int) -> None:
-        """Report that this process has finished a batch."""
-        if self._group is not None:
-            self._say(str(place))
+        """Report that this process has finished a batch, and see that no other one has failed.
+
+        Raises:
+            LostProcessError: Another one has.
+        """
+        if self._group is None:
+            return
+        self._say(str(place))
+        if time.monotonic() - self._looked > SELDOM:
+            for rank in self._ranks:
+                self._hear(rank)
+            self._looked = time.monotonic()
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Reports what is raised inside the block, so that nobody waits for this process."""
+        try:
+            yield
+        except BaseException as error:
+            if self._group is not None and not isinstance(error, LostProcessError):
+                with suppress(LostProcessError):
+                    self._say(f"{FAILED}{type(error).__name__}: {error}")
+            raise
 
     def wait(self, word: str = "done") -> None:
         """Wait until all processes are through.
@@ -58,7 +75,7 @@ class Heartbeat:
             word: What this process reports: that it is done, or that it has lost another one.
 
         Raises:
-            LostProcessError: A process has reported nothing for too long.
+            LostProcessError: A process has failed, or has reported nothing for too long.
         """
         if self._group is None:
             return
@@ -91,7 +108,10 @@ class Heartbeat:
             said: bytes = self._store.get(key)
         except (RuntimeError, ValueError) as error:
             raise _store_lost() from error
-        return said.decode()
+        found = said.decode()
+        if found.startswith(FAILED) and rank != self._rank:
+            raise failed(rank, found.removeprefix(FAILED))
+        return found
 
     def _lost(self, ranks: Sequence[int]) -> LostProcessError:
         names = ", ".join(map(str, ranks))
@@ -100,6 +120,14 @@ class Heartbeat:
             "was killed or stands still. Start all processes again: with state_file, they go on "
             "from the last batches that were written. If batches take longer, increase timeout."
         )
+
+
+def failed(rank: int, error: str) -> LostProcessError:
+    """The error on all other ranks where one has failed."""
+    return LostProcessError(
+        f"Rank {rank} has failed, so there is no result for all. Mend what it says, and start all "
+        f"processes again. It says: {error}"
+    )
 
 
 def _store_lost() -> LostProcessError:
@@ -121,21 +149,43 @@ class InStep:
             heartbeat: Tells which of them are alive.
         """
         self._group, self._heartbeat = group, heartbeat
+        self._is_between = True  # batches, where all of them say what they have
 
-    def __call__(self, run: Callable[[], None]) -> None:
+    def __call__(self, run: Callable[[], T]) -> T:
         """Run a batch together with the other processes.
 
         Raises:
             LostProcessError: One of them has ended.
         """
         if self._group is None:
-            run()
-            return
+            return run()
         with self._watched():
-            is_any(True, self._group)
-            run()
+            self._meet(HAS_BATCH)
+            self._is_between = False
+            found = run()
+            self._is_between = True
+        return found
 
-    def end(self, again: Callable[[], None] | None) -> None:
+    def _meet(self, said: int) -> bool:
+        """Whether any process has a batch; all say what they have."""
+        assert self._group is not None
+        found = largest_of(said, self._group)
+        if found == HAS_FAILED and said != HAS_FAILED:
+            self._heartbeat.wait("lost")  # hears which it was
+        return found == HAS_BATCH
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Has the others learn of an error between two batches; in one, they are elsewhere."""
+        try:
+            yield
+        except Exception as error:
+            if self._group and self._is_between and not isinstance(error, LostProcessError):
+                with suppress(RuntimeError):
+                    self._meet(HAS_FAILED)
+            raise
+
+    def end(self, again: Callable[[], object] | None) -> None:
         """Repeat the last batch, without counting it, as long as other processes have batches.
 
         Raises:
@@ -150,7 +200,8 @@ class InStep:
                 "processes run batches together: give every process at least one."
             )
         with self._watched():
-            while is_any(False, self._group):
+            self._is_between = False
+            while self._meet(NONE_LEFT):
                 again()
 
     @contextmanager
@@ -169,136 +220,3 @@ class InStep:
 def _is_of_processes(error: RuntimeError) -> bool:
     found = str(error).lower()
     return isinstance(error, distributed.DistError) or "gloo" in found or "nccl" in found
-
-
-def reduce(states: States, group: distributed.ProcessGroup, gather: bool) -> States:
-    """Combine the states of all ranks of a group; every rank gets the result.
-
-    Sums and averages go in one buffer for each dtype.
-
-    Args:
-        states: Those of this rank; they are not changed.
-        group: The processes.
-        gather: Whether values per sample are gathered, or stay on their rank.
-
-    Raises:
-        LostProcessError: Another process has ended.
-        UsageError: Ranks differ in extensions, parameters or shapes.
-    """
-    try:
-        return _reduce(states, group, gather)
-    except (RuntimeError, distributed.DistBackendError) as error:
-        if isinstance(error, BackpackError):
-            raise
-        raise LostProcessError(
-            f"A process of the group has ended while results were exchanged: {error}"
-        ) from error
-
-
-def _reduce(states: States, group: distributed.ProcessGroup, gather: bool) -> States:
-    mine = (states.numbers(), _described(states))
-    found = _objects(mine, group)
-    total = States(states.extensions, states.shapes)
-    for numbers, _ in found:
-        if not numbers["batches"]:
-            continue
-        if total.batches:
-            if (numbers["normaliser"] is None) != (total.normaliser is None):
-                raise UsageError("The loss of one rank is a sum and that of another is a mean.")
-            require_proportional(total.ratios, numbers["ratios"])
-        total.batches, total.ratios = total.batches + numbers["batches"], numbers["ratios"]
-        if numbers["normaliser"] is not None:
-            total.normaliser = (total.normaliser or 0.0) + numbers["normaliser"]
-        for path, name, seen, samples, _ in numbers["places"]:
-            place = path, name
-            if place not in total.table:
-                extension = next(e for e in states.extensions if e.savefield == name)
-                total.table[place] = State(extension)
-            total.seen[place] = total.seen.get(place, 0) + seen
-            total.table[place].samples += samples
-    for state in total.table.values():
-        state.normaliser = total.normaliser
-    kinds = {name: kind for _, described in found for name, kind in described.items()}
-    _add_up(states, total, kinds, group)
-    _put_beside(states, total, kinds, group, gather)
-    return total
-
-
-def _described(states: States) -> dict[Name, tuple[Any, torch.Size, torch.dtype]]:
-    """How each tensor combines, its shape and dtype."""
-    found = {}
-    for place, state in states.table.items():
-        over = declaration(state.extension)
-        for key, tensors in state.tensors.items():
-            way = over.part(key).way
-            word = way if isinstance(way, str) else "function"
-            found[place, key] = word, tensors[0].shape, tensors[0].dtype
-    return found
-
-
-def _add_up(states: States, total: States, kinds: dict[Name, Any], group: Any) -> None:
-    """All-reduce sums, in one buffer for each dtype; a rank without a value adds zero."""
-    names = sorted(name for name, kind in kinds.items() if kind[0] in LINEAR)
-    for dtype in dict.fromkeys(kinds[name][2] for name in names):
-        own = [name for name in names if kinds[name][2] == dtype]
-        device = _device(states, group)
-        parts = [_tensor(states, name, kinds[name], device).flatten() for name in own]
-        buffer = torch.cat(parts)
-        distributed.all_reduce(buffer, group=group)
-        pieces = buffer.split([len(part) for part in parts])
-        for (place, key), piece in zip(own, pieces, strict=True):
-            shape = kinds[place, key][1]
-            total.table[place].tensors[key] = [piece.reshape(shape).clone()]
-
-
-def _put_beside(
-    states: States, total: States, kinds: dict[Name, Any], group: Any, gather: bool
-) -> None:
-    """Combine everything that is no sum: gather values per sample, compare what must agree."""
-    for name in sorted(name for name, kind in kinds.items() if kind[0] not in LINEAR):
-        (place, key), (way, *_) = name, kinds[name]
-        own = states.table[place].tensors.get(key, []) if place in states.table else []
-        if way == "concatenate" and not gather:
-            _stay(total, place, key, own)
-            continue
-        every = [
-            tensor for tensors in _objects([t.cpu() for t in own], group) for tensor in tensors
-        ]
-        every = [tensor.to(_device(states, group)) for tensor in every]
-        if way == "same":
-            every = every[:1]
-        elif way == "function":
-            function: Any = declaration(total.table[place].extension).part(key).way
-            first, *others = every
-            for other in others:
-                first = function(first, other)
-            every = [first]
-        total.table[place].tensors[key] = every
-
-
-def _stay(total: States, place: Place, key: str, own: list[Tensor]) -> None:
-    if own:
-        total.table[place].tensors[key] = own
-    else:  # no sample on this rank
-        total.table.pop(place, None)
-
-
-def _tensor(states: States, name: Name, kind: Any, device: torch.device) -> Tensor:
-    place, key = name
-    if place in states.table:
-        return states.table[place].tensors[key][0]
-    return torch.zeros(kind[1], dtype=kind[2], device=device)
-
-
-def _device(states: States, group: Any) -> torch.device:
-    for state in states.table.values():
-        for tensors in state.tensors.values():
-            return tensors[0].device
-    is_nccl = distributed.get_backend(group) == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
-
-
-def _objects(mine: Any, group: Any) -> list[Any]:
-    found: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(found, mine, group=group)
-    return found

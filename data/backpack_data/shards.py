@@ -103,13 +103,13 @@ def in_dtype_of(parameter: Tensor, tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(parameter.dtype, torch.float32)) if is_float else tensor
 
 
-def is_any(flag: bool, group: distributed.ProcessGroup) -> bool:
-    """Whether a condition holds on any process of a group."""
+def largest_of(number: int, group: distributed.ProcessGroup) -> int:
+    """The largest of the numbers that the processes of a group give."""
     is_nccl = distributed.get_backend(group) == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if is_nccl else "cpu"
-    found = torch.tensor([int(flag)], device=device)
+    found = torch.tensor([number], device=device)
     distributed.all_reduce(found, distributed.ReduceOp.MAX, group)
-    return bool(found.item())
+    return int(found.item())
 
 
 def _shards(module: Module) -> bool:

@@ -68,6 +68,8 @@ class States:
             given: The normaliser, if the user gave one.
             is_given_up: Whether the caller no longer needs the values.
         """
+        if given is None and weights.fault is not None:
+            raise weights.fault
         normaliser, ratios = joint(weights.normalisers if given is None else given)
         if self.batches:
             self._require_alike(normaliser, ratios)

@@ -9,7 +9,7 @@ from typing import Any
 from backpack_core import View
 from backpack_core._torch import graph_task_id
 from backpack_core.contract.loss import normaliser_of
-from backpack_core.errors import UsageError
+from backpack_core.errors import BackpackError, UsageError
 
 
 class Weights:
@@ -18,6 +18,8 @@ class Weights:
     Attributes:
         normalisers: What the losses of the pass divide by, in the order of their visits.
         reduced: Fields whose values are already those of all processes.
+        fault: Why a loss has no normaliser. It is raised when values are added, where other
+            processes can be told, and not in the middle of the pass.
     """
 
     def __init__(self, of_losses: bool = True) -> None:
@@ -28,6 +30,7 @@ class Weights:
         """
         self.normalisers: list[float | None] = []
         self.reduced: set[str] = set()
+        self.fault: BackpackError | None = None
         self._of_losses = of_losses
         self._samples: int | None = None
         self._passes: set[int] = set()
@@ -49,7 +52,10 @@ class Weights:
                 "be lost: enter the block once for each backward pass."
             )
         if self._of_losses:
-            self.normalisers.append(weight_of(view))
+            try:
+                self.normalisers.append(weight_of(view))
+            except BackpackError as error:
+                self.fault = self.fault or error
 
     def samples(self, subsampling: tuple[int, ...] | None) -> int:
         """How many samples take part.

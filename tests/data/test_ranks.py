@@ -144,3 +144,26 @@ def test_a_killed_rank_is_named_and_the_rest_goes_on(name: str, tmp_path: Path):
     for rank in range(2):
         for (path, field), got in Quantities.load(tmp_path / f"killed-{rank}.saved").items():
             assert_same(got, getattr(model.get_parameter(path), field))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "without_weight_accumulated",
+        "without_weight_in_shards",
+        "without_weight_combined",
+        "without_weight_reduced",
+        "unreadable",
+    ],
+)
+def test_all_ranks_learn_what_has_failed_on_one(name: str, tmp_path: Path):
+    """At once, and not when they have waited for ten minutes."""
+    (first, told), (second, said) = start(name, tmp_path, 2)
+    assert first == second == 1, (told, said)
+    cause = "Error" if name == "unreadable" else "which are zero in this one"
+    assert cause in said
+    assert "Rank" not in said
+    assert "LostProcessError: Rank 1 has failed" in told
+    assert cause in told
+    for file in tmp_path.glob("*.seconds"):
+        assert float(file.read_text()) < 60

@@ -48,7 +48,8 @@ def begun(path: Path, sizes: tuple[int, ...], **changes: Any) -> Quantities:
     given |= changes
     model, extensions = given.pop("model"), given.pop("extensions")
     lossfunc, loader = given.pop("lossfunc"), given.pop("loader")
-    options = {"state_file": path, "every": 1, "progress": False}
+    options: dict[str, Any] = {"state_file": path, "every": 1, "progress": False}
+    options |= {k: given.pop(k) for k in ("normaliser",) if k in given}
     return accumulate(model, lossfunc, loader, *extensions, **options)
 
 
@@ -197,3 +198,71 @@ def test_what_has_no_trained_parameters_or_is_a_class() -> None:
         accumulate(net(), nn.CrossEntropyLoss, [(x, y)], DiagGGNExact())  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="gone through again"):
         accumulate(net().eval(), loss(), iter([(x, y)]), EKFAC(), progress=False)
+
+
+class Shown(nn.Module):
+    """An activation with a setting that it shows."""
+
+    def __init__(self, slope: float) -> None:
+        super().__init__()
+        self.slope = slope
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Slower below zero."""
+        return torch.where(x > 0, x, self.slope * x)
+
+    def extra_repr(self) -> str:
+        """The setting."""
+        return str(self.slope)
+
+
+ACTIVATIONS: list[tuple[nn.Module, nn.Module]] = [
+    (nn.Tanh(), nn.ReLU()),
+    (nn.LeakyReLU(0.1), nn.LeakyReLU(0.2)),
+    (nn.Dropout(0.1).eval(), nn.Dropout(0.2).eval()),
+    (nn.Softplus(1.0), nn.Softplus(2.0)),
+    (Shown(0.1), Shown(0.2)),
+    (nn.Sequential(nn.Tanh()), nn.Sequential(nn.Sigmoid())),
+    (nn.BatchNorm1d(4, 1e-5, affine=False).eval(), nn.BatchNorm1d(4, 1e-3, affine=False).eval()),
+]
+
+
+@pytest.mark.parametrize("pair", ACTIVATIONS, ids=lambda pair: str(pair[1]).replace("\n", ""))
+def test_of_other_modules(pair: tuple[nn.Module, nn.Module], tmp_path: Path) -> None:
+    """Modules without parameters are a part of the model."""
+    path = tmp_path / "state"
+
+    def model(module: nn.Module) -> nn.Module:
+        torch.manual_seed(0)
+        found = nn.Sequential(nn.Flatten(), nn.Linear(9, 4), nn.Identity(), nn.Linear(4, 3))
+        found[2] = module
+        return found.double().eval()
+
+    begun(path, (3, 3, 1), model=model(pair[0]), extensions=(DiagGGNExact(),))
+    again = begun(path, (3, 3, 1), model=model(pair[0]), extensions=(DiagGGNExact(),))
+    assert again.batches == 3
+    with pytest.raises(UsageError, match=r'is the state of another run: it has {"model"'):
+        begun(path, (3, 3, 1), model=model(pair[1]), extensions=(DiagGGNExact(),))
+
+
+def summed(output: Tensor, target: Tensor) -> Tensor:
+    return output.square().sum()
+
+
+def cubed(output: Tensor, target: Tensor) -> Tensor:
+    return output.pow(3).sum()
+
+
+def test_of_another_function(tmp_path: Path) -> None:
+    def go(lossfunc: Any) -> None:
+        begun(
+            tmp_path / "state",
+            (3, 3, 1),
+            lossfunc=lossfunc,
+            normaliser=lambda x, y: None,
+            extensions=(SumGradSquared(),),
+        )
+
+    go(summed)
+    with pytest.raises(UsageError, match=r"it has .*summed.*asked for is .*cubed"):
+        go(cubed)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from functools import partial
 from pathlib import Path
@@ -256,6 +257,44 @@ def killed(folder: Path, rank: int, ranks: int, model: Any = None) -> None:
         progress=False,
     )
     found.save(folder / f"killed-{rank}.saved")
+
+
+def without_weight(ways: str, folder: Path, rank: int, ranks: int) -> None:
+    """The last rank has a batch whose targets are all ignored; it says so, and all learn it."""
+    x, y = data(6)
+    y = torch.where(y == 2, 0, y)
+    if rank == ranks - 1:
+        y[2:4] = 2
+    group, pairs = distributed.group.WORLD, batches(x, y, 2, 2, 2)
+    begun = time.monotonic()
+    try:
+        if ways == "combined":
+            model, lossfunc = extend(net()), extend(loss())
+            for inputs, targets in pairs:
+                with combined(model, Variance(), process_group=group):
+                    lossfunc(model(inputs), targets).backward()
+        elif ways == "all_reduce":
+            model, lossfunc = extend(net()), extend(loss())
+            for inputs, targets in pairs:
+                weights = Weights()
+                with backpack(KFAC(), observer=weights):
+                    lossfunc(model(inputs), targets).backward()
+                all_reduce(model, KFAC(), weights, group)
+        else:
+            model = sharded_net(ranks) if ways == "shards" else net()
+            if ways == "reading" and rank == ranks - 1:
+                pairs[1] = (pairs[1][0], "no targets")  # type: ignore[assignment]
+            longer = pairs * 2 if rank == 0 else pairs  # the others are through before
+            accumulate(model, loss(), longer, Variance(), process_group=group, progress=False)
+    finally:
+        (folder / f"{ways}-{rank}.seconds").write_text(str(time.monotonic() - begun))
+
+
+without_weight_accumulated = partial(without_weight, "accumulated")
+without_weight_in_shards = partial(without_weight, "shards")
+without_weight_combined = partial(without_weight, "combined")
+without_weight_reduced = partial(without_weight, "all_reduce")
+unreadable = partial(without_weight, "reading")
 
 
 def start(name: str, folder: Path, ranks: int) -> list[tuple[int, str]]:

@@ -239,7 +239,7 @@ UNKNOWN: dict[str, tuple[Callable[[nn.Module, Tensor, Tensor], Tensor], str]] = 
         lambda m, x, y: (
             extend(nn.CrossEntropyLoss())(m(x), y) + F.linear(x, m[0].weight).square().mean()
         ),
-        "a term beside extended losses depends on the parameter 0.weight",
+        "a term beside extended losses depends on",
     ),
 }
 
@@ -282,6 +282,13 @@ def test_a_term_beside_of_a_module_without_a_rule() -> None:
     compare(values(model, lambda: lossfunc(model(x), y), bound), clipped(grads, bound))
     with pytest.raises(UsageError, match="depends on the output of Own"):
         values(model, lambda: lossfunc(out := model(x), y) + out.square().sum(), bound)
+
+
+def test_a_term_of_the_data_alone() -> None:
+    model, lossfunc = extend(net()), extend(nn.CrossEntropyLoss())
+    x, y = torch.randn(N, 4, requires_grad=True), torch.arange(N) % 3
+    wanted = values(model, lambda: lossfunc(model(x), y), 0.3)
+    compare(values(model, lambda: lossfunc(model(x), y) + x.square().sum(), 0.3), wanted)
 
 
 def test_a_penalty_that_is_handed_over() -> None:

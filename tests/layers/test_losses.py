@@ -210,7 +210,8 @@ def test_refused_arguments() -> None:
     x, y = draw(2, 3), draw(2, 3)
     learned = uniform(2, 3).requires_grad_()
     cases = [
-        (started(nn.MSELoss(), x, y.clone().requires_grad_()), "detach it"),
+        (started(nn.MSELoss(), x, learned), r"Swap the arguments, lossfunc\(output, target\)"),
+        (started(nn.MSELoss(), learned.clone(), learned), "requires a gradient, too: detach it"),
         (started(nn.GaussianNLLLoss(), x, y, learned), "detach the variance"),
         (started(nn.MSELoss(), target=y, input=x), "prediction first"),
         (started(nn.MSELoss(), x[0, 0], y[0, 0]), "no batch axis"),

@@ -76,15 +76,14 @@ def real_sqrt(view: View, curvature: Tensor) -> Tensor:
 
 
 def check_arguments(view: View, axes: int) -> None:
-    """Refuse a call for which the Hessian in the first input does not determine the curvature.
+    """Refuse a call whose arguments are laid out otherwise than rules take them.
 
     Args:
         view: The loss call.
         axes: How many axes the input needs at least, batch included.
 
     Raises:
-        UnsupportedError: The input is not batched, not the first argument, or not the only
-            argument that requires a gradient.
+        UnsupportedError: The input is not batched, or not the first argument.
     """
     whole = view.full
     if len(whole.input_shape) < axes:
@@ -96,11 +95,6 @@ def check_arguments(view: View, axes: int) -> None:
         raise UnsupportedError(
             f"{view.path} was called with keywords in another order than its forward declares, so "
             "its first tensor is not the prediction: write the prediction first."
-        )
-    if any(other.requires_grad for other in whole.inputs[1:]):
-        raise UnsupportedError(
-            f"Curvature of {view.path} is known for its first argument alone, but another one "
-            "(target or variance) requires a gradient: detach it, and pass the prediction first."
         )
 
 
@@ -128,8 +122,8 @@ class ElementwiseLossRule(LossRule):
         signs = torch.randint(0, 2, (samples, *half.shape), dtype=half.dtype, device=half.device)
         return half * (2 * signs - 1)
 
-    def check(self, view: View) -> None:
-        """Targets must not broadcast the input, nor require a gradient."""
+    def check_terms(self, view: View) -> None:
+        """Targets must not broadcast the input."""
         check_arguments(view, axes=1)
         self.target(view)
 
@@ -174,8 +168,8 @@ class LinearLossRule(LossRule):
     hessian_is_zero = True
     axes: ClassVar[int] = 1
 
-    def check(self, view: View) -> None:
-        """Targets must not require a gradient."""
+    def check_terms(self, view: View) -> None:
+        """The input needs its axes."""
         check_arguments(view, self.axes)
 
     def normalisation(self, view: View) -> float | Tensor:

@@ -133,8 +133,8 @@ class CausalLMLossRule(SoftmaxLossRule):
 
     module_types = (CausalLMLoss,)
 
-    def check(self, view: View) -> None:
-        """The target must not require a gradient."""
+    def check_terms(self, view: View) -> None:
+        """The input needs axes of samples, positions and classes."""
         check_arguments(view, axes=3)
 
     def normalisation(self, view: View) -> float | Tensor:

@@ -86,8 +86,8 @@ class CrossEntropyLossRule(SoftmaxLossRule):
 
     module_types = (nn.CrossEntropyLoss,)
 
-    def check(self, view: View) -> None:
-        """The input needs a batch and a class axis; the target must not require a gradient."""
+    def check_terms(self, view: View) -> None:
+        """The input needs a batch and a class axis."""
         check_arguments(view, axes=2)
 
     def normalisation(self, view: View) -> float | Tensor:
@@ -213,9 +213,9 @@ class MultiLabelSoftMarginLossRule(ElementwiseLossRule):
     module_types = (nn.MultiLabelSoftMarginLoss,)
     likelihood = "Bernoulli with probability σ(x), independent for each class"
 
-    def check(self, view: View) -> None:
+    def check_terms(self, view: View) -> None:
         """The input is ``[N, C]``."""
-        super().check(view)
+        super().check_terms(view)
         if len(view.input_shape) != 2:
             raise UnsupportedError(
                 f"Curvature of {view.path} is known for inputs [N, C], but it was called with "

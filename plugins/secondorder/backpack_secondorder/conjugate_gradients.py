@@ -9,7 +9,8 @@ from torch import Tensor
 
 from backpack_core.errors import BackpackError, ShapeError, UsageError
 from backpack_secondorder.linear import LinearOperator
-from backpack_secondorder.matrix import Number, check_damping
+from backpack_secondorder.matrix import Number
+from backpack_secondorder.matrix_arguments import check_damping
 
 
 class ConvergenceError(BackpackError, ArithmeticError):

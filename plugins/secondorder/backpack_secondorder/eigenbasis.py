@@ -10,10 +10,8 @@ from torch import Tensor
 from backpack_core.errors import UsageError
 from backpack_core.values import any_of, at_least_single
 from backpack_secondorder.linalg import multiply
-from backpack_secondorder.matrix import (
-    CurvatureMatrix,
-    Number,
-    ParameterOrder,
+from backpack_secondorder.matrix import CurvatureMatrix, Number, ParameterOrder
+from backpack_secondorder.matrix_arguments import (
     check_damping,
     check_finite,
     check_same,

@@ -17,10 +17,8 @@ from backpack_core.errors import ShapeError, UsageError
 from backpack_core.values import any_of, at_least_single
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
 from backpack_secondorder.linalg import eigh, multiply
-from backpack_secondorder.matrix import (
-    CurvatureMatrix,
-    Number,
-    ParameterOrder,
+from backpack_secondorder.matrix import CurvatureMatrix, Number, ParameterOrder
+from backpack_secondorder.matrix_arguments import (
     check_damping,
     check_finite,
     check_same,
