@@ -29,23 +29,32 @@ def of_data(call: Call, samples: Tensor, depth: int | None) -> Numbers | None:
         samples: The numbers of the samples.
         depth: At which depth of what the model received each item is one sample's, if any is.
     """
-    return _Data(call, samples, depth).numbers()
+    return of_tensor(call.stored.inputs[0], call.run, samples, depth, call.is_readable)
+
+
+def of_tensor(
+    received: Tensor, run: Run, samples: Tensor, depth: int | None, is_readable: bool = True
+) -> Numbers | None:
+    """The samples of data that are used in a run of a model; see :func:`of_data`."""
+    return _Data(received, run, samples, depth, is_readable).numbers()
 
 
 class _Data:
     """What a module received, beside what the model received."""
 
-    def __init__(self, call: Call, samples: Tensor, depth: int | None) -> None:
-        self._received, self._run = call.stored.inputs[0], call.run
-        self._shape: Shape = tuple(self._received.shape)
-        self._is_readable = call.is_readable and not is_symbolic(self._received)
-        self._samples, self._groups = samples, [] if depth is None else call.run.groups(depth)
+    def __init__(
+        self, received: Tensor, run: Run, samples: Tensor, depth: int | None, is_readable: bool
+    ) -> None:
+        self._received, self._run = received, run
+        self._shape: Shape = tuple(received.shape)
+        self._is_readable = is_readable and not is_symbolic(received)
+        self._samples, self._groups = samples, [] if depth is None else run.groups(depth)
         items = {given.path: n for group in self._groups for n, given in enumerate(group)}
         # Given tensors, each with the samples of its rows, or with the only one.
         self._told = [
             (given, samples[items[given.path], None] if given.path in items else samples)
-            for given in call.run.given
-            if given.path in items or given.shape[:1] == (len(samples),)
+            for given in run.given
+            if given.path in items or given.shape[run.axis : run.axis + 1] == samples.shape
         ]
 
     def numbers(self) -> Numbers | None:
@@ -91,8 +100,8 @@ class _Data:
             for axis in range(whole.dim()):
                 turned = whole.movedim(0, axis)
                 if turned.flatten().equal(self._flat):
-                    before = tuple(turned.shape)
-                    found.append(viewed(along(rows, axis, before), before, self._shape))
+                    numbers = along(rows, self._run.axis, given.shape).movedim(0, axis)
+                    found.append(viewed(numbers, tuple(turned.shape), self._shape))
                     break
         is_clear = bool(found) and all(found[0].equal(other) for other in found)
         return found[0] if is_clear else None
@@ -138,6 +147,8 @@ class _Data:
         """Groups of tensors that may have been joined, with the samples of the rows."""
         known = {given.path: rows for given, rows in self._told}
         nobody = torch.full((1,), -1)  # what has no samples in front, may be all samples'
+        if self._run.axis:
+            return
         for group in filter(_can_join, self._groups) if self._groups else joinable(self._run):
             rows = [known.get(given.path, nobody).expand(given.shape[0]) for given in group]
             yield group, torch.cat(rows)

@@ -16,7 +16,7 @@ from backpack_core._torch import Node, is_symbolic
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Place
 from backpack_core.graph.batch import declared_axis, is_doubtful
-from backpack_core.graph.data import of_data
+from backpack_core.graph.data import of_data, of_tensor
 from backpack_core.graph.moves import Given, Numbers, Shape, along, are_elsewhere, made
 from backpack_core.graph.of_weights import Origins
 from backpack_core.graph.survey import Survey, edges_behind
@@ -29,8 +29,9 @@ class Owners:
 
     def __init__(self, survey: Survey) -> None:
         self._survey = survey
-        self._is_table = Origins(survey).of_tables
+        self._origins = Origins(survey)
         self._data: dict[Call, Numbers | None] = {}
+        self._entries: dict[Node, Numbers | None] = {}
 
     @cached_property
     def _samples(self) -> Tensor:
@@ -76,7 +77,8 @@ class Owners:
         """Of data that a module received; each call is asked once."""
         if call not in self._data:
             depth, size = self._survey.depth, len(call.stored.inputs)
-            is_usual = not size or (depth is None and call.receives_input > 1)
+            is_first = depth is None and not declared_axis(call) and call.receives_input > 1
+            is_usual = not size or is_first
             self._data[call] = None if is_usual else of_data(call, self._samples, depth)
         return self._data[call]
 
@@ -221,11 +223,13 @@ class Owners:
     def _has_none(self, node: Node) -> bool:
         """Whether a tensor has no samples: it was made, or picked, of parameters alone."""
         while nodes.operation_of(node) in nodes.PICKS and node.next_functions[0][0] is not None:
+            if self._entry(node) is not None:
+                return False
             node = node.next_functions[0][0]
         if nodes.is_leaf(node):
             leaf = node.variable  # type: ignore[attr-defined]
             return is_parameter(leaf) or not leaf.dim() or id(leaf) in self._survey.uses
-        return self._is_table(node)
+        return self._origins.of_tables(node)
 
     def _found(self, place: Place, given: Given) -> Numbers | None:
         node, number = place
@@ -236,6 +240,8 @@ class Owners:
             return self._of_call(site, given.get(0), shape)
         if nodes.is_leaf(node):
             return self._of_data(shape, 0)
+        if not given and (entry := self._entry(node)) is not None:
+            return entry
         found = made(node, number, given, self._survey.is_readable)
         if found is None and (site := self._site(place)) is not None:
             # No module is known to move samples to another axis.
@@ -259,6 +265,31 @@ class Owners:
         axis = axis or (before if is_same else 0)
         is_there = axis >= before and shape[axis : axis + 1] == received.shape[before : before + 1]
         return along(given.flatten(), axis, shape) if is_there else None
+
+    def _entry(self, node: Node) -> Numbers | None:
+        """Of what an operation makes of parameters and data, if its rows are those of the data."""
+        if node not in self._entries:
+            origins = self._origins
+            is_entry = origins.of_constants(node) and not origins.has_own_rows(node)
+            self._entries[node] = self._of_entry(node) if is_entry else None
+        return self._entries[node]
+
+    def _of_entry(self, node: Node) -> Numbers | None:
+        survey, shape = self._survey, nodes.lengths_of(node, 0)
+        data, count = nodes.rows_of(node) if survey.is_readable else (None, 0)
+        runs = {id(call.run): call.run for call, _ in survey.received}.values()
+        told = (
+            []
+            if data is None
+            else [of_tensor(data, run, self._samples, survey.depth) for run in runs]
+        )
+        for numbers in told:
+            if numbers is not None and numbers.shape[count:].numel() == 1:
+                return numbers.reshape(*numbers.shape[:count], *[1] * (len(shape) - count))
+        if nodes.operation_of(node) in nodes.GATHERS and count < 2:
+            return None  # a table of as many rows as there are samples
+        (axis, *others) = {run.axis for run in runs} or {0}
+        return None if others else self._of_data(shape, axis)
 
     def _of_data(self, shape: Shape, axis: int, is_sure: bool = False) -> Numbers | None:
         """Of what is known by its lengths only; and the axis that is declared for samples."""
