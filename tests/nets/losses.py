@@ -262,16 +262,31 @@ class Losses(nn.Module):
         target = LOSSES[term.kind].target(term.settings, value.detach(), random)
         if term.settings.get("merged"):
             value, target = value.movedim(1, -1).flatten(0, -2), target.flatten()
-        if term.settings.get("picked"):
-            value, target = value.movedim(1, -1), target.clone()
-            mask = torch.rand(target.shape, generator=random) < 0.6
-            mask.view(-1)[0] = True
-            value, target = value[mask], target[mask]
+        if way := term.settings.get("picked"):
+            value, target = _picked(way, value.movedim(1, -1), target, random)
         result: Tensor = self.parts[term.part](value, target)
         is_nonlinear = term.by_hand == "logsumexp" and result.numel() > 1
         self.is_nonlinear |= is_nonlinear and result.requires_grad
         reduced = reduce(term, result, random)
         return reduced if term.scale == 1 else term.scale * reduced
+
+
+def _picked(
+    way: str, value: Tensor, target: Tensor, random: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Some entries, often as many as there are samples, or twice as many."""
+    samples, every = len(target), target.numel()
+    counts = [samples, 2 * samples, int(torch.randint(1, every + 1, (), generator=random))]
+    count = min(every, counts[int(torch.randint(3, (), generator=random))])
+    order = torch.randperm(every, generator=random)[:count]
+    if way == "flat":
+        return value.flatten(0, -2)[order], target.flatten()[order]
+    index: Any = torch.unravel_index(order, target.shape)
+    if way == "mask":
+        mask = torch.zeros(target.shape, dtype=torch.bool)
+        mask[index] = True
+        index = mask
+    return value[index], target[index]
 
 
 def reduce(term: Term, loss: Tensor, random: torch.Generator) -> Tensor:
