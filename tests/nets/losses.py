@@ -279,6 +279,9 @@ def _picked(
     counts = [samples, 2 * samples, int(torch.randint(1, every + 1, (), generator=random))]
     count = min(every, counts[int(torch.randint(3, (), generator=random))])
     order = torch.randperm(every, generator=random)[:count]
+    owners = order * samples // every
+    if owners.sort()[0].equal(torch.arange(samples)):
+        order = order[owners.argsort()]  # all samples in another order are not followed
     if way == "flat":
         return value.flatten(0, -2)[order], target.flatten()[order]
     index: Any = torch.unravel_index(order, target.shape)
