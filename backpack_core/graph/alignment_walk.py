@@ -159,8 +159,8 @@ class Walk:
         if above.is_outer and below.is_returned:
             return False
         if not (above.is_call or above.is_before) and of_constants(below.node):
-            is_picked = operation in nodes.GATHERS and self._origins.has_own_rows(below.node)
-            if not has_samples or is_picked or way.is_beside():
+            has_own_rows, is_picked = self._origins.has_own_rows, operation in nodes.GATHERS
+            if not has_samples or (has_own_rows(below.node) if is_picked else way.is_beside()):
                 return True
         if not operation or above.is_before:
             is_as_long = above.is_call and above.length == self._size

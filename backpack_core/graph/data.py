@@ -20,12 +20,13 @@ from backpack_core.record.owner import Given, Layout, Run, layout_of, span_of
 
 def of_data(
     data: Tensor,
-    call: Call,
+    run: Run,
     samples: Tensor,
     depth: int | None = None,
     items: Sequence[Tensor] | None = None,
+    is_readable: bool = True,
 ) -> Numbers | None:
-    """The samples of data that a call uses, as far as what its model received tells.
+    """The samples of data that are used in a run of a model, as far as what it received tells.
 
     Of a view, strides tell, also of what layers without a graph have made of it. Where a copy has
     another order, as ``x.transpose(0, 1).reshape(-1, D)``, or several tensors were joined, the
@@ -33,13 +34,14 @@ def of_data(
 
     Args:
         data: The data.
-        call: The call.
+        run: The run.
         samples: The sample of each row that the model received.
         depth: At which depth of what the model received each item is one sample's, if any is.
         items: For each tensor that it received the samples of its rows, or the only one, where the
             user says so.
+        is_readable: Whether their numbers may be compared.
     """
-    return _Data(data, call, samples, depth, items).numbers()
+    return _Data(data, run, samples, depth, items, is_readable).numbers()
 
 
 class _Data:
@@ -48,27 +50,28 @@ class _Data:
     def __init__(
         self,
         data: Tensor,
-        call: Call,
+        run: Run,
         samples: Tensor,
         depth: int | None,
         items: Sequence[Tensor] | None,
+        is_readable: bool,
     ) -> None:
-        self._received, self._run = data, call.run
-        self._shape: Shape = tuple(self._received.shape)
-        self._is_readable = call.is_readable and not is_symbolic(self._received)
+        self._received, self._run = data, run
+        self._shape: Shape = tuple(data.shape)
+        self._is_readable = is_readable and not is_symbolic(data)
         self._samples, self._groups = samples, list[list[Given]]()
         known = dict[tuple[int, ...], Tensor]()
-        if items is not None and len(items) == len(call.run.given):
-            self._groups = joinable(call.run)
-            known = {given.path: rows for given, rows in zip(call.run.given, items, strict=True)}
+        if items is not None and len(items) == len(run.given):
+            self._groups = joinable(run)
+            known = {given.path: rows for given, rows in zip(run.given, items, strict=True)}
         elif depth is not None:
-            self._groups = call.run.groups(depth)
+            self._groups = run.groups(depth)
             known = {g.path: samples[n, None] for of in self._groups for n, g in enumerate(of)}
         # Given tensors, each with the samples of its rows, or with the only one.
         self._told = [
             (given, known.get(given.path, samples))
-            for given in call.run.given
-            if given.path in known or given.shape[:1] == (len(samples),)
+            for given in run.given
+            if given.path in known or given.shape[run.axis : run.axis + 1] == samples.shape
         ]
 
     def numbers(self) -> Numbers | None:
@@ -115,8 +118,8 @@ class _Data:
             for axis in range(whole.dim()):
                 turned = whole.movedim(0, axis)
                 if turned.flatten().equal(self._flat):
-                    before = tuple(turned.shape)
-                    found.append(viewed(along(rows, axis, before), before, self._shape, rows))
+                    numbers = along(rows, self._run.axis, given.shape).movedim(0, axis)
+                    found.append(viewed(numbers, tuple(turned.shape), self._shape, rows))
                     break
         is_clear = bool(found) and all(found[0].equal(other) for other in found)
         return found[0] if is_clear else None
@@ -169,6 +172,8 @@ class _Data:
         """Groups of tensors that may have been joined, with the samples of the rows."""
         known = {given.path: rows for given, rows in self._told}
         nobody = torch.full((1,), -1)  # what has no samples in front, may be all samples'
+        if self._run.axis:
+            return
         for group in filter(_can_join, self._groups) if self._groups else joinable(self._run):
             rows = [known.get(given.path, nobody).expand(given.shape[0]) for given in group]
             yield group, torch.cat(rows)

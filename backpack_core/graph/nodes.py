@@ -10,7 +10,7 @@ import re
 from collections.abc import Container, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -54,10 +54,19 @@ MOVES = TURNS | GATHERS | PICKS | {"Stack", "Cat", "Flip", "Roll", "Repeat", "Ex
 MOVES |= {"SelectBackward", "SliceBackward"}
 SAME_AXES = _ALONG - TURNS - GATHERS - _with("selection", "reduction")
 _OF_ONE = _with("of_one", "view")
-_ROW_BY_ROW = _with("elementwise", "attention") | {"Bmm", "Baddbmm", "Expand"}
 _LAYER_NORMS = {"NativeLayerNorm", "NativeLayerNormBackward"}
 # The position of the factor that has the rows of the product.
 _ROW_FACTOR = {"Mm": 0, "Addmm": 1}
+# What gives entry ``i`` of axis 0 from entry ``i`` of an operand that is as long, or from a factor.
+ROW_BY_ROW = _with("elementwise", "attention") | {
+    "Bmm",
+    "Baddbmm",
+    "Expand",
+    "Repeat",
+    *_ROW_FACTOR,
+}
+# What says which rows a result has, if it is data, as autograd saves it.
+_ROWS = {"Mm": "self", "Addmm": "mat1", "Bmm": "self", "Embedding": "indices"}
 # Products: linear if one of two factors is constant; the positions of these among the inputs.
 FACTORS = dict.fromkeys(
     ["Mul", "Mm", "Bmm", "Mv", "Dot", "Matmul", "Linear", "Convolution"], (0, 1)
@@ -170,7 +179,7 @@ def keeps_rows_of(node: Node, position: int, out: tuple[int, ...], inp: tuple[in
         return len(node._saved_normalized_shape) < len(inp)  # type: ignore[attr-defined]
     if "BatchNorm" in operation:
         return not mixes_samples(node)
-    return operation in _ROW_BY_ROW or _ROW_FACTOR.get(operation) == position
+    return _ROW_FACTOR.get(operation, position) == position and operation in ROW_BY_ROW
 
 
 def selected(node: Node, output_nr: int) -> int:
@@ -203,6 +212,25 @@ def picks_of(node: Node) -> list[Tensor | None]:
     child, number = node.next_functions[0]
     assert child is not None
     return [*[None] * (_axes(node)[0] % len(lengths_of(child, number))), saved._saved_index]
+
+
+def rows_of(node: Node) -> tuple[Tensor | None, int]:
+    """What an operation of parameters and data has on its leading axes; and how many these are.
+
+    As the first factor of a product, or an index of rows; ``None`` if that is unknown.
+    """
+    operation, saved, found = operation_of(node), cast(Any, node), None
+    if operation in _ROWS:
+        found = getattr(node, f"_saved_{_ROWS[operation]}")
+    elif operation in INDEXED:
+        found = picks[0] if len(picks := picks_of(node)) == 1 else None
+    elif operation == "Mul":
+        found = saved._saved_self if saved._saved_other is None else saved._saved_other
+        found = found if found is not None and found.shape == shape_of(node, 0) else None
+        return found, len(lengths_of(node, 0))
+    if found is None or found.dtype in (torch.bool, torch.uint8):
+        return None, 0
+    return found, found.dim() - (operation in FACTORS)
 
 
 def order_of(node: Node, count: int) -> list[int]:

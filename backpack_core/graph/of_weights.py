@@ -78,14 +78,26 @@ class Origins:
             return 0, behind
         if nodes.is_of_its_operands(node):
             return _ALL, behind
-        operation, (first, _) = nodes.operation_of(node), node.next_functions[0]
-        is_picked = operation in nodes.GATHERS | {"EmbeddingBag"}
-        is_own = operation in nodes.ELEMENTWISE or (first is not None and not is_picked)
-        return _CONSTANTS | (_OWN_ROWS if is_own else 0), behind
+        return _CONSTANTS | (_OWN_ROWS if _keeps_rows(node) else 0), behind
 
     def _is_weight(self, leaf: Node) -> bool:
         tensor = leaf.variable  # type: ignore[attr-defined]
         return id(tensor) in self._survey.uses or is_parameter(tensor) or not tensor.dim()
+
+
+def _keeps_rows(node: Node) -> bool:
+    """Whether axis 0 may be that of an operand with an edge, and not that of data."""
+    operation = nodes.operation_of(node)
+    if operation in nodes.ROW_BY_ROW:
+        ways = enumerate(node.next_functions)
+        return any(
+            child is not None
+            and nodes.lengths_of(child, number)[:1] != (1,)  # which is repeated
+            and nodes.keeps_rows(node, 0, position)
+            for position, (child, number) in ways
+        )
+    is_picked = operation in nodes.GATHERS | {"EmbeddingBag"}
+    return node.next_functions[0][0] is not None and not is_picked
 
 
 def given_to(call: Call) -> list[Tensor]:

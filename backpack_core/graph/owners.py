@@ -21,7 +21,7 @@ from backpack_core.graph.moves import Given, Numbers, Shape, along, are_elsewher
 from backpack_core.graph.of_weights import Origins
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site
-from backpack_core.record.owner import is_parameter
+from backpack_core.record.owner import Run, is_parameter
 
 
 class Owners:
@@ -31,6 +31,7 @@ class Owners:
         self._survey = survey
         self._origins = Origins(survey)
         self._data: dict[Call, Numbers | None] = {}
+        self._entries: dict[Node, Numbers | None] = {}
 
     @cached_property
     def _samples(self) -> Tensor:
@@ -108,12 +109,10 @@ class Owners:
     def of_input(self, call: Call) -> Numbers | None:
         """Of data that a module received; each call is asked once."""
         if call not in self._data:
-            told, depth, found = self._survey.told, self._survey.depth, None
-            is_usual = told is None and depth is None and call.receives_input > 1
-            if call.stored.inputs and not is_usual:
-                items = None if told is None else told.items
-                found = of_data(call.stored.inputs[0], call, self._received_rows, depth, items)
-            self._data[call] = found
+            stored, is_first = call.stored.inputs, call.receives_input > 1
+            is_other = self._survey.told is not None or self._survey.depth is not None
+            is_usual = not stored or (is_first and not (is_other or declared_axis(call)))
+            self._data[call] = None if is_usual else self._of_tensor(stored[0], call)
         return self._data[call]
 
     def _moves(self, node: Node) -> bool:
@@ -261,6 +260,8 @@ class Owners:
     def _has_none(self, node: Node) -> bool:
         """Whether a tensor has no samples: it was made, or picked, of parameters alone."""
         while nodes.operation_of(node) in nodes.PICKS and node.next_functions[0][0] is not None:
+            if self._entry(node) is not None:
+                return False
             node = node.next_functions[0][0]
         if nodes.is_leaf(node):
             leaf = node.variable  # type: ignore[attr-defined]
@@ -276,6 +277,8 @@ class Owners:
             return self._of_call(site, given.get(0), shape)
         if nodes.is_leaf(node):
             return self._of_leaf(node.variable, shape)  # type: ignore[attr-defined]
+        if not given and (entry := self._entry(node)) is not None:
+            return entry
         rows, is_readable = self._received_rows, self._survey.is_readable
         found = made(node, number, self._telling(node, given), rows, is_readable)
         if found is None and (site := self._site(place)) is not None:
@@ -332,14 +335,43 @@ class Owners:
         is_there = axis >= before and shape[axis : axis + 1] == received.shape[before : before + 1]
         return along(given.flatten(), axis, shape) if is_there else None
 
+    def _of_tensor(self, data: Tensor, call: Call | None = None) -> Numbers | None:
+        """Of data that a call received, or that any run uses, as what models received tells."""
+        survey, rows = self._survey, self._received_rows
+        items = None if survey.told is None else survey.told.items
+        if call is not None:
+            return of_data(data, call.run, rows, survey.depth, items, call.is_readable)
+        every = (of_data(data, run, rows, survey.depth, items) for run in self._runs)
+        return next((numbers for numbers in every if numbers is not None), None)
+
+    @property
+    def _runs(self) -> list[Run]:
+        return [*{id(call.run): call.run for call, _ in self._survey.received}.values()]
+
     def _of_leaf(self, leaf: Tensor, shape: Shape) -> Numbers | None:
         """Of data that ask for a gradient."""
-        told, depth = self._survey.told, self._survey.depth
-        rows, items = self._received_rows, None if told is None else told.items
-        calls = {id(call.run): call for call, _ in self._survey.received}
-        every = (of_data(leaf, call, rows, depth, items) for call in calls.values())
-        known = next((numbers for numbers in every if numbers is not None), None)
+        known = self._of_tensor(leaf) if self._survey.is_readable else None
         return self._of_data(shape, 0) if known is None else known
+
+    def _entry(self, node: Node) -> Numbers | None:
+        """Of what an operation makes of parameters and data, if its rows are those of the data."""
+        if node not in self._entries:
+            origins = self._origins
+            is_entry = origins.of_constants(node) and not origins.has_own_rows(node)
+            self._entries[node] = self._of_entry(node) if is_entry else None
+        return self._entries[node]
+
+    def _of_entry(self, node: Node) -> Numbers | None:
+        survey, shape = self._survey, nodes.lengths_of(node, 0)
+        data, count = nodes.rows_of(node) if survey.is_readable else (None, 0)
+        numbers = None if data is None else self._of_tensor(data)
+        if numbers is not None and numbers.shape[count:].numel() == 1:
+            return numbers.reshape(*numbers.shape[:count], *[1] * (len(shape) - count))
+        is_table = nodes.operation_of(node) in nodes.GATHERS and count < 2
+        if is_table or (data is not None and bool((data == data[:1]).all())):
+            return None  # it may be as long by chance; a first state of zeros says nothing
+        (axis, *others) = {run.axis for run in self._runs} or {0}
+        return None if others else self._of_data(shape, axis)
 
     def _of_data(self, shape: Shape, axis: int, is_sure: bool = False) -> Numbers | None:
         """Of what is known by its lengths only; and the axis that is declared for samples."""

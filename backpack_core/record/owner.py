@@ -99,7 +99,8 @@ class Run(NamedTuple):
         passed: Objects that keep the memories added by :meth:`pass_on` from being reused.
         is_inner: Whether any of what it received was computed from parameters or by other models.
         rows: Which rows of which memory the first of its input tensors is; see :func:`rows_of`.
-        given: Its input tensors, if samples are in front.
+        given: Its input tensors.
+        axis: Where samples are said to be in them.
     """
 
     sizes: tuple[int, ...]
@@ -109,11 +110,12 @@ class Run(NamedTuple):
     is_inner: bool = False
     rows: tuple[int, range] | None = None
     given: tuple[Given, ...] = ()
+    axis: int = 0
 
     def lists(self, depth: int) -> list[list[Given]]:
         """Tensors whose paths differ at one depth only: those in a list, or in items of one."""
         found = defaultdict[tuple[int, ...], list[Given]](list)
-        for given in self.given if len(self.given) > 1 else ():
+        for given in self.given if len(self.given) > 1 and not self.axis else ():
             if len(given.path) > depth:
                 found[given.path[:depth] + given.path[depth + 1 :]].append(given)
         return [several for several in found.values() if len(several) > 1]

@@ -258,3 +258,58 @@ def test_an_axis_that_the_input_does_not_have() -> None:
     with pytest.raises(UsageError, match=r"batch_axis=2\) .* \[3, 2\]"):
         model(torch.randn(3, 2))
     model(torch.randn(4, 5, 3, 2))
+
+
+class Owner(nn.Module):
+    """A model with parameters of its own: a first state, a gate, a table of positions."""
+
+    def __init__(self, kind: str, steps: int) -> None:
+        super().__init__()
+        self.kind, self.p = kind, nn.Parameter(torch.randn(steps, 1, D))
+        self.g = nn.Parameter(torch.randn(D))
+        self.embed, self.head = nn.Linear(D, D), nn.Linear(D, C)
+        self.cell, self.gru = nn.GRUCell(D, D), nn.GRU(D, D)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "steps":
+            h, out = self.g.expand(x.shape[1], D), []
+            for step in x:
+                h = self.cell(step, h)
+                out.append(h)
+            return torch.stack(out)
+        if self.kind == "state":
+            state = self.g.expand(1, x.shape[1], D).contiguous()
+            return self.head(self.gru(x, state)[0])  # type: ignore[no-any-return]
+        if self.kind == "gate behind a layer":
+            return self.head(torch.tanh(self.embed(x)) * self.g)  # type: ignore[no-any-return]
+        if self.kind == "positions":
+            return self.head(torch.tanh(self.embed(x)) + self.p)  # type: ignore[no-any-return]
+        return self.head(torch.tanh(x * self.g + self.p))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+@pytest.mark.parametrize("is_module", [True, False])
+@pytest.mark.parametrize(("steps", "samples"), [(4, 4), (3, 3), (4, 3), (2, 4), (4, 1)])
+@pytest.mark.parametrize(
+    "kind", ["steps", "state", "gate behind a layer", "positions", "before any layer"]
+)
+def test_a_module_with_parameters_of_its_own(
+    kind: str, steps: int, samples: int, is_module: bool, is_inside: bool
+) -> None:
+    """The declaration decides, as without these."""
+    model: nn.Module = Owner(kind, steps).double()
+    x, lossfunc = torch.randn(steps, samples, D).double(), nn.MSELoss(reduction="sum")
+    model = extend(nn.Sequential(model) if is_inside else model, batch_axis=1)
+    expected = []
+    for n in range(samples):
+        loss = model(x[:, n : n + 1]).square().sum()
+        own = torch.autograd.grad(loss, [*model.parameters()], allow_unused=True)
+        expected.append(own)
+    with backpack(BatchGrad(), check="always"):
+        out = model(x)
+        rows = out.flatten(0, 1)
+        loss = extend(lossfunc)(rows, torch.zeros_like(rows)) if is_module else out.square().sum()
+        loss.backward()
+    for parameter, own in zip(model.parameters(), zip(*expected, strict=True), strict=True):
+        if own[0] is not None:
+            oracle.assert_close(parameter.grad_batch, torch.stack(own))

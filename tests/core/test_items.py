@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from random import Random
 from typing import Any
 
 import pytest
@@ -258,3 +259,13 @@ def test_an_entry_for_each_row_tells_nothing(
     loss = sum(lossfunc(*pair) for pair in pairs)
     with pytest.raises(ShapeError, match="joined"), backpack(extension()):
         loss.backward()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_drawn(seed: int) -> None:
+    """Any of these, of any sizes, most of which are as many as the samples somewhere."""
+    random = Random(seed)
+    samples = random.randint(2, 4)
+    sizes = tuple(random.choice([1, samples, samples, 2 * samples, 5]) for _ in range(samples))
+    way = random.choice([way for way in MODELS if way != "packed"])
+    _check(way, random.choice([*POOLS]), sizes, random.choice(LOSSES))

@@ -81,6 +81,8 @@ def _term(draft: Draft, number: int) -> Term:
     if before is not None:
         name = _append(draft, Step(before[0], (name,), (), before[1]))
     reduction = random.choices(["mean", "sum", "none"], [0.5, 0.3, 0.2])[0]
+    if kind == "CrossEntropy" and "soft" not in settings and random.random() < 0.25:
+        settings["picked"] = random.choice(["mask", "pairs", "flat"])
     return Term(
         name,
         kind,
@@ -127,7 +129,7 @@ def trap_the_loss(draft: Draft, terms: tuple[Term, ...]) -> tuple[tuple[Term, ..
         Unfit: The trap that was chosen needs other losses.
     """
     random, first = draft.random, terms[0]
-    trap = random.choice(["beside", "beside", "outer", "merged", "picked", "picked", "logsumexp"])
+    trap = random.choice(["beside", "beside", "outer", "merged", "logsumexp"])
     if trap == "outer":
         return terms, Plan(outer=random.choice([name for name in OUTER if name]))
     if trap == "beside":

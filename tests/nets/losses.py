@@ -267,11 +267,8 @@ class Losses(nn.Module):
         target = LOSSES[term.kind].target(term.settings, value.detach(), random)
         if term.settings.get("merged"):
             value, target = value.movedim(1, -1).flatten(0, -2), target.flatten()
-        if term.settings.get("picked"):
-            value, target = value.movedim(1, -1), target.clone()
-            mask = torch.rand(target.shape, generator=random) < 0.6
-            mask.view(-1)[0] = True
-            value, target = value[mask], target[mask]
+        if way := term.settings.get("picked"):
+            value, target = _picked(way, value.movedim(1, -1), target, random)
         result: Tensor = self.parts[term.part](value, target)
         if value.requires_grad and not (term.by_hand or isinstance(self.parts[term.part], OwnLoss)):
             self.divided[number] = self._divisor(term, value, target)
@@ -298,6 +295,27 @@ class Losses(nn.Module):
             return None
         close = all(isclose(first, other or 0.0, rel_tol=1e-6) for other in found[1:])
         return first if close else None
+
+
+def _picked(
+    way: str, value: Tensor, target: Tensor, random: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Some entries, often as many as there are samples, or twice as many."""
+    samples, every = len(target), target.numel()
+    counts = [samples, 2 * samples, int(torch.randint(1, every + 1, (), generator=random))]
+    count = min(every, counts[int(torch.randint(3, (), generator=random))])
+    order = torch.randperm(every, generator=random)[:count]
+    owners = order * samples // every
+    if owners.sort()[0].equal(torch.arange(samples)):
+        order = order[owners.argsort()]  # all samples in another order are not followed
+    if way == "flat":
+        return value.flatten(0, -2)[order], target.flatten()[order]
+    index: Any = torch.unravel_index(order, target.shape)
+    if way == "mask":
+        mask = torch.zeros(target.shape, dtype=torch.bool)
+        mask[index] = True
+        index = mask
+    return value[index], target[index]
 
 
 def reduce(term: Term, loss: Tensor, random: torch.Generator) -> Tensor:

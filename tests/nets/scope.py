@@ -119,8 +119,7 @@ def trap_name(recipe: Recipe) -> str:
         if "trap" in KINDS[step.kind].traits
     ]
     names += [term.kind for term in recipe.terms if term.kind in BESIDE]
-    for trap in ("merged", "picked"):
-        names += [f"{trap} loss" for term in recipe.terms if term.settings.get(trap)]
+    names += ["merged loss" for term in recipe.terms if term.settings.get("merged")]
     names += ["logsumexp" for term in recipe.terms if term.by_hand == "logsumexp"]
     names += [f"outer {recipe.plan.outer}"] if recipe.plan.outer else []
     return ", ".join(names)
