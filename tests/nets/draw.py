@@ -131,7 +131,7 @@ class Draft:
         if kind.make and self.random.random() < 0.1:
             options["frozen"] = self.random.choice(["all", "bias", "weight"])
         if "in_place" not in kind.traits:
-            if self.random.random() < 0.04:
+            if self.random.random() < 0.04 and kind.name != "Derivative":
                 options["checkpoint"] = True
             elif self.random.random() < 0.02:
                 options["no_grad"] = True

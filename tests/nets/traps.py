@@ -198,25 +198,7 @@ def _hooked(settings: Settings, x: Tensor) -> Tensor:
     return x
 
 
-def _derivative(part: nn.Module, settings: Settings, x: Tensor) -> Tensor:
-    """The derivative of a net in its input, as physics asks for it."""
-    with torch.enable_grad():
-        inner = x.detach().clone().requires_grad_()
-        total = part(inner).square().sum()
-        (found,) = torch.autograd.grad(total, inner, create_graph=True)
-    return x + found
-
-
 function("hook", _hooked, weight=2, traits="trap hook")
-module(
-    "Derivative",
-    lambda s, shapes: nn.Sequential(
-        nn.Linear(shapes[0][-1], 3), nn.Tanh(), nn.Linear(3, 1, bias=False)
-    ),
-    run=_derivative,
-    weight=2,
-    traits="trap",
-)
 module(
     "WeightNorm",
     lambda s, shapes: nn.utils.parametrizations.weight_norm(nn.Linear(shapes[0][-1], 3)),
