@@ -21,7 +21,7 @@ def _drawn(seed: int) -> Prepared:
         batch = random.randint(1, 5)
         shape = tuple(random.choice([2, 3, 4, batch]) for _ in range(random.randint(1, 3)))
         try:
-            settings = KINDS["Derivative"].draw(random, (shape[:-1] + (3 + seed % 2,),))
+            settings = KINDS["Derivative"].draw(random, ((*shape[:-1], 3 + seed % 2),))
             # Of a copy, nothing tells whose its entries are but lengths that differ.
             settings["attached"] |= batch in (*shape[:-1], 3 + seed % 2)
             first = ("Linear", {"out": 3 + seed % 2, "bias": True})
