@@ -146,7 +146,7 @@ class Draft:
             if kind.make and not self.is_smooth and self.random.random() < 0.06:
                 place = self.random.choice(["before", "after"])
                 options["silent"] = f"{place}, {self.random.choice(['first', 'last'])}"
-            if self.random.random() < 0.04:
+            if self.random.random() < 0.04 and kind.name != "Derivative":
                 options["checkpoint"] = True
             elif self.random.random() < 0.02:
                 options["no_grad"] = True

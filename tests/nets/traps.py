@@ -200,32 +200,9 @@ def _hooked(settings: Settings, x: Tensor) -> Tensor:
     return x
 
 
-def _derivative(part: nn.Module, settings: Settings, x: Tensor) -> Tensor:
-    """The derivative of a net in its input, as physics asks for it."""
-    with torch.enable_grad():
-        inner = x.detach().clone().requires_grad_()
-        total = part(inner).square().sum()
-        (found,) = torch.autograd.grad(total, inner, create_graph=True)
-    return x + found
-
-
 function("hook", _hooked, weight=2, traits="trap hook")
 
 
-def _net_to_derive(settings: Settings, shapes: Shapes) -> nn.Module:
-    """Where a norm is among its layers, the derivative uses its bias, and sends it nothing."""
-    norm = [nn.LayerNorm(3, eps=0.1)] if settings["norm"] else []
-    return nn.Sequential(nn.Linear(shapes[0][-1], 3), *norm, nn.Tanh(), nn.Linear(3, 1, bias=False))
-
-
-module(
-    "Derivative",
-    _net_to_derive,
-    lambda random, shapes: {"norm": random.random() < 0.4},
-    _derivative,
-    weight=2,
-    traits="trap",
-)
 module(
     "WeightNorm",
     lambda s, shapes: nn.utils.parametrizations.weight_norm(nn.Linear(shapes[0][-1], 3)),
