@@ -86,7 +86,7 @@ class BackwardPass:
         self.is_running = self.is_alone = False
         self._is_differentiable = self._only_reads = False
         self.is_outermost = outer is None
-        self._clears = outer is None or (is_part and outer._clears)
+        self._clears: bool = outer is None or (is_part and outer._clears)
         # A part of one in which there is nothing else is measured as if it were alone.
         self._is_measured = outer is None or (is_part and not outer.survey.sites)
         self._is_announced = bool(gradients)

@@ -252,7 +252,7 @@ def refuse_part(ways: Sequence[bool], whole: Sequence[GraphExtension]) -> None:
     if whole or not all(ways):
         where = f"{type(whole[0]).__name__} reads as a whole" if whole else "a hook began"
         raise errors.UnsupportedError(
-            "Extended modules run in a re-entrant checkpoint, or in a function whose own backward() "
+            "Extended modules run in a re-entrant checkpoint, or in a function whose backward() "
             f"calls autograd, and are a part of a pass that {where}, where parts are not known. "
             "Write checkpoint(..., use_reentrant=False), and differentiate the steps of a solver "
             "(odeint, not odeint_adjoint)."

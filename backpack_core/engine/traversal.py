@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from backpack_core._torch import Node
+from backpack_core._torch import Node, class_of
 from backpack_core.contract.bare import BareRule
 from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.contract.propagator import Propagator
@@ -326,7 +326,7 @@ class Traversal:
         if carrier.gives_values:
             others = self.survey.freed.get(view.call, ())
             for found in carrier.find(view, (*trained, *others), quantity):
-                self._refuse_shared(found)
+                self._refuse_more(found, view)
                 self.sink.store(group.extensions[0], found.parameter, found.value)
             return
         if not trained:
@@ -336,15 +336,23 @@ class Traversal:
         readings = carrier.find(view, trained, quantity)  # before any of it is read
         self.sink.note(lane, group, view, trained, readings)
 
-    def _refuse_shared(self, found: Found) -> None:
+    def _refuse_more(self, found: Found, view: View) -> None:
+        """Raise if the value of a carrier is not all that there is to a parameter."""
         number, survey = id(found.parameter), self.survey
         use = survey.uses[number]
-        if (use.unruled or use.count) > 1 or number in (
-            survey.outside if use.unruled else survey.bare
-        ):
+        is_shared = (use.unruled or use.count) > 1
+        others = survey.outside if use.unruled else survey.bare
+        is_computed = found.name in view.stored.computed
+        if is_computed or is_shared or number in others:
+            what = (
+                "computed from others, as by a parametrization,"
+                if is_computed
+                else "used more than once,"
+            )
             raise UnsupportedError(
-                f"The parameter {found.name!r} is used more than once, which a carrier of its "
-                "own cannot account for: write a layer rule instead."
+                f"The parameter {found.name!r} of {view.path} is {what} which a carrier for "
+                f"{class_of(view.call.module).__name__} cannot account for. Write a layer rule "
+                "instead, or leave the carrier out."
             )
 
 

@@ -22,7 +22,7 @@ from backpack_core.contract.rules import LayerRule, ModuleType
 from backpack_core.discovery import Claim, Provenance, choose, class_named, spelled_out
 from backpack_core.errors import PluginError
 from backpack_core.plugins.declarations import described, is_module_type, missing_params, refuse
-from backpack_core.plugins.sameness import is_same_map, methods_behind
+from backpack_core.plugins.sameness import methods_behind, same_maps
 
 CORE = Provenance("core", "backpack-core", "")
 
@@ -120,9 +120,9 @@ class Registry:
 
     def resolve_type(self, kind: type[Module]) -> Resolved:
         """The rule for a module class, as for a module."""
-        for parent in kind.__mro__:
+        for parent in same_maps(kind):
             claims = self._claims_for(parent)
-            if claims and is_same_map(kind, parent):
+            if claims:
                 claim = choose(claims, spelled_out(parent), "layer rule")
                 names = getattr(claim.value, "params", ())
                 methods = methods_behind(parent)
@@ -135,14 +135,21 @@ class Registry:
         return [*{_identity(claim.value): claim for claim in found}.values()]
 
     def override(self, extension: Extension, module: Module) -> CarrierOf | None:
-        """The function that makes a carrier for a pair: the instance's own, else a plugin's."""
-        kind = type(module)
-        if kind in extension.carriers:
-            return extension.carriers[kind]
-        for (extension_type, key), claims in self.overrides.items():
-            if isinstance(extension, extension_type) and _names(key, kind):
-                name = f"{extension_type.__name__}/{spelled_out(kind)}"
-                return choose(claims, name, "pair override").value
+        """The function that makes a carrier for a pair: the instance's own, else a plugin's.
+
+        A plugin's speaks for the modules that a rule for the same type would speak for; that of an
+        instance for no subclass.
+        """
+        own = module.__dict__.keys()
+        kinds = [k for k in same_maps(class_of(module)) if methods_behind(k).isdisjoint(own)]
+        for kind in kinds[:1]:
+            if kind in extension.carriers:
+                return extension.carriers[kind]
+        for kind in kinds:
+            for (extension_type, key), claims in self.overrides.items():
+                if isinstance(extension, extension_type) and _names(key, kind):
+                    name = f"{extension_type.__name__}/{spelled_out(kind)}"
+                    return choose(claims, name, "pair override").value
         return None
 
     def refuse_rivals(self, kind: type[Propagator]) -> None:

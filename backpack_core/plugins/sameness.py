@@ -12,6 +12,8 @@ from typing import Any
 
 from torch.nn import Module
 
+from backpack_core.remember import remembered
+
 # The methods between calling a module and its forward.
 _CALLING = frozenset(
     {"__call__", "_call_impl", "_wrapped_call_impl", "__getattr__", "__getattribute__"}
@@ -31,6 +33,13 @@ def is_same_map(kind: type[Module], parent: type) -> bool:
     return not any(name in vars(cls) for cls in own for name in names)
 
 
+@remembered
+def same_maps(kind: type[Module]) -> tuple[type[Module], ...]:
+    """The classes that a class computes the same as: itself, and some of its parents in order."""
+    return tuple(parent for parent in kind.__mro__ if is_same_map(kind, parent))
+
+
+@remembered
 def methods_behind(parent: type) -> frozenset[str]:
     """The methods that determine what a module class computes, ``forward`` among them."""
     return frozenset({"forward", *(n for n in _looked_up(parent) if _method(parent, n))})

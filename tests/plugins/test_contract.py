@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import inspect
 import re
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import register_parametrization as parametrize
 
 from backpack_core import (
     ColumnPropagator,
@@ -20,7 +23,12 @@ from backpack_core import (
     plugins,
 )
 from backpack_core.contract.carrier import Carrier, Found
-from backpack_core.errors import PluginConflictError, PluginError, PluginVersionError
+from backpack_core.errors import (
+    PluginConflictError,
+    PluginError,
+    PluginVersionError,
+    UnsupportedError,
+)
 from backpack_core.plugins import hookspecs, registration
 from backpack_core.plugins.registry import registry
 from backpack_core.testing import temporary_plugin
@@ -202,6 +210,54 @@ def test_a_carrier_of_one_instance() -> None:
     extension.carriers[nn.Linear] = Special
     assert counted(linear, extension) == "special"
     assert counted(linear, Count()) == 3
+
+
+class Same(nn.Linear):
+    """Computes what its parent does."""
+
+    def extra_repr(self) -> str:
+        return "same"
+
+
+class Doubled(nn.Linear):
+    """Does not."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def bound(own: bool, extension: FirstOrderExtension) -> AbstractContextManager[object]:
+    """A carrier for linear layers: of the instance, or of a plugin."""
+    if own:
+        extension.carriers[nn.Linear] = Special
+        return nullcontext()
+
+    def backpack_pair_overrides():
+        return [(Count, nn.Linear, Special)]
+
+    return temporary_plugin(provide(backpack_pair_overrides=backpack_pair_overrides))
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+@pytest.mark.parametrize("own", [True, False])
+def test_a_carrier_speaks_for_what_a_rule_speaks_for(own: bool) -> None:
+    changed = nn.Linear(2, 1, bias=False)
+    changed.forward = lambda x: 2 * nn.Linear.forward(changed, x)
+    made = parametrize(nn.Linear(2, 1), "bias", nn.Identity())
+    made.parametrizations.requires_grad_(False)
+    extension = Count()
+    with bound(own, extension):
+        assert counted(Same(2, 1, bias=False), extension) == (3 if own else "special")
+        assert counted(Doubled(2, 1, bias=False), extension) == 3
+        assert counted(changed, extension) == 3
+        assert counted(made, extension) == "special"
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_carrier_at_a_parameter_that_is_computed(own: bool) -> None:
+    extension = Count()
+    with bound(own, extension), pytest.raises(UnsupportedError, match="computed from others"):
+        counted(weight_norm(nn.Linear(2, 1)), extension)
 
 
 def test_a_carrier_beside_a_parameter_that_an_operation_uses() -> None:
