@@ -68,6 +68,11 @@ class Context:
     seen: set[str] = field(default_factory=set)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether nothing happens at a visit, as in an empty block."""
+        return not (self.extensions or self.extension_hook or self.observer or self.debug)
+
+    @property
     def tells_samples(self) -> bool:
         """Whether anything is of single samples, or of more than a sum over them."""
         return any(e.propagator.per_sample and not e.sums_samples for e in self.extensions)

@@ -49,8 +49,8 @@ class OutputHook:
     def __call__(self, grad: Tensor | None) -> None:
         """Called by autograd with the gradient, before other hooks change it."""
         context = current(self.call.thread)
-        if context is None:
-            if not _torch.keeps_graph():
+        if context is None or context.is_idle:
+            if not (_torch.keeps_graph() or (context is not None and context.retain_graph)):
                 self.call.release()
             return
         begun = _known_pass(context)

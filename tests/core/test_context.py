@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from backpack_core import backpack, disable, extend, memory_budget, set_memory_budget
+from backpack_core.engine.backward import BackwardPass
 from backpack_core.errors import ReleasedIOError, UsageError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
+from backpack_core.record.call import calls_at
 from tests import oracle
 from tests.cases import Net, Problem, classification, mlp
 
@@ -137,6 +139,48 @@ def test_no_context_frees_inputs_and_outputs() -> None:
     loss.backward()
     with pytest.raises((ReleasedIOError, RuntimeError)), backpack(BatchGrad()):
         loss.backward()
+
+
+@pytest.mark.parametrize("options", [{}, {"retain_graph": True}, {"gradient": "none"}])
+def test_an_empty_block_does_what_no_block_does(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = classification(mlp(), (3,))
+    problem.run(BatchGrad())
+    expected = [p.grad for p in problem.parameters]
+    monkeypatch.setattr(BackwardPass, "__init__", None)  # none is begun
+    problem.run(**options)
+    for parameter, gradient in zip(problem.parameters, expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=0, atol=0)
+        assert hasattr(parameter, "grad_batch")  # nothing was asked for
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_an_empty_block_frees_inputs_and_outputs(keeps: bool) -> None:
+    problem = classification(mlp(), (3,))
+    loss = problem.loss()
+    with backpack(retain_graph=keeps):
+        loss.backward()
+    table: Any = loss.grad_fn
+    assert [call.is_released for call in calls_at(table)] == [not keeps]
+
+
+def test_an_empty_block_inside_of_another_one() -> None:
+    problem = classification(mlp(), (3,))
+    with backpack(BatchGrad()):
+        with backpack():
+            problem.loss().backward()
+        assert not any(hasattr(p, "grad_batch") for p in problem.parameters)
+        problem.loss().backward()
+    assert all(hasattr(p, "grad_batch") for p in problem.parameters)
+
+
+@pytest.mark.parametrize("name", ["extension_hook", "observer"])
+def test_a_block_without_extensions_that_wants_to_see(name: str) -> None:
+    problem, seen = classification(mlp(), (3,)), list[Any]()
+    with backpack(**{name: seen.append}):  # type: ignore[arg-type]
+        problem.loss().backward()
+    assert len(seen) == 4
 
 
 def test_one_extension_with_two_settings() -> None:
