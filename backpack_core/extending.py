@@ -17,13 +17,13 @@ from backpack_core import _hooks
 from backpack_core._checkpoints import let_checkpoints_give_again
 from backpack_core._hooks import MODEL_KEY
 from backpack_core._torch import parametrizations_of
+from backpack_core.engine import trust
 from backpack_core.engine.active import logger
-from backpack_core.engine.trust import TRUST_ATTRIBUTE
 from backpack_core.errors import UsageError
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner, model_runs
-from backpack_core.record.state import TRAITS_ATTRIBUTE
+from backpack_core.record.state import OUR_ATTRIBUTES, TRAITS_ATTRIBUTE
 
 M = TypeVar("M", bound=Module)
 
@@ -91,7 +91,8 @@ def unextend(module: M) -> M:
     """
     for part in module.modules():
         _hooks.remove(part)
-        for name in (PATH_ATTRIBUTE, OWNER_ATTRIBUTE, TRAITS_ATTRIBUTE, TRUST_ATTRIBUTE):
+        trust.forget(part)
+        for name in OUR_ATTRIBUTES:
             part.__dict__.pop(name, None)
     return module
 

@@ -5,9 +5,14 @@ Measuring in every pass would cost too much, and a structure does not change bet
 
 from __future__ import annotations
 
+import sys
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
+from weakref import WeakKeyDictionary
+
+from torch.nn import Module
 
 from backpack_core._torch import is_symbolic
 from backpack_core.engine.dye import DyePropagator
@@ -18,7 +23,7 @@ from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Edge
 from backpack_core.record.owner import owner_of
 
-TRUST_ATTRIBUTE: Final = "_backpack_trust"
+MOST: Final = 100  # structures of one model, those that were seen last
 
 
 @dataclass
@@ -40,6 +45,10 @@ class Trust:
         """Whether this pass is measured: the first, and then the passes 1, 2, 4, 8, … of them."""
         before = self.passes - 1
         return before & (before - 1) == 0
+
+
+# By extended model, which neither copies it nor is kept alive by it.
+_known: WeakKeyDictionary[Module, OrderedDict[Hashable, Trust]] = WeakKeyDictionary()
 
 
 class Measurement:
@@ -106,12 +115,21 @@ def known_of(survey: Survey, asked: Hashable) -> Trust:
         asked: What else distinguishes passes.
     """
     *_, (call, _) = survey.sites  # not the first: a loss may be a new module in each pass
-    table = owner_of(call.module).__dict__.setdefault(TRUST_ATTRIBUTE, {})
+    table = _known.setdefault(owner_of(call.module), OrderedDict())
     if survey.structure is None:
         survey.structure = _structure(survey)
-    found: Trust = table.setdefault(hash((asked, survey.structure)), Trust())
+    key = asked, survey.structure
+    found = table.setdefault(key, Trust())
+    table.move_to_end(key)
+    if len(table) > MOST:
+        table.popitem(last=False)  # a structure that comes back later is measured again
     found.passes += 1
     return found
+
+
+def forget(module: Module) -> None:
+    """Forget what is known of a model."""
+    _known.pop(module, None)
 
 
 def _structure(survey: Survey) -> tuple[object, ...]:
@@ -120,4 +138,4 @@ def _structure(survey: Survey) -> tuple[object, ...]:
         stored = call.stored
         axes = [tuple(map(is_batch, t.shape)) for t in (*stored.inputs, stored.outputs[index])]
         calls.append((call.path, index, call.training, *axes))
-    return (*calls, *[node.name() for node, _ in survey.seen])
+    return (*calls, *[sys.intern(node.name()) for node, _ in survey.seen])

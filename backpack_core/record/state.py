@@ -60,7 +60,7 @@ def _nested(module: Module, name: str) -> Tensor | None:
 _PLAIN = (int, float, bool, str, type(None), torch.dtype)
 _OF_ALL = frozenset(vars(Module())) - {"training"}
 TRAITS_ATTRIBUTE = "_backpack_traits"
-_OURS = (TRAITS_ATTRIBUTE, OWNER_ATTRIBUTE, PATH_ATTRIBUTE)
+OUR_ATTRIBUTES = (TRAITS_ATTRIBUTE, OWNER_ATTRIBUTE, PATH_ATTRIBUTE)
 
 
 def _is_plain(value: Any) -> bool:
@@ -80,7 +80,7 @@ def settings_of(module: Module) -> Settings:
         for name, value in module.__dict__.items()
         if name not in _OF_ALL
         and _is_plain(value)
-        and name not in _OURS
+        and name not in OUR_ATTRIBUTES
         and not (isinstance(value, list) and name[0] == "_")
     }
     return tuple(known), tuple(known.values())
@@ -104,7 +104,7 @@ class Traits:
         settings = NO_SETTINGS if resolved.is_fallback else settings_of(module)
         self.settings = names, values = settings
         self.is_whole = attributes.keys().isdisjoint(resolved.params)
-        others = attributes.keys() - _OF_ALL - {*names, *_OURS}
+        others = attributes.keys() - _OF_ALL - {*names, *OUR_ATTRIBUTES}
         # For a single name, a getter would return no tuple.
         self._plain = itemgetter(*names, *["_forward_hooks"] * 2)
         self._others = itemgetter(*others, *["_forward_hooks"] * 2)
