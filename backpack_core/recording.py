@@ -232,7 +232,8 @@ def _traits(module: Module) -> Traits:
     traits: Traits | None = attributes.get(TRAITS_ATTRIBUTE)
     if traits is None or traits.generation != registry.generation or not traits.hold(module):
         attributes[TRAITS_ATTRIBUTE] = None  # it is one of the attributes
-        traits = Traits(module, registry.resolve(module), registry.generation)
+        generation = registry.generation  # before: another thread may change it meanwhile
+        traits = Traits(module, registry.resolve(module), generation)
         attributes[TRAITS_ATTRIBUTE] = traits
     return traits
 

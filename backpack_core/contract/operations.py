@@ -60,7 +60,7 @@ class OpenFunction(Generic[R]):
                     f"with a form, as (product: AffineProduct). Got {version!r}, with {each!r}."
                 )
             self._versions.setdefault(each, {})[version.__module__.partition(".")[0]] = version
-        self._found.clear()
+        self._found = {}  # what another thread is looking up meanwhile goes into the old one
         return version
 
     def has_version(self, form: type[SampleProduct]) -> bool:
@@ -73,11 +73,12 @@ class OpenFunction(Generic[R]):
         Raises:
             PluginConflictError: Several packages have one, and none is preferred.
         """
+        known = self._found
         its = next(filter(self._versions.__contains__, form.__mro__), None)
         versions = {"": self.definition} if its is None else self._versions[its]
         found = version_of(versions, f"{self.__name__}/{spelled_out(its or form)}")
         if len(versions) == 1:  # else a preference decides, which may change
-            self._found[form] = found
+            known[form] = found
         return found
 
     def __call__(self, product: SampleProduct, *arguments: Any) -> R:

@@ -83,8 +83,11 @@ class Registry:
         self.forget()
 
     def forget(self) -> None:
-        """Empty the cache: every module is looked up anew."""
-        self._rule_cache.clear()
+        """Take a new cache: every module is looked up anew.
+
+        What another thread is looking up meanwhile goes into the old one.
+        """
+        self._rule_cache = {}
         self.generation += 1
 
     @property
@@ -105,15 +108,15 @@ class Registry:
             PluginConflictError: Several distributions claim the type.
             PluginError: The rule speaks of parameters that the module does not have.
         """
-        kind = class_of(module)
-        found = self._rule_cache.get(kind)
+        kind, cache = class_of(module), self._rule_cache
+        found = cache.get(kind)
         if found is None:
             found = self.resolve_type(kind)
             fault = missing_params(found.rule, module)
             if fault:
                 who = f"{described(type(found.rule))} of {found.provenance}"
                 raise PluginError(f"{who}: {fault}.".replace("?.", "?"))
-            self._rule_cache[kind] = found
+            cache[kind] = found
         if found.methods.isdisjoint(module.__dict__):
             return found
         return FALLBACK
@@ -130,7 +133,8 @@ class Registry:
         return FALLBACK
 
     def _claims_for(self, kind: type) -> list[Claim[LayerRule]]:
-        found = [c for key, claims in self.rules.items() if _names(key, kind) for c in claims]
+        rules = [*self.rules.items()]  # which another thread may add to
+        found = [c for key, claims in rules if _names(key, kind) for c in claims]
         # A rule that names a class twice, as a class and by its name, makes one claim.
         return [*{_identity(claim.value): claim for claim in found}.values()]
 
@@ -146,7 +150,7 @@ class Registry:
             if kind in extension.carriers:
                 return extension.carriers[kind]
         for kind in kinds:
-            for (extension_type, key), claims in self.overrides.items():
+            for (extension_type, key), claims in [*self.overrides.items()]:
                 if isinstance(extension, extension_type) and _names(key, kind):
                     name = f"{extension_type.__name__}/{spelled_out(kind)}"
                     return choose(claims, name, "pair override").value
