@@ -13,6 +13,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from backpack_core.errors import InternalError
 from backpack_core.tuning import even_size
 
 
@@ -213,9 +214,13 @@ def require_one_form(first: Columns, second: Columns) -> None:
     """See that both are kept apart by sample, or none: a tensor is one or the other.
 
     Added up, one would be broadcast, or taken for something else.
+
+    Raises:
+        InternalError: They are not.
     """
     are_apart = {isinstance(each, ApartColumns) for each in (first, second) if each.blocks}
-    assert len(are_apart) < 2, "columns of every sample apart met columns of all samples"
+    if len(are_apart) > 1:
+        raise InternalError("Columns of every sample apart met columns of all samples.")
 
 
 def _occurrences(chosen: tuple[int, ...], batch_size: int) -> list[int]:

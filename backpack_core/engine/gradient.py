@@ -24,7 +24,7 @@ from backpack_core.contract.product import SampleProduct
 from backpack_core.engine.active import Context
 from backpack_core.engine.groups import Group
 from backpack_core.engine.trust import known_of
-from backpack_core.errors import BackpackWarning, UsageError, warn_once
+from backpack_core.errors import BackpackWarning, InternalError, UsageError, warn_once
 from backpack_core.graph.nodes import is_leaf
 from backpack_core.graph.order import behind
 from backpack_core.graph.survey import Survey
@@ -117,7 +117,8 @@ class PlainGradient:
 
     def deliver(self) -> None:
         """Hand the sums to autograd, which calls hooks and accumulates."""
-        assert self._left.keys() <= self._sums.keys(), "a gradient was left out that nobody summed"
+        if not self._left.keys() <= self._sums.keys():
+            raise InternalError("A gradient was left out, and nothing was summed for it.")
         parameters = list(self._left.values())
         sums = [self._sums.pop(number) for number in self._left]
         if sums:
