@@ -152,6 +152,7 @@ class backpack:
         Raises:
             NotExtendedError: Extensions were given, but no extended module took part in a backward
                 pass of this block.
+            UsageError: Some took part, but none of their parameters wants a gradient.
             BridgeError: A checkpoint could not give a saved tensor to us and to autograd.
         """
         context, announcer = self._entered.pop()
@@ -165,16 +166,28 @@ class backpack:
                 "tensor only once. Move the operation into a module and give it a layer rule, or "
                 "leave the checkpoint out."
             ) from exc
-        if exc_type is None and context.extensions and "ran" not in context.seen:
-            names = ", ".join(type(e).__name__ for e in context.extensions)
-            raise NotExtendedError(
-                f"backpack({names}) computed nothing: no extended module took part in a backward "
-                "pass of this block. Call extend(model) and extend(lossfunc) before the forward "
-                "pass, run the forward pass outside of disable() and no_grad(), that of "
-                "a compiled model inside the block, and call backward() inside the block, on the "
-                "thread that entered it, and in no block inside of it: the innermost one counts. "
-                "Layers take part if they are called: F.linear(x, layer.weight) calls none."
-            )
+        if exc_type is None and context.extensions:
+            _refuse_nothing(context)
+
+
+def _refuse_nothing(context: Context) -> None:
+    names = ", ".join(type(e).__name__ for e in context.extensions)
+    if "ran" not in context.seen:
+        raise NotExtendedError(
+            f"backpack({names}) computed nothing: no extended module took part in a backward "
+            "pass of this block. Call extend(model) and extend(lossfunc) before the forward "
+            "pass, run the forward pass outside of disable() and no_grad(), that of "
+            "a compiled model inside the block, and call backward() inside the block, on the "
+            "thread that entered it, and in no block inside of it: the innermost one counts. "
+            "Layers take part if they are called: F.linear(x, layer.weight) calls none."
+        )
+    if "trained" not in context.seen:
+        raise UsageError(
+            f"backpack({names}) computed nothing: no parameter of the extended modules that took "
+            "part wants a gradient. Call requires_grad_(True) on those that are trained, before "
+            "the forward pass; where only inputs are (a prompt, an image), call backward() outside "
+            "of the block, or make them parameters of an extended module."
+        )
 
 
 _refuse = remembered(refuse)  # extensions need not be registered

@@ -129,6 +129,7 @@ class BackwardPass:
             place_between(error, survey, None)
             raise
         self.context.seen.update(["ran"] if survey.sites else ())
+        self.context.seen.update(["trained"] if survey.uses or survey.bare else ())
         refusals.refuse_beside(survey, self.context.extensions)
         ask_without_rule(survey, self.context)
         fault = fault_in(survey) if self._question.is_per_sample else None
