@@ -298,16 +298,13 @@ class BackwardPass:
         if site is None:
             return
         (own,) = self.survey.trained[site.call]
-        sent, ends = self.schedule.waiting_at(site), self._sink.waits_for(own.parameter)
-        if not (sent or ends):
-            return
-        view = self._view(site, gradient)
-        for lane in sent:
-            self.traversal.visit(lane, site, view)
-        for lane in ends:
-            if lane not in sent:
-                self._sink.end(lane, view, own.parameter)
-        self.visiting, self._looked_at[site.call.module] = None, None
+        sent = self.schedule.waiting_at(site)
+        if sent or self._sink.waits_for(own.parameter):
+            view = self._view(site, gradient)
+            for lane in sent:
+                self.traversal.visit(lane, site, view)
+            self._sink.end(view, own.parameter)  # nothing else is sent to it
+            self.visiting, self._looked_at[site.call.module] = None, None
 
     def _visit_leaves(self) -> None:
         """Those that autograd does not get to, as it only brings their gradients."""

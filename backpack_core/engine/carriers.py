@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from backpack_core import errors
 from backpack_core._torch import class_of
-from backpack_core.contract.carrier import Carrier
+from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.contract.computed import at_leaf
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.product import Reading, SampleProduct
@@ -90,6 +90,28 @@ class RuleCarrier(Carrier):
             f"{type(self._propagator).__name__}.{method} returned {found!r:.200} at "
             f"{view.path}, expected {expected}."
         )
+
+
+def values_of(
+    carrier: Carrier, survey: Survey, view: View, trained: Sequence[Trained], quantity: Any
+) -> Iterator[Found]:
+    """The results of a carrier that gives values.
+
+    Raises:
+        UnsupportedError: A value is not all that there is to a parameter.
+    """
+    for found in carrier.find(view, (*trained, *survey.freed.get(view.call, ())), quantity):
+        number = id(found.parameter)
+        use, is_computed = survey.uses[number], found.name in view.stored.computed
+        is_shared = (use.unruled or use.count) > 1
+        if is_computed or is_shared or number in (survey.outside if use.unruled else survey.bare):
+            what = "computed from others (parametrized)" if is_computed else "used more than once"
+            raise errors.UnsupportedError(
+                f"The parameter {found.name!r} of {view.path} is {what}, which a carrier for "
+                f"{class_of(view.call.module).__name__} cannot account for. Write a layer rule "
+                "instead, or leave the carrier out."
+            )
+        yield found
 
 
 def _asked(propagator: Propagator, method: str) -> Callable[..., Any]:

@@ -20,13 +20,13 @@ from torch.overrides import TorchFunctionMode
 from backpack_core import _torch
 from backpack_core._hooks import KEY
 from backpack_core._torch import current_node, graph_task_id
-from backpack_core.engine import refusals
+from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.engine.active import Context, current
 from backpack_core.engine.alone import carry_all
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.schedule import guarded
-from backpack_core.errors import UsageError
+from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.graph import nodes
 from backpack_core.record.call import Call, Edge, Site, edge_of
 
@@ -98,7 +98,7 @@ def _pass_under_way(context: Context, edge: Edge) -> BackwardPass:
         ways = [] if outer is None else outer.schedule.inside
         is_part = ways[:1] == [True]
         if is_part:
-            refusals.refuse_part(ways, context.graph_extensions)
+            _refuse_part(ways, context.graph_extensions)
         found = BackwardPass(context, [edge], outer=outer, is_part=is_part)
         # Autograd owns it: it ends when autograd is through, or has failed.
         _torch.at_end_of_pass(found.finish)
@@ -112,6 +112,26 @@ def _innermost(context: Context) -> BackwardPass | None:
     """The pass that one which begins now is inside of."""
     under_way: list[BackwardPass] = [*context.announced[-1:], *context.passes.values()]
     return under_way[-1] if under_way else None  # they are in the order in which they began
+
+
+def _refuse_part(ways: Sequence[bool], whole: Sequence[GraphExtension]) -> None:
+    """Raise if a function's backward begins a part of a pass that is not known as a whole.
+
+    Args:
+        ways: Whether functions began the passes inside of the one that is known.
+        whole: What is read off the graph as a whole, of which a part is missing.
+
+    Raises:
+        UnsupportedError: A hook began the pass that it is a part of, or something reads the whole.
+    """
+    if whole or not all(ways):
+        where = f"{type(whole[0]).__name__} reads as a whole" if whole else "a hook began"
+        raise UnsupportedError(
+            "Extended modules run in a re-entrant checkpoint, or in a function whose backward() "
+            f"calls autograd, and are a part of a pass that {where}, where parts are not known. "
+            "Write checkpoint(..., use_reentrant=False), and differentiate the steps of a solver "
+            "(odeint, not odeint_adjoint)."
+        )
 
 
 def begin(

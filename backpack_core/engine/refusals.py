@@ -239,26 +239,6 @@ def curvature_of_losses(
     return [*chain(*started), *(extension for extension in whole if extension.is_of_losses)]
 
 
-def refuse_part(ways: Sequence[bool], whole: Sequence[GraphExtension]) -> None:
-    """Raise if a function's backward begins a part of a pass that is not known as a whole.
-
-    Args:
-        ways: Whether functions began the passes inside of the one that is known.
-        whole: What is read off the graph as a whole, of which a part is missing.
-
-    Raises:
-        UnsupportedError: A hook began the pass that it is a part of, or something reads the whole.
-    """
-    if whole or not all(ways):
-        where = f"{type(whole[0]).__name__} reads as a whole" if whole else "a hook began"
-        raise errors.UnsupportedError(
-            "Extended modules run in a re-entrant checkpoint, or in a function whose backward() "
-            f"calls autograd, and are a part of a pass that {where}, where parts are not known. "
-            "Write checkpoint(..., use_reentrant=False), and differentiate the steps of a solver "
-            "(odeint, not odeint_adjoint)."
-        )
-
-
 def refuse_other_terms(
     survey: Survey, roots: Sequence[Edge], extensions: list[Extension], is_inside: bool
 ) -> None:

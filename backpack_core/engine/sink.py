@@ -97,18 +97,18 @@ class Sink(ABC):
         """The groups in which a parameter waits for further uses."""
         return [lane for lane, number in self._pending if number == id(parameter)]
 
-    def end(self, lane: int, view: View, parameter: Tensor) -> None:
-        """Read what waits: nothing was sent to the last use, which a function leaves out.
+    def end(self, view: View, parameter: Tensor) -> None:
+        """Read what still waits, as a function may send nothing to the last use.
 
         Args:
-            lane: The index of the group.
             view: That of the last use; calls that were visited before have been freed.
             parameter: The parameter.
         """
-        group, _, uses = self._pending.pop((lane, id(parameter)))
-        held = (tensor for use in uses[1] for tensor, _ in use.held())
-        memories(view).update(_torch.memories_of(held))
-        self._complete(group, view, [uses])
+        for lane in self.waits_for(parameter):
+            group, _, uses = self._pending.pop((lane, id(parameter)))
+            held = (tensor for use in uses[1] for tensor, _ in use.held())
+            memories(view).update(_torch.memories_of(held))
+            self._complete(group, view, [uses])
 
     def _complete(self, group: Group, view: View, complete: list[Uses]) -> None:
         """Let all extensions of a group read off parameters, each in all of its uses."""

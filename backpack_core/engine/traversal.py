@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from backpack_core._torch import Node, class_of
+from backpack_core._torch import Node
 from backpack_core.contract.bare import BareRule
-from backpack_core.contract.carrier import Carrier, Found
+from backpack_core.contract.carrier import Carrier
 from backpack_core.contract.propagator import Propagator
-from backpack_core.engine.carriers import RuleCarrier
+from backpack_core.engine.carriers import RuleCarrier, values_of
 from backpack_core.engine.groups import Group
 from backpack_core.engine.inside import Later, read_here
 from backpack_core.engine.location import place
@@ -27,7 +27,6 @@ from backpack_core.errors import (
     InternalError,
     OverwrittenInputError,
     SampleMixingError,
-    UnsupportedError,
 )
 from backpack_core.graph.owners import turns_of
 from backpack_core.graph.parameters import Trained
@@ -324,9 +323,7 @@ class Traversal:
         if is_leaf and registry.override(group.extensions[0], view.call.module) is not None:
             return  # which has looked at the parameter where the module was called
         if carrier.gives_values:
-            others = self.survey.freed.get(view.call, ())
-            for found in carrier.find(view, (*trained, *others), quantity):
-                self._refuse_more(found, view)
+            for found in values_of(carrier, self.survey, view, trained, quantity):
                 self.sink.store(group.extensions[0], found.parameter, found.value)
             return
         if not trained:
@@ -335,25 +332,6 @@ class Traversal:
             quantity = self._of_samples(view, group.propagator, quantity)
         readings = carrier.find(view, trained, quantity)  # before any of it is read
         self.sink.note(lane, group, view, trained, readings)
-
-    def _refuse_more(self, found: Found, view: View) -> None:
-        """Raise if the value of a carrier is not all that there is to a parameter."""
-        number, survey = id(found.parameter), self.survey
-        use = survey.uses[number]
-        is_shared = (use.unruled or use.count) > 1
-        others = survey.outside if use.unruled else survey.bare
-        is_computed = found.name in view.stored.computed
-        if is_computed or is_shared or number in others:
-            what = (
-                "computed from others, as by a parametrization,"
-                if is_computed
-                else "used more than once,"
-            )
-            raise UnsupportedError(
-                f"The parameter {found.name!r} of {view.path} is {what} which a carrier for "
-                f"{class_of(view.call.module).__name__} cannot account for. Write a layer rule "
-                "instead, or leave the carrier out."
-            )
 
 
 def _moved(axis: int, mat: Tensor) -> Tensor:
