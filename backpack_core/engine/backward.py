@@ -130,8 +130,11 @@ class BackwardPass:
         except Exception as error:
             place_between(error, survey, None)
             raise
-        self.context.seen.update(["ran"] if survey.sites else ())
-        self.context.seen.update(["trained"] if survey.uses or survey.bare else ())
+        if survey.sites:
+            # What reads a loss as a whole may need nothing else.
+            of_loss = self.context.graph_extensions and all(c.rule.is_loss for c, _ in survey.sites)
+            is_some = survey.uses or survey.bare or of_loss
+            self.context.seen.update(["ran", "trained"] if is_some else ["ran"])
         refusals.refuse_beside(survey, self.context.extensions)
         ask_without_rule(survey, self.context)
         fault = fault_in(survey) if self._question.is_per_sample else None

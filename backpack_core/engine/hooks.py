@@ -167,8 +167,8 @@ def begin(
             "backward() was called inside inference_mode(), where gradients do not note changes in "
             "place, which quantities rely on. Leave inference_mode() first."
         )
-    is_part_of = found.survey.sites or any(nodes.is_function(n) for n, _ in found.survey.seen)
-    return found if is_part_of else None
+    may_begin = any(nodes.is_function(node) for node, _ in found.survey.seen)
+    return found if found.survey.sites or may_begin else None
 
 
 # The functions that start autograd's engine, and their arguments for roots and gradients.

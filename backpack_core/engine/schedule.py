@@ -79,6 +79,11 @@ class Schedule(ABC):
         lanes = range(len(self.groups))
         return [lane for lane in lanes if (site.call, site.index, lane) in self._at_sites]
 
+    @property
+    def inside(self) -> list[bool]:
+        """Whether functions began the passes inside of this one; default: there are none."""
+        return []
+
     def see_end(self) -> None:
         """Raise unless everything that was sent has been taken.
 
@@ -237,7 +242,7 @@ class HookSchedule(Schedule):
     def inside(self) -> list[bool]:
         """Whether functions began the passes inside of this one, known or not; innermost first."""
         (thread, own), found = self._begun, _torch.running_passes()
-        return found[: len(found) - own] if thread == threading.get_ident() else found
+        return found[: max(0, len(found) - own)] if thread == threading.get_ident() else found
 
     def is_in(self, task: int) -> bool:
         """Whether one of autograd's tasks is that of this pass; a hook may begin another before."""

@@ -26,7 +26,8 @@ def is_same_map(kind: type[Module], parent: type) -> bool:
     A weight that became a property (as by a parametrization), or a method that ``forward`` calls,
     makes a difference. A new method, or ``reset_parameters``, does not.
     """
-    if getattr(parent, "forward", None) is not kind.forward:
+    forward = getattr(kind, "forward", None)  # a class of torch.jit has none
+    if forward is None or getattr(parent, "forward", None) is not forward:
         return False
     names = _looked_up(parent) | _CALLING
     own = kind.__mro__[: kind.__mro__.index(parent)]
@@ -36,7 +37,7 @@ def is_same_map(kind: type[Module], parent: type) -> bool:
 @remembered
 def same_maps(kind: type[Module]) -> tuple[type[Module], ...]:
     """The classes that a class computes the same as: itself, and some of its parents in order."""
-    return tuple(parent for parent in kind.__mro__ if is_same_map(kind, parent))
+    return (kind, *(parent for parent in kind.__mro__[1:] if is_same_map(kind, parent)))
 
 
 @remembered

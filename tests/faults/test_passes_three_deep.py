@@ -197,3 +197,39 @@ def test_samples_that_mix_in_a_checkpoint() -> None:
     loss = _again(lambda y: second(first(y) - first(y).mean(0)), x).square().sum()
     with pytest.raises(UnsupportedError, match="influence each other"):
         _run(loss)
+
+
+@pytest.mark.parametrize("gradient", ["autograd", "skipped"])
+def test_an_observer_that_begins_a_pass(gradient: Any) -> None:
+    """Also where autograd does not run, so that no pass of its own is around."""
+    x, (first, second) = _x(), _nets(2)
+    inside, todo = _gradients(_square(second), x, second), [second]
+    lossfunc = extend(nn.MSELoss())
+
+    def observe(view: Any) -> None:
+        if todo and view.module is first[1]:
+            net = todo.pop()
+            with torch.enable_grad(), backpack(BatchGrad(), ClippedSumGrad(BOUND)):
+                net(x).square().sum().backward()
+
+    loss = lossfunc(first(x), torch.zeros(5, 3))
+    with backpack(DiagGGNExact(), observer=observe, gradient=gradient):
+        loss.backward()
+    assert all(hasattr(p, "diag_ggn_exact") for p in first.parameters())
+    _compare(inside, second)
+
+
+@pytest.mark.parametrize("gradient", ["autograd", "skipped"])
+def test_an_observer_that_begins_a_pass_of_the_same_block(gradient: Any) -> None:
+    x, (first, second) = _x(), _nets(2)
+    lossfunc, todo = extend(nn.MSELoss()), [second]
+
+    def begin(view: Any) -> None:
+        if todo and view.module is first[1]:
+            with torch.enable_grad():
+                lossfunc(todo.pop()(x), torch.zeros(5, 3)).backward()
+
+    loss = lossfunc(first(x), torch.zeros(5, 3))
+    with backpack(DiagGGNExact(), observer=begin, gradient=gradient):
+        loss.backward()
+    assert all(hasattr(p, "diag_ggn_exact") for net in (first, second) for p in net.parameters())

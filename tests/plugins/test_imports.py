@@ -72,7 +72,7 @@ BELOW = {
         *("_torch", "_hooks", "discovery", "errors", "record", "graph"),
         *("tuning", "values", "remember"),
     },
-    "plugins": {"_torch", "discovery", "errors", "record", "contract"},
+    "plugins": {"_torch", "discovery", "errors", "record", "contract", "remember"},
     "engine": {
         "_torch",
         "_checkpoints",
