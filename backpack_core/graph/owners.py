@@ -35,32 +35,31 @@ class Owners:
     def _samples(self) -> Tensor:
         return torch.arange(self._survey.batch_size, device="cpu")
 
-    def rows(self, node: Node | None, number: int, is_alone: bool | None = None) -> Tensor | None:
+    def rows(self, node: Node | None, number: int, is_free: bool | None = None) -> Tensor | None:
         """The sample of each entry of axis 0; ``None`` if that is unknown, or several share one.
 
-        Or if these are all samples in another order: they may be paired with targets of others.
+        Or if it may be by order all the same: where entries of one sample stand among some of
+        nobody, or all samples in another order, which may be paired with targets of others.
 
         Args:
             node: What made the tensor.
             number: Which of its outputs that is.
-            is_alone: Whether a sample has it alone, if no other is known to have a part of it.
-                Default: as the walk has found.
+            is_free: Whether nothing says that entries are by order. Default: as the walk has found.
         """
         if node is None:
             return None
-        if is_alone is None:
-            is_alone = (node, number) in self._survey.alignment.owned
-        return self._rows(self._of((node, number)), nodes.lengths_of(node, number), is_alone)
+        if is_free is None:
+            is_free = (node, number) in self._survey.alignment.owned
+        return self._rows(self._of((node, number)), nodes.lengths_of(node, number), is_free)
 
-    def _rows(self, numbers: Numbers | None, shape: Shape, is_alone: bool) -> Tensor | None:
+    def _rows(self, numbers: Numbers | None, shape: Shape, is_free: bool) -> Tensor | None:
         if numbers is None or not numbers.dim() or are_elsewhere(numbers):
             return None
         rows, known = numbers.flatten().expand(shape[:1]), numbers[numbers >= 0]
-        if len(known) < numbers.numel() and not (is_alone and len(known.unique()) == 1):
-            return None
-        rows = torch.where(rows < 0, known[:1], rows)
+        if len(known) < numbers.numel():
+            return known[:1].expand(shape[:1]) if is_free and len(known.unique()) == 1 else None
         is_turned = not rows.equal(self._samples) and rows.sort()[0].equal(self._samples)
-        return None if is_turned else rows
+        return None if is_turned and not is_free else rows
 
     @property
     def are_moved(self) -> bool:
@@ -79,7 +78,7 @@ class Owners:
         numbers, size = None if is_other else self._of_input(call), self._survey.batch_size
         if numbers is None or not size or self._is_along(numbers, self._axis(call, 0)):
             return False
-        rows = self._rows(numbers, tuple(call.stored.inputs[0].shape), is_alone=False)
+        rows = self._rows(numbers, tuple(call.stored.inputs[0].shape), is_free=False)
         return rows is None or not rows.equal(self._samples.repeat_interleave(len(rows) // size))
 
     def _of_input(self, call: Call) -> Numbers | None:
@@ -115,7 +114,7 @@ class Owners:
         numbers = self._of(edge[:2])
         if numbers is None or self._is_along(numbers, self._axis(call, 0)):
             return False
-        rows = self.rows(*edge[:2])
+        rows = self.rows(*edge[:2], is_free=True)
         return are_elsewhere(numbers) or not (rows is None or rows.equal(self._samples))
 
     def received_elsewhere(self, call: Call) -> bool:
