@@ -72,7 +72,7 @@ class Walk:
                 self._keep_apart(tensor)
             for tensor in tensors if found.apart else ():
                 for below, _ in tensor.ways if tensor.is_apart else ():
-                    if not below.positions:  # as far as the next samples, where it is seen to fit
+                    if not below.is_settled():  # as far as the next samples
                         self._stay_apart(below)
 
     # Downwards -----------------------------------------------------------------------------------
@@ -110,12 +110,12 @@ class Walk:
     def _is_told(self, way: Way) -> bool:
         """Whether it is known which samples the rows of an operand are of, in another order."""
         above, this, _ = way
-        # Rows of a sample among rows of nobody: all are its own, or they are those of all samples.
+        # By order, as above, or where the loss ends; else by what is known of it.
         is_like = way.keeps_rows or (way.keeps_length and len(above.shape) == len(this.shape))
         is_whole = above.is_loss or above.length is None or this.is_returned
-        is_alone = above.owned is not None if is_like else not is_whole
+        is_free = above.owned is not None if is_like else not is_whole
         is_table = not above.is_loss and self._origins.of_tables(this.node)
-        owners = None if is_table else self._owners.rows(*this.place, this.axis, is_alone)
+        owners = None if is_table else self._owners.rows(*this.place, this.axis, is_free)
         if owners is None:
             return False
         samples, count = torch.arange(self._size, device="cpu"), len(owners) // self._size

@@ -44,37 +44,37 @@ class Owners:
         return self._samples if told is None else told.rows
 
     def rows(
-        self, node: Node | None, number: int, axis: int = 0, is_alone: bool | None = None
+        self, node: Node | None, number: int, axis: int = 0, is_free: bool | None = None
     ) -> Tensor | None:
         """The sample of each entry of an axis; ``None`` if that is unknown, or several share one.
 
-        Or if these are all samples in another order: they may be paired with targets of others.
+        Or if it may be by order all the same: where entries of one sample stand among some of
+        nobody, or all samples in another order, which may be paired with targets of others.
 
         Args:
             node: What made the tensor.
             number: Which of its outputs that is.
             axis: Which axis.
-            is_alone: Whether a sample has it alone, if no other is known to have a part of it.
-                Default: as the walk has found.
+            is_free: Whether nothing says that entries are by order. Default: as the walk has found.
         """
         numbers = None if node is None else self._of((node, number))
         if node is None or numbers is None or not numbers.dim():
             return None
-        if is_alone is None:
-            is_alone = (node, number) in self._survey.alignment.owned
+        if is_free is None:
+            is_free = (node, number) in self._survey.alignment.owned
         lengths = nodes.lengths_of(node, number)[axis : axis + 1]
-        return self._rows(numbers.movedim(axis, 0), lengths, is_alone)
+        return self._rows(numbers.movedim(axis, 0), lengths, is_free)
 
-    def _rows(self, numbers: Numbers | None, shape: Shape, is_alone: bool) -> Tensor | None:
+    def _rows(self, numbers: Numbers | None, shape: Shape, is_free: bool) -> Tensor | None:
         if numbers is None or not numbers.dim() or are_elsewhere(numbers):
             return None
         rows, known = numbers.flatten().expand(shape[:1]), numbers[numbers >= 0]
-        if len(known) < numbers.numel() and not (is_alone and len(known.unique()) == 1):
-            return self._told(shape)
-        rows = torch.where(rows < 0, known[:1], rows)
+        if len(known) < numbers.numel():
+            is_one = is_free and len(known.unique()) == 1
+            return known[:1].expand(shape[:1]) if is_one else self._told(shape)
         is_turned = not rows.equal(self._samples) and rows.sort()[0].equal(self._samples)
-        is_turned &= self._survey.told is None
-        return None if is_turned else rows
+        is_known = is_free or self._survey.told is not None
+        return rows if is_known or not is_turned else None
 
     @property
     def are_moved(self) -> bool:
@@ -98,7 +98,7 @@ class Owners:
             numbers = self._of_data(tuple(call.stored.inputs[0].shape), declared_axis(call))
         if numbers is None or not size or self._is_along(numbers, self._axis(call, 0)):
             return False
-        rows = self._rows(numbers, tuple(call.stored.inputs[0].shape), is_alone=False)
+        rows = self._rows(numbers, tuple(call.stored.inputs[0].shape), is_free=False)
         return rows is None or not rows.equal(self._samples.repeat_interleave(len(rows) // size))
 
     def _is_of_table(self, call: Call) -> bool:
@@ -141,7 +141,7 @@ class Owners:
         numbers = self._of(edge[:2])
         if numbers is None or self._is_along(numbers, self._axis(call, 0)):
             return False
-        rows = self.rows(*edge[:2])
+        rows = self.rows(*edge[:2], is_free=True)
         return are_elsewhere(numbers) or not (rows is None or rows.equal(self._samples))
 
     def received_elsewhere(self, call: Call) -> bool:
