@@ -172,7 +172,7 @@ class BackwardPass:
         self.groups.append(Group(dye))
         for edge, gradient in zip(roots, gradients, strict=False):
             if gradient is not None:
-                self.schedule.leave(lane, edge, wide=dye.begin(gradient))
+                self.schedule.leave(lane, edge, wide=dye.begin(gradient, edge))
 
     def narrow(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """What to tell autograd, as ``gradient=`` says; ``options`` are those of ``backward()``."""

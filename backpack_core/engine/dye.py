@@ -39,7 +39,7 @@ from backpack_core.graph.alignment import Crossing
 from backpack_core.graph.batch import is_doubtful
 from backpack_core.graph.owners import Owners
 from backpack_core.graph.survey import Survey
-from backpack_core.record.call import Call
+from backpack_core.record.call import Call, Edge
 from backpack_core.record.view import View
 
 Dyes: TypeAlias = dict[int, Dye]
@@ -77,15 +77,18 @@ class DyePropagator(Propagator):
         self.settled: set[tuple[Call, int]] = set()
         self.is_cut = False
 
-    def begin(self, gradient: Tensor, root: Root = _BEFORE, way: tuple[str, ...] = ()) -> Dye:
+    def begin(
+        self, gradient: Tensor, edge: Edge, root: Root = _BEFORE, way: tuple[str, ...] = ()
+    ) -> Dye:
         """The gradient at a root of the pass; dyed at once if it has samples, else later."""
         columns = Columns({root: self._weights.plain(gradient.detach())})
-        return self._dyed(Dye(columns, way=way))
+        return self._dyed(Dye(columns, way=way), edge.node, edge.output_nr)
 
     def start(self, rule: LayerRule, view: View) -> Dye:
         """The gradient at a loss; :meth:`cross` dyes it when it gets samples."""
         assert view.grad_output is not None
-        return self.begin(view.grad_output, IN_LOSS, (view.path,))
+        edge = self._survey.sites[view.call, view.index].edge
+        return self.begin(view.grad_output, edge, IN_LOSS, (view.path,))
 
     def arrive(self, rule: LayerRule, view: View, waiting: Dye | None) -> Dye:
         """Compare what arrived, and start anew with the gradient at this output.
@@ -99,7 +102,7 @@ class DyePropagator(Propagator):
         if isinstance(rule, LossRule) or not gradient.dim():
             return self.start(rule, view)
         place, survey = (view.call, view.index), self._survey
-        owned = None if view.positions else survey.alignment.owned_at(survey.sites[place].edge)
+        owned = None if view.positions else survey.alignment.owned_of(survey.sites[place])
         positions = view.positions if owned is None else owned
         if owned is None and not positions:
             if waiting is not None and not survey.alignment.is_apart(survey.sites[place].edge):
@@ -116,7 +119,7 @@ class DyePropagator(Propagator):
             if not is_known or self._judge.compare(where, waiting, gradient, positions):
                 self.settled.add(place)  # later passes cannot know more
         if not is_fitting:
-            return self.begin(gradient) if waiting is None else waiting
+            return self.begin(gradient, survey.sites[place].edge) if waiting is None else waiting
         if self._is_told_by_autograd(view):
             return OPEN._replace(way=(view.path,))
         dyed = self._weights.dyed(gradient, positions)
@@ -296,7 +299,7 @@ class DyePropagator(Propagator):
             for i, columns in crossed
         ]
 
-    def _dyed(self, dye: Dye, node: Node | None = None, number: int = 0) -> Dye:
+    def _dyed(self, dye: Dye, node: Node | None, number: int) -> Dye:
         """Multiply columns by the weights if they have just got samples."""
         blocks: dict[Root, Tensor] = {}
         is_whole, size = dye.is_whole, dye.size

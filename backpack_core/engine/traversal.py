@@ -158,7 +158,7 @@ class Traversal:
 
     def _of_samples(self, view: View, propagator: Propagator, quantity: Any) -> Any:
         """What is read off: of every sample apart, where rows are in no order but owned by some."""
-        owned = self.survey.alignment.owned_at(self.survey.sites[view.call, view.index].edge)
+        owned = self.survey.alignment.owned_of(self.survey.sites[view.call, view.index])
         if owned is None or quantity is None or not propagator.keeps_apart:
             return quantity
         return propagator.take_apart(quantity, owned)
@@ -230,7 +230,8 @@ class Traversal:
         is_apart, numbers = self.survey.alignment.is_apart(edge), self.survey.numbers.get(edge[:2])
         positions: int | Tensor = 1
         is_behind = numbers is not None and numbers.numel() == samples > numbers.shape[:1].numel()
-        if is_apart and numbers is not None and (is_behind or self.survey.is_told):
+        is_told = self.survey.is_told and bool(call.stored.inputs)  # no parameter by itself
+        if is_apart and numbers is not None and (is_behind or is_told):
             shape = numbers.movedim(view.axis, 0).shape if view.axis else numbers.shape
             axes = [axis for axis, length in enumerate(shape) if length == numbers.numel() > 1]
             chosen = range(samples) if propagator.subsampling is None else propagator.subsampling

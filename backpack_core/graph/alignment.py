@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.errors import BackpackError
-from backpack_core.graph import nodes
+from backpack_core.graph import faults, nodes
 from backpack_core.record.call import Call, Edge, Site
 
 Place = tuple[Node, int]  # an output of a node
@@ -96,6 +97,20 @@ class Alignment:
     def owned_at(self, edge: Edge) -> Tensor | None:
         """Which entries of axis 0 each sample has at an edge, ``[N, R]``; ``None`` if in order."""
         return self.owned.get((edge.node, edge.output_nr))
+
+    def owned_of(self, site: Site) -> Tensor | None:
+        """Which entries of axis 0 each sample has at an output of a call, ``[N, R]``.
+
+        What is known is of the tensor that the output is a view of, if it was overwritten since.
+        """
+        owned, layout = self.owned_at(site.edge), site.layout
+        if owned is None or layout is None:
+            return owned
+        rows = owned.long().argmax(0).reshape(-1, *[1] * (len(layout.base_size) - 1))
+        seen = layout.look_through(rows.expand(1, *layout.base_size)).squeeze(0).flatten(1)
+        if bool((seen != seen[:, :1]).any()):
+            raise faults.turned_batch(site.call, 0, self.batch_size)
+        return seen[:, 0] == torch.arange(len(owned), device=owned.device).unsqueeze(1)
 
     def positions_of(self, site: Site) -> int:
         """How many entries each sample has at an output of a call; of a loss, at its input."""

@@ -188,7 +188,11 @@ class Owners:
             this = todo.pop()
             if this not in known:
                 given = {position: known[operand] for position, operand in behind.items()}
-                known[this] = self._found(this, given)
+                found = self._found(this, given)
+                # Where all of it is of one sample, or some of none, others may have nothing there.
+                is_whole = found is not None and found.numel() > 1 and bool((found >= 0).all())
+                said = None if is_whole else self._as_said(this)
+                known[this] = found if said is None else said
         return known[place]
 
     def _operands(self, place: Place) -> dict[int, Place]:
@@ -251,18 +255,18 @@ class Owners:
         if found is None and (site := self._site(place)) is not None:
             # No module is known to move samples to another axis.
             found = self._of_call(site, self._received(site.call), shape)
-        # Where all of it is of one sample, or some of none, there may be nothing of the others.
-        is_whole = found is not None and found.numel() > 1 and bool((found >= 0).all())
-        said = None if is_whole else self._as_said(shape)
-        return found if said is None else said
+        return found
 
-    def _as_said(self, shape: Shape) -> Numbers | None:
+    def _as_said(self, place: Place) -> Numbers | None:
         """Where nothing is known: the rows of the user's index, if as many; the dye will tell.
 
         So it is where rows of one sample have met.
         """
-        told = self._survey.told
-        if told is None or told.is_usual or not shape or not len(told.rows):
+        (node, number), told = place, self._survey.told
+        if told is None or told.is_usual or not len(told.rows):
+            return None
+        shape, is_other = nodes.lengths_of(node, number), nodes.is_stack_of_numbers(node)
+        if not shape or is_other or self._origins.of_weights(node):
             return None
         count, rest = divmod(shape[0], len(told.rows))
         rest |= self._survey.is_declared and count > 1  # several for each may come first, too
