@@ -40,9 +40,13 @@ def told_by_sums(survey: Survey, roots: Iterable[Edge]) -> Told | None:
     if not any(is_returned(edge.node, edge.output_nr) for edge in found):
         return None
     received = {size for call, _ in survey.received for size in call.run.sizes if size > count}
-    for edge in found:
+    for edge in found if received else ():
+        if survey.site_at(edge) is not None:  # a rule keeps rows
+            continue
         for position, (child, number) in enumerate(edge.node.next_functions):
-            if child is not None and _length(child, number) in received:
+            if child is None or nodes.is_leaf(child) or of_weights(child):
+                continue
+            if _length(child, number) in received:
                 index = _index(edge, position)
                 if index is not None:
                     return Told(index, count)
