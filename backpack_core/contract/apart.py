@@ -38,16 +38,16 @@ def owned_by(positions: int | Tensor, rows: int, device: torch.device) -> Tensor
     return every.repeat_interleave(positions, 1)
 
 
-def put_together(mat: Tensor, positions: int) -> Tensor:
-    """The reverse of :func:`taken_apart`: ``[V, N, N · positions, *] → [V, N · positions, *]``.
+def put_together(mat: Tensor, positions: int | Tensor) -> Tensor:
+    """The reverse of :func:`taken_apart`: ``[V, N, R, *] → [V, R, *]``.
 
     Each sample's entries are taken from its own columns; those of other samples have to be zero
     there.
 
     Args:
         mat: Columns of every sample apart, at a tensor that has samples.
-        positions: How many entries each sample has; zero if the tensor has none, so that columns
-            are added.
+        positions: How many entries each sample has, or which, ``[N, R]``; zero if the tensor has
+            none, so that columns are added.
 
     Returns:
         The sum over the second axis.
@@ -56,11 +56,13 @@ def put_together(mat: Tensor, positions: int) -> Tensor:
         SampleMixingError: Something of one sample reaches the entries of another.
     """
     total, count = mat.sum(1), mat.shape[1]
-    if not positions or not mat.numel() or mat.shape[2:3] != (count * positions,):
+    if isinstance(positions, int) and not positions:
         return total
-    own: Tensor = (
-        mat.unflatten(2, (count, positions)).diagonal(0, 1, 2).movedim(-1, 1).flatten(1, 2)
-    )
+    owned = owned_by(positions, mat.shape[2], mat.device) if mat.dim() > 2 else mat.new_empty(0)
+    if not mat.numel() or owned.shape != (count, mat.shape[2]):
+        return total
+    owned = owned.to(mat.device).reshape(*owned.shape, *[1] * (mat.dim() - 3))
+    own = torch.where(owned, mat, 0).sum(1)
     rest = mat.abs().sum(1) - own.abs()
     if bool((largest(rest) > largest(total.abs()) * torch.finfo(mat.dtype).eps ** 0.6).any()):
         raise SampleMixingError(

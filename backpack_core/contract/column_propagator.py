@@ -97,7 +97,7 @@ class ColumnPropagator(Propagator):
             owned = owned[list(self.subsampling)]
         return OwnedColumns(quantity, owned)
 
-    def put_together(self, quantity: Columns, positions: int) -> Columns:
+    def put_together(self, quantity: Columns, positions: int | Tensor) -> Columns:
         """The samples in one column again; raises if one reaches another."""
         return Columns({r: put_together(mat, positions) for r, mat in quantity.blocks.items()})
 

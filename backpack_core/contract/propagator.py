@@ -200,7 +200,7 @@ class Propagator(ABC):
         """
         return quantity
 
-    def put_together(self, quantity: Any, positions: int) -> Any:
+    def put_together(self, quantity: Any, positions: int | Tensor) -> Any:
         """The reverse of :meth:`take_apart`; ``positions`` is zero at a tensor without samples."""
         return quantity
 

@@ -137,8 +137,8 @@ class Traversal:
                     self.schedule.deliver(lane, edge, wide=arriving)  # nothing was left out
                 else:
                     wide = propagator.widen(arriving, self.survey.batch_size)
-                    positions = self.survey.alignment.positions_at(edge)
-                    self.schedule.deliver(lane, edge, wide=propagator.put_together(wide, positions))
+                    entries = self.survey.alignment.entries_at(edge)
+                    self.schedule.deliver(lane, edge, wide=propagator.put_together(wide, entries))
 
     def _at_output(self, group: Group, site: Site, view: View, arrived: Waiting) -> Any:
         """What arrived, as a quantity at the call's output with samples in front."""
@@ -204,7 +204,7 @@ class Traversal:
                 own, wide = (None, arriving) if is_wide else (arriving, None)
                 self.schedule.deliver(lane, edge, wide=wide, own=own)
             elif not view.positions and not propagator.travels:  # which is seen to be right
-                propagator.put_together(arriving, self.survey.alignment.positions_at(edge))
+                propagator.put_together(arriving, self.survey.alignment.entries_at(edge))
 
     def _send_below(self, lane: int, site: Site, quantity: Any, arrived: Waiting) -> None:
         """Go on through the node that made the output."""

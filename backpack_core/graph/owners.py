@@ -84,7 +84,8 @@ class Owners:
     def _of_input(self, call: Call) -> Numbers | None:
         """Of data that a module received; each call is asked once."""
         if call not in self._data:
-            is_usual = not call.stored.inputs or call.receives_input > 1
+            sizes = [t.shape[:1].numel() for t in call.stored.inputs[:1]]
+            is_usual = not sizes or (call.receives_input > 1 and sizes == [len(self._samples)])
             self._data[call] = None if is_usual else of_data(call, self._samples)
         return self._data[call]
 
@@ -258,6 +259,8 @@ class Owners:
             given = self._of_data(tuple(received.shape), declared, call.receives_input > 1)
         if given is None or given.numel() != max(given.shape, default=0):
             return None
+        if given.numel() == 1:
+            return along(given.flatten(), 0, shape)  # all of it is of one sample
         before = next((k for k, length in enumerate(given.shape) if length > 1), declared)
         is_same = before == declared or shape[: before + 1] == received.shape[: before + 1]
         axis = axis or (before if is_same else 0)
@@ -289,6 +292,8 @@ def of_data(call: Call, samples: Tensor) -> Numbers | None:
     whole = run.first() if call.is_readable else None
     if whole is None or whole.shape[:1] != (size,) or is_symbolic(whole):
         return None
+    if (found := _of_view(received, whole)) is not None:
+        return found
     is_same = whole.dtype == received.dtype and whole.device == received.device
     if not is_same or whole.numel() != received.numel():
         return None
@@ -299,6 +304,23 @@ def of_data(call: Call, samples: Tensor) -> Numbers | None:
                 along(samples, axis, tuple(turned.shape)), tuple(turned.shape), shape, size
             )
     return None
+
+
+def _of_view(view: Tensor, whole: Tensor) -> Numbers | None:
+    """The samples of a view of some rows, as of ``x[n : n + 1]`` or ``x[n]``: its offset tells."""
+    if not has_memory(view) or memory_of(view) != memory_of(whole):
+        return None
+    row, shape = max(1, whole.stride(0)), tuple(view.shape)
+    first, rest = divmod(int(view.storage_offset()) - int(whole.storage_offset()), row)
+    numbers = torch.full([1] * len(shape), first, device="cpu")
+    for axis, (length, stride) in enumerate(zip(shape, view.stride(), strict=True)):
+        if length > 1 and stride and not stride % row:
+            steps = torch.arange(length, device="cpu") * (stride // row)
+            numbers = numbers + along(steps, axis, shape)
+        else:
+            rest += (length - 1) * stride
+    is_within = rest < row >= max(whole.stride()) and view.numel()
+    return numbers if is_within and first >= 0 and numbers.max() < len(whole) else None
 
 
 def turns_of(survey: Survey, loss: Call) -> Tensor:

@@ -239,7 +239,7 @@ class SignedSqrt(Propagator):
             return formed
         return replace(formed, columns=self._of_columns.take_apart(formed.columns, positions))
 
-    def put_together(self, quantity: Hessian, positions: int) -> Hessian:
+    def put_together(self, quantity: Hessian, positions: int | Tensor) -> Hessian:
         """The sum, where no sample reaches another one."""
         if quantity.columns is None:
             return quantity
