@@ -227,6 +227,10 @@ class Traversal:
             axes = axes[: call.receives_input > 1 and axes[:1] == [0] and not call.goes_inside]
         edge = self.survey.sites[call, view.index].edge
         is_apart, numbers = self.survey.alignment.is_apart(edge), self.survey.numbers.get(edge[:2])
+        owned = self.survey.alignment.owned_at(edge) if is_apart else None
+        if owned is not None and quantity is not None and propagator.subsampling is None:
+            propagator.put_together(quantity, owned)
+            return
         if is_apart and numbers is not None and numbers.numel() == samples > len(numbers):
             axes = [numbers.shape.index(samples)]  # behind the first, which has length one
         elif not call.receives_input:
