@@ -56,14 +56,13 @@ def put_together(mat: Tensor, positions: int | Tensor) -> Tensor:
         SampleMixingError: Something of one sample reaches the entries of another.
     """
     total, count = mat.sum(1), mat.shape[1]
-    if isinstance(positions, Tensor):
-        mask = positions.to(mat.device).reshape(*positions.shape, *[1] * (mat.dim() - 3))
-        own = torch.where(mask, mat, 0).sum(1)
-    elif positions and mat.numel() and mat.shape[2:3] == (count * positions,):
-        parts = mat.unflatten(2, (count, positions)).diagonal(0, 1, 2)
-        own = parts.movedim(-1, 1).flatten(1, 2)
-    else:
+    if isinstance(positions, int) and not positions:
         return total
+    owned = owned_by(positions, mat.shape[2], mat.device) if mat.dim() > 2 else mat.new_empty(0)
+    if not mat.numel() or owned.shape != (count, mat.shape[2]):
+        return total
+    owned = owned.to(mat.device).reshape(*owned.shape, *[1] * (mat.dim() - 3))
+    own = torch.where(owned, mat, 0).sum(1)
     rest = mat.abs().sum(1) - own.abs()
     if bool((largest(rest) > largest(total.abs()) * torch.finfo(mat.dtype).eps ** 0.6).any()):
         raise SampleMixingError(

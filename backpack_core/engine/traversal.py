@@ -142,8 +142,8 @@ class Traversal:
                     self.schedule.deliver(lane, edge, wide=arriving)  # nothing was left out
                 else:
                     wide = propagator.widen(arriving, self.survey.batch_size)
-                    positions = self.survey.alignment.positions_at(edge)
-                    self.schedule.deliver(lane, edge, wide=propagator.put_together(wide, positions))
+                    entries = self.survey.alignment.entries_at(edge)
+                    self.schedule.deliver(lane, edge, wide=propagator.put_together(wide, entries))
 
     def _at_output(self, group: Group, site: Site, view: View, arrived: Waiting) -> Any:
         """What arrived, as a quantity at the call's output with samples in front."""
@@ -209,7 +209,7 @@ class Traversal:
                 own, wide = (None, arriving) if is_wide else (arriving, None)
                 self.schedule.deliver(lane, edge, wide=wide, own=own)
             elif not view.positions and not propagator.travels:  # which is seen to be right
-                propagator.put_together(arriving, self.survey.alignment.positions_at(edge))
+                propagator.put_together(arriving, self.survey.alignment.entries_at(edge))
 
     def _send_below(self, lane: int, site: Site, quantity: Any, arrived: Waiting) -> None:
         """Go on through the node that made the output."""
@@ -232,6 +232,10 @@ class Traversal:
             axes = axes[: call.receives_input > 1 and axes[:1] == [0] and not call.goes_inside]
         edge = self.survey.sites[call, view.index].edge
         if samples == 1 or quantity is None or not self.survey.alignment.is_apart(edge):
+            return
+        owned = self.survey.alignment.owned_of(self.survey.sites[call, view.index])
+        if owned is not None and propagator.subsampling is None:
+            propagator.put_together(quantity, owned)
             return
         numbers = self.survey.numbers.get(edge[:2])
         positions: int | Tensor = 1

@@ -8,7 +8,7 @@ beginning at the last tensors that have samples. See ``docs/design/samples.md``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -32,7 +32,8 @@ class Crossing(NamedTuple):
             samples are missing.
         owned: Which entries of axis 0 each sample has, ``[N, R]``, by output number, where picked
             entries are in no order.
-        behind: As ``positions``, at the operands: by position in ``node.next_functions``.
+        behind: How many entries each sample has at the operands, or which; by position in
+            ``node.next_functions``.
         apart: The positions of operands at which quantities are kept apart by sample.
         kept: The outputs at which they are.
         others: The outputs that neither have samples on axis 0 nor are kept apart.
@@ -44,7 +45,7 @@ class Crossing(NamedTuple):
 
     batch_size: int
     positions: dict[int, int]
-    behind: dict[int, int]
+    behind: Mapping[int, int | Tensor]
     owned: dict[int, Tensor] = {}  # noqa: RUF012 - nobody writes into it
     apart: frozenset[int] = frozenset()
     kept: frozenset[int] = frozenset()
@@ -90,9 +91,10 @@ class Alignment:
         """Whether quantities at an edge are kept apart by sample."""
         return (edge.node, edge.output_nr) in self.apart
 
-    def positions_at(self, edge: Edge) -> int:
-        """How many entries of axis 0 each sample has at an edge; zero if there are no samples."""
-        return self._known(edge.node, edge.output_nr)
+    def entries_at(self, edge: Edge) -> int | Tensor:
+        """How many entries of axis 0 each sample has at an edge, or which; zero for no samples."""
+        owned = self.owned_at(edge)
+        return self._known(edge.node, edge.output_nr) if owned is None else owned
 
     def owned_at(self, edge: Edge) -> Tensor | None:
         """Which entries of axis 0 each sample has at an edge, ``[N, R]``; ``None`` if in order."""
@@ -141,7 +143,9 @@ class Alignment:
         others = frozenset([nr for nr, _ in own if nr not in outputs and nr not in kept])
         owned = {nr: self.owned[place] for nr, place in own if place in self.owned}
         has_others = len(places) > len(apart)
-        return Crossing(self.batch_size, outputs, behind, owned, apart, kept, others, has_others)
+        picked = {i: self.owned[place] for i, place in places if place in self.owned}
+        known: dict[int, int | Tensor] = {**behind, **picked}
+        return Crossing(self.batch_size, outputs, known, owned, apart, kept, others, has_others)
 
     def _at(self, places: list[tuple[int, Place]]) -> tuple[dict[int, int], frozenset[int]]:
         """Entries of axis 0 for each sample, by number; and where samples are kept apart."""

@@ -72,8 +72,12 @@ class Walk:
                 self._keep_apart(tensor)
             for tensor in tensors if found.apart else ():
                 for below, _ in tensor.ways if tensor.is_apart else ():
-                    if not below.is_settled():  # as far as the next samples
+                    if not below.positions:  # as far as the next samples, where it is seen to fit
                         self._stay_apart(below)
+        # Of what is apart already, all comes from above: it would count twice.
+        begin = {tensor.node for tensor in tensors if tensor.is_settled() and not tensor.is_apart}
+        for node in found.starts.keys() - begin:
+            del found.starts[node]
 
     # Downwards -----------------------------------------------------------------------------------
 

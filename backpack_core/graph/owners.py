@@ -109,10 +109,11 @@ class Owners:
     def of_input(self, call: Call) -> Numbers | None:
         """Of data that a module received; each call is asked once."""
         if call not in self._data:
-            stored, is_first = call.stored.inputs, call.receives_input > 1
-            is_other = self._survey.told is not None or self._survey.depth is not None
-            is_usual = not stored or (is_first and not (is_other or declared_axis(call)))
-            self._data[call] = None if is_usual else self._of_tensor(stored[0], call)
+            stored, is_other = call.stored.inputs, bool(declared_axis(call))
+            is_other |= self._survey.told is not None or self._survey.depth is not None
+            is_first = call.receives_input > 1 and stored[0].shape[:1] == self._samples.shape
+            is_known = not stored or (is_first and not is_other)
+            self._data[call] = None if is_known else self._of_tensor(stored[0], call)
         return self._data[call]
 
     def _moves(self, node: Node) -> bool:
@@ -329,6 +330,8 @@ class Owners:
             given = self._of_data(tuple(received.shape), declared, call.receives_input > 1)
         if given is None or given.numel() != max(given.shape, default=0):
             return None
+        if given.numel() == 1:
+            return along(given.flatten(), 0, shape)  # all of it is of one sample
         before = next((k for k, length in enumerate(given.shape) if length > 1), declared)
         is_same = before == declared or shape[: before + 1] == received.shape[: before + 1]
         axis = axis or (before if is_same else 0)
