@@ -116,9 +116,11 @@ def reached_past_losses(survey: Survey, roots: Iterable[Edge]) -> Site | None:
 
 def losses_without_rule(survey: Survey, roots: Iterable[Edge]) -> set[Call]:
     """Calls without a rule that make a loss of what others returned: no module uses the result."""
-    sites = map(survey.site_at, _above(survey, roots))
+    sites = map(survey.site_at, _above(survey, roots) if survey.opened else ())
     calls = {site.call for site in sites if site is not None and site.call.rule.transparent}
     found = {call for call in calls if any(call.edges[:1])}
+    if not found:
+        return found
     is_all = all(call in found or call.rule.is_loss for call, _ in survey.sites)
     return set() if is_all else found
 
