@@ -126,6 +126,8 @@ class Walk:
         is_usual = not (self._survey.is_declared or (this.axis and self._survey.is_told))
         if is_usual and owners.equal(samples.repeat_interleave(count)):
             return False
+        if above.positions and not above.is_call and way.keeps_rows:
+            return False  # the operation has made rows of them in order: the dye has to look
         this.owned = owners == samples[:, None]
         return True
 

@@ -58,7 +58,7 @@ class _Data:
     ) -> None:
         self._received, self._run = data, run
         self._shape: Shape = tuple(data.shape)
-        self._is_readable = is_readable and not is_symbolic(data)
+        self._is_readable = is_readable and has_memory(data) and not is_symbolic(data)
         self._samples, self._groups = samples, list[list[Given]]()
         known = dict[tuple[int, ...], Tensor]()
         if items is not None and len(items) == len(run.given):

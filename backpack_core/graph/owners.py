@@ -367,6 +367,7 @@ class Owners:
     def _of_entry(self, node: Node) -> Numbers | None:
         survey, shape = self._survey, nodes.lengths_of(node, 0)
         data, count = nodes.rows_of(node) if survey.is_readable else (None, 0)
+        data = data if data is not None and data.dim() and has_memory(data) else None
         numbers = None if data is None else self._of_tensor(data)
         if numbers is not None and numbers.shape[count:].numel() == 1:
             return numbers.reshape(*numbers.shape[:count], *[1] * (len(shape) - count))

@@ -290,19 +290,29 @@ def test_what_the_last_module_returns_has_samples_in_front() -> None:
             torch.testing.assert_close(parameter.grad_batch[n], gradient)
 
 
-SUMS = {
-    "turned": lambda z: z.transpose(0, 1).square().sum(1).sqrt().sum(),
-    "in parts": lambda z: torch.cat([z[0, :1], z[1, :2], z[2]]).square().mean(),
-}
+def _of_functions() -> Net:
+    """No module behind its parameter says where samples are."""
+    return Net(lambda net, x: torch.tanh(x @ net.weight), weight=nn.Parameter(torch.randn(3, 3)))
 
 
 @pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
-@pytest.mark.parametrize("name", SUMS)
-def test_what_a_function_makes_of_the_last_output_has_other_rows(name: str) -> None:
-    """As many as there are samples, or twice as many; no module behind says where samples are."""
-    model = Net(lambda net, x: torch.tanh(x @ net.weight), weight=nn.Parameter(torch.randn(3, 3)))
+def test_what_a_function_makes_of_the_last_output_has_other_rows() -> None:
+    turned = extend(_of_functions())(torch.randn(3, 3)).transpose(0, 1)
     with backpack(BatchGrad()), pytest.raises(SampleMixingError):
-        SUMS[name](extend(model)(torch.randn(3, 3))).backward()
+        turned.square().sum(1).sqrt().sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+def test_parts_of_the_last_output_are_of_the_rows_that_they_were_taken_of() -> None:
+    """Twice as many entries as there are samples, unevenly."""
+    model, x = extend(_of_functions()), torch.randn(3, 3)
+    parts = [lambda z: z[0, :1], lambda z: z[1, :2], lambda z: z[2]]
+    output = model(x)
+    with backpack(BatchGrad()):
+        torch.cat([part(output) for part in parts]).square().mean().backward()
+    for n, part in enumerate(parts):
+        (alone,) = torch.autograd.grad(part(model(x)).square().sum() / 6, model.weight)
+        torch.testing.assert_close(model.weight.grad_batch[n], alone)
 
 
 class Steps(nn.Module):
