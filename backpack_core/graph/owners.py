@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from backpack_core._torch import Node, is_symbolic
+from backpack_core._torch import Node, has_memory, is_symbolic
 from backpack_core.graph import nodes
 from backpack_core.graph.alignment import Place
 from backpack_core.graph.batch import declared_axis, is_doubtful
