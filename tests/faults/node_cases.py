@@ -72,6 +72,7 @@ LINEAR: dict[str, Function] = {
     "IndexAddBackward0": lambda x: x.index_add(1, _index(x), x.flip(1)),
     "IndexBackward0": lambda x: x[:, [3, 0, 0]],
     "IndexPutBackward0": lambda x: x.index_put((torch.tensor([1]),), x[:1] * 2),
+    "IndexPutImplBackward0": lambda x: aten._index_put_impl(x, (torch.tensor([1]),), x[:1] * 2),
     "IndexSelectBackward0": lambda x: x.index_select(1, _index(x)),
     "LiftFreshBackward0": lambda x: aten.lift_fresh(x),
     "LiftFreshBackward0_copy": lambda x: aten.lift_fresh_copy(x),
