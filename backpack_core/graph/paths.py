@@ -125,12 +125,6 @@ def losses_without_rule(survey: Survey, roots: Iterable[Edge]) -> set[Call]:
     return set() if is_all else found
 
 
-def leaf_past_losses(survey: Survey, roots: Iterable[Edge]) -> Tensor | None:
-    """A leaf that is reached from the roots past all extended losses; else ``None``."""
-    found = (getattr(edge.node, "variable", None) for edge in _above(survey, roots))
-    return next((leaf for leaf in found if leaf is not None), None)
-
-
 def is_factor(survey: Survey, parameter: Tensor) -> bool:
     """Whether a module's output is multiplied with, or divided by, what a parameter makes.
 
