@@ -18,7 +18,8 @@ from backpack_core.graph import nodes
 from backpack_core.graph.of_weights import Origins
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call
-from backpack_core.record.owner import NO_RUN, OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner, rows_of
+from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner
+from backpack_core.record.run import NO_RUN, rows_of
 
 
 def declared_axis(call: Call) -> int:

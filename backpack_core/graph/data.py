@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from backpack_core._torch import has_memory, is_symbolic, memory_of
 from backpack_core.graph.moves import Numbers, Shape, along, shortened, viewed
 from backpack_core.record.call import Call
-from backpack_core.record.owner import Given, Layout, Run, layout_of, span_of
+from backpack_core.record.run import Given, Run, SampleLayout, layout_of, span_of
 
 
 def of_data(
@@ -188,7 +188,7 @@ class _Data:
         return is_like and not is_symbolic(other)
 
 
-def _seen_through(view: Tensor, layout: Layout, samples: Tensor) -> Numbers:
+def _seen_through(view: Tensor, layout: SampleLayout, samples: Tensor) -> Numbers:
     """The samples of the entries of a view, as of numbers in a memory of the same layout."""
     ends = [layout, layout_of(view, 0)]
     spans = [sum(s * (n - 1) for n, s in zip(e.shape, e.strides, strict=True)) for e in ends]

@@ -21,7 +21,8 @@ from backpack_core.graph.moves import Given, Numbers, Shape, along, are_elsewher
 from backpack_core.graph.of_weights import Origins
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site
-from backpack_core.record.owner import Run, is_parameter
+from backpack_core.record.owner import is_parameter
+from backpack_core.record.run import Run
 
 
 class Owners:

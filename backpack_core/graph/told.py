@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.errors import UsageError
-from backpack_core.record.owner import Run
+from backpack_core.record.run import Run
 
 Samples: TypeAlias = Tensor | Sequence[int | Tensor]
 

@@ -1,4 +1,4 @@
-"""Which extended model a module is part of, and what that model received when it ran.
+"""Which extended model a module is part of, and its runs on each thread.
 
 The model's input tells how many samples there are; what a part receives may have any length.
 """
@@ -6,197 +6,24 @@ The model's input tells how many samples there are; what a part receives may hav
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from threading import get_ident
-from typing import Any, Final, NamedTuple, cast
+from typing import Any, Final
 
-import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack_core import _torch
-from backpack_core._torch import Node, has_memory, hold_address, memory_of, running_calls
+from backpack_core._torch import Node, has_memory, memory_of, running_calls
 from backpack_core.errors import UsageError
+from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run, given_at, layout_of, rows_of
 from backpack_core.record.structure import placed_tensors
 
 OWNER_ATTRIBUTE: Final = "_backpack_owner"
 PATH_ATTRIBUTE: Final = "_backpack_path"  # where a part lies in the model
 
 
-class Layout(NamedTuple):
-    """How a tensor that has samples lies in its memory.
-
-    Attributes:
-        shape: Its shape.
-        strides: Its strides.
-        offset: Where it begins.
-        axis: The axis of the samples; negative if that is unknown.
-    """
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    axis: int
-
-    def axis_in(self, tensor: Tensor) -> int | None:
-        """Which axis of a tensor in the same memory is that of the samples, as strides tell."""
-        if self.axis < 0:
-            return None
-        length, stride = self.shape[self.axis], self.strides[self.axis]
-        ways = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
-        return next((k for k, way in ways if way == (length, stride)), None)
-
-    def is_in_front(self, tensor: Tensor) -> bool:
-        """Whether axis 0 of a tensor in the same memory is that of samples, of some at least."""
-        if self.axis < 0 or not tensor.dim():
-            return False
-        is_along = tensor.stride(0) == self.strides[self.axis]
-        return is_along and len(tensor) <= self.shape[self.axis]
-
-
-def layout_of(tensor: Tensor, axis: int) -> Layout:
-    """The layout of a tensor that has samples on an axis."""
-    return Layout(tuple(tensor.shape), tensor.stride(), cast(int, tensor.storage_offset()), axis)
-
-
-class Given(NamedTuple):
-    """A tensor that an extended model received.
-
-    Attributes:
-        path: The number of the argument, and of the item of a list or dictionary, at each depth.
-        shape: Its shape.
-        span: Its memory, and the first and last number there; see :func:`span_of`.
-        tensor: Returns it, if somebody still holds it.
-        dtype: The type of its numbers.
-    """
-
-    path: tuple[int, ...]
-    shape: tuple[int, ...]
-    span: tuple[int, int, int]
-    tensor: Callable[[], Tensor | None]
-    dtype: torch.dtype
-
-    @property
-    def rows(self) -> int:
-        """The length of axis 0; one of a number."""
-        return self.shape[0] if self.shape else 1
-
-    @property
-    def kind(self) -> tuple[torch.dtype, int]:
-        """The type of its numbers, and how many axes it has."""
-        return self.dtype, len(self.shape)
-
-
-class Run(NamedTuple):
-    """What an extended model received in one run.
-
-    Attributes:
-        sizes: The lengths of axis 0 of its input tensors; one of them is the number of samples.
-        memories: How input tensors, and what layers made of them, lie in their memories.
-        is_distributed: Whether it runs inside of DistributedDataParallel.
-        passed: Objects that keep the memories added by :meth:`pass_on` from being reused.
-        is_inner: Whether any of what it received was computed from parameters or by other models.
-        rows: Which rows of which memory the first of its input tensors is; see :func:`rows_of`.
-        given: Its input tensors.
-        axis: Where samples are said to be in them.
-    """
-
-    sizes: tuple[int, ...]
-    memories: dict[int, Layout]
-    is_distributed: bool
-    passed: list[object]
-    is_inner: bool = False
-    rows: tuple[int, range] | None = None
-    given: tuple[Given, ...] = ()
-    axis: int = 0
-
-    def lists(self, depth: int) -> list[list[Given]]:
-        """Tensors whose paths differ at one depth only: those in a list, or in items of one."""
-        found = defaultdict[tuple[int, ...], list[Given]](list)
-        for given in self.given if len(self.given) > 1 and not self.axis else ():
-            if len(given.path) > depth:
-                found[given.path[:depth] + given.path[depth + 1 :]].append(given)
-        return [several for several in found.values() if len(several) > 1]
-
-    def groups(self, depth: int) -> list[list[Given]]:
-        """The same of one kind each: an index beside them in the list is none of them."""
-        found = []
-        for several in self.lists(depth):
-            for kind in dict.fromkeys(given.kind for given in several):
-                found.append([given for given in several if given.kind == kind])
-        return [group for group in found if len(group) > 1]
-
-    def receives(self, tensors: Iterable[Tensor]) -> int:
-        """Whether any tensor shares memory with the model's input: 1, or 2 if samples are first.
-
-        Samples are first if axis 0 has the same stride in both: a transposed view has another.
-        """
-        found = self._known(tensors)
-        return bool(found) + any(layout.is_in_front(t) for t, layout in found)
-
-    def _known(self, tensors: Iterable[Tensor]) -> list[tuple[Tensor, Layout]]:
-        """Those of some tensors that share a memory, with what is known of that."""
-        given = [*filter(has_memory, tensors)] if self.memories else ()
-        return [(t, self.memories[m]) for t in given if (m := memory_of(t)) in self.memories]
-
-    def pass_on(self, tensors: Iterable[Tensor], results: Iterable[Tensor]) -> None:
-        """Count results without a graph as received, if a layer made them of the model's input.
-
-        A module with a layer rule keeps samples where they are. Others may not: a table of
-        positions is made from the input as well.
-        """
-        axes = [(t, layout.axis_in(t)) for t, layout in self._known(tensors)]
-        for tensor, axis in axes:
-            for result in results if axis is not None else ():
-                lead = slice(0, (axis or 0) + 1)
-                # A view shares memory with the input, and is known by it already.
-                if result.shape[lead] == tensor.shape[lead] and has_memory(result):
-                    self.memories.setdefault(memory_of(result), layout_of(result, axis or 0))
-                    self.passed.append(hold_address(result))
-
-    def shown_by(self, tensors: Sequence[Tensor], stands: Iterable[Tensor]) -> Run:
-        """The same run for a call whose tensors are replaced by stand-ins with other memory."""
-        found = self.receives(tensors)
-        given = [t for t in stands if t.dim() and has_memory(t)] if found else ()
-        axis = 0 if found > 1 else -1
-        return self._replace(memories={memory_of(t): layout_of(t, axis) for t in given})
-
-
-def span_of(tensor: Tensor) -> tuple[int, int, int]:
-    """The memory of a tensor, and the first and last number there that are its own."""
-    first, ways = int(tensor.storage_offset()), zip(tensor.shape, tensor.stride(), strict=True)
-    return memory_of(tensor), first, first + sum((length - 1) * step for length, step in ways)
-
-
-def _given(path: tuple[int, ...], tensor: Tensor) -> Given:
-    return Given(path, tuple(tensor.shape), span_of(tensor), weakref.ref(tensor), tensor.dtype)
-
-
-def rows_of(tensor: Tensor) -> tuple[int, range] | None:
-    """Which rows a tensor is of the one that it is a view of, as ``x[2:4]``, and of what memory.
-
-    ``None`` if axis 0 is another one there, as of ``x[t]``.
-    """
-    if not tensor.dim() or not has_memory(tensor):
-        return None
-    base, memory, count = tensor._base, memory_of(tensor), len(tensor)
-    if base is None:
-        return memory, range(count)
-    if base.dim() < min(2, tensor.dim()):
-        return None  # a flat one has no rows
-    row = base.stride(0)
-    step, rest = divmod(tensor.stride(0), row) if row and row == max(base.stride()) else (0, 1)
-    is_single = count == 1 and base.dim() != tensor.dim()
-    if rest or not step or (is_single and tensor.stride(0) == base.stride(1)):
-        return None
-    first = (tensor.storage_offset() - base.storage_offset()) // row
-    return memory, range(first, first + count * step, step)
-
-
-NO_RUN: Final[Run] = Run((), {}, False, [])
-NO_RUN_OF_RANKS: Final[Run] = Run((), {}, True, [])
 # The runs of extended models by thread, outermost first.
 _running: dict[int, list[tuple[Owner, Run]]] = {}
 _RETURNED: Final = "backpack_returned"
@@ -268,7 +95,7 @@ class Owner:
             rows = rows_of(tensors[0]) if tensors and not axis else None
             is_distributed = _torch.is_distributed(self.module)
             given = (
-                () if axis else tuple(_given(*place) for place in placed if has_memory(place[1]))
+                () if axis else tuple(given_at(*place) for place in placed if has_memory(place[1]))
             )
             run = Run(tuple(sizes), layouts, is_distributed, [], is_inner, rows, given)
         _running.setdefault(get_ident(), _still_running()).append((self, run))
