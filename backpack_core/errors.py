@@ -111,10 +111,11 @@ class ShapeError(BackpackError, ValueError):
 class InternalError(BackpackError, AssertionError):
     """A check of the library on itself failed, and results would be wrong: please report it."""
 
-    def __init__(self, found: str) -> None:
+    def __init__(self, found: str, *more: object) -> None:
         super().__init__(
             f"{found} This is a fault of the library: please report it, with the model and the "
-            "call of backward(). Other extensions, or single ones, may work until it is mended."
+            "call of backward(). Other extensions, or single ones, may work until it is mended.",
+            *more,
         )
 
 

@@ -242,7 +242,7 @@ class FieldSink(Sink):
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
         """Set the attribute, with what earlier chunks of columns gave added."""
         key = id(parameter)
-        value = _combined(self.partial, (extension, key), value)
+        value = _combined(self.partial, (extension, key), value) if self.partial else value
         if value is None or key in self._outside:
             return
         if self._owners.setdefault(key, self._token) is not self._token:

@@ -29,6 +29,8 @@ def tell_parts(survey: Survey) -> None:
     """
     samples, calls = survey.batch_size, dict.fromkeys(call for call, _ in survey.received)
     runs = {id(call.run): call.run for call in calls if not call.run.is_inner}.values()
+    if all(len(run.given) < 2 for run in runs):
+        return
     fresh = [c for c in calls if not (c.rule.is_loss or any(c.edges[:1]) or not c.stored.inputs)]
     deepest = max((len(given.path) for run in runs for given in run.given), default=0)
     readings = list[tuple[int, int | None]]()

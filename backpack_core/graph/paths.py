@@ -116,6 +116,8 @@ def reached_past_losses(survey: Survey, roots: Iterable[Edge]) -> Site | None:
 
 def losses_without_rule(survey: Survey, roots: Iterable[Edge]) -> set[Call]:
     """Calls without a rule that make a loss of what others returned: no module uses the result."""
+    if not any(call.rule.transparent for call, _ in survey.sites):
+        return set()
     sites = map(survey.site_at, _above(survey, roots) if survey.opened else ())
     calls = {site.call for site in sites if site is not None and site.call.rule.transparent}
     found = {call for call in calls if any(call.edges[:1])}
