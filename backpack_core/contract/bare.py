@@ -11,7 +11,7 @@ import threading
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core._torch import version_of
+from backpack_core._torch import memories_of, version_of
 from backpack_core.contract.columns import ApartColumns
 from backpack_core.contract.operands import FactoredColumns
 from backpack_core.contract.parametric import ParametricRule
@@ -19,6 +19,7 @@ from backpack_core.contract.product import DenseProduct, SampleProduct
 from backpack_core.contract.rules import LayerRule
 from backpack_core.record.call import Call, Stored
 from backpack_core.record.state import NO_SETTINGS
+from backpack_core.record.untouched import memories
 from backpack_core.record.view import View
 
 
@@ -31,9 +32,12 @@ class BareRule(ParametricRule):
 
     def apart_product(self, view: View, name: str, columns: ApartColumns) -> SampleProduct:
         """What arrives, in its form."""
-        return (
-            columns.product() if isinstance(columns, FactoredColumns) else DenseProduct(columns.mat)
-        )
+        if not isinstance(columns, FactoredColumns):
+            return DenseProduct(columns.mat)
+        product = columns.product()
+        # Factors may be views of gradients, which autograd hands on.
+        memories(view).update(memories_of(tensor for tensor, _ in product.held()))
+        return product
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         raise AssertionError("nothing lies before a parameter")

@@ -282,6 +282,8 @@ class Owners:
         if not given and (entry := self._entry(node)) is not None:
             return entry
         rows, is_readable = self._received_rows, self._survey.is_readable
+        if nodes.operation_of(node) in nodes.INDEXED and given.get(0, rows) is None:
+            given[0] = self._in_order(node.next_functions[0])
         found = made(node, number, self._telling(node, given), rows, is_readable)
         if found is None and (site := self._site(place)) is not None:
             # No module is known to move samples to another axis.
@@ -302,6 +304,20 @@ class Owners:
         shape = nodes.lengths_of(node, number)
         rows = None if self._origins.of_weights(node) else self._told(shape)
         return found if rows is None else along(rows, 0, shape)
+
+    def _in_order(self, operand: tuple[Node | None, int]) -> Numbers | None:
+        """Of what an index picks from, if nothing else is known: samples one after the other.
+
+        The walk takes it so as well. Without it, as many entries as samples would be taken for one
+        of each.
+        """
+        child, number = operand
+        shape, survey = () if child is None else nodes.lengths_of(child, number), self._survey
+        is_other = survey.is_declared or survey.is_told or survey.depth is not None
+        if is_other or not shape or not survey.batch_size or is_doubtful(shape, survey.batch_size):
+            return None
+        count, rest = divmod(shape[0], survey.batch_size)
+        return None if rest else along(self._samples.repeat_interleave(count), 0, shape)
 
     def _told(self, shape: Shape) -> Tensor | None:
         """What the user said of so many rows, if they are as many as the model received."""

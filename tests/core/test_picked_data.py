@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from backpack_core import backpack, extend
 from backpack_core.extensions import BatchDiagGGNExact, BatchGrad, DiagGGNExact, SumGradSquared
 from tests import oracle
+from tests.cases import Net
 
 N, T, D = 3, 4, 2
 
@@ -159,3 +160,35 @@ def test_a_table_as_long_as_the_batch(count: int, is_module: bool) -> None:
         gradients = torch.autograd.grad(own, [*model.parameters()], retain_graph=True)
         for parameter, expected in zip(model.parameters(), gradients, strict=True):
             oracle.assert_close(vars(parameter)["grad_batch"][n], expected)
+
+
+@pytest.mark.parametrize("is_module", [True, False], ids=["module", "function"])
+@pytest.mark.parametrize("picks", [[0, 1, 2, 7], [1, 6, 7, 8], [0, 8, 3], [5, 4, 4, 2, 9, 0]])
+@pytest.mark.parametrize("body", ["changed", "frozen"])
+def test_rows_that_are_picked_behind_merged_data(
+    body: str, picks: list[int], is_module: bool
+) -> None:
+    """Nothing tells whose the merged rows are but their order: which are picked, does."""
+    torch.manual_seed(0)
+    frozen, head = nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 3)
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        h = x / 2 + 1 if body == "changed" else torch.tanh(net.frozen(x))
+        return net.head(h.flatten(0, 1).sin())  # type: ignore[no-any-return]
+
+    net, x = extend(Net(forward, frozen=frozen, head=head)), torch.randn(2, 5, 3)
+    y, which = torch.randint(3, (len(picks),)), torch.tensor(picks)
+    lossfunc: Any = extend(nn.CrossEntropyLoss()) if is_module else F.cross_entropy
+    loss = lossfunc(net(x)[which], y)
+    with backpack(BatchGrad(), *([BatchDiagGGNExact()] if is_module else [])):
+        loss.backward()
+    for n in range(2):
+        own = which // 5 == n
+        alone = F.cross_entropy(net(x)[which][own], y[own], reduction="sum")
+        grads = torch.autograd.grad(alone / len(picks), [*head.parameters()])
+        for p, grad in zip(head.parameters(), grads, strict=True):
+            oracle.assert_close(p.grad_batch[n], grad)
+        if is_module:
+            rows = net(x)[which][own].softmax(1).detach()
+            diagonal = (rows - rows**2).sum(0) / len(picks)
+            oracle.assert_close(head.bias.diag_ggn_exact_batch[n], diagonal)

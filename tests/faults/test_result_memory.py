@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from backpack_core import backpack, extend
 from backpack_core.extensions import (
     EKFAC,
     KFAC,
@@ -95,7 +96,18 @@ def _recurrent() -> Net:
     return Net(lambda net, x: net.c(net.a(x)[0].flatten(1)), **parts)
 
 
+def _token() -> Net:
+    """What is sent to the token is a part of what the loss sends."""
+    token = nn.Parameter(torch.randn(1, 1, 3))
+    return Net(
+        lambda net, x: torch.cat([net.token.expand(len(x), -1, -1), net.a(x)], 1).sum(1),
+        token=token,
+        a=nn.Linear(3, 3),
+    )
+
+
 NETS: dict[str, Make] = {
+    "token": lambda: (_token(), (2, 3)),
     "mlp": lambda: (mlp(), (3,)),
     "biases": lambda: (nn.Sequential(*mlp(), nn.Identity()), (3,)),
     "branches": lambda: (_branches(), (3,)),
@@ -190,3 +202,16 @@ def test_gradients_beside_columns_in_chunks() -> None:
     data = torch.randn(1, 1, 2), torch.randn(1, 2, 2)
     problem = Problem(nn.Sequential(Token()), data[:1], nn.MSELoss(reduction="sum"), data[1])
     check_memory(problem, BatchGrad(), DiagGGNExact(chunk_size=2))
+
+
+def test_what_autograd_returns_is_no_part_of_a_result() -> None:
+    """Of one sample, the gradient of a token is a view of what was sent to it."""
+    token = nn.Parameter(torch.randn(1, 1, 1))
+    net: Any = extend(
+        Net(lambda net, x: torch.cat([net.token.expand(len(x), -1, -1), x], 1), token=token)
+    )
+    with backpack(BatchGrad()):
+        (gradient,) = torch.autograd.grad(net(torch.randn(1, 1, 1)).square().sum(), [net.token])
+    expected = net.token.grad_batch.clone()
+    gradient.fill_(torch.nan)
+    assert torch.equal(net.token.grad_batch, expected)

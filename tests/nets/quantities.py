@@ -52,7 +52,7 @@ def owner(truth: Truth, name: str) -> str:
 def divisor(truth: Truth, options: Settings) -> float:
     """What the loss divides by, as it is told or as its modules say."""
     told = options["normaliser"]
-    return truth.losses.normaliser or 1.0 if told == "loss" else told or 1.0
+    return truth.normaliser or 1.0 if told == "loss" else told or 1.0
 
 
 def bound(truth: Truth, options: Settings) -> float:

@@ -77,6 +77,7 @@ class Truth:
         gradients: The gradient that ``backward()`` leaves, for every parameter that has one.
         parameters: Those parameters, of a copy of the net.
         traps: What makes some quantities meaningless, see :mod:`tests.nets.scope`.
+        normaliser: What the sum of all terms divides by, if that is a number.
     """
 
     def __init__(self, recipe: Recipe, net: DrawnNet, losses: Losses) -> None:
@@ -100,6 +101,8 @@ class Truth:
         whole = self._forward(self.inputs)
         self.net.watches = frozenset()
         loss = self._loss(whole)
+        # Later, each term is of leaves that ask for a gradient, also one of the data alone.
+        self.normaliser = self.losses.normaliser
         self.traps = traps(recipe, self.net, self.losses, loss)
         if "mixing" in self.traps and recipe.plan.passes == "told":
             raise Unstable("Rows of one sample may mix.")

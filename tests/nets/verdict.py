@@ -105,7 +105,7 @@ class Prepared:
         quantity, found = QUANTITIES[request.name], {}
         if not has_value(quantity.family, quantity.is_sum, request.options, self.truth.traps):
             return None
-        if request.options.get("normaliser") == "loss" and self.truth.losses.normaliser is None:
+        if request.options.get("normaliser") == "loss" and self.truth.normaliser is None:
             return None
         for name in self.truth.parameters:
             value = quantity.expected(self.truth, name, request.options).detach()
