@@ -18,6 +18,7 @@ for _name in (
     "derivatives",
     "in_place",
     "traps",
+    "rows",
     "heads",
 ):
     import_module(f"tests.nets.{_name}")
