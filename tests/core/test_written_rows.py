@@ -169,5 +169,5 @@ def test_rows_of_nobody_that_are_picked(name: str, k: int, others: list[int]) ->
         with backpack(BatchGrad()):
             value.backward()
     except (SampleMixingError, ShapeError):
-        return  # whose they are is not known: they may be padding of the sample that the others have
+        return  # whose they are is not known: they may be padding of the other's sample
     oracle.assert_close(model.o.bias.grad_batch, expected)

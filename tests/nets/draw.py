@@ -124,6 +124,8 @@ class Draft:
             raise Unfit
         latest = 0.9 if self.is_tame else 0.6
         first = numbers[-1] if self.random.random() < latest else self.random.choice(numbers)
+        if "source" in kind.traits and self.random.random() < 0.5:
+            first = numbers[0]
         if kind.arity == 1:
             return (first,)
         others = [n for n in numbers if n != first or self.random.random() < 0.1]

@@ -62,9 +62,13 @@ class DrawnNet(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         values = dict(zip(self.sources, inputs, strict=True))
         for step in self.steps:
-            values.update(self.execute(step, values))
-            if self.watches & KINDS[step.kind].traits:
-                before, after = values[step.inputs[0]], values[step.outputs[0]]
+            is_watched = bool(self.watches & KINDS[step.kind].traits)
+            before = values[step.inputs[0]]
+            if is_watched and step.part and not before.requires_grad:
+                before = before.detach().requires_grad_()  # so that it can be asked what reaches it
+            values.update(self.execute(step, {**values, step.inputs[0]: before}))
+            if is_watched:
+                after = values[step.outputs[0]]
                 self.watched.append((step, before, after))
                 self.has_shared |= after is before and sum(v is before for v in values.values()) > 2
         return tuple(values[name] for name in self.results)
