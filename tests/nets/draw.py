@@ -273,6 +273,7 @@ def draw(seed: int) -> Prepared:
             terms = draw_terms(draft)
             requests = draw_requests(random, draft, terms)
             plan = draw_plan(draft, requests)
+            plan = replace(plan, is_inside=random.random() < 0.05)
             return Prepared(draft.recipe.with_(terms=terms, requests=requests, plan=plan))
         except (Unfit, Unstable):
             continue
@@ -305,6 +306,7 @@ def draw_with_trap(seed: int) -> Prepared:
                 terms, plan = trap_the_loss(draft, terms)
             elif random.random() < 0.2:
                 plan = Plan(random.choice(["after_interruption", "after_failure", "after_another"]))
+            plan = replace(plan, is_inside=random.random() < 0.1)
             return Prepared(draft.recipe.with_(terms=terms, requests=requests, plan=plan))
         except (Unfit, Unstable):
             continue

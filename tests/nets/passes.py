@@ -66,6 +66,19 @@ def budget(size: int) -> Iterator[None]:
         set_memory_budget(before)
 
 
+class Whole(nn.Module):
+    """A model that returns its loss."""
+
+    def __init__(self, net: DrawnNet, losses: Losses) -> None:
+        super().__init__()
+        self.net, self.losses = net, losses
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        values = dict(zip(self.net.results, self.net(*inputs), strict=True))
+        found: Tensor = self.losses.forward(values, trained(self.net))
+        return found
+
+
 class Run:
     """Extended copies of a net and its losses, and the passes through them.
 
@@ -78,9 +91,10 @@ class Run:
     def __init__(self, recipe: Recipe, net: DrawnNet, losses: Losses, names: Iterable[str]) -> None:
         self.recipe = recipe
         self.names = list(names)
-        self.net = extend(copy.deepcopy(net))
-        self.losses = copy.deepcopy(losses)
-        for module in self.losses.extendable():
+        self.net, self.losses = copy.deepcopy(net), copy.deepcopy(losses)
+        self.whole = Whole(self.net, self.losses)
+        is_inside = recipe.plan.is_inside
+        for module in [self.whole] if is_inside else [self.net, *self.losses.extendable()]:
             extend(module)
         self.creates_graph = False
         self.used: dict[str, Tensor] = {}
@@ -111,12 +125,10 @@ class Run:
         inputs = fresh(data(self.recipe, variant))
         torch.manual_seed(self.recipe.seed)
         self.losses.seed = self.recipe.seed + variant
-        if weights is None:
-            outputs = self.net(*inputs)
-        else:
-            outputs = functional_call(self.net, dict(weights), tuple(inputs))
-        values = dict(zip(self.net.results, outputs, strict=True))
-        result: Tensor = self.losses(values, trained(self.net))
+        given = {f"net.{name}": weight for name, weight in (weights or {}).items()}
+        result: Tensor = (
+            functional_call(self.whole, given, tuple(inputs)) if given else self.whole(*inputs)
+        )
         return result
 
     def backward(self, loss: Tensor, extensions: Sequence[Extension]) -> None:

@@ -106,16 +106,19 @@ class Plan:
         budget: Memory budget in bytes; zero for the default.
         hook_acts_at: The call of the extension hook at which something happens, in some passes.
         outer: A function of the sum of all terms; empty for none.
+        is_inside: Whether the model returns its loss, as one module.
     """
 
     passes: str = "single"
     budget: int = 0
     hook_acts_at: int = 1
     outer: str = ""
+    is_inside: bool = False
 
     def __str__(self) -> str:
         budget = f", budget {self.budget}" if self.budget else ""
-        return f"passes: {self.passes}{budget}, hook acts at call {self.hook_acts_at}"
+        inside = ", loss inside" if self.is_inside else ""
+        return f"passes: {self.passes}{budget}{inside}, hook acts at call {self.hook_acts_at}"
 
 
 @dataclass(frozen=True)
