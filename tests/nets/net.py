@@ -31,13 +31,20 @@ def generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed((seed * 1_000_003 + crc32(name.encode())) % 2**62)
 
 
-def data(recipe: Recipe, variant: int = 0) -> list[Tensor]:
-    """The inputs of the net. Other variants are other numbers, with one more sample."""
-    inputs = []
+def data(recipe: Recipe, variant: int = 0, more: int = 0) -> list[Any]:
+    """The inputs of the net. Other variants are other numbers; there may be more samples."""
+    inputs = list[Any]()
     for name, source in recipe.sources.items():
         random = generator(recipe.seed + variant, name)
-        shape = (recipe.batch + variant, *source.shape)
-        if source.tokens:
+        shape = (recipe.batch + more, *source.shape)
+        if source.lengths:
+            lengths = [source.lengths[n % len(source.lengths)] for n in range(shape[0])]
+            items = [
+                torch.randn(length, *source.shape, generator=random, dtype=torch.float64)
+                for length in lengths
+            ]
+            inputs.append(items)
+        elif source.tokens:
             inputs.append(torch.randint(0, source.tokens, shape, generator=random))
         else:
             x = torch.randn(shape, generator=random, dtype=torch.float64)

@@ -115,14 +115,17 @@ class Run:
             parameter.grad = None
             parameter.__dict__.clear()
 
-    def loss(self, variant: int = 0, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    def loss(
+        self, variant: int = 0, more: int = 0, weights: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         """A forward pass.
 
         Args:
             variant: Others have other data.
+            more: How many more samples there are.
             weights: Used in place of the net's parameters.
         """
-        inputs = fresh(data(self.recipe, variant))
+        inputs = fresh(data(self.recipe, variant, more))
         torch.manual_seed(self.recipe.seed)
         self.losses.seed = self.recipe.seed + variant
         given = {f"net.{name}": weight for name, weight in (weights or {}).items()}
@@ -181,9 +184,20 @@ def single(run: Run, extensions: Sequence[Extension]) -> None:
 @listed
 def after_another(run: Run, extensions: Sequence[Extension]) -> None:
     """Behind a pass over other data, one sample more."""
-    run.backward(run.loss(variant=1), extensions)
+    run.backward(run.loss(1, 1), extensions)
     run.net.zero_grad()
     single(run, extensions)
+
+
+@listed
+def unmeasured(run: Run, extensions: Sequence[Extension]) -> None:
+    """Behind passes over other data, which take other ways through the net; nothing is measured."""
+    for variant in (1, 2, 3):
+        run.backward(run.loss(variant), extensions)
+        run.net.zero_grad()
+    loss = run.loss()
+    with backpack(*extensions, check="never"):
+        loss.backward()
 
 
 @listed
@@ -329,7 +343,7 @@ def with_updates(run: Run, extensions: Sequence[Extension]) -> None:
 def around_another(run: Run, extensions: Sequence[Extension]) -> None:
     """The extension hook runs a backward pass through another net."""
     other = Run(run.recipe, run.net, run.losses, run.names)
-    loss, inner = run.loss(), other.loss(variant=1)
+    loss, inner = run.loss(), other.loss(1, 1)
     with backpack(*extensions, extension_hook=run.countdown(inner.backward)):
         loss.backward()
 

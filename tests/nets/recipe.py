@@ -23,13 +23,17 @@ class Source:
         shape: Of one sample.
         tokens: Number of different tokens; zero for real numbers.
         requires_grad: Whether it is a leaf that wants a gradient.
+        lengths: Of one tensor for each sample, in a list; empty where samples are on axis 0.
     """
 
     shape: Shape
     tokens: int = 0
     requires_grad: bool = False
+    lengths: tuple[int, ...] = ()
 
     def __str__(self) -> str:
+        if self.lengths:
+            return f"a list of numbers, [L, {', '.join(map(str, self.shape))}], L = {self.lengths}"
         what = f"one of {self.tokens} tokens" if self.tokens else "a number"
         leaf = ", requires_grad" if self.requires_grad else ""
         return f"{what}, [N, {', '.join(map(str, self.shape))}]{leaf}"

@@ -145,3 +145,38 @@ def _written_by_function(settings: Settings, x: Tensor) -> Tensor:
 
 function("written", _written_by_function, _draw_written, weight=5, traits="trap whole")
 module("Written", _make_loop, _draw_written, _written, weight=5, traits="trap whole")
+
+
+class Sine(nn.Module):
+    """An activation without a rule."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x)
+
+
+class Experts(nn.Module):
+    """Each token goes to one of three layers, and through an activation that these share."""
+
+    def __init__(self, width: int, act: nn.Module) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(width, width) for _ in range(3)])
+        self.act = act
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, x.shape[-1])
+        out, chosen = torch.zeros_like(tokens), (9 * tokens.detach()[:, 0]).long() % 3
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            if len(rows):
+                out = out.index_add(0, rows, self.act(expert(tokens[rows])))
+        return out.view_as(x)
+
+
+ACTS: dict[str, Callable[[], nn.Module]] = {"Sine": Sine, "Tanh": nn.Tanh, "GELU": nn.GELU}
+module(
+    "Experts",
+    lambda s, shapes: Experts(shapes[0][-1], ACTS[s["act"]]()),
+    lambda random, shapes: {"act": random.choice(["Sine", "Sine", "Tanh", "GELU"])},
+    weight=4,
+    traits="trap",
+)
