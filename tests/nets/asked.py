@@ -201,5 +201,7 @@ def draw_plan(draft: Draft, requests: tuple[Request, ...]) -> Plan:
         passes = "single"  # whose norms are meant is a matter of its own
     if passes == "told" and any("subsampling" in r.options for r in requests):
         passes = "single"  # these are numbers of rows
+    if passes == "told" and any(source.lengths for source in draft.recipe.sources.values()):
+        passes = "single"  # an index has an entry for each tensor, then
     budget = random.choice([1, 64, 300, 2000]) if random.random() < 0.4 else 0
     return Plan(passes, budget, random.randint(1, 6))

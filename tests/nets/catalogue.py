@@ -19,6 +19,7 @@ for _name in (
     "in_place",
     "traps",
     "rows",
+    "bags",
     "heads",
 ):
     import_module(f"tests.nets.{_name}")

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.nets.asked import draw_plan, draw_requests, draw_terms, trap_the_loss
 from tests.nets.catalogue import KINDS
 from tests.nets.kinds import Kind, Unfit
-from tests.nets.net import DrawnNet, Values, build, data
+from tests.nets.net import DrawnNet, Values, build, data, shape_of
 from tests.nets.recipe import Plan, Recipe, Shape, Source, Step
 from tests.nets.truth import Unstable, fresh
 from tests.nets.verdict import Prepared
@@ -52,12 +52,17 @@ class Draft:
     @property
     def numbers(self) -> list[str]:
         """Names of the values that are real numbers."""
-        found = self.values.items()
-        return [n for n, v in found if v.is_floating_point() and len(v) == self.batch]
+        tensors = [(n, v) for n, v in self.values.items() if n not in self.lists]
+        return [n for n, v in tensors if v.is_floating_point() and len(v) == self.batch]
+
+    @property
+    def lists(self) -> list[str]:
+        """Names of the inputs with one tensor for each sample."""
+        return [name for name, source in self.recipe.sources.items() if source.lengths]
 
     def shape(self, name: str) -> Shape:
         """Shape of a value without the batch axis."""
-        return tuple(self.values[name].shape[1:])
+        return shape_of(self.values[name])
 
     def draw_step(self) -> None:
         """Try steps until one fits."""
@@ -104,23 +109,29 @@ class Draft:
         return Step(kind.name, inputs, (), settings, part)
 
     def _kind(self) -> Kind:
-        unread = [n for n, v in self.values.items() if not v.is_floating_point()]
-        wants_tokens = (bool(unread) and self.random.random() < 0.12) or not self.numbers
+        wants_items = bool(self.lists) and (self.random.random() < 0.1 or not self.numbers)
+        wants_tokens = bool(self._tokens) and (self.random.random() < 0.12 or not self.numbers)
+        wants_tokens &= not wants_items
         strict = self.is_smooth and self.random.random() < 0.97
         kinds = [
             kind
             for kind in KINDS.values()
             if ("tokens" in kind.traits) == wants_tokens
+            and ("items" in kind.traits) == wants_items
             and not kind.traits & {"trap", "head"}
             and ("hessian" in kind.traits or not strict)
             and (not self.is_tame or kind.is_tame)
         ]
         return self.random.choices(kinds, [kind.weight for kind in kinds])[0]
 
+    @property
+    def _tokens(self) -> list[str]:
+        tensors = [(n, v) for n, v in self.values.items() if n not in self.lists]
+        return [n for n, v in tensors if not v.is_floating_point()]
+
     def _inputs(self, kind: Kind) -> tuple[str, ...]:
-        if "tokens" in kind.traits:
-            names = [n for n, v in self.values.items() if not v.is_floating_point()]
-            return (self.random.choice(names),)
+        if kind.traits & {"tokens", "items"}:
+            return (self.random.choice(self._tokens if "tokens" in kind.traits else self.lists),)
         numbers = self.numbers
         if not numbers:
             raise Unfit
@@ -140,7 +151,7 @@ class Draft:
     def _options(self, kind: Kind, inputs: tuple[str, ...]) -> dict[str, Any]:
         """What any step may have besides the settings of its kind."""
         options: dict[str, Any] = {}
-        if self.is_tame:
+        if self.is_tame or "items" in kind.traits:
             return options
         if kind.name == "Linear" and self.random.random() < 0.15:
             options.update(self._tied(self.shape(inputs[0])[-1]))
@@ -170,7 +181,10 @@ class Draft:
             raise Unfit
         step = self.random.choice(steps)
         shape = self.shape(step.inputs[0])
-        fitting = [n for n in self.values if self.shape(n) == shape]
+        are_lists = step.inputs[0] in self.lists
+        fitting = [
+            n for n in self.values if self.shape(n) == shape and (n in self.lists) == are_lists
+        ]
         return Step(step.kind, (self.random.choice(fitting),), (), step.settings, step.part)
 
     def accept(self, step: Step) -> bool:
@@ -224,7 +238,8 @@ class Draft:
             values: Values = dict(zip(net.sources, fresh(data(self.recipe)), strict=True))
             for step in self.recipe.steps:
                 values.update(net.execute(step, values))
-            total = [v.sum() for v in values.values() if v.requires_grad]
+            made = [v for n, v in values.items() if n not in self.lists]
+            total = [v.sum() for v in made if v.requires_grad]
             if total:
                 torch.stack(total).sum().backward()
         except RuntimeError:
@@ -241,6 +256,8 @@ def draw_sources(random: Random, length: int = 0) -> dict[str, Source]:
     """
     sources = {}
     families = ["flat", "flat", "sequence", "sequence", "sequence", "image", "image", "tokens"]
+    families *= 1 if length else 2
+    families += [] if length else ["items"]
     for number in range(random.choice([1, 1, 1, 2])):
         family = "sequence" if length and random.random() < 0.6 else random.choice(families)
         requires_grad = not length and random.random() < 0.05
@@ -253,6 +270,10 @@ def draw_sources(random: Random, length: int = 0) -> dict[str, Source]:
             shape = (random.randint(1, 3), random.randint(3, 4), random.randint(3, 4))
         else:
             shape = (positions,)
+        if family == "items":
+            lengths = tuple(random.randint(1, 4) for _ in range(5))
+            sources[f"x{number}"] = Source((random.randint(2, 4),), lengths=lengths)
+            continue
         tokens = 4 if family == "tokens" else 0
         sources[f"x{number}"] = Source(shape, tokens, requires_grad and not tokens)
     return sources

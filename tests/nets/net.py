@@ -21,6 +21,11 @@ from tests.nets.recipe import Recipe, Step
 Values = dict[str, Tensor]
 
 
+def shape_of(value: Any) -> tuple[int, ...]:
+    """Shape of a value, or of each of several, without axis 0."""
+    return tuple((value if isinstance(value, Tensor) else value[0]).shape[1:])
+
+
 def by_sample(value: Tensor, batch: int) -> Tensor:
     """A value with samples in front, ``[N · T, *]`` as ``[N, T, *]``."""
     return value if len(value) == batch else value.unflatten(0, (batch, -1))
@@ -105,7 +110,7 @@ class DrawnNet(nn.Module):
         make = KINDS[step.kind].make
         if make is None or self.part(step) is not None:
             return
-        shapes = tuple(tuple(values[name].shape[1:]) for name in step.inputs)
+        shapes = tuple(shape_of(values[name]) for name in step.inputs)
         part = make(step.settings, shapes)
         if isinstance(part, nn.Parameter):
             self.register_parameter(step.part, part)
