@@ -60,7 +60,9 @@ def _head(draft: Draft) -> str:
     name = names[-1] if draft.random.random() < latest else draft.random.choice(names)
     part = f"head{len(draft.recipe.steps)}"
     has_parts = any(step.part for step in draft.recipe.steps) and not draft.is_frozen
-    if not draft.is_tame and len(draft.shape(name)) > 1 and draft.random.random() < 0.35:
+    # One entry of a loss for each item says that items are samples.
+    may_merge = not (draft.is_tame or any(s.lengths for s in draft.recipe.sources.values()))
+    if may_merge and len(draft.shape(name)) > 1 and draft.random.random() < 0.35:
         settings = KINDS["MergedHead"].draw(draft.random, (draft.shape(name),))
         return _append(draft, Step("MergedHead", (name,), (), settings, part))
     if size(draft.shape(name)) > OUTPUTS or draft.random.random() < 0.3 or not has_parts:

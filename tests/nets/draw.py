@@ -43,7 +43,7 @@ class Draft:
         self.batch = random.choice([1, 2, 2, 3, 3, 3, 4, 5])
         if is_tame and random.random() < 0.8:
             self.batch = max(self.batch, 2)
-        self.recipe = Recipe(seed, self.batch, draw_sources(random, self.batch if is_tame else 0))
+        self.recipe = Recipe(seed, self.batch, draw_sources(random, self.batch, is_tame))
         self.net = DrawnNet(self.recipe)
         self.values: Values = dict(zip(self.recipe.sources, data(self.recipe), strict=True))
         self.is_smooth = random.random() < 0.25
@@ -247,17 +247,17 @@ class Draft:
         return True
 
 
-def draw_sources(random: Random, length: int = 0) -> dict[str, Source]:
+def draw_sources(random: Random, batch: int = 0, is_tame: bool = False) -> dict[str, Source]:
     """One or two inputs.
 
     Args:
         random: Where choices come from.
-        length: A length that sequences have more often than others.
+        batch: The number of samples.
+        is_tame: Whether sequences have this length more often than others.
     """
-    sources = {}
+    sources, length = {}, batch if is_tame else 0
     families = ["flat", "flat", "sequence", "sequence", "sequence", "image", "image", "tokens"]
-    families *= 1 if length else 2
-    families += [] if length else ["items"]
+    families += [] if is_tame or batch < 2 else ["items"]  # one tensor is no list of samples
     for number in range(random.choice([1, 1, 1, 2])):
         family = "sequence" if length and random.random() < 0.6 else random.choice(families)
         requires_grad = not length and random.random() < 0.05
