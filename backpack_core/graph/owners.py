@@ -389,7 +389,8 @@ class Owners:
         if numbers is not None and numbers.shape[count:].numel() == 1:
             return numbers.reshape(*numbers.shape[:count], *[1] * (len(shape) - count))
         is_table = nodes.operation_of(node) in nodes.GATHERS and count < 2
-        if is_table or (data is not None and bool((data == data[:1]).all())):
+        is_even = data is not None and (not data.dim() or bool((data == data[:1]).all()))
+        if is_table or is_even:
             return None  # it may be as long by chance; a first state of zeros says nothing
         (axis, *others) = {run.axis for run in self._runs} or {0}
         return None if others else self._of_data(shape, axis)

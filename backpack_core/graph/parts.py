@@ -37,11 +37,13 @@ def tell_parts(survey: Survey) -> None:
     for depth in range(deepest):
         counts = {len(group) for run in runs for group in run.groups(depth)}
         readings += [(n, depth) for n in counts if len(counts) == 1 and _ends(survey, n)]
+    readings = [reading for reading in readings if _may_be(survey, fresh, *reading)]
+    _read(survey, samples, None)
     lengths = [(call, lengths_of(call)) for call in fresh]
     ragged = [call for call, known in lengths if len(known) > 1 and samples in known]
     if not (readings or ragged):
         return
-    if not any(_fits(survey, fresh, *reading) for reading in (*readings, (samples, None))):
+    if not any(_fits(survey, *reading) for reading in (*readings, (samples, None))):
         given = {given.shape[0] for run in runs for given in run.given if given.shape}
         count = readings[0][0] if readings else samples
         if count not in given:  # nothing else is as many
@@ -50,22 +52,29 @@ def tell_parts(survey: Survey) -> None:
             survey.faults.append((faults.ragged(ragged[0]), None))
 
 
-def _fits(survey: Survey, fresh: list[Call], samples: int, depth: int | None) -> bool:
-    """Whether samples are at the ends one after the other, if they are what is said.
-
-    Args:
-        survey: What is known about the graph; what is said is noted there.
-        fresh: Calls of modules that received data.
-        samples: How many there are.
-        depth: At which depth of what models received each item is one sample's, if any is.
-    """
+def _read(survey: Survey, samples: int, depth: int | None) -> None:
+    """Say how many samples there are, and at which depth each item is one, if any is."""
     survey.batch_size, survey.depth, survey.numbers = samples, depth, {}
+
+
+def _may_be(survey: Survey, fresh: list[Call], samples: int, depth: int | None) -> bool:
+    """Whether modules have received something of each item, as far as that is known."""
+    _read(survey, samples, depth)
+    owners = Owners(survey)
+    known = [numbers for call in fresh if (numbers := owners.of_input(call)) is not None]
+    if not known or len(known) < len(fresh):
+        return True
+    return torch.arange(samples, device="cpu").equal(
+        torch.cat([*map(torch.flatten, known)]).unique()
+    )
+
+
+def _fits(survey: Survey, samples: int, depth: int | None) -> bool:
+    """Whether samples are at the ends one after the other, if they are what is said."""
+    _read(survey, samples, depth)
     if depth is None and any(n != samples for _, n in _losses(survey)):
         return False
     owners, every = Owners(survey), torch.arange(samples, device="cpu")
-    known = [n.flatten() for call in fresh if (n := owners.of_input(call)) is not None]
-    if depth is not None and known and not every.equal(torch.cat(known).unique()):
-        return False  # which saves to look at the ends
     ends = [owners.numbers_at(end) for end in _ends(survey, samples)]
     survey.numbers = {}
     return bool(ends) and all(_are(numbers, every) for numbers in ends)

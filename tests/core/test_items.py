@@ -226,6 +226,33 @@ def test_something_that_all_share(samples: int, rows: int, is_list: bool) -> Non
             oracle.assert_close(vars(parameter)["grad_batch"][n], expected)
 
 
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+@pytest.mark.parametrize("samples", [1, 2, 3])
+@pytest.mark.parametrize("used", range(2))
+def test_an_argument_that_is_not_used(used: int, samples: int, length: int) -> None:
+    """Two arguments, and two merged rows of one of them: these are none of the other."""
+    net: Any = Net(lambda net, *given: net.a(given[used].flatten(0, 1)), a=nn.Linear(D, C))
+    model = extend(net.double())
+    given = [torch.randn(samples, length, D).double() for _ in range(2)]
+    rows = model(*given)
+    y = torch.randint(C, (len(rows),))
+    with backpack(BatchGrad(), DiagGGNExact(), BatchDiagGGNExact()):
+        extend(nn.CrossEntropyLoss(reduction="sum"))(rows, y).backward()
+    total: Any = 0
+    for n, label in enumerate(y.split(length)):
+        z = model.a(given[used][n])
+        (own,) = torch.autograd.grad(
+            F.cross_entropy(z, label, reduction="sum"), model.a.weight, retain_graph=True
+        )
+        oracle.assert_close(model.a.weight.grad_batch[n], own)
+        p = z.softmax(1).detach()
+        diagonal = torch.einsum("tc,ti->ci", p * (1 - p), given[used][n].square())
+        oracle.assert_close(model.a.weight.diag_ggn_exact_batch[n], diagonal)
+        total = total + diagonal
+    assert len(model.a.weight.grad_batch) == samples
+    oracle.assert_close(model.a.weight.diag_ggn_exact, total)
+
+
 @pytest.mark.parametrize("samples", [2, 3, 4])
 def test_views_of_the_same_samples_that_are_joined(samples: int) -> None:
     """Row ``n`` of each is of sample ``n``, whatever operation joined them."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack_core import backpack, extend
-from backpack_core.errors import SampleMixingError
+from backpack_core.errors import SampleMixingError, ShapeError
 from backpack_core.extensions import BatchGrad
 from tests import oracle
 from tests.cases import Net
@@ -146,3 +146,28 @@ def test_a_state_that_goes_from_sample_to_sample(name: str, is_module: bool) -> 
     value = lossfunc(extend(model)(x), torch.arange(5) % C)
     with pytest.raises(SampleMixingError), backpack(BatchGrad()):
         value.backward()
+
+
+@pytest.mark.parametrize("others", [[1], [0, 1], [1, 1, 2], [0, 0, 0, 1]])
+@pytest.mark.parametrize("k", range(N))
+@pytest.mark.parametrize("name", [name for name in WRITE if name != "a token"])
+def test_rows_of_nobody_that_are_picked(name: str, k: int, others: list[int]) -> None:
+    """They may belong to the samples of their places, so not to the one that the others are of."""
+
+    def forward(net: Any, x: Tensor) -> Tensor:
+        return net.o(torch.tanh(WRITE[name](net, torch.tanh(net.a(x)), k)))  # type: ignore[no-any-return]
+
+    model: Any = Net(forward, a=nn.Linear(D, D), o=nn.Linear(D, C))
+    model.table = nn.Parameter(torch.randn(T, D))
+    x, picks = torch.randn(N, T, D), [(k + other) % N for other in others]
+    terms, bias = model(x).square().flatten(1).sum(1), model.o.bias
+    own = [torch.autograd.grad(term, bias, retain_graph=True)[0] for term in terms]
+    expected = torch.stack([own[n] * picks.count(n) for n in range(N)])
+    picked = extend(model)(x)[picks]
+    value = extend(nn.MSELoss(reduction="sum"))(picked, torch.zeros_like(picked))
+    try:
+        with backpack(BatchGrad()):
+            value.backward()
+    except (SampleMixingError, ShapeError):
+        return  # whose they are is not known: they may be padding of the other's sample
+    oracle.assert_close(model.o.bias.grad_batch, expected)

@@ -60,7 +60,9 @@ def _head(draft: Draft) -> str:
     name = names[-1] if draft.random.random() < latest else draft.random.choice(names)
     part = f"head{len(draft.recipe.steps)}"
     has_parts = any(step.part for step in draft.recipe.steps) and not draft.is_frozen
-    if not draft.is_tame and len(draft.shape(name)) > 1 and draft.random.random() < 0.35:
+    # One entry of a loss for each item says that items are samples.
+    may_merge = not (draft.is_tame or any(s.lengths for s in draft.recipe.sources.values()))
+    if may_merge and len(draft.shape(name)) > 1 and draft.random.random() < 0.35:
         settings = KINDS["MergedHead"].draw(draft.random, (draft.shape(name),))
         return _append(draft, Step("MergedHead", (name,), (), settings, part))
     if size(draft.shape(name)) > OUTPUTS or draft.random.random() < 0.3 or not has_parts:
@@ -129,14 +131,17 @@ def trap_the_loss(draft: Draft, terms: tuple[Term, ...]) -> tuple[tuple[Term, ..
         Unfit: The trap that was chosen needs other losses.
     """
     random, first = draft.random, terms[0]
-    trap = random.choice(["beside", "beside", "outer", "merged", "logsumexp"])
+    trap = random.choice(["beside", "beside", "module", "module", "outer", "merged", "logsumexp"])
     if trap == "outer":
         return terms, Plan(outer=random.choice([name for name in OUTER if name]))
-    if trap == "beside":
-        beside = Term(first.value, random.choice(sorted(BESIDE)), scale=0.3)
+    if trap in {"beside", "module"}:
+        kinds = sorted(k for k in BESIDE if trap == "beside" or BESIDE[k].trap != "weights")
+        beside = Term(first.value, random.choice(kinds), scale=0.3, part="own")
         if beside.kind == "contrastive" and size(draft.shape(first.value)) == 1:
             raise Unfit  # numbers of length one have no direction
-        return random.choice([(*terms, beside), (beside, *terms)]), Plan()
+        if trap == "beside":
+            return random.choice([(*terms, beside), (beside, *terms)]), Plan()
+        return _with_own_module(random, terms, replace(beside, settings={"module": True}))
     if trap == "logsumexp":
         settings = {**first.settings, "reduction": "none"}
         return (replace(first, settings=settings, by_hand="logsumexp"), *terms[1:]), Plan()
@@ -144,6 +149,16 @@ def trap_the_loss(draft: Draft, terms: tuple[Term, ...]) -> tuple[tuple[Term, ..
     if is_flat or first.kind != "CrossEntropy" or "soft" in first.settings:
         raise Unfit
     return (replace(first, settings={**first.settings, trap: True}), *terms[1:]), Plan()
+
+
+def _with_own_module(
+    random: Random, terms: tuple[Term, ...], own: Term
+) -> tuple[tuple[Term, ...], Plan]:
+    """A loss module without a rule: alone, a root or a multiple of it, or beside the others."""
+    if random.random() < 0.3:
+        return (*terms, own), Plan()
+    outer = random.choice([name for name in OUTER if name]) if random.random() < 0.3 else ""
+    return (replace(own, scale=random.choice([1.0, 1.0, 3.0])),), Plan(outer=outer)
 
 
 def _names(random: Random, draft: Draft, terms: tuple[Term, ...]) -> list[str]:
@@ -188,5 +203,7 @@ def draw_plan(draft: Draft, requests: tuple[Request, ...]) -> Plan:
         passes = "single"  # whose norms are meant is a matter of its own
     if passes == "told" and any("subsampling" in r.options for r in requests):
         passes = "single"  # these are numbers of rows
+    if passes == "told" and any(source.lengths for source in draft.recipe.sources.values()):
+        passes = "single"  # an index has an entry for each tensor, then
     budget = random.choice([1, 64, 300, 2000]) if random.random() < 0.4 else 0
     return Plan(passes, budget, random.randint(1, 6))

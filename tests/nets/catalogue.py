@@ -18,6 +18,8 @@ for _name in (
     "derivatives",
     "in_place",
     "traps",
+    "rows",
+    "bags",
     "heads",
 ):
     import_module(f"tests.nets.{_name}")

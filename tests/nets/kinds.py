@@ -35,11 +35,13 @@ class Kind:
         make: Makes the module or parameter; ``None`` for functions.
         arity: Number of values that it reads.
         weight: How often it is drawn.
-        traits: ``"tokens"`` reads indices; ``"matching"`` reads values of one shape; ``"in_place"``
-            writes into its first input; ``"random"`` draws random numbers in the forward pass;
+        traits: ``"tokens"`` reads indices; ``"items"`` reads a list with a tensor for
+            each sample; ``"matching"`` reads values of one shape; ``"in_place"`` writes into its
+            first input; ``"random"`` draws random numbers in the forward pass;
             ``"hessian"`` may have second derivatives; ``"mixing"`` lets samples influence each
-            other; ``"trap"`` is drawn only where a trap is asked for; ``"head"`` is drawn for
-            losses only, and may give several entries of axis 0 for each sample.
+            other; ``"trap"`` is drawn only where a trap is asked for; ``"source"`` reads an input
+            of the net as often as another value; ``"head"`` is drawn for losses only, and may give
+            several entries of axis 0 for each sample.
     """
 
     name: str

@@ -40,17 +40,39 @@ class LossKind:
 
 
 class OwnLoss(nn.Module):
-    """A loss of the user's: squared distances, with a reduction of its own."""
+    """A loss of the user's, with a reduction of its own."""
 
-    def __init__(self, reduction: str) -> None:
+    def __init__(self, reduction: str, name: str = "squares") -> None:
         super().__init__()
-        self.reduction = reduction
+        self.reduction, self.name = reduction, name
 
     def forward(self, value: Tensor, target: Tensor) -> Tensor:
-        each = (value - target).square().flatten(1).sum(1)
+        each = EACH[self.name](value, target)
         if self.reduction == "none":
             return each
         return each.mean() if self.reduction == "mean" else each.sum()
+
+
+def _by_angle(value: Tensor, target: Tensor) -> Tensor:
+    return 1 - F.cosine_similarity(value.flatten(1) + 0.1, target.flatten(1), dim=1)
+
+
+def _by_ratio(value: Tensor, target: Tensor) -> Tensor:
+    far = (value - target).square().flatten(1).sum(1)
+    return far / (1 + value.square().flatten(1).sum(1))
+
+
+# Losses of each sample that no module of torch has.
+EACH: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "squares": lambda value, target: (value - target).square().flatten(1).sum(1),
+    "angle": _by_angle,
+    "ratio": _by_ratio,
+    "norm": lambda value, target: (value - target).flatten(1).norm(dim=1),
+    "focal": lambda value, target: (
+        -(value.flatten(1).log_softmax(1) * (1 - value.flatten(1).softmax(1)) ** 2)[:, 0]
+    ),
+    "log_cosh": lambda value, target: (value - target).cosh().log().flatten(1).mean(1),
+}
 
 
 class FunctionalLoss(OwnLoss):
@@ -152,9 +174,40 @@ def _contrastive(value: Tensor, weights: list[Tensor]) -> Tensor:
     return F.cross_entropy(features @ features.mT, torch.arange(len(value)))
 
 
+def _cross_correlation(value: Tensor, weights: list[Tensor]) -> Tensor:
+    z = value.flatten(1)
+    return (z.mT @ z / len(z) - torch.eye(z.shape[1])).square().sum()
+
+
+def _spread(value: Tensor, weights: list[Tensor]) -> Tensor:
+    """What is the same for all samples is punished."""
+    z = value.flatten(1)
+    return F.softplus(1 - ((z - z.mean(0)).square().mean(0) + 0.01).sqrt()).mean()
+
+
+def _entropy_of_mean(value: Tensor, weights: list[Tensor]) -> Tensor:
+    mean = value.flatten(1).softmax(1).mean(0)
+    return (mean * mean.log()).sum()
+
+
+def _determinant(value: Tensor, weights: list[Tensor]) -> Tensor:
+    z = value.flatten(1)
+    return torch.logdet(z.mT @ z + torch.eye(z.shape[1]))
+
+
+def _overlap(value: Tensor, weights: list[Tensor]) -> Tensor:
+    """The Dice loss, over the whole batch."""
+    p = value.sigmoid().flatten()
+    return 1 - 2 * p[::2].sum() / (1 + p.sum())
+
+
+def _neighbours(value: Tensor, weights: list[Tensor]) -> Tensor:
+    return (value[1:] - value[:-1]).square().sum() + value.sin().sum()
+
+
 @dataclass(frozen=True)
 class Beside:
-    """A functional term beside the extended losses.
+    """A term beside the extended losses, or in their place: a function, or a module without a rule.
 
     Attributes:
         function: ``function(value, weights)`` of an output of the net and its parameters.
@@ -177,7 +230,25 @@ BESIDE: dict[str, Beside] = {
     ),
     "contrastive": Beside(_contrastive, "coupled", ""),
     "batch_statistic": Beside(lambda value, _: value.mean(0).square().sum(), "coupled", "beside"),
+    "cross_correlation": Beside(_cross_correlation, "coupled", "beside"),
+    "spread": Beside(_spread, "coupled", ""),
+    "entropy_of_mean": Beside(_entropy_of_mean, "coupled", "beside"),
+    "determinant": Beside(_determinant, "coupled", "beside"),
+    "overlap": Beside(_overlap, "coupled", "beside"),
+    "neighbours": Beside(_neighbours, "coupled", "beside"),
 }
+
+
+class OwnTerm(nn.Module):
+    """A term as a module of the user's, which is extended."""
+
+    def __init__(self, term: Beside) -> None:
+        super().__init__()
+        self.term = term
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.term.function(value, [])
+
 
 LOSSES: dict[str, LossKind] = {
     "CrossEntropy": LossKind(_cross_entropy, _classes, _draw_classes, weight=8),
@@ -201,7 +272,11 @@ LOSSES: dict[str, LossKind] = {
         _simple("MultiMarginLoss"), _classes, _draw_flat_classes, None, 0.4, has_curvature=False
     ),
     "Own": LossKind(
-        lambda s, shape: OwnLoss(s["reduction"]), _near, weight=0.7, has_curvature=False
+        lambda s, shape: OwnLoss(s["reduction"], s.get("name", "squares")),
+        _near,
+        lambda random, shape: {"name": random.choice(sorted(EACH))},
+        weight=1.2,
+        has_curvature=False,
     ),
     "functional": LossKind(
         lambda s, shape: FunctionalLoss(s["reduction"]), _near, weight=0.7, has_curvature=False
@@ -239,6 +314,8 @@ class Losses(nn.Module):
             if term.kind in LOSSES and term.part not in self.parts:
                 made = LOSSES[term.kind].make(term.settings, shapes[term.value])
                 self.parts[term.part] = made
+            elif term.settings.get("module"):
+                self.parts[term.part] = OwnTerm(BESIDE[term.kind])
 
     def extendable(self) -> list[nn.Module]:
         """The modules, without what stands for a function."""
@@ -262,7 +339,9 @@ class Losses(nn.Module):
         if value.requires_grad or term.kind in BESIDE:
             self.divided[number] = None
         if term.kind in BESIDE:
-            return term.scale * BESIDE[term.kind].function(value, weights)
+            part = self.parts[term.part] if term.settings.get("module") else None
+            found = BESIDE[term.kind].function(value, weights) if part is None else part(value)
+            return term.scale * found
         random = generator(self.seed, f"target {number}")
         target = LOSSES[term.kind].target(term.settings, value.detach(), random)
         if term.settings.get("merged"):

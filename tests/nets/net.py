@@ -21,6 +21,11 @@ from tests.nets.recipe import Recipe, Step
 Values = dict[str, Tensor]
 
 
+def shape_of(value: Any) -> tuple[int, ...]:
+    """Shape of a value, or of each of several, without axis 0."""
+    return tuple((value if isinstance(value, Tensor) else value[0]).shape[1:])
+
+
 def by_sample(value: Tensor, batch: int) -> Tensor:
     """A value with samples in front, ``[N · T, *]`` as ``[N, T, *]``."""
     return value if len(value) == batch else value.unflatten(0, (batch, -1))
@@ -31,13 +36,20 @@ def generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed((seed * 1_000_003 + crc32(name.encode())) % 2**62)
 
 
-def data(recipe: Recipe, variant: int = 0) -> list[Tensor]:
-    """The inputs of the net. Other variants are other numbers, with one more sample."""
-    inputs = []
+def data(recipe: Recipe, variant: int = 0, more: int = 0) -> list[Any]:
+    """The inputs of the net. Other variants are other numbers; there may be more samples."""
+    inputs = list[Any]()
     for name, source in recipe.sources.items():
         random = generator(recipe.seed + variant, name)
-        shape = (recipe.batch + variant, *source.shape)
-        if source.tokens:
+        shape = (recipe.batch + more, *source.shape)
+        if source.lengths:
+            lengths = [source.lengths[n % len(source.lengths)] for n in range(shape[0])]
+            items = [
+                torch.randn(length, *source.shape, generator=random, dtype=torch.float64)
+                for length in lengths
+            ]
+            inputs.append(items)
+        elif source.tokens:
             inputs.append(torch.randint(0, source.tokens, shape, generator=random))
         else:
             x = torch.randn(shape, generator=random, dtype=torch.float64)
@@ -62,9 +74,13 @@ class DrawnNet(nn.Module):
     def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         values = dict(zip(self.sources, inputs, strict=True))
         for step in self.steps:
-            values.update(self.execute(step, values))
-            if self.watches & KINDS[step.kind].traits:
-                before, after = values[step.inputs[0]], values[step.outputs[0]]
+            is_watched = bool(self.watches & KINDS[step.kind].traits)
+            before = values[step.inputs[0]]
+            if is_watched and step.part and not before.requires_grad:
+                before = before.detach().requires_grad_()  # so that it can be asked what reaches it
+            values.update(self.execute(step, {**values, step.inputs[0]: before}))
+            if is_watched:
+                after = values[step.outputs[0]]
                 self.watched.append((step, before, after))
                 self.has_shared |= after is before and sum(v is before for v in values.values()) > 2
         return tuple(values[name] for name in self.results)
@@ -94,7 +110,7 @@ class DrawnNet(nn.Module):
         make = KINDS[step.kind].make
         if make is None or self.part(step) is not None:
             return
-        shapes = tuple(tuple(values[name].shape[1:]) for name in step.inputs)
+        shapes = tuple(shape_of(values[name]) for name in step.inputs)
         part = make(step.settings, shapes)
         if isinstance(part, nn.Parameter):
             self.register_parameter(step.part, part)

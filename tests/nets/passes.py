@@ -66,6 +66,19 @@ def budget(size: int) -> Iterator[None]:
         set_memory_budget(before)
 
 
+class Whole(nn.Module):
+    """A model that returns its loss."""
+
+    def __init__(self, net: DrawnNet, losses: Losses) -> None:
+        super().__init__()
+        self.net, self.losses = net, losses
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        values = dict(zip(self.net.results, self.net(*inputs), strict=True))
+        found: Tensor = self.losses.forward(values, trained(self.net))
+        return found
+
+
 class Run:
     """Extended copies of a net and its losses, and the passes through them.
 
@@ -78,9 +91,10 @@ class Run:
     def __init__(self, recipe: Recipe, net: DrawnNet, losses: Losses, names: Iterable[str]) -> None:
         self.recipe = recipe
         self.names = list(names)
-        self.net = extend(copy.deepcopy(net))
-        self.losses = copy.deepcopy(losses)
-        for module in self.losses.extendable():
+        self.net, self.losses = copy.deepcopy(net), copy.deepcopy(losses)
+        self.whole = Whole(self.net, self.losses)
+        is_inside = recipe.plan.is_inside
+        for module in [self.whole] if is_inside else [self.net, *self.losses.extendable()]:
             extend(module)
         self.creates_graph = False
         self.used: dict[str, Tensor] = {}
@@ -101,22 +115,23 @@ class Run:
             parameter.grad = None
             parameter.__dict__.clear()
 
-    def loss(self, variant: int = 0, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    def loss(
+        self, variant: int = 0, more: int = 0, weights: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         """A forward pass.
 
         Args:
             variant: Others have other data.
+            more: How many more samples there are.
             weights: Used in place of the net's parameters.
         """
-        inputs = fresh(data(self.recipe, variant))
+        inputs = fresh(data(self.recipe, variant, more))
         torch.manual_seed(self.recipe.seed)
         self.losses.seed = self.recipe.seed + variant
-        if weights is None:
-            outputs = self.net(*inputs)
-        else:
-            outputs = functional_call(self.net, dict(weights), tuple(inputs))
-        values = dict(zip(self.net.results, outputs, strict=True))
-        result: Tensor = self.losses(values, trained(self.net))
+        given = {f"net.{name}": weight for name, weight in (weights or {}).items()}
+        result: Tensor = (
+            functional_call(self.whole, given, tuple(inputs)) if given else self.whole(*inputs)
+        )
         return result
 
     def backward(self, loss: Tensor, extensions: Sequence[Extension]) -> None:
@@ -169,9 +184,20 @@ def single(run: Run, extensions: Sequence[Extension]) -> None:
 @listed
 def after_another(run: Run, extensions: Sequence[Extension]) -> None:
     """Behind a pass over other data, one sample more."""
-    run.backward(run.loss(variant=1), extensions)
+    run.backward(run.loss(1, 1), extensions)
     run.net.zero_grad()
     single(run, extensions)
+
+
+@listed
+def unmeasured(run: Run, extensions: Sequence[Extension]) -> None:
+    """Behind passes over other data, which take other ways through the net; nothing is measured."""
+    for variant in (1, 2, 3):
+        run.backward(run.loss(variant), extensions)
+        run.net.zero_grad()
+    loss = run.loss()
+    with backpack(*extensions, check="never"):
+        loss.backward()
 
 
 @listed
@@ -317,7 +343,7 @@ def with_updates(run: Run, extensions: Sequence[Extension]) -> None:
 def around_another(run: Run, extensions: Sequence[Extension]) -> None:
     """The extension hook runs a backward pass through another net."""
     other = Run(run.recipe, run.net, run.losses, run.names)
-    loss, inner = run.loss(), other.loss(variant=1)
+    loss, inner = run.loss(), other.loss(1, 1)
     with backpack(*extensions, extension_hook=run.countdown(inner.backward)):
         loss.backward()
 

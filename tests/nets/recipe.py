@@ -23,13 +23,17 @@ class Source:
         shape: Of one sample.
         tokens: Number of different tokens; zero for real numbers.
         requires_grad: Whether it is a leaf that wants a gradient.
+        lengths: Of one tensor for each sample, in a list; empty where samples are on axis 0.
     """
 
     shape: Shape
     tokens: int = 0
     requires_grad: bool = False
+    lengths: tuple[int, ...] = ()
 
     def __str__(self) -> str:
+        if self.lengths:
+            return f"a list of numbers, [L, {', '.join(map(str, self.shape))}], L = {self.lengths}"
         what = f"one of {self.tokens} tokens" if self.tokens else "a number"
         leaf = ", requires_grad" if self.requires_grad else ""
         return f"{what}, [N, {', '.join(map(str, self.shape))}]{leaf}"
@@ -106,16 +110,19 @@ class Plan:
         budget: Memory budget in bytes; zero for the default.
         hook_acts_at: The call of the extension hook at which something happens, in some passes.
         outer: A function of the sum of all terms; empty for none.
+        is_inside: Whether the model returns its loss, as one module.
     """
 
     passes: str = "single"
     budget: int = 0
     hook_acts_at: int = 1
     outer: str = ""
+    is_inside: bool = False
 
     def __str__(self) -> str:
         budget = f", budget {self.budget}" if self.budget else ""
-        return f"passes: {self.passes}{budget}, hook acts at call {self.hook_acts_at}"
+        inside = ", loss inside" if self.is_inside else ""
+        return f"passes: {self.passes}{budget}{inside}, hook acts at call {self.hook_acts_at}"
 
 
 @dataclass(frozen=True)

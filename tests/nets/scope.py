@@ -64,7 +64,8 @@ def traps(recipe: Recipe, net: DrawnNet, losses: Losses, loss: Tensor) -> frozen
     if losses.is_nonlinear:
         found.add("outer")
     for step, before, after in net.watched:
-        if _depends(loss, [after]) and _depends(before, trained(net)):
+        part = net.parts[step.part] if step.part in net.parts else nn.Identity()
+        if _depends(loss, [after]) and (trained(part) or _depends(before, trained(net))):
             traits = WATCHED & KINDS[step.kind].traits
             found |= traits if "mixing" not in traits or _mixes(loss, before, after) else set()
     found -= {"mixing"} if recipe.batch == 1 else set()

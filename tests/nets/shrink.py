@@ -59,6 +59,7 @@ def _simpler(recipe: Recipe) -> Iterator[Recipe]:
     yield from _fewer_requests(recipe)
     if recipe.plan != Plan(outer=recipe.plan.outer):
         yield recipe.with_(plan=Plan(outer=recipe.plan.outer))
+        yield recipe.with_(plan=replace(recipe.plan, is_inside=False))
         yield recipe.with_(plan=replace(recipe.plan, budget=0))
         yield recipe.with_(plan=replace(recipe.plan, passes="single"))
         yield recipe.with_(plan=replace(recipe.plan, hook_acts_at=1))

@@ -251,6 +251,21 @@ FOUND["checkpoint-replayed"] = Recipe(
 FOUND["unused-part"] = FOUND["unused-part"].with_(
     steps=(*FOUND["unused-part"].steps, Step("Identity", ("v1b",), ("v2",), {}, "p2"))
 )
+# A number that is made of weights, beside a batch of one.
+FOUND["penalty-of-one"] = chain(linear(1, bias=False), shape=(1, 1), batch=1)
+FOUND["penalty-of-one"] = FOUND["penalty-of-one"].with_(
+    terms=(Term("v0", "weight_penalty"), *2 * FOUND["penalty-of-one"].terms)
+)
+# An argument that is not used, and as many arguments as merged rows.
+FOUND["unused-argument"] = Recipe(
+    5328,
+    1,
+    {"x0": Source((1, 1)), "x1": Source((2, 1))},
+    (Step("MergedHead", ("x1",), ("v1",), {"merge": "flatten", "out": 1, "bias": False}, "p"),),
+    (Term("v1", "MSE", {"reduction": "sum"}),),
+    (Request("SqrtGGNExact"), Request("BatchGrad")),
+    Plan(),
+)
 
 
 @pytest.fixture(autouse=True)

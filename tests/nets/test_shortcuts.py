@@ -184,7 +184,7 @@ def test_shortcuts_against_the_plain_way(block: int, request: pytest.FixtureRequ
 @pytest.mark.parametrize("name", [n for n, shortcut in SHORTCUTS.items() if shortcut.taken])
 def test_a_shortcut_is_taken_where_it_is_on_alone(name: str) -> None:
     shortcut = SHORTCUTS[name]
-    for seed in range(200):
+    for seed in range(400):
         net = _net(seed)
         with placed(alone(name)), counted(shortcut.taken) as taken:
             _outcome(*net, shortcut.gradient)
@@ -204,7 +204,7 @@ def test_a_wrong_shortcut_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         return original(columns).map(lambda mat: 1.01 * mat)
 
     monkeypatch.setattr(propagators, "condensed", wrong)
-    for seed in range(200):
+    for seed in range(400):
         faults = _compared(*_net(seed), Random(seed))
         if faults:
             break

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,9 +66,12 @@ def difference(ours: Tensor, other: Tensor, floor: float = 0.0) -> float:
     return 0.0 if error == 0.0 else error / scale if scale else float("inf")
 
 
-def fresh(inputs: Iterable[Tensor]) -> list[Tensor]:
-    """Copies of tensors, for a forward pass that may write into them."""
-    return [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+def fresh(inputs: Iterable[Any]) -> list[Any]:
+    """Copies of tensors, or of lists of them, for a forward pass that may write into them."""
+    return [
+        x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else fresh(x)
+        for x in inputs
+    ]
 
 
 class Truth:

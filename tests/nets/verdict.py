@@ -85,7 +85,7 @@ class Prepared:
                 self.truth = Truth(recipe, self.net, self.losses)
                 if recipe.plan.passes in WITH_OTHER_DATA:
                     with torch.no_grad():  # a layout of memory may not fit another batch
-                        self.net(*data(recipe, variant=1))
+                        self.net(*data(recipe, 1, 1))
                 self.expected = {str(r): self._expected(r) for r in recipe.requests}
                 self.weights = self._weights()
                 self.derivatives = self.truth.derivative_of_gradients(self.weights)

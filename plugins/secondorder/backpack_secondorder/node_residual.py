@@ -36,23 +36,25 @@ class NodeResidual:
     """
 
     def __init__(
-        self, derivative: SecondDerivative, batch_size: int, subsampling: tuple[int, ...] | None
+        self, derivative: SecondDerivative, there: Crossing, subsampling: tuple[int, ...] | None
     ) -> None:
         """Choose the form.
 
         Args:
             derivative: ``R`` as a linear map.
-            batch_size: Number of samples.
+            there: Where samples lie.
             subsampling: Those that take part; ``None`` for all.
 
         Raises:
             BridgeError: Some are to be chosen, and it is not known where they lie.
         """
-        self._derivative, self._batch_size = derivative, batch_size
+        self._derivative, self._batch_size = derivative, there.batch_size
         self._subsampling = subsampling
         self._places = _involved(derivative)
-        self._samples = batch_size if self._is_known() else 1
-        if self._samples != batch_size and subsampling is not None:
+        # As many rows as there are samples may be those of one: they are where they were picked.
+        is_owned = there.owned or any(isinstance(n, Tensor) for n in there.behind.values())
+        self._samples = self._batch_size if not is_owned and self._is_known() else 1
+        if self._samples != self._batch_size and subsampling is not None:
             raise nodes.refuse(
                 derivative.node,
                 "it is nonlinear, and it is not known where the samples of subsampling lie there",
@@ -224,7 +226,7 @@ def add_residual(
         )
     if derivative.is_zero or not derivative.positions:
         return crossed
-    residual, size = NodeResidual(derivative, there.batch_size, subsampling), there.size()
+    residual, size = NodeResidual(derivative, there, subsampling), there.size()
     if residual.whole is not None:
         return [*crossed, (residual.position, residual.whole)]
     formed = max((hessian.formed for _, hessian in crossed), default=0)
