@@ -110,14 +110,15 @@ def _turned(product: Any, node: Any, shape: torch.Size) -> AffineProduct:
     blank = torch.empty(product.sizes, dtype=torch.int8, device=device)
     seen = node(product.to_parameter(blank))
     if seen.is_contiguous() and seen.data_ptr() == blank.data_ptr():
-        return AffineProduct(product.out, product.inp, shape)  # ordered as the factors
+        # Ordered as the factors.
+        return AffineProduct(product.out, product.inp, shape, is_own=product.is_own)
     numbers = torch.arange(shape.numel(), device=device).reshape(product.sizes)
     order: Tensor = node(product.to_parameter(numbers)).flatten()
 
     def arrange(mat: Tensor) -> Tensor:
         return mat.flatten(-count)[..., order].reshape(*mat.shape[:-count], *shape)
 
-    return AffineProduct(product.out, product.inp, shape, arrange)
+    return AffineProduct(product.out, product.inp, shape, arrange, product.is_own)
 
 
 def products_at(*operations: str) -> Callable[[Maker], Maker]:

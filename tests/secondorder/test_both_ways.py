@@ -269,3 +269,46 @@ def test_uses_that_have_no_factors_in_common() -> None:
         extension = KFLR(chunk_size=1, fail_mode=mode)  # type: ignore[arg-type]
         with pytest.raises(UnsupportedError, match="travel at once"), backpack(extension):
             loss.backward()  # type: ignore[union-attr]
+
+
+def _residuals(net: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Two outputs, and the sum of second derivatives of each: ``[N, 2]`` both."""
+    z = x.detach().requires_grad_()
+    values, found = net(z), []
+    for k in range(2):
+        (slopes,) = torch.autograd.grad(values[:, k].sum(), z, create_graph=True)
+        curvatures = [
+            torch.autograd.grad(slopes[:, i].sum(), z, create_graph=True)[0][:, i]
+            for i in range(x.shape[1])
+        ]
+        found.append(sum(curvatures[1:], curvatures[0]))
+    return values, torch.stack(found, 1)
+
+
+@pytest.mark.parametrize("setting", ["kfc", "expand", "reduce"])
+def test_second_derivatives_of_the_outputs(setting: Any) -> None:
+    """Weights are used in both orders, and several times in each."""
+    layers = [nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)]
+    net, x = nn.Sequential(*layers), torch.randn(3, 2)
+    weights = [net[0].weight, net[2].weight, net[4].weight]
+    blocks: list[Any] = [0, 0, 0]
+    for row in x:
+        outputs = torch.cat(_residuals(net, row.unsqueeze(0)), 1)[0]
+        blocks = [b + 2 * square(outputs, w) for b, w in zip(blocks, weights, strict=True)]
+    lossfuncs = [extend(nn.MSELoss(reduction="sum")), extend(nn.MSELoss(reduction="sum"))]
+    extend(net)
+
+    def run(extension: Any) -> list[Any]:
+        pairs = zip(lossfuncs, _residuals(net, x), strict=True)
+        losses = [lossfunc(out, torch.zeros_like(out)) for lossfunc, out in pairs]
+        with backpack(extension):
+            (losses[0] + losses[1]).backward()
+        return [getattr(w, extension.savefield) for w in weights]
+
+    whole = run(KFLR(setting))
+    for size in (1, 2):
+        for factors, expected in zip(run(KFLR(setting, chunk_size=size)), whole, strict=True):
+            for ours, other in zip(factors, expected, strict=True):
+                oracle.assert_close(ours, other)
+    for basis, block in zip(run(EKFAC(None, setting)), blocks, strict=True):
+        _check_corrected(basis, block)

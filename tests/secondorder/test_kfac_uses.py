@@ -111,11 +111,20 @@ def test_rows_of_a_table_count_for_all_samples() -> None:
     oracle.assert_close(net.b.weight.kflr[1], torch.eye(4))
 
 
+class Function(nn.Linear):
+    """Without a rule: a function uses the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+@pytest.mark.parametrize("kind", [nn.Linear, Function])
 @pytest.mark.parametrize("setting", ["kfc", "expand", "reduce"])
-def test_rows_that_a_mask_picked(setting: Any) -> None:
+def test_rows_that_a_mask_picked(setting: Any, kind: type[nn.Linear]) -> None:
     """The inputs of a sample are its own rows, as many as it has."""
     mask = torch.tensor([[1, 0, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]]).bool()
-    trunk, head, lossfunc = nn.Linear(2, 5), nn.Linear(5, 3), nn.CrossEntropyLoss()
+    trunk, head, lossfunc = nn.Linear(2, 5), kind(5, 3), nn.CrossEntropyLoss()
     x, y = torch.randn(4, 3, 2), torch.randint(3, (8,))
     rows, owners = torch.tanh(trunk(x))[mask].detach(), mask.nonzero()[:, 0]
     if setting == "reduce":

@@ -1,4 +1,4 @@
-"""Kronecker factors of a weight that is used both as it is and transposed, in closed form.
+"""Kronecker factors of a weight that is used both as it is and transposed.
 
 A penalty on gradients does that, and so does a table whose rows are looked up and whose transpose
 gives logits. Importing this file registers its operation.
@@ -48,7 +48,8 @@ def both_ways(parts: Sequence[KroneckerFactors], weight: Number) -> KroneckerFac
     multiplies ``B``, ``B'`` and ``w``, that is ``F₁`` alone, and factors of disjoint sets of
     samples are joined as all others are. ``F₁ ⊗ F₂`` is ``B ⊗ A + A' ⊗ B'``, the factors of both
     orders, and the positive semi-definite ``B ⊗ B' / w + w A' ⊗ A``: for uses in one order,
-    products of one's ``B`` with the other's ``A`` stand there in the same way.
+    products of one's ``B`` with the other's ``A`` stand there in the same way. Positions are shared
+    within an order, by the setting ``sharing``.
 
     Args:
         parts: Factors, for each order.

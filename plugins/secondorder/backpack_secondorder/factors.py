@@ -307,8 +307,9 @@ def parameter_order(product: AffineProduct) -> ParameterOrder:
     """How the rows of ``B ⊗ A`` number the entries of a weight of sizes ``(G, O, I)``."""
     if product.arrange is None:
         return ParameterOrder.of(product)
-    numbers = torch.arange(product.shape.numel(), device=product.like.device).reshape(product.sizes)
-    return ParameterOrder.of(product, product.to_parameter(numbers).flatten().argsort())
+    numbers = torch.arange(product.shape.numel(), device=product.like.device)
+    found = product.to_parameter(numbers.reshape(product.sizes)).flatten()
+    return ParameterOrder.of(product, None if torch.equal(found, numbers) else found.argsort())
 
 
 def weight_of(product: SampleProduct) -> Number:
