@@ -16,6 +16,7 @@ from backpack_core.contract.operations import OpenFunction, Operation
 from backpack_core.contract.product import SampleProduct, SumProduct
 from backpack_core.contract.rows import JoinedRows, Rows
 from backpack_core.errors import UnsupportedError
+from backpack_core.record.untouched import held
 from backpack_core.values import memory_of
 from backpack_secondorder import covariances
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
@@ -266,10 +267,9 @@ def kept_input_covariance(product: AffineProduct, sharing: WeightSharing) -> Ten
 
 def _tensors(inp: Rows) -> list[Tensor]:
     """What inputs are made of."""
-    if isinstance(inp, Tensor):
-        return [inp]
-    parts = inp.parts if isinstance(inp, JoinedRows) else [*vars(inp).values()]
-    return [t for part in parts if isinstance(part, Tensor | JoinedRows) for t in _tensors(part)]
+    if isinstance(inp, JoinedRows):
+        return [tensor for part in inp.parts for tensor in _tensors(part)]
+    return [inp] if isinstance(inp, Tensor) else [tensor for tensor, _ in held(inp)]
 
 
 def input_covariance(
