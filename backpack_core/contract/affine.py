@@ -127,8 +127,8 @@ class AffineProduct(FactorProduct):
         """Whether both map the entries of the factors to the parameter in one order."""
         if not isinstance(other, AffineProduct) or self.sizes != other.sizes:
             return False
-        if self.arrange is None or other.arrange is None:
-            return self.arrange is other.arrange
+        if self.arrange is other.arrange:
+            return True
         numbers = torch.arange(prod(self.sizes), device=self.out.device).reshape(self.sizes)
         return bool(torch.equal(self.to_parameter(numbers), other.to_parameter(numbers)))
 

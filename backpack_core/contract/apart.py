@@ -7,7 +7,6 @@ A plain sum over samples would lose whose the columns were. So they are kept apa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from backpack_core._torch import Node
 from backpack_core.contract.columns import ApartColumns, Columns, Root, taken_apart
 from backpack_core.contract.contractions import slices
-from backpack_core.contract.operands import FactoredColumns, operand_product
+from backpack_core.contract.operands import FactoredColumns, by_root, operand_product
 from backpack_core.contract.regrouping import of_owners
 from backpack_core.errors import SampleMixingError
 from backpack_core.graph import bridge, nodes
@@ -160,15 +159,10 @@ def _factored(
         return {}
     found, rows = {}, there.batch_size if owned is None else owned.shape[1]
     for position in there.apart:
-        asked = partial(operand_product, node, position, columns, samples=rows)
-        products = {root: asked(root=root) for root in columns.blocks}
-        known = {
-            root: [product if owned is None else of_owners(product, owned)]
-            for root, product in products.items()
-            if product is not None
-        }
-        if known.keys() == products.keys():
-            found[position] = FactoredColumns(known)
+        product = operand_product(node, position, columns, rows)
+        if product is not None:
+            product = product if owned is None else of_owners(product, owned)
+            found[position] = FactoredColumns(by_root(product, columns.sizes))
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial, reduce
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from backpack_core._torch import Node, metadata_of
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.columns import ApartColumns, Columns, Root, require_one_form
+from backpack_core.contract.factors import FactorProduct
 from backpack_core.contract.operations import dense
 from backpack_core.contract.product import DenseProduct, SampleProduct, sum_of
 from backpack_core.contract.regrouping import regrouped
@@ -79,11 +81,16 @@ class FactoredColumns(ApartColumns):
         return FactoredColumns({r: [*self.products.get(r, ()), *added.get(r, ())] for r in roots})
 
     def product(self) -> SampleProduct:
-        """One product of all columns, side by side."""
+        """One product of all columns, side by side; of one operand, a use for all roots."""
+        uses: dict[Any, dict[Root, SampleProduct]] = {}
         for root, some in self.products.items():
-            for product in some:
-                product.roots = {root: product.columns}
-        return sum_of([product for some in self.products.values() for product in some])
+            for place, product in enumerate(some):
+                met = getattr(product, "other", None)
+                use = uses.setdefault((root, place) if met is None else id(met), {})
+                if root in use:
+                    use = uses.setdefault((root, place), {})
+                use[root] = product
+        return sum_of([_side_by_side(use) for use in uses.values()])
 
     def through(self, node: Node) -> FactoredColumns | None:
         """The same behind a node that only reorders entries; ``None`` at other nodes."""
@@ -103,14 +110,15 @@ def _turned(product: Any, node: Any, shape: torch.Size) -> AffineProduct:
     blank = torch.empty(product.sizes, dtype=torch.int8, device=device)
     seen = node(product.to_parameter(blank))
     if seen.is_contiguous() and seen.data_ptr() == blank.data_ptr():
-        return AffineProduct(product.out, product.inp, shape)  # ordered as the factors
+        # Ordered as the factors.
+        return AffineProduct(product.out, product.inp, shape, is_own=product.is_own)
     numbers = torch.arange(shape.numel(), device=device).reshape(product.sizes)
     order: Tensor = node(product.to_parameter(numbers)).flatten()
 
     def arrange(mat: Tensor) -> Tensor:
         return mat.flatten(-count)[..., order].reshape(*mat.shape[:-count], *shape)
 
-    return AffineProduct(product.out, product.inp, shape, arrange)
+    return AffineProduct(product.out, product.inp, shape, arrange, product.is_own)
 
 
 def products_at(*operations: str) -> Callable[[Maker], Maker]:
@@ -130,7 +138,7 @@ def products_at(*operations: str) -> Callable[[Maker], Maker]:
 
 
 def operand_product(
-    node: Node, position: int, columns: Columns, root: Root, samples: int
+    node: Node, position: int, columns: Columns, samples: int
 ) -> SampleProduct | None:
     """The product at an operand that is the same for all samples.
 
@@ -138,14 +146,13 @@ def operand_product(
         node: An autograd node that autograd has not executed yet, with one output.
         position: The position of the operand in ``node.next_functions``.
         columns: At the node's output, with samples in front, or kept apart.
-        root: The root whose columns are meant.
         samples: ``N``.
 
     Returns:
         A product ``[V, N, *operand]``; ``None`` where no form is known.
     """
     name, (child, number) = nodes.operation_of(node), node.next_functions[position]
-    mat, is_apart = columns.blocks[root], isinstance(columns, ApartColumns)
+    mat, is_apart = columns.mat, isinstance(columns, ApartColumns)
     count = len(mat)
     mat = mat.flatten(0, 1) if is_apart else mat
     if name not in _MAKERS or child is None or mat.dim() < 3 or not mat.numel():
@@ -158,3 +165,33 @@ def operand_product(
     if product is None or (product.columns, product.samples) == (count, samples):
         return product
     return regrouped(product, count, samples, {})
+
+
+def by_root(product: SampleProduct, sizes: Mapping[Root, int]) -> dict[Root, list[SampleProduct]]:
+    """The columns of each root, from a product of all; what the operand meets is one object."""
+    starts = [0, *accumulate(sizes.values())]
+    pairs = zip(sizes.items(), starts, strict=False)
+    return {r: [product if len(sizes) == 1 else _some(product, s, n)] for (r, n), s in pairs}
+
+
+def _some(product: SampleProduct, start: int, count: int) -> SampleProduct:
+    """Some columns of a product, in its form."""
+    if isinstance(product, FactorProduct):
+        some = product.out[start : start + count]
+        return product.with_factors(some, product.other, product.is_own)
+
+    def form(columns: slice, samples: slice) -> Tensor:
+        first, last, _ = columns.indices(count)
+        return product.part(slice(start + first, start + last), samples)
+
+    mat = product.new_zeros(1).expand(count, product.samples)
+    return DenseProduct(form=form, mat=mat, shape=product.shape)
+
+
+def _side_by_side(use: Mapping[Root, Any]) -> SampleProduct:
+    """One product of the columns of several roots, which meet the same."""
+    first, *rest = use.values()
+    columns = [product.out for product in use.values()] if rest else []
+    whole = first.with_factors(torch.cat(columns), first.other, first.is_own) if rest else first
+    whole.roots = {root: product.columns for root, product in use.items()}
+    return whole  # type: ignore[no-any-return]

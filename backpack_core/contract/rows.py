@@ -30,17 +30,21 @@ def whole(inp: Rows) -> Tensor:
 
 
 class JoinedRows:
-    """The inputs of several calls of one map, with their positions side by side."""
+    """The inputs of several calls of one map, with their positions side by side.
+
+    Attributes:
+        parts: The inputs of each.
+    """
 
     def __init__(self, *parts: Rows) -> None:
         """Store them, ``[N, S_p, G, I]`` each."""
-        self._parts = parts
+        self.parts = parts
         samples, _, *rest = parts[0].shape
         self.shape = torch.Size((samples, sum(part.shape[1] for part in parts), *rest))
 
     def __getitem__(self, rows: slice, /) -> Tensor:
         """The inputs of some samples, ``[n, Σ_p S_p, G, I]``."""
-        return torch.cat([part[rows] for part in self._parts], 1)
+        return torch.cat([part[rows] for part in self.parts], 1)
 
 
 class DirectRows(ABC):

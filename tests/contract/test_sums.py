@@ -109,6 +109,18 @@ def test_other_forms_stay_side_by_side(parts: list[Formed], expected: list[type]
     assert kinds(total(*parts).product) == expected
 
 
+def test_an_arrangement_that_changes_nothing_is_no_other_form() -> None:
+    """As of a weight that was transposed twice."""
+    one, other = affine(1, (1, 6, 2)), affine(2, (1, 6, 2))
+    second = other.product
+    assert isinstance(second, AffineProduct)
+    second.arrange = lambda mat: mat.reshape(*mat.shape[:-3], *second.shape)
+    for parts in ([one, other], [other, one]):
+        product, matrix, _ = total(*parts)
+        assert isinstance(product, AffineProduct)
+        assert_close(dense(product).detach(), matrix.detach())
+
+
 def test_two_columns_of_one_root_are_added() -> None:
     one, other = (rooted(affine(1, (1, 6, 2)), {FIRST: 3}) for _ in range(2))
     product, matrix, _ = total(one, other)
@@ -164,7 +176,8 @@ def test_norms_of_a_sum_are_not_negative() -> None:
     """Nor where the uses of a parameter cancel, up to rounding."""
     one = affine(2, (1, 6, 2))
     out, inp = one.factors
-    other = AffineProduct(-out, inp, one.product.shape, lambda mat: mat.squeeze(-3))
+    flipped, shape = -out.flip(-1), one.product.shape
+    other = AffineProduct(flipped, inp, shape, lambda mat: mat.squeeze(-3).flip(-2))
     product = sum_of([one.product, other])
     assert kinds(product) == [AffineProduct] * 2
     squares = squared_norm(product)

@@ -14,7 +14,7 @@ from backpack_core import Columns
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.columns import ApartColumns, Root
 from backpack_core.contract.lookup import LookupProduct
-from backpack_core.contract.operands import FactoredColumns
+from backpack_core.contract.operands import FactoredColumns, by_root
 from backpack_core.contract.product import DenseProduct, SampleProduct, SumProduct
 from backpack_core.contract.scale import ScaleProduct
 from backpack_core.engine.dye import DyePropagator
@@ -293,6 +293,28 @@ def test_columns_of_several_roots() -> None:
     assert isinstance(other.merge(other), Columns)
     assert factored.to(torch.float64) is factored
     assert factored.to(torch.float32).mat.dtype == torch.float32
+
+
+def test_columns_of_several_roots_at_one_operand() -> None:
+    """They meet the same there, so it is one use; columns at another operand are another one."""
+    first, second = Root("first"), Root("second")
+    out, inp, shape = torch.randn(3, 2, 1, 1, 4), torch.randn(2, 1, 1, 5), torch.Size([4, 5])
+    whole = AffineProduct(out, inp, shape)
+    factored = FactoredColumns(by_root(whole, {first: 1, second: 2}))
+    again = FactoredColumns({second: [AffineProduct(out[:2], inp.clone(), shape)]})
+    formed = torch.einsum("vnsgo,nsgi->vnoi", out, inp)
+    oracle.assert_close(factored.blocks[second], formed[1:])
+    product, both = factored.product(), factored.merge(again).product()  # type: ignore[attr-defined]
+    assert isinstance(product, AffineProduct)
+    assert isinstance(both, AffineProduct)
+    assert (product.positions, both.positions) == (1, 2)
+    assert product.roots == both.roots == {first: 1, second: 2}
+    every = slice(0, 3), slice(0, 2)
+    oracle.assert_close(product.part(*every), formed)
+    formed[1:] += torch.einsum("vnsgo,nsgi->vnoi", out[:2], inp)
+    oracle.assert_close(both.part(*every), formed)
+    parts = by_root(DenseProduct(formed), {first: 1, second: 2})
+    oracle.assert_close(parts[second][0].part(slice(1, 2), every[1]), formed[2:])
 
 
 def test_a_net_of_functions_is_trusted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -204,7 +204,7 @@ class Outer(nn.Module):
         self.weight = nn.Parameter(torch.randn(2, 2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight @ self.weight.T
+        return x @ self.weight @ (self.weight * self.weight)
 
 
 @pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")

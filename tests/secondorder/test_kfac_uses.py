@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from backpack_core import backpack, extend
-from backpack_core.errors import UnsupportedError
 from backpack_core.extensions import EKFAC, KFLR
 from tests import oracle
 from tests.cases import Net, classification
@@ -111,11 +111,20 @@ def test_rows_of_a_table_count_for_all_samples() -> None:
     oracle.assert_close(net.b.weight.kflr[1], torch.eye(4))
 
 
+class Function(nn.Linear):
+    """Without a rule: a function uses the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+@pytest.mark.parametrize("kind", [nn.Linear, Function])
 @pytest.mark.parametrize("setting", ["kfc", "expand", "reduce"])
-def test_rows_that_a_mask_picked(setting: Any) -> None:
+def test_rows_that_a_mask_picked(setting: Any, kind: type[nn.Linear]) -> None:
     """The inputs of a sample are its own rows, as many as it has."""
     mask = torch.tensor([[1, 0, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]]).bool()
-    trunk, head, lossfunc = nn.Linear(2, 5), nn.Linear(5, 3), nn.CrossEntropyLoss()
+    trunk, head, lossfunc = nn.Linear(2, 5), kind(5, 3), nn.CrossEntropyLoss()
     x, y = torch.randn(4, 3, 2), torch.randint(3, (8,))
     rows, owners = torch.tanh(trunk(x))[mask].detach(), mask.nonzero()[:, 0]
     if setting == "reduce":
@@ -143,40 +152,45 @@ def test_rows_that_the_loss_leaves_out(samples: int) -> None:
     oracle.assert_close(net.a.weight.kflr[1], 2 * x.T @ x / samples)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("chunk_size", [None, 1])
-@pytest.mark.parametrize("samples", [1, 3])
-def test_weight_of_one_row_under_a_penalty_on_gradients(
-    samples: int, chunk_size: int | None
-) -> None:
-    """It is used as it is and transposed, and small enough for its block."""
-    net, x = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)), torch.randn(samples, 4)
-    losses = nn.MSELoss(), nn.MSELoss(reduction="sum")
+class Ways(nn.Module):
+    """A last layer in a module, or its weight at an operation, below two losses."""
 
-    def outputs() -> tuple[Tensor, Tensor]:
-        z = x.clone().requires_grad_()
-        values = net(z)
-        (slopes,) = torch.autograd.grad(values.sum(), z, create_graph=True)
-        return values, slopes
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.first, self.last = way, nn.Linear(4, 3), nn.Linear(3, 3, bias=False)
+        self.table = nn.Embedding(4, 3)
 
-    values, slopes = outputs()
-    weight, rows = net[2].weight, [values.flatten(), slopes.flatten()]
-    jacobians = [
-        torch.stack([torch.autograd.grad(r, weight, retain_graph=True)[0][0] for r in each])
-        for each in rows
-    ]
-    expected = 2 / samples * jacobians[0].T @ jacobians[0] + 2 * jacobians[1].T @ jacobians[1]
-    for module in (net, *losses):
-        extend(module)
-    values, slopes = outputs()
-    loss = losses[0](values, torch.zeros(samples, 1)) + losses[1](slopes, torch.zeros(samples, 4))
-    with backpack(
-        KFLR(chunk_size=chunk_size, fail_mode="diagonal"), EKFAC(None, fail_mode="diagonal")
-    ):
-        loss.backward()
-    found: Any = weight
-    oracle.assert_close(found.kflr[0], expected)
-    assert found.kflr.structure == "block"
-    oracle.assert_close(found.ekfac.dense(), expected)
-    loss = losses[1](outputs()[1], torch.zeros(samples, 4))
-    with pytest.raises(UnsupportedError, match="transposed"), backpack(KFLR()):
-        loss.backward()
+    def forward(self, x: Tensor) -> Tensor:
+        h, weight = torch.tanh(self.first(x)), self.last.weight
+        if self.way == "table":
+            return h + F.embedding(x.argmax(1), self.table.weight)
+        if self.way == "linear":
+            return F.linear(h, weight)
+        if self.way == "steps":
+            return F.linear(torch.stack([h, -2 * h], 1).transpose(0, 1), weight).sum(0)
+        if self.way == "transposed":
+            return h @ weight
+        return self.last(h) if self.way == "module" else self.table(x.argmax(1)) + h
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2])
+@pytest.mark.parametrize("way", ["module", "linear", "steps", "transposed", "table", "lookup"])
+def test_a_use_below_two_losses_counts_once(way: str, chunk_size: int | None) -> None:
+    """The input factor is that of the use, however many losses there are."""
+    model, x = extend(Ways(way)), torch.randn(4, 4)
+    lossfuncs = [extend(nn.MSELoss()), extend(nn.MSELoss(reduction="sum"))]
+    outputs = model(x)
+    loss = sum(lossfunc(outputs, torch.zeros_like(outputs)) for lossfunc in lossfuncs)
+    with backpack(KFLR(chunk_size=chunk_size)):
+        loss.backward()  # type: ignore[union-attr]
+    h = torch.tanh(model.first(x)).detach()
+    inner = h.T @ h / 4
+    if way in ("table", "lookup"):
+        inner = F.one_hot(x.argmax(1), 4).sum(0) / 4
+    elif way == "steps":
+        inner = 5 * inner
+    found: Any = model.table.weight if way in ("table", "lookup") else model.last.weight
+    oracle.assert_close(found.kflr[1], inner.to(h.dtype))
+    scale = 2 + 2 / 12
+    outer = scale * 4 * torch.eye(3)
+    oracle.assert_close(found.kflr[0], 4 * outer if way == "steps" else outer)

@@ -122,13 +122,17 @@ def test_what_takes_the_place_of_factors(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["block", "diagonal"])
-def test_tied_weights_of_two_forms(mode: str) -> None:
-    """A table that is also the weight of the last layer."""
+def test_tied_weights_of_three_forms(mode: str) -> None:
+    """A table that is also the weight of the last layer, and of which a bias is computed."""
     problem = table(samples=2)
-    problem.model.head = nn.Linear(3, 5)
-    problem.model.head.weight = problem.model.table.weight
-    extend(problem.model)
-    with pytest.raises(UnsupportedError, match="AffineProduct, LookupProduct"):
+    model = Net(
+        lambda net, x: net.head(net.table(x).tanh().mean(1)) + net.table.weight.square().sum(1),
+        table=problem.model.table,
+        head=nn.Linear(3, 5),
+    )
+    model.head.weight = model.table.weight
+    problem.model = extend(model)
+    with pytest.raises(UnsupportedError, match="AffineProduct, DenseProduct, LookupProduct"):
         problem.run(KFLR())
     expected = blocks(problem)[0]
     problem.run(KFLR(fail_mode=mode))

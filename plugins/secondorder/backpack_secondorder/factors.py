@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Literal, TypeAlias
 
 import torch
@@ -13,13 +14,14 @@ from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.bare import BareRule
 from backpack_core.contract.operations import OpenFunction, Operation
 from backpack_core.contract.product import SampleProduct, SumProduct
-from backpack_core.contract.rows import Rows
+from backpack_core.contract.rows import JoinedRows, Rows
 from backpack_core.errors import UnsupportedError
+from backpack_core.record.untouched import held
 from backpack_core.values import memory_of
 from backpack_secondorder import covariances
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
 from backpack_secondorder.kronecker import KroneckerFactors
-from backpack_secondorder.matrix import ParameterOrder
+from backpack_secondorder.matrix import Number, ParameterOrder
 
 WeightSharing: TypeAlias = Literal["kfc", "expand", "reduce"]
 
@@ -64,9 +66,8 @@ def kronecker_factors(product: SampleProduct, sharing: WeightSharing = "kfc") ->
         raise StructureError(
             f"The {len(product.parts)} uses of the parameter {product.name!r} of {product.path} "
             f"have no Kronecker factors in common: they are products of the forms {forms}, use it "
-            "transposed (as a penalty on gradients does, whose columns are at its inputs), store "
-            "the entries in different orders, or use another tensor that is computed from it (a "
-            f"parametrization, pruning). Untie the uses, freeze the parameter, {instead}"
+            "in different orders (other than transposed), or use another tensor that is computed "
+            f"from it (a parametrization, pruning). Untie the uses, freeze the parameter, {instead}"
         )
     if issubclass(product.rule, AffineRule):
         raise StructureError(
@@ -254,10 +255,21 @@ def kept_input_covariance(product: AffineProduct, sharing: WeightSharing) -> Ten
         product.like.dtype,
         is_differentiable,
     )
-    if key not in product.kept:
-        product.kept[key] = input_covariance(product.inp, product.like, sharing, product.is_own)
-    factor: Tensor = product.kept[key]
+    # Columns that reach other uses meet other inputs, perhaps of the same shape.
+    place = [_place(tensor) for tensor in _tensors(product.inp)]
+    if key not in product.kept or product.kept[key][1] != place:
+        found = input_covariance(product.inp, product.like, sharing, product.is_own)
+        # The inputs live on, so that no other ones can take their place in memory.
+        product.kept[key] = found, place, JoinedRows(product.inp)
+    factor: Tensor = product.kept[key][0]
     return factor
+
+
+def _tensors(inp: Rows) -> list[Tensor]:
+    """What inputs are made of."""
+    if isinstance(inp, JoinedRows):
+        return [tensor for part in inp.parts for tensor in _tensors(part)]
+    return [inp] if isinstance(inp, Tensor) else [tensor for tensor, _ in held(inp)]
 
 
 def input_covariance(
@@ -295,8 +307,19 @@ def parameter_order(product: AffineProduct) -> ParameterOrder:
     """How the rows of ``B ⊗ A`` number the entries of a weight of sizes ``(G, O, I)``."""
     if product.arrange is None:
         return ParameterOrder.of(product)
-    numbers = torch.arange(product.shape.numel(), device=product.like.device).reshape(product.sizes)
-    return ParameterOrder.of(product, product.to_parameter(numbers).flatten().argsort())
+    numbers = torch.arange(product.shape.numel(), device=product.like.device)
+    found = product.to_parameter(numbers.reshape(product.sizes)).flatten()
+    return ParameterOrder.of(product, None if torch.equal(found, numbers) else found.argsort())
+
+
+def weight_of(product: SampleProduct) -> Number:
+    """``Σ_n s``: the number of samples times what stands in front of the loss of each.
+
+    That is one for a mean over the batch, and the number of samples for a sum. One if the loss does
+    not tell.
+    """
+    scales = [root.scale for root in product.roots if root.scale is not None]
+    return product.samples * reduce(torch.maximum, scales) if scales else 1.0
 
 
 def _without_groups(factor: Tensor) -> Tensor:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
 from typing import Literal, TypeAlias, TypeVar, get_args
 
-import torch
 from torch import Tensor
 
 from backpack_core import SampleProduct, SecondOrderExtension
@@ -14,14 +12,16 @@ from backpack_core.contract.extension import FailMode
 from backpack_core.contract.operations import square_sum
 from backpack_core.errors import UsageError
 from backpack_secondorder import lookup_factors  # noqa: F401 - registers its operations
+from backpack_secondorder.both_ways import add_columns
 from backpack_secondorder.factors import (
     StructureError,
     WeightSharing,
     block,
     kronecker_factors,
+    weight_of,
 )
 from backpack_secondorder.kronecker import KroneckerFactors, diagonal_matrix
-from backpack_secondorder.matrix import CurvatureMatrix, Number, ParameterOrder
+from backpack_secondorder.matrix import CurvatureMatrix, ParameterOrder
 from backpack_secondorder.merging import OF_FACTORS
 from backpack_secondorder.square_root import ExactExtension, SampledExtension
 
@@ -80,10 +80,17 @@ class FactorsExtension(MatrixExtension):
     def read(self, product: SampleProduct) -> KroneckerFactors:
         """The factors."""
         factors = self.factors(product, self.weight_sharing)
-        return KroneckerFactors(factors, factors.order, weight_of(product))
+        return KroneckerFactors(factors, factors.order, weight_of(product), factors.parts)
+
+    def as_stored(self, value: Matrix, parameter: Tensor) -> Matrix:
+        """Cast, with the parts that columns to come are added to."""
+        found = super().as_stored(value, parameter)
+        if isinstance(found, KroneckerFactors) and isinstance(value, KroneckerFactors):
+            found.parts = [part.to(found[0].dtype) for part in value.parts]
+        return found
 
     def combine(self, first: KroneckerFactors, second: KroneckerFactors) -> KroneckerFactors:
-        """Add factors of two chunks: columns enter the first factor only."""
+        """Add factors of two chunks: columns enter one factor of each use only."""
         return add_columns(first, second)
 
 
@@ -112,9 +119,13 @@ class KFAC(FactorsExtension, SampledExtension):
 
     A weight that several modules use, or one module in several calls, is shared by the positions of
     all of them (Eschenhagen et al. treat every use as one more shared axis). If some use it
-    transposed, as a penalty on gradients does, the columns are at the outputs of one and at the
-    inputs of the other: there are no factors in common, but for a weight of one row or column,
-    which gets its block, ``[P, P]``.
+    transposed, as a penalty on gradients does, the columns ``b`` are at its inputs there, and the
+    data ``a`` at its outputs. Of factors ``[B, A]`` of the uses as it is, and ``[B', A']`` of the
+    transposed ones, it has ``[B + w A', A + B' / w]``, with ``w`` the ``weight`` of
+    :class:`~backpack_secondorder.kronecker.KroneckerFactors` (the number of samples times what
+    stands in front of the loss of each; of several losses, the largest). That is derived here, see
+    :func:`~backpack_secondorder.both_ways.both_ways`; it is scaled as the loss, and joined over
+    batches, as other factors are.
 
     A layer with ``G > 1`` groups has factors ``[G, O, O]`` and ``[G, I, I]``: blocks between groups
     are left out. Martens and Grosse (2015) for fully connected layers.
@@ -192,24 +203,6 @@ def split_mode(fail_mode: StructureMode) -> tuple[Fallback | None, FailMode]:
     if fail_mode not in (modes := get_args(StructureMode)):
         raise UsageError(f"fail_mode must be one of {modes}. Got {fail_mode!r}.")
     return None, fail_mode
-
-
-def add_columns(first: KroneckerFactors, second: KroneckerFactors) -> KroneckerFactors:
-    """Factors of two chunks of columns: ``B`` adds up.
-
-    ``A`` is the same, unless the first columns did not reach all uses of the parameter.
-    """
-    return second.with_factors([first[0] + second[0], *second[1:]])
-
-
-def weight_of(product: SampleProduct) -> Number:
-    """``Σ_n s``: the number of samples times what stands in front of the loss of each.
-
-    That is one for a mean over the batch, and the number of samples for a sum. One if the loss does
-    not tell.
-    """
-    scales = [root.scale for root in product.roots if root.scale is not None]
-    return product.samples * reduce(torch.maximum, scales) if scales else 1.0
 
 
 def as_weight_sharing(value: WeightSharing) -> WeightSharing:

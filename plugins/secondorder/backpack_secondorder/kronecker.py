@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from operator import is_
 from typing import Any, Literal
@@ -49,10 +49,15 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
     Attributes:
         order: How the parameter's entries are numbered.
         weight: ``Σ_n s``, the weight of the averages in sums; one for a mean over the batch.
+        parts: Factors of uses in several orders that these were made of; arithmetic drops them.
     """
 
     def __init__(
-        self, factors: Iterable[Tensor], order: ParameterOrder, weight: Number = 1.0
+        self,
+        factors: Iterable[Tensor],
+        order: ParameterOrder,
+        weight: Number = 1.0,
+        parts: Sequence[KroneckerFactors] = (),
     ) -> None:
         """Store the factors.
 
@@ -61,6 +66,7 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
                 diagonal ones, ``[D_k]`` or ``[G, D_k]``.
             order: How the parameter's entries are numbered.
             weight: See the class.
+            parts: See the class.
 
         Raises:
             ShapeError: The product of the sizes is not that of the parameter, or a factor is not
@@ -69,6 +75,7 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
         super().__init__(factors)
         self.order = order
         self.weight = weight
+        self.parts = parts
         self._eigen: tuple[list[Tensor], object, KroneckerEigenbasis] | None = None
         size = groups = self.groups
         for factor in self:

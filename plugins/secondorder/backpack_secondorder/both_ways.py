@@ -1,0 +1,128 @@
+"""Kronecker factors of a weight that is used both as it is and transposed.
+
+A penalty on gradients does that, and so does a table whose rows are looked up and whose transpose
+gives logits. Importing this file registers its operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from backpack_core.contract.product import SumProduct
+from backpack_secondorder.factors import (
+    StructureError,
+    WeightSharing,
+    kronecker_factors,
+    weight_of,
+)
+from backpack_secondorder.kronecker import KroneckerFactors
+from backpack_secondorder.matrix import Number
+
+
+@kronecker_factors.register
+def kronecker_factors_sum(product: SumProduct, sharing: WeightSharing = "kfc") -> KroneckerFactors:
+    """Those of uses in both orders, by :func:`both_ways`; of other sums there are none."""
+    parts: list[KroneckerFactors] = []
+    if len(product.shape) > 1:
+        with suppress(StructureError):  # of one use, which the error of the sum explains
+            parts += [kronecker_factors(p.placed_as(product), sharing) for p in product.parts]
+    found = both_ways(parts, weight_of(product))
+    return kronecker_factors.definition(product, sharing) if found is None else found
+
+
+def both_ways(parts: Sequence[KroneckerFactors], weight: Number) -> KroneckerFactors | None:
+    """Factors of uses as it is, ``[B, A]``, and of uses transposed, ``[B', A']``, in one.
+
+    ``F₁ = B + w A'`` and ``F₂ = A + B' / w``, with ``w = Σ_n s`` the weight of the averages. At a
+    transposed use the columns ``b`` are at the weight's inputs, and the data ``a`` at its outputs,
+    so ``B' = Σ_v Σ_n b bᵀ`` is ``[I, I]`` and ``A' = 1/N Σ_n a aᵀ`` is ``[O, O]``.
+
+    Derived here. Every use of a weight adds what stands at its outputs to one factor, and what
+    stands at its inputs to the other (for uses in one order: Eschenhagen et al., 2023). The first
+    factor is a sum with the samples' weights ``s``, ``w A' = Σ_n s a aᵀ``; the second one is an
+    average, ``B' / w`` of columns that carry the scale ``s`` already. So a multiple of the loss
+    multiplies ``B``, ``B'`` and ``w``, that is ``F₁`` alone, and factors of disjoint sets of
+    samples are joined as all others are. ``F₁ ⊗ F₂`` is ``B ⊗ A + A' ⊗ B'``, the factors of both
+    orders, and the positive semi-definite ``B ⊗ B' / w + w A' ⊗ A``: for uses in one order,
+    products of one's ``B`` with the other's ``A`` stand there in the same way. Positions are shared
+    within an order, by the setting ``sharing``.
+
+    Args:
+        parts: Factors, for each order.
+        weight: ``w``.
+
+    Returns:
+        Factors that hold ``parts``; ``None`` if the parts are not two, of a matrix and its
+        transpose.
+    """
+    if len(parts) != 2 or any(len(part) != 2 or part.groups > 1 for part in parts):
+        return None
+    here, there = (_numbers(part) for part in parts)
+    if not torch.equal(here, there.T):
+        return None
+    # First comes the parameter's own order; of one row or column, both number entries alike.
+    ranks = [(n.flatten()[:2].tolist(), len(n) != parts[0].order.shape[0]) for n in (here, there)]
+    is_first = ranks[0] <= ranks[1]
+    straight, turned = parts if is_first else parts[::-1]
+    outer, inner, columns, data = (_full(factor) for factor in (*straight, *turned))
+    share = 1 / torch.as_tensor(weight, device=outer.device)
+    share = torch.where(share.isfinite(), share, 0.0).to(outer.dtype)  # zero of no samples
+    factors = [outer + weight * data, inner + share * columns]
+    return KroneckerFactors(factors, straight.order, weight, parts)
+
+
+def add_columns(first: KroneckerFactors, second: KroneckerFactors) -> KroneckerFactors:
+    """Factors of two chunks of columns: in each order, ``B`` adds up.
+
+    ``A`` is the same, unless the first columns did not reach all uses of the parameter.
+
+    Raises:
+        StructureError: Together, they have reached uses without factors in common.
+    """
+    parts = [*(second.parts or [second])]
+    for part in first.parts or [first]:
+        place = next((k for k, known in enumerate(parts) if _is_like(part, known)), None)
+        if place is None:
+            parts.append(part)
+        else:
+            known = parts[place]
+            parts[place] = known.with_factors([part[0] + known[0], *known[1:]])
+    weight = _larger(first.weight, second.weight)
+    found = parts[0].with_weight(weight) if len(parts) == 1 else both_ways(parts, weight)
+    if found is None:
+        forms = " and ".join(sorted({part.structure for part in parts}))
+        raise StructureError(
+            f"Some columns of the loss reach other uses of {second.order} than others do, and what "
+            f"is read of both ({forms}) is not of one form. Let all columns travel at once "
+            "(chunk_size=, or set_memory_budget of backpack_core), freeze the parameter, or use "
+            "DiagGGNExact, which needs no structure."
+        )
+    return found
+
+
+def _numbers(factors: KroneckerFactors) -> Tensor:
+    """Which entry of the flattened parameter the factors' sizes number, ``[O, I]``."""
+    positions, (_, *sizes) = factors.order.positions, factors.sizes
+    if positions is None:
+        positions = torch.arange(factors.order.shape.numel(), device=factors[0].device)
+    return positions.reshape(sizes)
+
+
+def _is_like(part: KroneckerFactors, other: KroneckerFactors) -> bool:
+    """Whether both are factors of uses in one order."""
+    kinds = [[part.is_diagonal(f) for f in part], [other.is_diagonal(f) for f in other]]
+    return kinds[0] == kinds[1] and part.sizes == other.sizes and part.order.equals(other.order)
+
+
+def _larger(first: Number, second: Number) -> Number:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return torch.maximum(first, second)
+    return first if first > second else second
+
+
+def _full(factor: Tensor) -> Tensor:
+    return torch.diag_embed(factor) if factor.dim() == 1 else factor
