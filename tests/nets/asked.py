@@ -8,10 +8,11 @@ from typing import Protocol
 
 from tests.nets.catalogue import KINDS
 from tests.nets.kinds import Unfit
-from tests.nets.losses import BESIDE, LOSSES, OUTER
+from tests.nets.losses import LOSSES, OUTER
 from tests.nets.passes import CHANGING, PASSES
 from tests.nets.quantities import QUANTITIES, draw_options
 from tests.nets.recipe import Plan, Recipe, Request, Shape, Step, Term
+from tests.nets.terms import BESIDE
 
 # Most numbers that a sample's outputs may have: the columns of exact curvature.
 OUTPUTS = 8

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.nets.catalogue import KINDS
-from tests.nets.losses import BESIDE, Losses
+from tests.nets.losses import Losses
 from tests.nets.net import DrawnNet
 from tests.nets.recipe import Recipe, Settings
+from tests.nets.terms import BESIDE
 
 # Traits whose effect depends on what lies before and behind a step.
 WATCHED = frozenset({"mixing", "hook"})
