@@ -204,7 +204,8 @@ def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execu
     live = [o for o in outputs if is_made(o)]
     if not live:
         if not resolved.is_fallback:
-            run_of_model(module, get_ident()).pass_on(tensors_in(args, {}), outputs)
+            # States, behind the first output, may have samples elsewhere.
+            run_of_model(module, get_ident()).pass_on(tensors_in(args, {}), outputs[:1])
         return None
     own = aliases(live, execution)
     if True in [t.is_complex() for t in (*outputs, *execution.tensors)]:

@@ -279,16 +279,25 @@ class Owners:
             return self._of_call(site, given.get(0), shape)
         if nodes.is_leaf(node):
             return self._of_leaf(node.variable, shape)  # type: ignore[attr-defined]
+        try:
+            found = self._made(node, number, given)
+        except RuntimeError as error:
+            if "second time" not in str(error):
+                raise
+            found = None  # a pass that looks around later has executed it
+        if found is None and (site := self._site(place)) is not None:
+            # No module is known to move samples to another axis.
+            found = self._of_call(site, self._received(site.call), shape)
+        return found
+
+    def _made(self, node: Node, number: int, given: Given) -> Numbers | None:
+        """What an operation makes of the numbers at its operands, or of data."""
         if not given and (entry := self._entry(node)) is not None:
             return entry
         rows, is_readable = self._received_rows, self._survey.is_readable
         if nodes.operation_of(node) in nodes.INDEXED and given.get(0, rows) is None:
             given[0] = self._in_order(node.next_functions[0])
-        found = made(node, number, self._telling(node, given), rows, is_readable)
-        if found is None and (site := self._site(place)) is not None:
-            # No module is known to move samples to another axis.
-            found = self._of_call(site, self._received(site.call), shape)
-        return found
+        return made(node, number, self._telling(node, given), rows, is_readable)
 
     def _as_said(self, place: Place, found: Numbers | None) -> Numbers | None:
         """Where nothing is known: the rows of the user's index, if as many; the dye will tell.

@@ -46,7 +46,8 @@ def tell_parts(survey: Survey) -> None:
     if not any(_fits(survey, *reading) for reading in (*readings, (samples, None))):
         given = {given.shape[0] for run in runs for given in run.given if given.shape}
         count = readings[0][0] if readings else samples
-        if count not in given:  # nothing else is as many
+        are_joined = any(len(known) > 1 for _, known in lengths)
+        if are_joined and count not in given:  # nothing else is as many
             survey.batch_size = count
         elif ragged:
             survey.faults.append((faults.ragged(ragged[0]), None))

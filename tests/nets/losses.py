@@ -274,6 +274,8 @@ class Losses(nn.Module):
 
     def _divisor(self, term: Term, value: Tensor, target: Tensor) -> float:
         """What a loss divides by; not a number where that cannot be seen."""
+        if term.settings["reduction"] == "sum":
+            return 1.0
         lossfunc: Any = copy.deepcopy(self.parts[term.part])
         found = []
         for lossfunc.reduction in ("sum", term.settings["reduction"]):

@@ -266,6 +266,46 @@ FOUND["unused-argument"] = Recipe(
     (Request("SqrtGGNExact"), Request("BatchGrad")),
     Plan(),
 )
+# States of a frozen layer, of as many layers as samples, have their samples behind those.
+FROZEN = recurrent("RNN", "states", layers=2, hidden=1, bias=False, frozen="all")[1]
+FOUND["frozen-states"] = Recipe(
+    8000370,
+    2,
+    {"x0": Source((1, 1))},
+    (
+        Step("Recurrent", ("x0",), ("v0",), FROZEN, "p0"),
+        Step("MergedHead", ("v0",), ("v1",), {"merge": "behind", "out": 1, "bias": False}, "p1"),
+    ),
+    (Term("v1", "MSE", {"reduction": "sum"}),),
+    (Request("SqrtGGNExact"),),
+    Plan(),
+)
+# A loss of as many entries as the net has arguments; and a pass whose graph was left in part.
+PICKED = {"smoothing": 0.2, "picked": "pairs", "reduction": "sum"}
+FOUND["as-many-picked-as-arguments"] = Recipe(
+    8000789,
+    3,
+    {"x0": Source((1, 1)), "x1": Source((1, 1))},
+    (
+        Step("of_sequences", ("x1",), ("v0",), {"name": "gathered"}),
+        Step("MergedHead", ("v0",), ("v1",), {"merge": "behind", "out": 2, "bias": False}, "p1"),
+    ),
+    (Term("v1", "CrossEntropy", PICKED),),
+    (Request("Variance"),),
+    Plan(),
+)
+FOUND["picked-in-a-late-walk"] = Recipe(
+    8000436,
+    1,
+    {"x0": Source((1, 1))},
+    (Step("Linear", ("x0",), ("v0",), {"out": 1, "bias": False}, "p0"),),
+    (
+        Term("v0", "MSE", {"reduction": "sum"}, part="loss0"),
+        Term("v0", "CrossEntropy", {"picked": "flat", "reduction": "sum"}, part="loss1"),
+    ),
+    (Request("Variance"),),
+    Plan("around_another"),
+)
 
 
 @pytest.fixture(autouse=True)
