@@ -7,7 +7,7 @@ go. Those that often work on large tensors are known, and cost nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -109,18 +109,28 @@ def _may_leave_room(node: Node, shape: Shape, known: dict[int, Numbers], samples
     return has_others and any(length and not length % samples for length in shape)
 
 
-def shortened(numbers: Tensor, rows: Tensor) -> Numbers:
+def shortened(numbers: Tensor, rows: Tensor, is_whole: bool = True) -> Numbers:
     """Numbers with length one along each axis where they are all the same.
 
     What is no sample's, as padding, is that of the others along the axis: a sample alone has it.
     Not where these stand where the order of samples puts them: the rest may be that of others.
+
+    Args:
+        numbers: For each entry.
+        rows: The sample of each row that the model received.
+        is_whole: Whether all entries that these were made of are of a sample. Else what is no
+            sample's may be that of others.
     """
     for axis, length in enumerate(numbers.shape):
         first = numbers.amax(axis, keepdim=True) if length > 1 else numbers
-        is_one = length > 1 and bool(((numbers == first) | (numbers < 0)).all())
-        if is_one and not _is_in_place(numbers, axis, rows):
+        is_free = is_whole and length > 1 and not _is_in_place(numbers, axis, rows)
+        if length > 1 and bool(((numbers == first) | ((numbers < 0) & is_free)).all()):
             numbers = first
     return numbers
+
+
+def _are_whole(known: Iterable[Numbers]) -> bool:
+    return not any(bool((n < 0).any()) for n in known)
 
 
 def _is_in_place(numbers: Tensor, axis: int, rows: Tensor) -> bool:
@@ -142,7 +152,7 @@ def viewed(numbers: Numbers, before: Shape, after: Shape, rows: Tensor) -> Numbe
         lead += 1
     count = sizes.index(torch.Size(before[:lead]).numel())
     whole = numbers.reshape(numbers.shape[:lead]).expand(before[:lead]).reshape(after[:count])
-    return shortened(_with_axes(whole, len(after) - count), rows)
+    return shortened(_with_axes(whole, len(after) - count), rows, _are_whole([numbers]))
 
 
 def _with_axes(numbers: Tensor, count: int) -> Numbers:
@@ -171,7 +181,7 @@ def _picked(numbers: Numbers, picks: Picks, before: Shape, rows: Tensor) -> Numb
     lead = numbers.expand(*before[:count], *numbers.shape[count:])
     chosen = tuple(slice(None) if pick is None else pick.cpu() for pick in picks)
     # What is no sample's stands where it may be that of others: who picks it does not tell.
-    return lead[chosen] if bool((numbers < 0).any()) else shortened(lead[chosen], rows)
+    return shortened(lead[chosen], rows, _are_whole([numbers]))
 
 
 def _is_mask(index: Tensor) -> bool:
@@ -190,7 +200,8 @@ def _reached(node: Node, number: int, given: dict[int, Numbers], rows: Tensor) -
     except (BackpackError, RuntimeError):  # a formula that has no derivative
         is_whole = all(n.numel() == 1 for n in given.values())
         return along(one.reshape(1), 0, nodes.lengths_of(node, number)) if is_whole else None
-    return shortened(torch.where(found == 0, -1, one), rows)
+    is_none = (found == 0) | found.isnan()  # as behind a root of zero
+    return shortened(torch.where(is_none, -1, one), rows, _are_whole(given.values()))
 
 
 def _carried(node: Node, number: int, given: dict[int, Numbers], rows: Tensor) -> Numbers | None:
@@ -218,7 +229,7 @@ def _carried(node: Node, number: int, given: dict[int, Numbers], rows: Tensor) -
     found = found.clamp(0, most)
     if ((checks - codes[found] * ones).abs() > ones / 4)[is_some].any():
         return None
-    return shortened(torch.where(is_some, found, -1), rows)
+    return shortened(torch.where(is_some, found, -1), rows, _are_whole(given.values()))
 
 
 def _generator() -> torch.Generator:

@@ -46,8 +46,8 @@ def tell_parts(survey: Survey) -> None:
     if not any(_fits(survey, *reading) for reading in (*readings, (samples, None))):
         given = {given.shape[0] for run in runs for given in run.given if given.shape}
         count = readings[0][0] if readings else samples
-        are_joined = any(len(known) > 1 for _, known in lengths)
-        if are_joined and count not in given:  # nothing else is as many
+        rows = {call.stored.inputs[0].shape[:1].numel() for call in fresh}
+        if count not in given and not rows <= given:  # items were put together, nothing is as many
             survey.batch_size = count
         elif ragged:
             survey.faults.append((faults.ragged(ragged[0]), None))

@@ -27,6 +27,12 @@ WRITE: dict[str, Callable[[Any, Tensor, int], Tensor]] = {
         [torch.zeros(k, T, D), h[k : k + 1], torch.ones(N - k - 1, T, D)]
     ),
     "pad": lambda net, h, k: F.pad(h[k : k + 1], (0, 0, 0, 0, k, N - k - 1)),
+    "padded and cut": lambda net, h, k: F.pad(
+        _put(torch.zeros_like(h), k, h[k]), (0, 0, 0, 0, 1, 1)
+    )[1:-1],
+    "joined and cut": lambda net, h, k: torch.cat(
+        [_put(torch.zeros_like(h), k, h[k]), torch.ones(1, T, D)]
+    )[:-1],
     "in place": lambda net, h, k: _put(torch.zeros_like(h), k, h[k]),
     "a token": lambda net, h, k: _put(torch.zeros_like(h), (k, 1), h[k, 1]),
     "into a table": lambda net, h, k: _put(net.table.expand(N, T, D), k, h[k]),
