@@ -125,7 +125,9 @@ class Walk:
         samples, count = torch.arange(self._size, device="cpu"), len(owners) // self._size
         is_usual = not (self._survey.is_declared or (this.axis and self._survey.is_told))
         if is_usual and owners.equal(samples.repeat_interleave(count)):
-            return False
+            if way.above.operation in nodes.INDEXED:
+                this.positions = count  # else picks of one of each, in any order, are not seen
+            return bool(this.positions)
         if above.positions and not above.is_call and way.keeps_rows:
             return False  # the operation has made rows of them in order: the dye has to look
         this.owned = owners == samples[:, None]

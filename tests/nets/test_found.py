@@ -306,6 +306,47 @@ FOUND["picked-in-a-late-walk"] = Recipe(
     (Request("Variance"),),
     Plan("around_another"),
 )
+# Picks of one entry of each sample in another order; and of what nothing is known of.
+FOUND["picked-in-another-order"] = Recipe(
+    20230089,
+    4,
+    {"x0": Source((2,))},
+    (
+        Step("reshape", ("x0",), ("v0",), {"shape": [-1, 1, 2]}),
+        Step("MergedHead", ("v0",), ("v1",), {"merge": "pixels", "out": 2, "bias": False}, "p1"),
+    ),
+    (
+        Term("v1", "CrossEntropy", {"picked": "pairs", "reduction": "sum"}, part="loss0"),
+        Term("v0", "functional", {"reduction": "sum"}, part="loss1"),
+    ),
+    GRADIENTS,
+    Plan(),
+)
+FOUND["picked-of-an-ensemble"] = Recipe(
+    20230609,
+    2,
+    {"x0": Source((2, 2))},
+    (Step("Wrapped", ("x0",), ("v0",), {"name": "ensemble"}, "p0"),),
+    (Term("v0", "CrossEntropy", {"picked": "pairs", "reduction": "sum"}),),
+    (Request("SqrtGGNExact"),),
+    Plan(),
+)
+# The spread of a row of zeros has no derivative.
+WRITTEN = {"name": "joined", "of": "one", "at": 1, "fill": 0.0, "is_stacked": False, "part": "net"}
+FOUND["written-row-standardised"] = Recipe(
+    20220218,
+    2,
+    {"x0": Source((2, 1))},
+    (
+        Step("Linear", ("x0",), ("v0",), {"out": 1, "bias": False}, "p0"),
+        Step("Written", ("v0",), ("v1",), WRITTEN, "p1"),
+        Step("along", ("v1",), ("v2",), {"name": "standardize", "axis": 1}),
+        Step("Linear", ("v2",), ("v3",), {"out": 1, "bias": True}, "p3"),
+    ),
+    (Term("v3", "MSE", {"reduction": "sum"}),),
+    GRADIENTS,
+    Plan(),
+)
 
 
 @pytest.fixture(autouse=True)
