@@ -53,7 +53,9 @@ def look_behind(survey: Survey, edges: Iterable[Edge]) -> None:
 def look_inside(survey: Survey, site: Site) -> None:
     """Have a call gone through node by node."""
     survey.axes.update((place, 0) for place in survey.axes if place[0] is site.call)
-    _walk(survey, _open(survey, site, survey.regions[site.call]))
+    # Behind one of several outputs, some of the operations may be missing.
+    for own in [own for own in survey.sites.values() if own.call is site.call]:
+        _walk(survey, _open(survey, own, survey.regions[site.call]))
 
 
 def _open(survey: Survey, site: Site, region: Region) -> _Steps:

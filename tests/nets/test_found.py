@@ -306,6 +306,20 @@ FOUND["picked-in-a-late-walk"] = Recipe(
     (Request("Variance"),),
     Plan("around_another"),
 )
+# Of one sample, a module that is gone through behind both of its outputs.
+AVERAGED = {"heads": 1, "bias": False, "weights": "averaged", "bias_kv": False, "mask": False}
+FOUND["attention-weights-of-one"] = Recipe(
+    20010332,
+    1,
+    {"x0": Source((1, 1))},
+    (
+        Step("Attention", ("x0",), ("v0", "v0b"), AVERAGED, "p0"),
+        Step("cat", ("v0", "v0b"), ("v1",), {"axis": 2}),
+    ),
+    (Term("v1", "MSE", {"reduction": "sum"}),),
+    (Request("SqrtGGNExact"), Request("BatchGrad")),
+    Plan(),
+)
 # Picks of one entry of each sample in another order; and of what nothing is known of.
 FOUND["picked-in-another-order"] = Recipe(
     20230089,
