@@ -323,7 +323,8 @@ class Owners:
         child, number = operand
         shape, survey = () if child is None else nodes.lengths_of(child, number), self._survey
         is_other = survey.is_declared or survey.is_told or survey.depth is not None
-        if is_other or not shape or not survey.batch_size:
+        # Before samples are sought in the graph, how many there are is a question itself.
+        if is_other or not shape or not survey.alignment.batch_size:
             return None
         count, rest = divmod(shape[0], survey.batch_size)
         return None if rest else along(self._samples.repeat_interleave(count), 0, shape)
