@@ -119,11 +119,13 @@ def shortened(numbers: Tensor, rows: Tensor, is_whole: bool = True) -> Numbers:
         numbers: For each entry.
         rows: The sample of each row that the model received.
         is_whole: Whether all entries that these were made of are of a sample. Else what is no
-            sample's may be that of others.
+            sample's may be that of others, unless another axis has them in their order.
     """
+    axes = range(numbers.dim()) if bool((numbers < 0).any()) else ()
     for axis, length in enumerate(numbers.shape):
         first = numbers.amax(axis, keepdim=True) if length > 1 else numbers
-        is_free = is_whole and length > 1 and not _is_in_place(numbers, axis, rows)
+        places = [other for other in axes if _is_in_place(numbers, other, rows)]
+        is_free = axis not in places and (is_whole or bool(places))
         if length > 1 and bool(((numbers == first) | ((numbers < 0) & is_free)).all()):
             numbers = first
     return numbers
