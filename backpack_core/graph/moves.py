@@ -182,7 +182,6 @@ def _picked(numbers: Numbers, picks: Picks, before: Shape, rows: Tensor) -> Numb
     count = sum(pick.dim() if pick is not None and _is_mask(pick) else 1 for pick in picks)
     lead = numbers.expand(*before[:count], *numbers.shape[count:])
     chosen = tuple(slice(None) if pick is None else pick.cpu() for pick in picks)
-    # What is no sample's stands where it may be that of others: who picks it does not tell.
     return shortened(lead[chosen], rows, _are_whole([numbers]))
 
 

@@ -73,7 +73,7 @@ class Told(NamedTuple):
                 "to, or an index of its rows; for one index of all rows, give a tensor."
             )
         rows = [own.expand(n) for own, n in zip(items, lengths, strict=True)]
-        return self._replace(rows=torch.cat([torch.zeros(0, dtype=torch.long), *rows]))
+        return self._replace(rows=torch.cat([_NOBODY, *rows]))
 
 
 def told(samples: Samples) -> Told:
@@ -95,13 +95,13 @@ def told(samples: Samples) -> Told:
     return Told(index, int(index.max()) + 1 if len(index) else 0, items)
 
 
-_NOBODY = torch.zeros(0, dtype=torch.long)
+_NOBODY = torch.zeros(0, dtype=torch.long, device="cpu")
 
 
 def _index(entry: object, samples: object) -> Tensor:
     """Numbers of samples, on the CPU."""
     try:
-        index = torch.as_tensor(entry).detach().cpu()
+        index = torch.as_tensor(entry, device="cpu").detach()
     except (TypeError, ValueError, RuntimeError) as error:
         raise _no_index(samples) from error
     is_other = index.is_floating_point() or index.is_complex() or index.dtype is torch.bool

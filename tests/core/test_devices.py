@@ -12,8 +12,9 @@ from torch import Tensor, nn
 import backpack_core.extensions
 from backpack_core import backpack, extend
 from backpack_core.engine.dyed import Weights
+from backpack_core.extensions import BatchGrad
 from tests import oracle
-from tests.cases import names_of_extensions
+from tests.cases import Net, names_of_extensions
 from tests.devices import DrawnOnHost, usable
 
 
@@ -118,6 +119,25 @@ def test_results_do_not_depend_on_the_default_device(name: str, kind: str) -> No
     for ours, reference in zip(*found, strict=True):
         assert ours.device.type == default.type
         oracle.assert_close(ours, reference)
+
+
+@pytest.mark.parametrize("samples", [None, [0, 1, 1], [torch.tensor([0, 0]), 1, 1]])
+def test_lists_do_not_depend_on_the_default_device(samples: Any) -> None:
+    items = [torch.randn(rows, 3) for rows in (2, 1, 4)]
+
+    def run(net: Any, items: list[Tensor]) -> Tensor:
+        hidden = net.a(torch.cat(items)).tanh().split([len(item) for item in items])
+        return torch.stack([part.sum(0) for part in hidden])
+
+    net, found = extend(Net(run, a=nn.Linear(3, 2))), []
+    for device in (torch.get_default_device(), torch.device("meta")):
+        z = net(items)
+        loss = extend(nn.MSELoss(reduction="sum"))(z, torch.zeros_like(z))
+        with torch.device(device), backpack(BatchGrad(), samples=samples):
+            loss.backward()
+        found.append(net.a.weight.grad_batch)
+    assert len(found[0]) == (3 if samples is None else 2)
+    oracle.assert_close(*found)
 
 
 def numbers(value: Any, vectors: Tensor) -> Tensor:
