@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
@@ -17,6 +17,7 @@ from backpack_core.errors import ShapeError
 from backpack_core.extensions import BatchDiagGGNExact, BatchGrad, DiagGGNExact, SumGradSquared
 from tests import oracle
 from tests.cases import Net
+from tests.nets import bags
 
 D, H, C = 3, 4, 3
 Items = list[Tensor]
@@ -24,25 +25,10 @@ Items = list[Tensor]
 SIZES = [(2, 3), (3, 1), (1, 3), (2, 2), (1, 1), (3, 2, 4), (3, 3, 2), (3, 3, 3), (2, 2, 4), (4, 5)]
 
 
-def _parts(h: Tensor, items: Items) -> Sequence[Tensor]:
-    return h.split([len(item) for item in items])
-
-
-def _which(items: Items) -> Tensor:
-    return torch.arange(len(items)).repeat_interleave(torch.tensor([len(item) for item in items]))
-
-
 # From hidden states of all rows to one row for each item.
 POOLS: dict[str, Callable[[Tensor, Items], Tensor]] = {
-    "sums": lambda h, items: torch.cat([k.sum(0, keepdim=True) for k in _parts(h, items)]),
-    "means": lambda h, items: torch.stack([k.mean(0) for k in _parts(h, items)]),
-    "last rows": lambda h, items: torch.stack([k[-1] for k in _parts(h, items)]),
-    "indexed": lambda h, items: h[torch.tensor([len(k) for k in items]).cumsum(0) - 1],
-    "added": lambda h, items: h.new_zeros(len(items), H).index_add(0, _which(items), h),
-    "maxima": lambda h, items: torch.stack([k.amax(0) for k in _parts(h, items)]),
-    "by weights": lambda h, items: torch.cat(
-        [k.sum(1).softmax(0)[None] @ k for k in _parts(h, items)]
-    ),
+    **bags.POOLS,
+    "maxima": lambda h, items: torch.stack([k.amax(0) for k in bags.split(h, items)]),
 }
 
 

@@ -14,13 +14,12 @@ from backpack_core import backpack, extend
 from backpack_core.errors import SampleMixingError
 from backpack_core.extensions import (
     KFLR,
-    BatchDiagGGNExact,
     BatchGrad,
     DiagGGNExact,
-    SumGradSquared,
 )
 from tests import oracle
 from tests.cases import Net
+from tests.owned_rows import check_owned_rows
 
 D, C = 4, 3
 Move = Callable[[Tensor], Tensor]
@@ -72,27 +71,7 @@ def test_moved_entries(name: str, samples: int, steps: int, is_module: bool) -> 
     owners = (moved[0] / moved[1])[..., 0].flatten().round().long()
     if name == "padded in time":
         owners = torch.arange(samples).repeat(1 + steps)
-    p = logits.detach().softmax(1)
-    hessian = (torch.diag_embed(p) - p[:, :, None] * p[:, None]) / len(y)
-    weights = (p - F.one_hot(y, C)) / len(y)
-    lossfunc = extend(nn.CrossEntropyLoss()) if is_module else F.cross_entropy
-    extensions = [BatchGrad(), SumGradSquared()]
-    extensions += [BatchDiagGGNExact(), DiagGGNExact()] if is_module else []
-    with backpack(*extensions, check="always"):
-        lossfunc(extend(model)(x), y).backward()
-    for parameter in parameters:
-        found, zeros = vars(parameter), parameter.new_zeros(samples, *parameter.shape)
-        rows = [torch.autograd.grad(z, parameter, retain_graph=True)[0] for z in logits.flatten()]
-        jacobian = torch.stack(rows).view(len(y), C, *parameter.shape)
-        gradients = torch.einsum("rc,rc...->r...", weights, jacobian)
-        expected = zeros.index_add(0, owners, gradients)
-        oracle.assert_close(found["grad_batch"], expected)
-        oracle.assert_close(found["sum_grad_squared"], expected.square().sum(0))
-        if is_module:
-            diagonals = torch.einsum("rc...,rcd,rd...->r...", jacobian, hessian, jacobian)
-            expected = zeros.index_add(0, owners, diagonals)
-            oracle.assert_close(found["diag_ggn_exact_batch"], expected)
-            oracle.assert_close(found["diag_ggn_exact"], expected.sum(0))
+    check_owned_rows(model, x, y, logits, owners, parameters, is_module)
 
 
 MIXED: dict[str, Move] = {

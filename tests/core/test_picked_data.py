@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack_core import backpack, extend
-from backpack_core.extensions import BatchDiagGGNExact, BatchGrad, DiagGGNExact, SumGradSquared
+from backpack_core.extensions import BatchDiagGGNExact, BatchGrad
 from tests import oracle
 from tests.cases import Net
+from tests.owned_rows import check_owned_rows
 
 N, T, D = 3, 4, 2
 
@@ -91,27 +92,7 @@ def _check(model: Raw, is_module: bool) -> None:
     y, parameters = torch.randint(D, (len(logits),)), [*model.parameters()]
     used = torch.autograd.grad(logits.sum(), parameters, retain_graph=True, allow_unused=True)
     parameters = [p for p, u in zip(parameters, used, strict=True) if u is not None]
-    q = logits.detach().softmax(1)
-    hessian = (torch.diag_embed(q) - q[:, :, None] * q[:, None]) / len(y)
-    weights = (q - F.one_hot(y, D)) / len(y)
-    lossfunc = extend(nn.CrossEntropyLoss()) if is_module else F.cross_entropy
-    extensions = [BatchGrad(), SumGradSquared()]
-    extensions += [BatchDiagGGNExact(), DiagGGNExact()] if is_module else []
-    with backpack(*extensions, check="always"):
-        lossfunc(extend(model)(x), y).backward()
-    for parameter in parameters:
-        found, zeros = vars(parameter), parameter.new_zeros(N, *parameter.shape)
-        rows = [torch.autograd.grad(z, parameter, retain_graph=True)[0] for z in logits.flatten()]
-        jacobian = torch.stack(rows).view(len(y), D, *parameter.shape)
-        gradients = torch.einsum("rc,rc...->r...", weights, jacobian)
-        expected = zeros.index_add(0, owners, gradients)
-        oracle.assert_close(found["grad_batch"], expected)
-        oracle.assert_close(found["sum_grad_squared"], expected.square().sum(0))
-        if is_module:
-            diagonals = torch.einsum("rc...,rcd,rd...->r...", jacobian, hessian, jacobian)
-            expected = zeros.index_add(0, owners, diagonals)
-            oracle.assert_close(found["diag_ggn_exact_batch"], expected)
-            oracle.assert_close(found["diag_ggn_exact"], expected.sum(0))
+    check_owned_rows(model, x, y, logits, owners, parameters, is_module)
 
 
 @pytest.mark.parametrize("is_module", [True, False])

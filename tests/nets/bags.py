@@ -16,7 +16,8 @@ from tests.nets.recipe import Settings
 Items = Sequence[Tensor]
 
 
-def _split(h: Tensor, items: Items) -> Sequence[Tensor]:
+def split(h: Tensor, items: Items) -> Sequence[Tensor]:
+    """The rows of each item again."""
     return h.split([len(item) for item in items])
 
 
@@ -26,13 +27,13 @@ def _which(items: Items) -> Tensor:
 
 # From rows of all items to one row for each.
 POOLS: dict[str, Callable[[Tensor, Items], Tensor]] = {
-    "sums": lambda h, items: torch.cat([part.sum(0, keepdim=True) for part in _split(h, items)]),
-    "means": lambda h, items: torch.stack([part.mean(0) for part in _split(h, items)]),
-    "last": lambda h, items: torch.stack([part[-1] for part in _split(h, items)]),
+    "sums": lambda h, items: torch.cat([part.sum(0, keepdim=True) for part in split(h, items)]),
+    "means": lambda h, items: torch.stack([part.mean(0) for part in split(h, items)]),
+    "last": lambda h, items: torch.stack([part[-1] for part in split(h, items)]),
     "indexed": lambda h, items: h[torch.tensor([len(item) for item in items]).cumsum(0) - 1],
     "added": lambda h, items: h.new_zeros(len(items), h.shape[1]).index_add(0, _which(items), h),
     "attended": lambda h, items: torch.cat(
-        [part.sum(1).softmax(0)[None] @ part for part in _split(h, items)]
+        [part.sum(1).softmax(0)[None] @ part for part in split(h, items)]
     ),
 }
 # What is done with items before the first layer.
