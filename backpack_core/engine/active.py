@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -74,6 +75,17 @@ class Context:
     def is_idle(self) -> bool:
         """Whether nothing happens at a visit, as in an empty block."""
         return not (self.extensions or self.extension_hook or self.observer or self.debug)
+
+    @cached_property
+    def asked(self) -> tuple[object, ...]:
+        """What tells plans for other extensions from those for these."""
+        return (
+            self.tells_samples,
+            *[
+                (type(e), e.fail_mode, e.propagator, e.needs_normalisers, bool(e.carriers))
+                for e in self.extensions
+            ],
+        )
 
     @property
     def tells_samples(self) -> bool:

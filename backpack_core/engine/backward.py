@@ -7,7 +7,7 @@ node between calls, and each call and node is passed once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import Node, current_node, keeps_graph
-from backpack_core.engine import losses, refusals
+from backpack_core.engine import losses, refusals, trust
 from backpack_core.engine.active import Context, log_visit
 from backpack_core.engine.carriers import ask_without_rule
 from backpack_core.engine.dyed import Question
@@ -30,10 +30,14 @@ from backpack_core.engine.sums import SumCheck
 from backpack_core.engine.sweep import Chunks
 from backpack_core.engine.traversal import Traversal
 from backpack_core.engine.trust import Measurement, measurement
+from backpack_core.errors import InternalError
 from backpack_core.graph.aligning import align
 from backpack_core.graph.paths import fault_in
 from backpack_core.graph.survey import Survey
 from backpack_core.graph.surveying import look_behind
+from backpack_core.plan.plan import Plan, model_of, plans
+from backpack_core.plan.structure import Structure, Unrecognised
+from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, Edge, Kept, Site
 from backpack_core.record.view import View
 from backpack_core.values import without_autocast
@@ -114,12 +118,57 @@ class BackwardPass:
         self.traversal = Traversal(self.schedule, self._sink, chunks)
         self.measurement: Measurement | None = None
         self._sums: SumCheck | None = None
+        self._plan: tuple[Module, Hashable, Plan] | None = None  # to be kept
         if groups or whole:
-            self._look_around(roots)
-            if gradients or whole or not self.is_outermost:  # else more may come
-                losses.refuse_other_terms(self.survey, roots, self._of_losses, outer is not None)
-                losses.refuse_unknown_normaliser(self.survey, roots, self._divided)
+            structure = self._recognised(roots) if gradients and self.is_outermost else None
+            if structure is None or not self._take_plan(structure):
+                self._look_around(roots)
+                if gradients or whole or not self.is_outermost:  # else more may come
+                    is_inside = outer is not None
+                    losses.refuse_other_terms(self.survey, roots, self._of_losses, is_inside)
+                    losses.refuse_unknown_normaliser(self.survey, roots, self._divided)
             self._begin_measuring(roots, gradients)
+            if structure is not None and not self.survey.is_planned:
+                self._make_plan(structure)
+
+    # The plan ------------------------------------------------------------------------------------
+
+    def _recognised(self, roots: list[Edge]) -> Structure | None:
+        """The structure of the graph; ``None`` if no plan may be made of it."""
+        context = self.context
+        if context.beside or context.told is not None:
+            return None
+        try:
+            structure = Structure(roots)
+        except Unrecognised:
+            return None
+        return structure if structure.sites else None
+
+    def _key(self, structure: Structure) -> Hashable:
+        return registry.generation, self.context.asked, structure.key
+
+    def _take_plan(self, structure: Structure) -> bool:
+        """Fill in the survey from the plan of an earlier pass, if there is a settled one."""
+        context, model = self.context, model_of(structure)
+        plan = plans.get(model, self._key(structure))
+        if plan is None or not trust.is_settled(
+            model, self._question, plan.structure, context.check
+        ):
+            return False
+        plan.fill(self.survey, structure)
+        context.seen.update(["ran", "trained"])
+        clear(self.survey, context.extensions, self._sink.new)
+        return True
+
+    def _make_plan(self, structure: Structure) -> None:
+        """Plan passes like this one, and see that it is as planned before."""
+        plan = Plan.of(self.survey, structure) if self.survey.uses else None
+        if plan is None:
+            return
+        self._plan = model, key, _ = model_of(structure), self._key(structure), plan
+        known = plans.get(model, key)
+        if known is not None and known != plan:
+            raise InternalError("A backward pass was planned otherwise than others like it.")
 
     def _look_around(self, edges: list[Edge]) -> None:
         """Walk the graph behind some edges, and raise for what cannot be right there."""
@@ -343,6 +392,8 @@ class BackwardPass:
         self._sink.see_end()
         if self.measurement is not None:
             self.measurement.settle()
+        if self._plan is not None:
+            plans.keep(*self._plan)
         if self._is_part:
             return
         with torch.set_grad_enabled(self._is_differentiable), without_autocast():

@@ -20,6 +20,7 @@ from backpack_core.engine.dyed import Judge, Question, Weights
 from backpack_core.graph import nodes
 from backpack_core.graph.paths import reached_past_losses
 from backpack_core.graph.survey import Survey
+from backpack_core.plan.plan import plans
 from backpack_core.record.call import Edge
 from backpack_core.record.owner import owner_of
 
@@ -43,8 +44,17 @@ class Trust:
 
     def is_due(self) -> bool:
         """Whether this pass is measured: the first, and then the passes 1, 2, 4, 8, … of them."""
-        before = self.passes - 1
-        return before & (before - 1) == 0
+        return _is_due(self.passes - 1)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether the next pass need not be measured."""
+        return self.open_sites is not None and not self.open_sites and not _is_due(self.passes)
+
+
+def _is_due(before: int) -> bool:
+    """Whether a pass is measured, after so many others."""
+    return before & (before - 1) == 0
 
 
 # By extended model, which neither copies it nor is kept alive by it.
@@ -127,9 +137,25 @@ def known_of(survey: Survey, asked: Hashable) -> Trust:
     return found
 
 
+def is_settled(model: Module, asked: Question, structure: Hashable, check: str) -> bool:
+    """Whether the next pass of a structure that was seen before need not be measured.
+
+    Args:
+        model: The model.
+        asked: What the pass has to show.
+        structure: See :func:`known_of`.
+        check: What the user asked for.
+    """
+    if check == "never" or not any(asked):
+        return True
+    found = _known[model].get((asked, structure)) if model in _known else None
+    return check != "always" and found is not None and found.is_settled
+
+
 def forget(module: Module) -> None:
     """Forget what is known of a model."""
     _known.pop(module, None)
+    plans.forget(module)
 
 
 def _structure(survey: Survey) -> tuple[object, ...]:

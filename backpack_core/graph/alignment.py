@@ -87,6 +87,11 @@ class Alignment:
     leaves: dict[Place, Tensor] = field(default_factory=dict)
     beside: list[tuple[Tensor, Node]] = field(default_factory=list)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether samples are on axis 0 of every tensor."""
+        return not any(getattr(self, name) for name in vars(self) if name != "batch_size")
+
     def is_apart(self, edge: Edge) -> bool:
         """Whether quantities at an edge are kept apart by sample."""
         return (edge.node, edge.output_nr) in self.apart

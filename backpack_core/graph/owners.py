@@ -368,6 +368,7 @@ class Owners:
     def _of_tensor(self, data: Tensor, call: Call | None = None) -> Numbers | None:
         """Of data that a call received, or that any run uses, as what models received tells."""
         survey, rows = self._survey, self._received_rows
+        survey.has_read = True
         items = None if survey.told is None else survey.told.items
         if call is not None:
             return of_data(data, call.run, rows, survey.depth, items, call.is_readable)
@@ -393,6 +394,7 @@ class Owners:
 
     def _of_entry(self, node: Node) -> Numbers | None:
         survey, shape = self._survey, nodes.lengths_of(node, 0)
+        survey.has_read = True
         data, count = nodes.rows_of(node) if survey.is_readable else (None, 0)
         data = data if data is not None and data.dim() and has_memory(data) else None
         numbers = None if data is None else self._of_tensor(data)

@@ -47,6 +47,7 @@ def told_by_sums(survey: Survey, roots: Iterable[Edge]) -> Told | None:
             if child is None or nodes.is_leaf(child) or of_weights(child):
                 continue
             if _length(child, number) in received:
+                survey.has_read = True
                 index = _index(edge, position)
                 if index is not None:
                     return Told(index, count)

@@ -99,6 +99,8 @@ class Survey:
         are_moved: Whether rows may be other samples than those of the model's input; ``None``
             before anybody asked.
         structure: What tells it from other graphs, once somebody has asked; see ``trust.py``.
+        has_read: Whether numbers in tensors were compared, to tell where samples are.
+        is_planned: Whether all of this is known from an earlier pass.
     """
 
     beside: frozenset[tuple[Node, int]] = frozenset()
@@ -137,6 +139,21 @@ class Survey:
     seen: dict[tuple[Node, Region], None] = field(default_factory=dict)
     numbers: dict[tuple[Node, int], Tensor | None] = field(default_factory=dict)
     are_moved: bool | None = None
+    has_read: bool = False
+    is_planned: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every tensor has samples on axis 0, and modules with rules own all parameters.
+
+        And nothing but shapes, settings and operations told so.
+        """
+        others = self.told, self.tables, self.rows, self.bare, self.viewed, self.leaves, self.freed
+        others += self.handed, self.losses, self.shards, self.faults, self.moved, self.inner
+        others += self.owned, self.beside, self.depth is not None, any(self.axes.values())
+        is_told = self.has_read or self.are_moved or self.is_declared or any(others)
+        opened = (call for call in self.opened if call.stored.parameters)
+        return not is_told and self.alignment.is_plain and not any(opened)
 
     @property
     def is_told(self) -> bool:
@@ -201,7 +218,9 @@ class Survey:
         call, index, (node, *_), _ = site
         axis, positions = self.axes.get((call, index), 0), self.alignment.positions_of(site)
         known = kept.setdefault(call, {})
-        return View(call, index, grad, node, axis, known, positions, self.batch_size)
+        view = View(call, index, grad, node, axis, known, positions, self.batch_size)
+        view.is_checked = not self.is_planned
+        return view
 
     def further(self, edge: Edge) -> list[Edge]:
         """Where what is sent to an edge goes on: past a call with a rule, into others, by nodes."""

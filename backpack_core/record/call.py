@@ -26,7 +26,7 @@ from backpack_core.record.run import NO_RUN, Run
 from backpack_core.record.state import Settings
 
 SITES: Final = "backpack_core.sites"
-_VIEWED: Final = "backpack_core.viewed"
+VIEWED: Final = "backpack_core.viewed"
 
 
 class Edge(NamedTuple):
@@ -284,7 +284,7 @@ def attach_viewed(call: Call, index: int, output: Tensor, base: Tensor) -> None:
     offset = int(output.storage_offset() - base.storage_offset())
     layout = Layout(output.shape, output.stride(), offset, base.shape, base.stride())
     node: Any = base.grad_fn
-    table = node.metadata.setdefault(_VIEWED, {})
+    table = node.metadata.setdefault(VIEWED, {})
     table.setdefault(base.output_nr, []).append((call, index, layout))
 
 
@@ -297,7 +297,7 @@ def calls_at(node: Node) -> list[Call]:
 def is_noted(node: Node) -> bool:
     """Whether a call is recorded at an output of a node, or at a view of one."""
     noted: Any = node.metadata
-    return SITES in noted or _VIEWED in noted
+    return SITES in noted or VIEWED in noted
 
 
 def site_at(edge: Edge) -> Site | None:
@@ -319,6 +319,6 @@ def viewed_at(node: Node, output_nr: int) -> list[tuple[Call, int, Layout]]:
     afterwards, autograd drops the view's own node from the graph, or leads some users past it. The
     gradient of what the module returned is then found at the base.
     """
-    table: Any = node.metadata.get(_VIEWED)  # type: ignore[attr-defined]
+    table: Any = node.metadata.get(VIEWED)  # type: ignore[attr-defined]
     found: list[tuple[Call, int, Layout]] = [] if table is None else table.get(output_nr, [])
     return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from operator import attrgetter, itemgetter
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -15,8 +16,24 @@ from torch.nn import Module
 from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE
 
 Owned = dict[str, tuple[Tensor, int]]  # tensors, and how often each was changed in place, by name
-Settings = tuple[tuple[str, ...], tuple[Any, ...]]  # names, values
-NO_SETTINGS: Final[Settings] = (), ()
+
+
+class Settings:
+    """Names and values of a module's plain attributes; equal ones are one object.
+
+    Attributes:
+        names: The names.
+        values: The values.
+    """
+
+    __slots__ = ("__weakref__", "names", "values")
+
+    def __init__(self, names: tuple[str, ...] = (), values: tuple[Any, ...] = ()) -> None:
+        self.names, self.values = names, values
+
+
+NO_SETTINGS: Final = Settings()
+_settings: WeakValueDictionary[Any, Settings] = WeakValueDictionary()
 
 
 def tensors_of(
@@ -83,7 +100,13 @@ def settings_of(module: Module) -> Settings:
         and name not in OUR_ATTRIBUTES
         and not (isinstance(value, list) and name[0] == "_")
     }
-    return tuple(known), tuple(known.values())
+    key = tuple(known), _as_key([*known.values()])
+    return _settings.setdefault(key, Settings(tuple(known), tuple(known.values())))
+
+
+def _as_key(value: Any) -> Any:
+    """A value with its type, in a form that can be hashed."""
+    return type(value), tuple(map(_as_key, value)) if isinstance(value, (tuple, list)) else value
 
 
 class Traits:
@@ -102,7 +125,7 @@ class Traits:
         attributes = module.__dict__
         self.resolved, self.generation = resolved, generation
         settings = NO_SETTINGS if resolved.is_fallback else settings_of(module)
-        self.settings = names, values = settings
+        self.settings, names, values = settings, settings.names, settings.values
         self.is_whole = attributes.keys().isdisjoint(resolved.params)
         others = attributes.keys() - _OF_ALL - {*names, *OUR_ATTRIBUTES}
         # For a single name, a getter would return no tuple.
@@ -146,7 +169,7 @@ def as_it_was(module: Module, settings: Settings, owned: Owned) -> Module:
         settings: What :func:`settings_of` gave then.
         owned: What :func:`tensors_of` gave.
     """
-    names, values = settings
+    names, values = settings.names, settings.values
     attributes = module.__dict__
     if "_parameters" not in attributes:  # compiled, with a storage of its own
         return module

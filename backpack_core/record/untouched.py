@@ -49,7 +49,12 @@ def ask(view: View, plugin: object, method: str, *given: Any) -> Any:
 
 
 def noted(view: View, given: Iterable[Any]) -> Versions:
-    """The tensors that a plugin may come by at a view, and by what it is given: with versions."""
+    """The tensors that a plugin may come by at a view, and by what it is given: with versions.
+
+    None in a pass of a known plan: a plugin does the same in all of them.
+    """
+    if not view.is_checked:
+        return []
     found = [*(view.counted or _counted(view))]
     for value in given:
         kind = type(value)

@@ -55,7 +55,10 @@ class View:
         memories: The memory of what is shown, and of results, once somebody asks; see
             ``untouched.py``.
         taken: What was unpacked of tensors that hooks took; ``None`` without such hooks.
+        is_checked: Whether it is seen that plugins leave alone what they are given.
     """
+
+    is_checked = True
 
     def __init__(
         self,

@@ -1,0 +1,4 @@
+"""What is decided about a backward pass once for all passes of its structure.
+
+``structure.py`` recognises a graph, ``plan.py`` keeps what was found out about one like it.
+"""

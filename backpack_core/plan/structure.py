@@ -1,0 +1,226 @@
+"""Recognises a recorded graph: where keys are equal, the same is decided about graphs.
+
+One walk from the roots notes whatever a decision may depend on: settings of modules, types of the
+operations between them, which lengths are equal and which divide others, what is frozen, what is
+shared. No number in a tensor is among it. Some graphs have no key: what was overwritten behind a
+view, or what hooks took.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack_core._torch import CopyNode, LeafNode, Node, operations
+from backpack_core.graph import nodes
+from backpack_core.record.call import SITES, VIEWED, Call, Edge, Site
+from backpack_core.record.owner import PATH_ATTRIBUTE, is_parameter
+from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run, span_of
+
+Place = tuple[Node, int]
+
+# What operations save that says where rows go.
+_SAVED = ("dim", "dim0", "dim1", "dims", "start", "step", "index", "training", "train", "update")
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
+
+
+class Unrecognised(Exception):
+    """No key tells what is decided about the graph."""
+
+
+class Structure:
+    """A graph, and what tells it from others.
+
+    Attributes:
+        sites: Every output of a call, in the order of the walk.
+        between: The nodes between calls, and inside of those without a rule, with their numbers.
+        lengths: Lengths of axes, with the numbers that stand for them in the key.
+        key: Equal for graphs about which the same is decided.
+    """
+
+    def __init__(self, roots: Iterable[Edge]) -> None:
+        """Walk the graph.
+
+        Args:
+            roots: What ``backward()`` is called on.
+
+        Raises:
+            Unrecognised: It has no key.
+        """
+        self.sites: dict[tuple[Call, int], Site] = {}
+        self.between: dict[Node, int] = {}
+        self.lengths: dict[int, int] = {0: 0, 1: 1}
+        self._parameters: dict[int, int] = {}
+        self._run: Run | None = None
+        todo: list[Place] = [edge[:2] for edge in roots]
+        self._facts: list[Any] = [len(todo)]
+        seen: dict[Place, int] = {}
+        while todo:
+            place = todo.pop()
+            if place in seen:
+                self._facts.append(seen[place])
+            else:
+                seen[place] = len(seen)
+                todo += self._enter(*place)
+        lengths = [*self.lengths]
+        self._facts += sorted(range(len(lengths)), key=lengths.__getitem__)
+        self._facts += [n % m == 0 for n, m in product(lengths, lengths[2:])]
+        self.key = tuple(self._facts)
+
+    def _enter(self, node: Node, number: int) -> list[Place]:
+        """Note a call, or an operation; returns where to go on."""
+        noted: Any = node.metadata
+        if number in noted.get(VIEWED, ()):
+            raise Unrecognised
+        found = noted.get(SITES, {}).get(number)
+        if found is None:
+            return self._pass(node)
+        call, index = found
+        self.sites[call, index] = Site(call, index, Edge(node, number))
+        if call.is_released or call.is_rewired or not call.is_readable:
+            raise Unrecognised
+        rule, module = call.rule, call.module
+        self._facts += (
+            type(module),
+            id(rule),  # rules live as long as the process
+            module.__dict__.get(PATH_ATTRIBUTE),
+            index,
+            call.training,
+        )
+        self._note_tensors(call)
+        if rule.transparent:
+            if call.stored.parameters or module._modules:
+                raise Unrecognised
+            return self._pass(node)
+        self._facts.append(call.settings)
+        self._note_parameters(call)
+        return self._note_inputs(call)
+
+    # Calls ---------------------------------------------------------------------------------------
+
+    def _note_tensors(self, call: Call) -> None:
+        """What a call received and returned: shapes, types, and whatever is no tensor."""
+        stored, facts = call.stored, self._facts
+        facts += len(stored.inputs), len(stored.outputs)
+        for tensor in (*stored.inputs, *stored.outputs):
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                raise Unrecognised
+            facts.append(tensor.dtype)
+            self._note_lengths(tensor.shape)
+        if stored.kwargs or stored.args is not stored.inputs:
+            facts.append(_form((stored.args, stored.kwargs)))
+
+    def _note_parameters(self, call: Call) -> None:
+        """Which parameters a call used, and which of them want a gradient."""
+        stored, facts = call.stored, self._facts
+        if stored.computed or stored.saved:
+            raise Unrecognised
+        facts += stored.parameters, *stored.frozen
+        for name in stored.parameters:
+            tensor, _ = stored.owned[name]
+            if type(tensor) is not Parameter and not isinstance(tensor, Parameter):
+                raise Unrecognised
+            number = self._parameters.setdefault(id(tensor), len(self._parameters))
+            facts += number, tensor.requires_grad, tensor.dtype
+        if call.module._modules:  # the rule may leave out some inside
+            facts.append(tuple([p.requires_grad for p in call.module.parameters()]))
+
+    def _note_inputs(self, call: Call) -> list[Place]:
+        """Where a call's inputs came from; returns where to go on."""
+        facts, further = self._facts, list[Place]()
+        facts.append(self._number_of(call.run))
+        for tensor, edge in zip(call.stored.inputs, call.edges, strict=True):
+            facts.append(edge is None)
+            if edge is None:
+                facts += is_parameter(tensor), tensor.requires_grad, *self._received(call, tensor)
+            elif edge.level:
+                raise Unrecognised
+            else:
+                further.append(edge[:2])
+        return further
+
+    def _received(self, call: Call, tensor: Tensor) -> tuple[Any, ...]:
+        """How data that a call received lie in what its model received."""
+        run = call.run
+        if not run.memories:
+            return ()
+        given = () if len(run.given) < 2 else tuple([g.span for g in run.given])
+        return run.receives((tensor,)), *[span_of(tensor) == span for span in given]
+
+    def _number_of(self, run: Run) -> int:
+        """Whether a call belongs to no run of a model, or to the only one."""
+        if run is NO_RUN or run is NO_RUN_OF_RANKS:
+            return int(run.is_distributed)
+        if self._run is None:
+            self._run = run
+            self._facts += run.axis, run.is_distributed, run.is_inner, len(run.given)
+            self._note_lengths(run.sizes)
+            for given in run.given:
+                self._facts += given.path, given.dtype
+                self._note_lengths(given.shape)
+        if run is not self._run:  # which rows each has is told by memory
+            raise Unrecognised
+        return 2
+
+    # Operations ----------------------------------------------------------------------------------
+
+    def _pass(self, node: Node) -> list[Place]:
+        """Note an operation; returns where to go on."""
+        kind, facts = type(node), self._facts
+        if node in self.between:
+            facts += kind, self.between[node]
+            return []
+        self.between[node] = len(self.between)
+        facts.append(kind)
+        if kind is LeafNode:
+            leaf: Tensor = node.variable  # type: ignore[attr-defined]
+            if is_parameter(leaf):
+                raise Unrecognised
+            self._note_lengths(leaf.shape)
+            return []
+        if kind is CopyNode or nodes.is_nested(node):
+            raise Unrecognised
+        for metadata in node._input_metadata:
+            facts.append(metadata.dtype)
+            self._note_lengths(metadata.shape)
+        for name in _saved_by(kind):
+            value = getattr(node, name)
+            facts.append(tuple(value) if isinstance(value, (list, tuple)) else value)
+        edges = node.next_functions
+        facts.append(tuple([child is None for child, _ in edges]))
+        return [(child, number) for child, number in edges if child is not None]
+
+    def _note_lengths(self, shape: Iterable[int]) -> None:
+        lengths = self.lengths
+        self._facts.append(tuple([lengths.setdefault(n, len(lengths)) for n in shape]))
+
+
+@cache
+def _saved_by(kind: type) -> tuple[str, ...]:
+    """What nodes of a type have saved that a decision may depend on, but for tensors."""
+    names = [f"_saved_{name}" for name in _SAVED]
+    is_index = operations().get(kind) in nodes.INDEXED
+    return tuple([n for n in names if hasattr(kind, n) and not (is_index and n == "_saved_index")])
+
+
+def _form(value: Any) -> Any:
+    """Arguments with their tensors left out.
+
+    Raises:
+        Unrecognised: Something among them says more than its type.
+    """
+    if isinstance(value, Tensor):
+        return Tensor
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, dict):
+        return dict, tuple([(key, _form(item)) for key, item in value.items()])
+    if type(value) in (tuple, list):
+        return type(value), tuple(map(_form, value))
+    raise Unrecognised
