@@ -7,7 +7,7 @@ node between calls, and each call and node is passed once.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import Node, current_node, keeps_graph
-from backpack_core.engine import losses, refusals, trust
+from backpack_core.engine import losses, refusals
 from backpack_core.engine.active import Context, log_visit
 from backpack_core.engine.carriers import ask_without_rule
 from backpack_core.engine.dyed import Question
@@ -29,13 +29,13 @@ from backpack_core.engine.sink import FieldSink
 from backpack_core.engine.sums import SumCheck
 from backpack_core.engine.sweep import Chunks
 from backpack_core.engine.traversal import Traversal
-from backpack_core.engine.trust import Measurement, measurement
+from backpack_core.engine.trust import Measurement, Trust, trust_in
 from backpack_core.errors import InternalError
 from backpack_core.graph.aligning import align
 from backpack_core.graph.paths import fault_in
 from backpack_core.graph.survey import Survey
 from backpack_core.graph.surveying import look_behind
-from backpack_core.plan.plan import Plan, model_of, plans
+from backpack_core.plan.plan import Plan, plans
 from backpack_core.plan.structure import Structure, Unrecognised
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, Edge, Kept, Site
@@ -118,18 +118,21 @@ class BackwardPass:
         self.traversal = Traversal(self.schedule, self._sink, chunks)
         self.measurement: Measurement | None = None
         self._sums: SumCheck | None = None
-        self._plan: tuple[Module, Hashable, Plan] | None = None  # to be kept
+        self._plan: Plan | None = None  # to be kept
+        self._structure: Structure | None = None
+        self._trust: Trust | None = None
         if groups or whole:
-            structure = self._recognised(roots) if gradients and self.is_outermost else None
-            if structure is None or not self._take_plan(structure):
+            if gradients and self.is_outermost:
+                self._structure = self._recognised(roots)
+            if self._structure is None or not self._take_plan(self._structure):
                 self._look_around(roots)
                 if gradients or whole or not self.is_outermost:  # else more may come
                     is_inside = outer is not None
                     losses.refuse_other_terms(self.survey, roots, self._of_losses, is_inside)
                     losses.refuse_unknown_normaliser(self.survey, roots, self._divided)
             self._begin_measuring(roots, gradients)
-            if structure is not None and not self.survey.is_planned:
-                self._make_plan(structure)
+            if self._structure is not None and not self.survey.is_planned:
+                self._make_plan(self._structure)
 
     # The plan ------------------------------------------------------------------------------------
 
@@ -144,31 +147,30 @@ class BackwardPass:
             return None
         return structure if structure.sites else None
 
-    def _key(self, structure: Structure) -> Hashable:
-        return registry.generation, self.context.asked, structure.key
-
     def _take_plan(self, structure: Structure) -> bool:
         """Fill in the survey from the plan of an earlier pass, if there is a settled one."""
-        context, model = self.context, model_of(structure)
-        plan = plans.get(model, self._key(structure))
-        if plan is None or not trust.is_settled(
-            model, self._question, plan.structure, context.check
-        ):
+        context = self.context
+        known = plans.get((registry.generation, context.asked), structure)
+        if known is None:
             return False
-        plan.fill(self.survey, structure)
+        self._trust = known.plan.trust
+        if context.check != "never" and any(self._question):
+            if self._trust is None or context.check == "always" or not self._trust.is_enough(0):
+                return False
+            self._trust.passes += 1
+        known.fill(self.survey, structure)
         context.seen.update(["ran", "trained"])
-        clear(self.survey, context.extensions, self._sink.new)
+        clear(self.survey, context.extensions, self._sink.new, known)
         return True
 
     def _make_plan(self, structure: Structure) -> None:
         """Plan passes like this one, and see that it is as planned before."""
-        plan = Plan.of(self.survey, structure) if self.survey.uses else None
-        if plan is None:
-            return
-        self._plan = model, key, _ = model_of(structure), self._key(structure), plan
-        known = plans.get(model, key)
-        if known is not None and known != plan:
+        plan = Plan.of(self.survey, structure, self._trust) if self.survey.uses else None
+        known = plans.get((registry.generation, self.context.asked), structure)
+        if known is not None and known.plan != plan:
             raise InternalError("A backward pass was planned otherwise than others like it.")
+        if known is None or known.plan.trust is None:
+            self._plan = plan
 
     def _look_around(self, edges: list[Edge]) -> None:
         """Walk the graph behind some edges, and raise for what cannot be right there."""
@@ -216,8 +218,10 @@ class BackwardPass:
     def _begin_measuring(self, roots: list[Edge], gradients: Sequence[Tensor | None]) -> None:
         """Have the dye travel, too, if this structure is not known to be right."""
         context = self.context
-        if self._is_measured and any(self._question):
-            self.measurement = measurement(self.survey, roots, context.check, self._question)
+        if self._is_measured and not self.survey.is_planned:
+            self._trust = trust = trust_in(self.survey, context.check, self._question)
+            if trust is not None and (context.check == "always" or not trust.is_enough()):
+                self.measurement = Measurement(self.survey, roots, trust, self._question)
         if self.measurement is None:
             asks = context.observer, context.extension_hook, context.graph_extensions
             travel = [g.propagator.travels or g.has_overrides for g in self.groups]
@@ -392,8 +396,8 @@ class BackwardPass:
         self._sink.see_end()
         if self.measurement is not None:
             self.measurement.settle()
-        if self._plan is not None:
-            plans.keep(*self._plan)
+        if self._plan is not None and self._structure is not None:
+            plans.keep((registry.generation, self.context.asked), self._structure, self._plan)
         if self._is_part:
             return
         with torch.set_grad_enabled(self._is_differentiable), without_autocast():

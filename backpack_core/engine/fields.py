@@ -6,8 +6,11 @@ passes are removed.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Container, Hashable, Iterable
 from itertools import chain
+from weakref import WeakKeyDictionary
+
+from torch.nn import Module
 
 from backpack_core._torch import Node, shards_in
 from backpack_core.contract.bare import bare_call
@@ -30,16 +33,32 @@ def add_leaves(survey: Survey) -> set[Node]:
     return {node for (node, _), _ in leaves}
 
 
-def clear(survey: Survey, extensions: Iterable[Extension], new: Container[int]) -> None:
+# Under which plan and names the last pass over a model stored results.
+_last: WeakKeyDictionary[Module, tuple[Hashable, list[str]]] = WeakKeyDictionary()
+
+
+def clear(
+    survey: Survey, extensions: Iterable[Extension], new: Container[int], plan: Hashable = None
+) -> None:
     """Remove the results of earlier passes from the models that take part.
 
     Args:
         survey: What is known about the graph.
         extensions: What was asked for.
         new: Parameters with results of passes that are under way, by ``id``.
+        plan: The plan of the pass, if it has one. If the pass before had the same, only parameters
+            that are used now have results.
     """
     fields = [extension.savefield for extension in extensions]
-    for model in owners_of(call.module for call in survey.trained):
+    models = owners_of(call.module for call, own in survey.trained.items() if plan is None or own)
+    last, before = _last.get(models[0], (None, [])) if len(models) == 1 else (None, [])
+    is_alike = plan is not None and last is plan and before == fields
+    for model in models:
+        _last[model] = plan, fields
+    for use in survey.uses.values() if is_alike else ():
+        for field in fields if id(use.parameter) not in new else ():
+            use.parameter.__dict__.pop(field, None)
+    for model in () if is_alike else models:
         shards = shards_in(model)
         survey.shards.update(shards)
         tables = (module._parameters.values() for module in model.modules())

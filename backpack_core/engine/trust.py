@@ -42,19 +42,18 @@ class Trust:
     open_sites: set[int] | None = None
     summed: set[Hashable] = field(default_factory=set)
 
-    def is_due(self) -> bool:
-        """Whether this pass is measured: the first, and then the passes 1, 2, 4, 8, … of them."""
-        return _is_due(self.passes - 1)
+    def is_due(self, after: int = 1) -> bool:
+        """Whether this pass is measured, as the passes 1, 2, 4, 8, … are.
 
-    @property
-    def is_settled(self) -> bool:
-        """Whether the next pass need not be measured."""
-        return self.open_sites is not None and not self.open_sites and not _is_due(self.passes)
+        Args:
+            after: How many passes are counted that were not before it; zero for the next one.
+        """
+        before = self.passes - after
+        return before & (before - 1) == 0
 
-
-def _is_due(before: int) -> bool:
-    """Whether a pass is measured, after so many others."""
-    return before & (before - 1) == 0
+    def is_enough(self, after: int = 1) -> bool:
+        """Whether it need not be measured: there is nothing more to learn, and it is not due."""
+        return self.open_sites is not None and not self.open_sites and not self.is_due(after)
 
 
 # By extended model, which neither copies it nor is kept alive by it.
@@ -91,26 +90,18 @@ class Measurement:
         self._trust.open_sites = still if self._before is None else still & self._before
 
 
-def measurement(
-    survey: Survey, roots: Sequence[Edge], check: str, question: Question
-) -> Measurement | None:
-    """What measures a pass; ``None`` if its structure is trusted, or tensors have no numbers.
+def trust_in(survey: Survey, check: str, question: Question) -> Trust | None:
+    """What is known of the structure of a pass; ``None`` if it is not to be measured.
 
     Args:
         survey: The graph.
-        roots: What ``backward()`` is called on.
         check: What the user asked for: ``"first"``, ``"always"`` or ``"never"``.
         question: What the pass has to show.
     """
-    if check == "never" or not survey.sites:
+    if check == "never" or not survey.sites or not any(question):
         return None
-    if any(is_symbolic(call.stored.outputs[index]) for call, index in survey.sites):
-        return None
-    trust = known_of(survey, question)
-    is_known = trust.open_sites is not None and not trust.open_sites
-    if is_known and not trust.is_due() and check != "always":
-        return None
-    return Measurement(survey, roots, trust, question)
+    shown = (call.stored.outputs[index] for call, index in survey.sites)
+    return None if any(map(is_symbolic, shown)) else known_of(survey, question)
 
 
 def known_of(survey: Survey, asked: Hashable) -> Trust:
@@ -135,21 +126,6 @@ def known_of(survey: Survey, asked: Hashable) -> Trust:
         table.popitem(last=False)  # a structure that comes back later is measured again
     found.passes += 1
     return found
-
-
-def is_settled(model: Module, asked: Question, structure: Hashable, check: str) -> bool:
-    """Whether the next pass of a structure that was seen before need not be measured.
-
-    Args:
-        model: The model.
-        asked: What the pass has to show.
-        structure: See :func:`known_of`.
-        check: What the user asked for.
-    """
-    if check == "never" or not any(asked):
-        return True
-    found = _known[model].get((asked, structure)) if model in _known else None
-    return check != "always" and found is not None and found.is_settled
 
 
 def forget(module: Module) -> None:

@@ -148,12 +148,13 @@ class Survey:
 
         And nothing but shapes, settings and operations told so.
         """
-        others = self.told, self.tables, self.rows, self.bare, self.viewed, self.leaves, self.freed
-        others += self.handed, self.losses, self.shards, self.faults, self.moved, self.inner
-        others += self.owned, self.beside, self.depth is not None, any(self.axes.values())
-        is_told = self.has_read or self.are_moved or self.is_declared or any(others)
-        opened = (call for call in self.opened if call.stored.parameters)
-        return not is_told and self.alignment.is_plain and not any(opened)
+        unusual: tuple[object, ...] = (
+            *(self.told, self.tables, self.rows, self.bare, self.viewed, self.leaves, self.freed),
+            *(self.handed, self.losses, self.shards, self.faults, self.moved, self.inner),
+            *(self.owned, self.beside, self.depth is not None, self.is_declared, self.are_moved),
+        )
+        is_usual = not (self.has_read or any(unusual) or any(self.axes.values()))
+        return is_usual and self.alignment.is_plain
 
     @property
     def is_told(self) -> bool:

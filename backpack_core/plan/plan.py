@@ -7,39 +7,40 @@ calls in their places.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
 
 from torch.nn import Module
 
 from backpack_core.graph.parameters import Trained
-from backpack_core.graph.survey import Survey
+from backpack_core.graph.survey import Survey, Use
 from backpack_core.plan.structure import Structure
 from backpack_core.record.owner import owner_of
 
-MOST: Final = 100  # plans of one model, those that were taken last
+MOST: Final = 100  # plans of one model, those that were made last
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is decided about graphs of one structure, where samples are on axis 0 everywhere.
+    """What is decided about graphs of one form, where samples are on axis 0 everywhere.
 
     Attributes:
         trained: The names of the parameters that each output of a call is read off at.
         opened: Which of the calls are gone through node by node.
         batch_size: The number that stands for the number of samples.
-        structure: By which trust knows it.
+        trust: What passes have shown of the form.
     """
 
     trained: tuple[tuple[str, ...], ...]
     opened: tuple[bool, ...]
     batch_size: int
-    structure: tuple[object, ...] | None = field(compare=False)
+    trust: Any = field(compare=False)
 
     @classmethod
-    def of(cls, survey: Survey, structure: Structure) -> Plan | None:
+    def of(cls, survey: Survey, structure: Structure, trust: Any) -> Plan | None:
         """The plan of a pass that was surveyed; ``None`` if it has to be surveyed each time."""
         is_same = survey.sites.keys() == structure.sites.keys()
         if not is_same or not survey.is_plain or survey.batch_size not in structure.lengths:
@@ -49,54 +50,85 @@ class Plan:
             tuple([tuple([own.name for own in survey.trained[call]]) for call in calls]),
             tuple([call in survey.opened for call in calls]),
             structure.lengths[survey.batch_size],
-            survey.structure,
+            trust,
         )
+
+
+class Planned(NamedTuple):
+    """A plan for graphs of some shapes.
+
+    Attributes:
+        plan: The plan.
+        batch_size: The number of samples.
+    """
+
+    plan: Plan
+    batch_size: int
 
     def fill(self, survey: Survey, structure: Structure) -> None:
         """Have a survey know what it would find out by itself."""
         survey.is_planned, survey.sites = True, structure.sites
         survey.seen = dict.fromkeys([(node, ()) for node in structure.between])
-        survey.structure = self.structure
-        survey.batch_size = survey.alignment.batch_size = [*structure.lengths][self.batch_size]
+        survey.batch_size = survey.alignment.batch_size = self.batch_size
+        trained, uses, plan = survey.trained, survey.uses, self.plan
         for (call, _), names, is_opened in zip(
-            structure.sites, self.trained, self.opened, strict=True
+            structure.sites, plan.trained, plan.opened, strict=True
         ):
             if is_opened:
                 survey.opened.add(call)
-            if call not in survey.trained:
+            if call not in trained:
                 owned = call.stored.owned
                 used = [(name, owned[name][0]) for name in names]
-                survey.trained[call] = tuple([Trained(name, own, own) for name, own in used])
-            survey.note_uses(call)
+                trained[call] = tuple([Trained(name, own, own) for name, own in used])
+            for name, own, _ in trained[call]:
+                use = uses.get(id(own))
+                if use is None:
+                    uses[id(own)] = Use(own, call, name, 1)
+                else:
+                    use.count, survey.is_shared = use.count + 1, True
 
 
 class Plans:
     """The plans of extended models, which neither copy them nor are kept alive by them."""
 
     def __init__(self) -> None:
-        self._known: WeakKeyDictionary[Module, OrderedDict[Hashable, Plan]] = WeakKeyDictionary()
+        # By form, and by what tells graphs of one form from those of other shapes.
+        self._plans: WeakKeyDictionary[Module, OrderedDict[Hashable, Plan]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Module, OrderedDict[Hashable, Planned]] = WeakKeyDictionary()
 
-    def get(self, model: Module, key: Hashable) -> Plan | None:
-        """The plan of a structure, if there is one."""
-        table = self._known.get(model)
-        found = None if table is None else table.get(key)
-        if table is not None and found is not None:
-            table.move_to_end(key)
+    def get(self, asked: Hashable, structure: Structure) -> Planned | None:
+        """What is planned for a graph, and for what is asked of it."""
+        model = model_of(structure)
+        table = self._known.setdefault(model, OrderedDict())
+        found = table.get((asked, structure.key))
+        if found is None:
+            plan = self._plans.get(model, NONE).get((asked, structure.form))
+            if plan is not None:
+                batch_size = [*structure.lengths][plan.batch_size]
+                found = table[asked, structure.key] = Planned(plan, batch_size)
+                _shorten(table)
         return found
 
-    def keep(self, model: Module, key: Hashable, plan: Plan) -> None:
+    def keep(self, asked: Hashable, structure: Structure, plan: Plan) -> None:
         """Have a plan taken from now on."""
-        table = self._known.setdefault(model, OrderedDict())
-        table[key] = plan
-        table.move_to_end(key)
-        if len(table) > MOST:
-            table.popitem(last=False)
+        model = model_of(structure)
+        self._known.pop(model, None)
+        table = self._plans.setdefault(model, OrderedDict())
+        table[asked, structure.form] = plan
+        _shorten(table)
 
     def forget(self, model: Module) -> None:
         """Forget the plans of a model."""
+        self._plans.pop(model, None)
         self._known.pop(model, None)
 
 
+def _shorten(table: OrderedDict[Any, Any]) -> None:
+    if len(table) > MOST:
+        table.popitem(last=False)  # what is asked for later is planned again
+
+
+NONE: Final[Mapping[Any, Any]] = MappingProxyType({})
 plans: Final = Plans()
 
 

@@ -1,16 +1,15 @@
 """Recognises a recorded graph: where keys are equal, the same is decided about graphs.
 
 One walk from the roots notes whatever a decision may depend on: settings of modules, types of the
-operations between them, which lengths are equal and which divide others, what is frozen, what is
-shared. No number in a tensor is among it. Some graphs have no key: what was overwritten behind a
-view, or what hooks took.
+operations between them, shapes, what is frozen, what is shared. No number in a tensor is among it.
+Some graphs have no key: what was overwritten behind a view, or what hooks took.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache
-from itertools import product
+from functools import cache, cached_property
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -40,8 +39,7 @@ class Structure:
     Attributes:
         sites: Every output of a call, in the order of the walk.
         between: The nodes between calls, and inside of those without a rule, with their numbers.
-        lengths: Lengths of axes, with the numbers that stand for them in the key.
-        key: Equal for graphs about which the same is decided.
+        key: Equal for graphs of equal shapes about which the same is decided.
     """
 
     def __init__(self, roots: Iterable[Edge]) -> None:
@@ -55,7 +53,6 @@ class Structure:
         """
         self.sites: dict[tuple[Call, int], Site] = {}
         self.between: dict[Node, int] = {}
-        self.lengths: dict[int, int] = {0: 0, 1: 1}
         self._parameters: dict[int, int] = {}
         self._run: Run | None = None
         todo: list[Place] = [edge[:2] for edge in roots]
@@ -68,10 +65,27 @@ class Structure:
             else:
                 seen[place] = len(seen)
                 todo += self._enter(*place)
-        lengths = [*self.lengths]
-        self._facts += sorted(range(len(lengths)), key=lengths.__getitem__)
-        self._facts += [n % m == 0 for n, m in product(lengths, lengths[2:])]
         self.key = tuple(self._facts)
+
+    @cached_property
+    def lengths(self) -> dict[int, int]:
+        """Lengths of axes, each with the number that stands for it in :attr:`form`."""
+        shapes = (fact for fact in self.key if type(fact) is torch.Size)
+        found = dict.fromkeys((0, 1, *chain(*shapes)))
+        return {length: number for number, length in enumerate(found)}
+
+    @cached_property
+    def form(self) -> tuple[Any, ...]:
+        """What also graphs of other shapes have in common, about which the same is decided.
+
+        Decisions compare lengths, and divide them by each other.
+        """
+        known, lengths = self.lengths.__getitem__, [*self.lengths]
+        facts: list[Any]
+        facts = [tuple(map(known, f)) if type(f) is torch.Size else f for f in self.key]
+        facts += sorted(range(len(lengths)), key=lengths.__getitem__)
+        facts += [n % m == 0 for n, m in product(lengths, lengths[2:])]
+        return tuple(facts)
 
     def _enter(self, node: Node, number: int) -> list[Place]:
         """Note a call, or an operation; returns where to go on."""
@@ -111,8 +125,7 @@ class Structure:
         for tensor in (*stored.inputs, *stored.outputs):
             if tensor.layout is not torch.strided or tensor.is_nested:
                 raise Unrecognised
-            facts.append(tensor.dtype)
-            self._note_lengths(tensor.shape)
+            facts += tensor.dtype, tensor.shape
         if stored.kwargs or stored.args is not stored.inputs:
             facts.append(_form((stored.args, stored.kwargs)))
 
@@ -160,10 +173,9 @@ class Structure:
         if self._run is None:
             self._run = run
             self._facts += run.axis, run.is_distributed, run.is_inner, len(run.given)
-            self._note_lengths(run.sizes)
+            self._facts.append(torch.Size(run.sizes))
             for given in run.given:
-                self._facts += given.path, given.dtype
-                self._note_lengths(given.shape)
+                self._facts += given.path, given.dtype, torch.Size(given.shape)
         if run is not self._run:  # which rows each has is told by memory
             raise Unrecognised
         return 2
@@ -182,23 +194,18 @@ class Structure:
             leaf: Tensor = node.variable  # type: ignore[attr-defined]
             if is_parameter(leaf):
                 raise Unrecognised
-            self._note_lengths(leaf.shape)
+            facts.append(leaf.shape)
             return []
         if kind is CopyNode or nodes.is_nested(node):
             raise Unrecognised
         for metadata in node._input_metadata:
-            facts.append(metadata.dtype)
-            self._note_lengths(metadata.shape)
+            facts += metadata.dtype, torch.Size(metadata.shape)
         for name in _saved_by(kind):
             value = getattr(node, name)
             facts.append(tuple(value) if isinstance(value, (list, tuple)) else value)
         edges = node.next_functions
         facts.append(tuple([child is None for child, _ in edges]))
         return [(child, number) for child, number in edges if child is not None]
-
-    def _note_lengths(self, shape: Iterable[int]) -> None:
-        lengths = self.lengths
-        self._facts.append(tuple([lengths.setdefault(n, len(lengths)) for n in shape]))
 
 
 @cache

@@ -5,6 +5,7 @@ Both may be changed before the backward pass, and rules must compute with what t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from operator import attrgetter, itemgetter
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -30,6 +31,10 @@ class Settings:
 
     def __init__(self, names: tuple[str, ...] = (), values: tuple[Any, ...] = ()) -> None:
         self.names, self.values = names, values
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        """Names and values."""
+        return iter((self.names, self.values))
 
 
 NO_SETTINGS: Final = Settings()
@@ -125,7 +130,8 @@ class Traits:
         attributes = module.__dict__
         self.resolved, self.generation = resolved, generation
         settings = NO_SETTINGS if resolved.is_fallback else settings_of(module)
-        self.settings, names, values = settings, settings.names, settings.values
+        self.settings = settings
+        names, values = settings
         self.is_whole = attributes.keys().isdisjoint(resolved.params)
         others = attributes.keys() - _OF_ALL - {*names, *OUR_ATTRIBUTES}
         # For a single name, a getter would return no tuple.
@@ -169,7 +175,7 @@ def as_it_was(module: Module, settings: Settings, owned: Owned) -> Module:
         settings: What :func:`settings_of` gave then.
         owned: What :func:`tensors_of` gave.
     """
-    names, values = settings.names, settings.values
+    names, values = settings
     attributes = module.__dict__
     if "_parameters" not in attributes:  # compiled, with a storage of its own
         return module

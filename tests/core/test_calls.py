@@ -301,5 +301,5 @@ def test_settings_are_those_of_the_instance() -> None:
             super().__init__()
             setattr(self, name, 2.0)
 
-    assert settings_of(Scaled("first")) == (("training", "first"), (True, 2.0))
-    assert settings_of(Scaled("second")) == (("training", "second"), (True, 2.0))
+    assert tuple(settings_of(Scaled("first"))) == (("training", "first"), (True, 2.0))
+    assert tuple(settings_of(Scaled("second"))) == (("training", "second"), (True, 2.0))

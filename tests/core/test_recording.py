@@ -77,7 +77,7 @@ def test_attributes_change_before_the_backward_pass() -> None:
         with backpack(BatchGrad()):
             output.sum().backward()
         torch.testing.assert_close(layer.bias.grad_batch.sum(0), expected)
-        assert call_of(output).settings == (("training", "p", "inplace"), (True, p, False))
+        assert tuple(call_of(output).settings) == (("training", "p", "inplace"), (True, p, False))
 
 
 def test_the_mode_changes_before_the_backward_pass() -> None:
@@ -180,7 +180,7 @@ def test_copies_after_a_forward_pass(duplicate: Any) -> None:
     model(x)
     other: Any = duplicate(model)
     output = other(x)
-    assert call_of(output).settings == (
+    assert tuple(call_of(output).settings) == (
         ("training", "in_features", "out_features"),
         (True, 3, 3),
     )
@@ -296,7 +296,7 @@ def test_a_tuple_of_tensors_holds_no_call() -> None:
             model.state = state
             assert live_calls() == before
         traits = recording._traits(model)
-        assert traits.settings == (("training", "state"), (True, (3, 4)))
+        assert tuple(traits.settings) == (("training", "state"), (True, (3, 4)))
 
 
 class Waiting(nn.Module):
