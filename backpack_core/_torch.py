@@ -172,6 +172,21 @@ def hold_address(tensor: Tensor) -> object:
     return StorageWeakRef(tensor.untyped_storage())
 
 
+def holders_of(tensor: Tensor) -> tuple[int, ...] | None:
+    """How many hold a tensor, its base and its storage, in Python and below; ``None`` if unknown.
+
+    Views, arrays, graphs and lists all show in one of these counts.
+    """
+    count: Any = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        return None
+    storage, base = tensor.untyped_storage(), tensor._base
+    found: list[int] = [sys.getrefcount(tensor), sys.getrefcount(storage), count(storage._cdata)]
+    for one in (tensor,) if base is None else (tensor, base):
+        found.append(one._use_count())  # type: ignore[attr-defined]
+    return (*found, sys.getrefcount(base))
+
+
 def base_of(tensor: Tensor) -> Tensor | None:
     """The tensor that a view looks at."""
     return tensor._base if tensor._is_view() else None

@@ -53,6 +53,7 @@ class backpack:
         observer: Callable[[View], None] | None = None,
         gradient: Gradient = "autograd",
         samples: Samples | None = None,
+        keep_results: bool = False,
     ) -> None:
         """Check and store the request.
 
@@ -88,6 +89,10 @@ class backpack:
                 augmentations, of pairs of answers in one batch. Rows of one sample may influence
                 each other; those of different samples may not, which is measured. See
                 ``docs/checks.md``.
+            keep_results: Whether the memory of results is left alone. By default the next pass
+                writes into it, if nothing but the parameter holds the result: no name, list, view,
+                array or graph. First writes to fresh memory take longer than many computations.
+                Say ``True`` if something holds its address alone (``data_ptr()``).
 
         Raises:
             NotAnExtensionError: One of the extensions is a class, or no extension at all.
@@ -113,7 +118,7 @@ class backpack:
         self._profile = Profile()
         said = None if samples is None else told(samples)
         asked = extension_hook, debug, check, retain_graph, _edges_of(beside), observer, gradient
-        self._begin = partial(Context, extensions, *asked, said, self._profile)
+        self._begin = partial(Context, extensions, *asked, said, keep_results, self._profile)
         self._entered: list[tuple[Context, Announcer]] = []
 
     def summary(self) -> Summary:

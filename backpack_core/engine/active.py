@@ -47,6 +47,7 @@ class Context:
         observer: Called with the view of each output that is visited.
         gradient: Where the gradient of the parameters comes from.
         told: Which sample each row belongs to, where the user says so.
+        keeps_results: Whether the memory of results is not written again.
         watch: Calls whatever takes time, so that it can be measured; see :class:`Group`.
         groups: The extensions by propagator; each propagator sends one quantity.
         graph_extensions: The extensions that read the loss as a whole.
@@ -64,6 +65,7 @@ class Context:
     observer: Callable[[View], None] | None = None
     gradient: Gradient = "autograd"
     told: Told | None = None
+    keeps_results: bool = False
     watch: Watch = unwatched
     groups: tuple[Group, ...] = ()
     graph_extensions: tuple[GraphExtension, ...] = ()

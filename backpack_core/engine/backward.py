@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack_core import recycled
 from backpack_core._torch import Node, current_node, keeps_graph
 from backpack_core.engine import losses, refusals
 from backpack_core.engine.active import Context, log_visit
@@ -149,7 +150,7 @@ class BackwardPass:
 
     def _take_plan(self, structure: Structure) -> bool:
         """Fill in the survey from the plan of an earlier pass, if there is a settled one."""
-        context = self.context
+        context, survey = self.context, self.survey
         known = plans.get((registry.generation, context.asked), structure)
         if known is None:
             return False
@@ -158,9 +159,9 @@ class BackwardPass:
             if self._trust is None or context.check == "always" or not self._trust.is_enough(0):
                 return False
             self._trust.passes += 1
-        known.fill(self.survey, structure)
+        known.fill(survey, structure)
         context.seen.update(["ran", "trained"])
-        clear(self.survey, context.extensions, self._sink.new, known)
+        clear(survey, context.extensions, self._sink.new, context.keeps_results, known)
         return True
 
     def _make_plan(self, structure: Structure) -> None:
@@ -201,7 +202,8 @@ class BackwardPass:
         for node in {node for node, _ in survey.viewed} - viewed:
             when_reached(node, self, BackwardPass._reach_viewed, self.schedule)
         if is_first and self._clears:
-            clear(survey, self.context.extensions, self._sink.new)
+            keeps = self.context.keeps_results
+            clear(survey, self.context.extensions, self._sink.new, keeps)
 
     def _align(self, edges: list[Edge]) -> None:
         """Find out where samples lie, and what has to be kept apart."""
@@ -381,6 +383,7 @@ class BackwardPass:
             self._sums.leave()
         if self._sink.plain is not None:
             self._sink.plain.leave()
+        recycled.drop()
         for hook in self.schedule.hooks:
             hook.remove()
         for task in [t for t, p in self.context.passes.items() if p is self]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from backpack_core import recycled
 from backpack_core.contract.contractions import (
     add,
     add_squares,
@@ -67,7 +68,9 @@ def products_with(
     is_cheap = positions > 1 and not torch.is_grad_enabled() and not is_empty(out, inp)
     if not is_cheap or not (sum_ or (is_column(inp, out) and (square or norm))):
         return products(out, inp), NOTHING
-    result = out.new_empty(columns, samples, *sizes, inp.shape[3])
+    shape = columns, samples, *sizes, inp.shape[3]
+    result = recycled.take(out, shape)
+    result = out.new_empty(shape) if result is None else result
     if is_column(inp, out):
         return result, moments_of_column(out, inp, sum_, square, norm, result)
     total = out.new_zeros(columns, *sizes, inp.shape[3])
