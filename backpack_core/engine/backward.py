@@ -160,6 +160,8 @@ class BackwardPass:
                 return False
             self._trust.passes += 1
         known.fill(survey, structure)
+        for node in survey.alignment.starts:
+            self.schedule.await_node(node)
         context.seen.update(["ran", "trained"])
         clear(survey, context.extensions, self._sink.new, context.keeps_results, known)
         return True

@@ -143,18 +143,18 @@ class Survey:
     is_planned: bool = False
 
     @property
-    def is_plain(self) -> bool:
-        """Whether every tensor has samples on axis 0, and modules with rules own all parameters.
+    def is_usual(self) -> bool:
+        """Whether samples are on axis 0 wherever there are some, and modules own all parameters.
 
-        And nothing but shapes, settings and operations told so.
+        And nothing but shapes, settings and operations told so. That data are no copy of others in
+        another order counts as such.
         """
         unusual: tuple[object, ...] = (
-            *(self.told, self.tables, self.rows, self.bare, self.viewed, self.leaves, self.freed),
+            *(self.told, self.rows, self.bare, self.viewed, self.leaves, self.freed),
             *(self.handed, self.losses, self.shards, self.faults, self.moved, self.inner),
             *(self.owned, self.beside, self.depth is not None, self.is_declared, self.are_moved),
         )
-        is_usual = not (self.has_read or any(unusual) or any(self.axes.values()))
-        return is_usual and self.alignment.is_plain
+        return not (self.has_read or any(unusual) or any(self.axes.values()))
 
     @property
     def is_told(self) -> bool:

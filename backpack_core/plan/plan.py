@@ -15,7 +15,9 @@ from weakref import WeakKeyDictionary
 
 from torch.nn import Module
 
+from backpack_core.graph import faults
 from backpack_core.graph.parameters import Trained
+from backpack_core.graph.paths import inside
 from backpack_core.graph.survey import Survey, Use
 from backpack_core.plan.structure import Structure
 from backpack_core.record.owner import owner_of
@@ -23,33 +25,98 @@ from backpack_core.record.owner import owner_of
 MOST: Final = 100  # plans of one model, those that were made last
 
 
+class Numbered(NamedTuple):
+    """Where samples lie, with numbers in the place of nodes; see :class:`Alignment`.
+
+    Attributes:
+        received: How many rows each output's call received.
+        unusual: Outputs of calls that received data, or have modules inside.
+        tables: Those among them that are tables.
+    """
+
+    positions: tuple[tuple[int, int], ...]
+    before: frozenset[int]
+    apart: frozenset[int]
+    starts: tuple[int, ...]
+    faults: tuple[int, ...]
+    received: tuple[tuple[int, int], ...]
+    unusual: tuple[int, ...]
+    tables: tuple[int, ...]
+
+    @classmethod
+    def of(cls, survey: Survey, structure: Structure) -> Numbered | None:
+        """The numbers; ``None`` if they do not tell everything, or places have none."""
+        found, places = survey.alignment, structure.places
+        number = {site: n for n, site in enumerate(structure.sites)}
+        unusual = [(number[site[:2]], site.edge.node in survey.tables) for site in survey.unusual]
+        if found.owned or found.leaves or found.beside:
+            return None
+        try:
+            return cls(
+                tuple([(places[place], count) for place, count in found.positions.items()]),
+                frozenset([places[place] for place in found.before]),
+                frozenset([places[place] for place in found.apart]),
+                tuple([structure.between[node] for node in found.starts]),
+                tuple([number[site] for site in found.faults]),
+                tuple([(number[site], rows) for site, rows in survey.received.items()]),
+                tuple([n for n, _ in unusual]),
+                tuple([n for n, is_table in unusual if is_table]),
+            )
+        except KeyError:
+            return None
+
+    def fill(self, survey: Survey, structure: Structure) -> None:
+        """The reverse."""
+        found, places, between = survey.alignment, [*structure.places], [*structure.between]
+        sites, keys = [*structure.sites.values()], [*structure.sites]
+        found.positions = {places[n]: count for n, count in self.positions}
+        found.before, found.apart = (
+            {places[n] for n in self.before},
+            {places[n] for n in self.apart},
+        )
+        found.starts = dict.fromkeys([between[n] for n in self.starts])
+        # Nobody is refused: all that counts is where they are.
+        found.faults = {keys[n]: faults.elsewhere() for n in self.faults}
+        survey.received = {keys[n]: rows for n, rows in self.received}
+        survey.axes = dict.fromkeys(keys, 0)
+        survey.unusual, survey.are_moved = [sites[n] for n in self.unusual], False
+        survey.tables = set().union(*(inside(sites[n]) for n in self.tables))
+
+
 @dataclass(frozen=True)
 class Plan:
-    """What is decided about graphs of one form, where samples are on axis 0 everywhere.
+    """What is decided about graphs of one form.
 
     Attributes:
         trained: The names of the parameters that each output of a call is read off at.
         opened: Which of the calls are gone through node by node.
         batch_size: The number that stands for the number of samples.
+        alignment: Where samples lie; ``None`` if every tensor has them on axis 0.
         trust: What passes have shown of the form.
     """
 
     trained: tuple[tuple[str, ...], ...]
     opened: tuple[bool, ...]
     batch_size: int
+    alignment: Numbered | None
     trust: Any = field(compare=False)
 
     @classmethod
     def of(cls, survey: Survey, structure: Structure, trust: Any) -> Plan | None:
         """The plan of a pass that was surveyed; ``None`` if it has to be surveyed each time."""
         is_same = survey.sites.keys() == structure.sites.keys()
-        if not is_same or not survey.is_plain or survey.batch_size not in structure.lengths:
+        if not is_same or not survey.is_usual or survey.batch_size not in structure.lengths:
+            return None
+        is_plain = survey.alignment.is_plain
+        alignment = None if is_plain else Numbered.of(survey, structure)
+        if alignment is None and not is_plain:
             return None
         calls = [call for call, _ in structure.sites]
         return cls(
             tuple([tuple([own.name for own in survey.trained[call]]) for call in calls]),
             tuple([call in survey.opened for call in calls]),
             structure.lengths[survey.batch_size],
+            alignment,
             trust,
         )
 
@@ -71,6 +138,8 @@ class Planned(NamedTuple):
         survey.seen = dict.fromkeys([(node, ()) for node in structure.between])
         survey.batch_size = survey.alignment.batch_size = self.batch_size
         trained, uses, plan = survey.trained, survey.uses, self.plan
+        if plan.alignment is not None:
+            plan.alignment.fill(survey, structure)
         for (call, _), names, is_opened in zip(
             structure.sites, plan.trained, plan.opened, strict=True
         ):
@@ -112,10 +181,15 @@ class Plans:
     def keep(self, asked: Hashable, structure: Structure, plan: Plan) -> None:
         """Have a plan taken from now on."""
         model = model_of(structure)
-        self._known.pop(model, None)
-        table = self._plans.setdefault(model, OrderedDict())
-        table[asked, structure.form] = plan
-        _shorten(table)
+        self._known.setdefault(model, OrderedDict()).pop((asked, structure.key), None)
+        if plan.alignment is None:
+            table = self._plans.setdefault(model, OrderedDict())
+            table[asked, structure.form] = plan
+            _shorten(table)
+        else:  # how many entries a sample has depends on lengths
+            known, lengths = self._known[model], [*structure.lengths]
+            known[asked, structure.key] = Planned(plan, lengths[plan.batch_size])
+            _shorten(known)
 
     def forget(self, model: Module) -> None:
         """Forget the plans of a model."""

@@ -38,6 +38,7 @@ class Structure:
 
     Attributes:
         sites: Every output of a call, in the order of the walk.
+        places: Every output of a node that was walked to, with its number.
         between: The nodes between calls, and inside of those without a rule, with their numbers.
         key: Equal for graphs of equal shapes about which the same is decided.
     """
@@ -57,13 +58,13 @@ class Structure:
         self._run: Run | None = None
         todo: list[Place] = [edge[:2] for edge in roots]
         self._facts: list[Any] = [len(todo)]
-        seen: dict[Place, int] = {}
+        self.places: dict[Place, int] = {}
         while todo:
             place = todo.pop()
-            if place in seen:
-                self._facts.append(seen[place])
+            if place in self.places:
+                self._facts.append(self.places[place])
             else:
-                seen[place] = len(seen)
+                self.places[place] = len(self.places)
                 todo += self._enter(*place)
         self.key = tuple(self._facts)
 
