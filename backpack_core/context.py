@@ -124,12 +124,14 @@ class backpack:
     def summary(self) -> Summary:
         """What each extension took at each module so far: rule or autodiff, time, bytes.
 
+        And how many passes took a plan that an earlier one had made, and why others did not.
+
         Example:
             >>> with backpack(DiagGGNExact()) as block:
             ...     loss.backward()
             >>> print(block.summary())
         """
-        return Summary(self._profile.rows())
+        return Summary(self._profile.rows(), self._profile.passes)
 
     def __repr__(self) -> str:
         """The extensions, and whether it is entered."""
@@ -149,7 +151,7 @@ class backpack:
                 "quantity could be computed. Leave the disable() block first."
             )
         ensure_loaded()
-        context = self._begin(*group(self._extensions, self._profile))
+        context = self._begin(*group(self._extensions, self._profile), history=self._profile.passes)
         announcer = Announcer(context)
         uncompiled.__enter__()
         self._entered.append((context, announcer))

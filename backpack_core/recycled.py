@@ -1,7 +1,7 @@
 """Memory of results that nobody holds any more, for results of the same size.
 
-The first write to fresh memory takes a page fault for every four kilobytes. Individual gradients are
-many times as large as the net, and a training loop drops them before the next pass. So the memory
+The first write to fresh memory takes a page fault for every four kilobytes. Individual gradients
+are many times as large as the net, and a training loop drops them before the next pass. So memory
 that the last pass stored into is written again, where counts of references prove that nobody else
 can see it. On an accelerator torch's allocator does that by itself. Imports ``_torch`` only.
 """

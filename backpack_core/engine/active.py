@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ class Context:
         graph_extensions: The extensions that read the loss as a whole.
         passes: The backward passes under way, by autograd's graph-task id. They are owned by
             autograd, or by whoever saw the call of ``backward()``.
+        history: How many passes took a plan that was made before, made one, or could not, and why.
         announced: The passes whose ``backward()`` was seen and has not returned, innermost last.
     """
 
@@ -72,6 +74,7 @@ class Context:
     passes: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
     announced: list[Any] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
+    history: Counter[str] = field(default_factory=Counter)
 
     @property
     def is_idle(self) -> bool:

@@ -37,7 +37,7 @@ from backpack_core.graph.paths import fault_in
 from backpack_core.graph.survey import Survey
 from backpack_core.graph.surveying import look_behind
 from backpack_core.plan.plan import Plan, plans
-from backpack_core.plan.structure import Structure, Unrecognised
+from backpack_core.plan.structure import Structure, Unplanned
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, Edge, Kept, Site
 from backpack_core.record.view import View
@@ -125,6 +125,8 @@ class BackwardPass:
         if groups or whole:
             if gradients and self.is_outermost:
                 self._structure = self._recognised(roots)
+            else:
+                context.history["surveyed: it is inside of another, or its roots are unknown"] += 1
             if self._structure is None or not self._take_plan(self._structure):
                 self._look_around(roots)
                 if gradients or whole or not self.is_outermost:  # else more may come
@@ -140,11 +142,13 @@ class BackwardPass:
     def _recognised(self, roots: list[Edge]) -> Structure | None:
         """The structure of the graph; ``None`` if no plan may be made of it."""
         context = self.context
-        if context.beside or context.told is not None:
-            return None
         try:
+            if context.beside or context.told is not None:
+                what = "beside" if context.beside else "samples"
+                raise Unplanned(f"{what}=... says something of this pass alone")
             structure = Structure(roots)
-        except Unrecognised:
+        except Unplanned as why:
+            context.history[f"surveyed: {why}"] += 1
             return None
         return structure if structure.sites else None
 
@@ -159,6 +163,7 @@ class BackwardPass:
             if self._trust is None or context.check == "always" or not self._trust.is_enough(0):
                 return False
             self._trust.passes += 1
+        context.history["planned before"] += 1
         known.fill(survey, structure)
         for node in survey.alignment.starts:
             self.schedule.await_node(node)
@@ -168,8 +173,16 @@ class BackwardPass:
 
     def _make_plan(self, structure: Structure) -> None:
         """Plan passes like this one, and see that it is as planned before."""
-        plan = Plan.of(self.survey, structure, self._trust) if self.survey.uses else None
+        if not self.survey.uses:
+            return
+        history = self.context.history
         known = plans.get((registry.generation, self.context.asked), structure)
+        try:
+            plan = Plan.of(self.survey, structure, self._trust)
+        except Unplanned as why:
+            history[f"surveyed: {why}"] += 1
+            return
+        history["planned"] += 1
         if known is not None and known.plan != plan:
             raise InternalError("A backward pass was planned otherwise than others like it.")
         if known is None or known.plan.trust is None:

@@ -143,18 +143,25 @@ class Survey:
     is_planned: bool = False
 
     @property
-    def is_usual(self) -> bool:
-        """Whether samples are on axis 0 wherever there are some, and modules own all parameters.
+    def why_unusual(self) -> str:
+        """What tells more of this graph than shapes, settings and operations; empty if nothing.
 
-        And nothing but shapes, settings and operations told so. That data are no copy of others in
-        another order counts as such.
+        That data are no copy of others in another order counts as known.
         """
-        unusual: tuple[object, ...] = (
-            *(self.told, self.rows, self.bare, self.viewed, self.leaves, self.freed),
-            *(self.handed, self.losses, self.shards, self.faults, self.moved, self.inner),
-            *(self.owned, self.beside, self.depth is not None, self.is_declared, self.are_moved),
-        )
-        return not (self.has_read or any(unusual) or any(self.axes.values()))
+        found = {
+            "samples=... says which rows are whose": self.told is not None,
+            "numbers in tensors were read to tell where samples are": self.has_read,
+            "rows are picked, turned or handed out": bool(self.are_moved or self.rows),
+            "samples lie on another axis": self.is_declared or any(self.axes.values()),
+            "each item of a list is a sample's": self.depth is not None,
+            "parameters are used outside of layers": bool(self.bare or self.leaves or self.freed),
+            "weights are handed over": bool(self.handed),
+            "a view was overwritten in place": bool(self.viewed or self.moved or self.inner),
+            "parameters are sharded": bool(self.shards),
+            "a loss has no rule": bool(self.losses),
+            "a quantity does not exist everywhere": bool(self.faults or self.owned or self.beside),
+        }
+        return next((why for why, is_so in found.items() if is_so), "")
 
     @property
     def is_told(self) -> bool:

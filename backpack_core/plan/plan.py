@@ -19,7 +19,7 @@ from backpack_core.graph import faults
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.paths import inside
 from backpack_core.graph.survey import Survey, Use
-from backpack_core.plan.structure import Structure
+from backpack_core.plan.structure import Structure, Unplanned
 from backpack_core.record.owner import owner_of
 
 MOST: Final = 100  # plans of one model, those that were made last
@@ -44,13 +44,17 @@ class Numbered(NamedTuple):
     tables: tuple[int, ...]
 
     @classmethod
-    def of(cls, survey: Survey, structure: Structure) -> Numbered | None:
-        """The numbers; ``None`` if they do not tell everything, or places have none."""
+    def of(cls, survey: Survey, structure: Structure) -> Numbered:
+        """The numbers.
+
+        Raises:
+            Unplanned: They do not tell everything.
+        """
         found, places = survey.alignment, structure.places
         number = {site: n for n, site in enumerate(structure.sites)}
         unusual = [(number[site[:2]], site.edge.node in survey.tables) for site in survey.unusual]
         if found.owned or found.leaves or found.beside:
-            return None
+            raise Unplanned("rows are in an order that numbers in tensors tell")
         try:
             return cls(
                 tuple([(places[place], count) for place, count in found.positions.items()]),
@@ -62,8 +66,8 @@ class Numbered(NamedTuple):
                 tuple([n for n, _ in unusual]),
                 tuple([n for n, is_table in unusual if is_table]),
             )
-        except KeyError:
-            return None
+        except KeyError as error:
+            raise Unplanned("samples lie at a place that was not walked to") from error
 
     def fill(self, survey: Survey, structure: Structure) -> None:
         """The reverse."""
@@ -89,6 +93,7 @@ class Plan:
 
     Attributes:
         trained: The names of the parameters that each output of a call is read off at.
+        calls: The paths of the modules, one for each output of a call, losses first.
         opened: Which of the calls are gone through node by node.
         batch_size: The number that stands for the number of samples.
         alignment: Where samples lie; ``None`` if every tensor has them on axis 0.
@@ -96,29 +101,46 @@ class Plan:
     """
 
     trained: tuple[tuple[str, ...], ...]
+    calls: tuple[str, ...]
     opened: tuple[bool, ...]
     batch_size: int
     alignment: Numbered | None
     trust: Any = field(compare=False)
 
     @classmethod
-    def of(cls, survey: Survey, structure: Structure, trust: Any) -> Plan | None:
-        """The plan of a pass that was surveyed; ``None`` if it has to be surveyed each time."""
+    def of(cls, survey: Survey, structure: Structure, trust: Any) -> Plan:
+        """The plan of a pass that was surveyed.
+
+        Raises:
+            Unplanned: Passes like it have to be surveyed each time.
+        """
         is_same = survey.sites.keys() == structure.sites.keys()
-        if not is_same or not survey.is_usual or survey.batch_size not in structure.lengths:
-            return None
+        if not is_same or survey.batch_size not in structure.lengths:
+            raise Unplanned("modules lie where no walk by rules gets to")
+        if why := survey.why_unusual:
+            raise Unplanned(why)
         is_plain = survey.alignment.is_plain
         alignment = None if is_plain else Numbered.of(survey, structure)
-        if alignment is None and not is_plain:
-            return None
         calls = [call for call, _ in structure.sites]
         return cls(
             tuple([tuple([own.name for own in survey.trained[call]]) for call in calls]),
+            tuple([call.path for call in calls]),
             tuple([call in survey.opened for call in calls]),
             structure.lengths[survey.batch_size],
             alignment,
             trust,
         )
+
+    def __str__(self) -> str:
+        """The steps, one on a line."""
+        steps = zip(self.calls, self.trained, self.opened, strict=True)
+        width = max(map(len, self.calls), default=0)
+        lines = [f"{'call':<{width}}  what happens there"]
+        for path, names, is_opened in steps:
+            what = [f"read {', '.join(names)}"] if names else []
+            what += ["go through its operations"] if is_opened else []
+            lines.append(f"{path:<{width}}  {'; '.join(what) or 'by its rule'}")
+        return "\n".join(lines)
 
 
 class Planned(NamedTuple):

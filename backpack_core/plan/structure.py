@@ -26,11 +26,12 @@ Place = tuple[Node, int]
 
 # What operations save that says where rows go.
 _SAVED = ("dim", "dim0", "dim1", "dims", "start", "step", "index", "training", "train", "update")
+_OVERWRITTEN = "a view was overwritten in place"
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
-class Unrecognised(Exception):
-    """No key tells what is decided about the graph."""
+class Unplanned(Exception):
+    """No plan can tell what is decided about the graph; the message says why."""
 
 
 class Structure:
@@ -50,7 +51,7 @@ class Structure:
             roots: What ``backward()`` is called on.
 
         Raises:
-            Unrecognised: It has no key.
+            Unplanned: It has no key.
         """
         self.sites: dict[tuple[Call, int], Site] = {}
         self.between: dict[Node, int] = {}
@@ -92,14 +93,16 @@ class Structure:
         """Note a call, or an operation; returns where to go on."""
         noted: Any = node.metadata
         if number in noted.get(VIEWED, ()):
-            raise Unrecognised
+            raise Unplanned(_OVERWRITTEN)
         found = noted.get(SITES, {}).get(number)
         if found is None:
             return self._pass(node)
         call, index = found
         self.sites[call, index] = Site(call, index, Edge(node, number))
-        if call.is_released or call.is_rewired or not call.is_readable:
-            raise Unrecognised
+        if call.is_released or call.is_rewired:
+            raise Unplanned(_OVERWRITTEN if call.is_rewired else "a part of the graph was freed")
+        if not call.is_readable:
+            raise Unplanned("hooks take what autograd saves, as those of a checkpoint do")
         rule, module = call.rule, call.module
         self._facts += (
             type(module),
@@ -111,7 +114,7 @@ class Structure:
         self._note_tensors(call)
         if rule.transparent:
             if call.stored.parameters or module._modules:
-                raise Unrecognised
+                raise Unplanned(f"{call.path} has no layer rule")
             return self._pass(node)
         self._facts.append(call.settings)
         self._note_parameters(call)
@@ -125,7 +128,7 @@ class Structure:
         facts += len(stored.inputs), len(stored.outputs)
         for tensor in (*stored.inputs, *stored.outputs):
             if tensor.layout is not torch.strided or tensor.is_nested:
-                raise Unrecognised
+                raise Unplanned(f"{call.path} has nested or sparse tensors")
             facts += tensor.dtype, tensor.shape
         if stored.kwargs or stored.args is not stored.inputs:
             facts.append(_form((stored.args, stored.kwargs)))
@@ -133,13 +136,13 @@ class Structure:
     def _note_parameters(self, call: Call) -> None:
         """Which parameters a call used, and which of them want a gradient."""
         stored, facts = call.stored, self._facts
-        if stored.computed or stored.saved:
-            raise Unrecognised
+        if stored.computed:
+            raise Unplanned(f"parameters of {call.path} are computed from others")
         facts += stored.parameters, *stored.frozen
         for name in stored.parameters:
             tensor, _ = stored.owned[name]
             if type(tensor) is not Parameter and not isinstance(tensor, Parameter):
-                raise Unrecognised
+                raise Unplanned(f"{call.path} runs with weights that were handed over")
             number = self._parameters.setdefault(id(tensor), len(self._parameters))
             facts += number, tensor.requires_grad, tensor.dtype
         if call.module._modules:  # the rule may leave out some inside
@@ -154,7 +157,7 @@ class Structure:
             if edge is None:
                 facts += is_parameter(tensor), tensor.requires_grad, *self._received(call, tensor)
             elif edge.level:
-                raise Unrecognised
+                raise Unplanned(_OVERWRITTEN)
             else:
                 further.append(edge[:2])
         return further
@@ -178,7 +181,7 @@ class Structure:
             for given in run.given:
                 self._facts += given.path, given.dtype, torch.Size(given.shape)
         if run is not self._run:  # which rows each has is told by memory
-            raise Unrecognised
+            raise Unplanned("a model was called several times")
         return 2
 
     # Operations ----------------------------------------------------------------------------------
@@ -194,11 +197,11 @@ class Structure:
         if kind is LeafNode:
             leaf: Tensor = node.variable  # type: ignore[attr-defined]
             if is_parameter(leaf):
-                raise Unrecognised
+                raise Unplanned("operations use parameters outside of any layer with a rule")
             facts.append(leaf.shape)
             return []
         if kind is CopyNode or nodes.is_nested(node):
-            raise Unrecognised
+            raise Unplanned(_OVERWRITTEN if kind is CopyNode else "there are nested tensors")
         for metadata in node._input_metadata:
             facts += metadata.dtype, torch.Size(metadata.shape)
         for name in _saved_by(kind):
@@ -221,7 +224,7 @@ def _form(value: Any) -> Any:
     """Arguments with their tensors left out.
 
     Raises:
-        Unrecognised: Something among them says more than its type.
+        Unplanned: Something among them says more than its type.
     """
     if isinstance(value, Tensor):
         return Tensor
@@ -231,4 +234,4 @@ def _form(value: Any) -> Any:
         return dict, tuple([(key, _form(item)) for key, item in value.items()])
     if type(value) in (tuple, list):
         return type(value), tuple(map(_form, value))
-    raise Unrecognised
+    raise Unplanned(f"a module received a {type(value).__name__}")
