@@ -146,6 +146,8 @@ class BackwardPass:
             if context.beside or context.told is not None:
                 what = "beside" if context.beside else "samples"
                 raise Unplanned(f"{what}=... says something of this pass alone")
+            if self.survey.handed:
+                raise Unplanned("weights are handed over")
             structure = Structure(roots)
         except Unplanned as why:
             context.history[f"surveyed: {why}"] += 1

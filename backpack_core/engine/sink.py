@@ -140,7 +140,7 @@ class Sink(ABC):
 
     def _read(self, extension: Extension, view: View, complete: list[Uses]) -> list[Any]:
         """What an extension reads at each parameter; ``None`` where it leaves it out."""
-        seen = noted(view, ())
+        seen, is_checked = noted(view, ()), view.is_checked
         values: list[Any] = []
         for parameter, uses in complete:
             value = None
@@ -148,11 +148,11 @@ class Sink(ABC):
                 if self._is_wanted(extension, id(parameter)):
                     shown = _whole(uses)
                     shown = shown.lasting() if extension.is_deferred else shown
-                    seen += shown.held()
+                    seen += shown.held() if is_checked else ()
                     value = extension.read(shown)
                     if value is None:
                         raise ShapeError(f"{type(extension).__name__}.read returned None.")
-                    seen += shown.made
+                    seen += shown.made if is_checked else ()
             except UnsupportedError as error:
                 if not tolerates(extension, view, uses[-1].name, error):
                     raise

@@ -162,6 +162,8 @@ class Planned(NamedTuple):
         trained, uses, plan = survey.trained, survey.uses, self.plan
         if plan.alignment is not None:
             plan.alignment.fill(survey, structure)
+        shown = (t for call, _ in structure.sites for t in call.stored.inputs + call.stored.outputs)
+        survey.widest = max(tensor.nbytes for tensor in shown)
         for (call, _), names, is_opened in zip(
             structure.sites, plan.trained, plan.opened, strict=True
         ):

@@ -8,7 +8,7 @@ Some graphs have no key: what was overwritten behind a view, or what hooks took.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import chain, product
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack_core._torch import CopyNode, LeafNode, Node, operations
+from backpack_core._torch import CopyNode, LeafNode, Node
 from backpack_core.graph import nodes
 from backpack_core.record.call import SITES, VIEWED, Call, Edge, Site
 from backpack_core.record.owner import PATH_ATTRIBUTE, is_parameter
@@ -24,8 +24,6 @@ from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run, span_of
 
 Place = tuple[Node, int]
 
-# What operations save that says where rows go.
-_SAVED = ("dim", "dim0", "dim1", "dims", "start", "step", "index", "training", "train", "update")
 _OVERWRITTEN = "a view was overwritten in place"
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
@@ -138,7 +136,7 @@ class Structure:
         stored, facts = call.stored, self._facts
         if stored.computed:
             raise Unplanned(f"parameters of {call.path} are computed from others")
-        facts += stored.parameters, *stored.frozen
+        facts += stored.parameters, tuple(stored.owned), tuple(stored.frozen)
         for name in stored.parameters:
             tensor, _ = stored.owned[name]
             if type(tensor) is not Parameter and not isinstance(tensor, Parameter):
@@ -204,20 +202,10 @@ class Structure:
             raise Unplanned(_OVERWRITTEN if kind is CopyNode else "there are nested tensors")
         for metadata in node._input_metadata:
             facts += metadata.dtype, torch.Size(metadata.shape)
-        for name in _saved_by(kind):
-            value = getattr(node, name)
-            facts.append(tuple(value) if isinstance(value, (list, tuple)) else value)
+        facts += nodes.settings_of(node)
         edges = node.next_functions
         facts.append(tuple([child is None for child, _ in edges]))
         return [(child, number) for child, number in edges if child is not None]
-
-
-@cache
-def _saved_by(kind: type) -> tuple[str, ...]:
-    """What nodes of a type have saved that a decision may depend on, but for tensors."""
-    names = [f"_saved_{name}" for name in _SAVED]
-    is_index = operations().get(kind) in nodes.INDEXED
-    return tuple([n for n in names if hasattr(kind, n) and not (is_index and n == "_saved_index")])
 
 
 def _form(value: Any) -> Any:
