@@ -18,8 +18,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from backpack_core import recycled
 from backpack_core.contract.rows import DirectRows, Rows, whole
+from backpack_core.recycled import take
 from backpack_core.tuning import CACHE, DIRECT, LARGE, even_size, memory_budget
 
 
@@ -33,16 +33,16 @@ def products(out: Tensor, inp: Rows) -> Tensor:
     if positions == 1:
         left, right = out.permute(0, 1, 3, 4, 2), whole(inp).transpose(1, 2)
         is_alike = left.dtype is right.dtype
-        return torch.mul(left, right, out=recycled.take(out, shape) if is_alike else None)
+        return torch.mul(left, right, out=take(out, shape) if is_alike else None)
     if torch.is_grad_enabled():
         found = torch.stack([_batched(piece[None]) @ _right(inp[:]) for piece in out])
         return found.reshape(shape)
     if is_column(inp, out):
         left = out.reshape(samples, positions, features)
-        target = recycled.take(out, (samples, features, size))
+        target = take(out, (samples, features, size))
         found = torch.bmm(left.mT, inp.reshape(samples, positions, size), out=target)
         return found.view(1, samples, 1, features, size)
-    result = recycled.take(out, shape)
+    result = take(out, shape)
     result = out.new_empty(shape) if result is None else result
     for _ in form(out, inp, result):
         pass

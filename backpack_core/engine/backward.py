@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core import recycled
 from backpack_core._torch import Node, current_node, keeps_graph
 from backpack_core.engine import losses, refusals
 from backpack_core.engine.active import Context, log_visit
@@ -41,6 +40,7 @@ from backpack_core.plan.structure import Structure, Unplanned
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, Edge, Kept, Site
 from backpack_core.record.view import View
+from backpack_core.recycled import drop
 from backpack_core.values import without_autocast
 
 Grads = Sequence[Tensor | None]
@@ -400,7 +400,7 @@ class BackwardPass:
             self._sums.leave()
         if self._sink.plain is not None:
             self._sink.plain.leave()
-        recycled.drop()
+        drop()
         for hook in self.schedule.hooks:
             hook.remove()
         for task in [t for t, p in self.context.passes.items() if p is self]:

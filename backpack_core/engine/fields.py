@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core import recycled
 from backpack_core._torch import Node, shards_in
 from backpack_core.contract.bare import bare_call
 from backpack_core.contract.extension import Extension
@@ -21,6 +20,7 @@ from backpack_core.graph.survey import Survey
 from backpack_core.plugins.registry import FALLBACK
 from backpack_core.record.call import Edge, Site
 from backpack_core.record.owner import owned_by_models, owners_of
+from backpack_core.recycled import offer
 
 
 def add_leaves(survey: Survey) -> set[Node]:
@@ -73,7 +73,7 @@ def clear(
     for parameter in parameters:
         is_old = parameter is not None and id(parameter) not in new
         for field in fields if is_old else ():
-            recycled.offer(parameter.__dict__, field, offers)
+            offer(parameter.__dict__, field, offers)
 
 
 def hand_over(survey: Survey, extensions: Iterable[Extension]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core import recycled
 from backpack_core.contract.contractions import (
     add,
     add_squares,
@@ -25,6 +24,7 @@ from backpack_core.contract.contractions import (
     sums,
 )
 from backpack_core.contract.rows import Rows, whole
+from backpack_core.recycled import take
 from backpack_core.tuning import READ, SHARED
 from backpack_firstorder.one_column import NOTHING, Moments, moments_of_column
 
@@ -69,7 +69,7 @@ def products_with(
     if not is_cheap or not (sum_ or (is_column(inp, out) and (square or norm))):
         return products(out, inp), NOTHING
     shape = columns, samples, *sizes, inp.shape[3]
-    result = recycled.take(out, shape)
+    result = take(out, shape)
     result = out.new_empty(shape) if result is None else result
     if is_column(inp, out):
         return result, moments_of_column(out, inp, sum_, square, norm, result)
