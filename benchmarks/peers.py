@@ -106,7 +106,7 @@ def in_a_block(
 
 
 def ours(
-    problem: Problem, quantity: Quantity, batch: int, **options: str
+    problem: Problem, quantity: Quantity, batch: int, **options: Any
 ) -> tuple[Step, nn.Module]:
     """This project."""
     return in_a_block("ours", problem, quantity, batch, **options)
