@@ -169,6 +169,8 @@ class BackwardPass:
         known.fill(survey, structure)
         for node in survey.alignment.starts:
             self.schedule.await_node(node)
+        for node in add_leaves(survey):
+            when_reached(node, self, BackwardPass._reach_leaf, self.schedule)
         context.seen.update(["ran", "trained"])
         clear(survey, context.extensions, self._sink.new, context.keeps_results, known)
         return True

@@ -154,7 +154,6 @@ class Survey:
             "rows are picked, turned or handed out": bool(self.are_moved or self.rows),
             "samples lie on another axis": self.is_declared or any(self.axes.values()),
             "each item of a list is a sample's": self.depth is not None,
-            "parameters are used outside of layers": bool(self.bare or self.leaves or self.freed),
             "weights are handed over": bool(self.handed),
             "a view was overwritten in place": bool(self.viewed or self.moved or self.inner),
             "parameters are sharded": bool(self.shards),

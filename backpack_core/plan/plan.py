@@ -6,8 +6,8 @@ calls in their places.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections import Counter, OrderedDict
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -18,9 +18,10 @@ from torch.nn import Module
 from backpack_core.graph import faults
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.paths import inside
-from backpack_core.graph.survey import Survey, Use
+from backpack_core.graph.survey import Bare, Survey, Use
 from backpack_core.plan.structure import Structure, Unplanned
-from backpack_core.record.owner import owner_of
+from backpack_core.record.call import Call
+from backpack_core.record.owner import owned_by_models, owner_of
 
 MOST: Final = 100  # plans of one model, those that were made last
 
@@ -53,7 +54,7 @@ class Numbered(NamedTuple):
         found, places = survey.alignment, structure.places
         number = {site: n for n, site in enumerate(structure.sites)}
         unusual = [(number[site[:2]], site.edge.node in survey.tables) for site in survey.unusual]
-        if found.owned or found.leaves or found.beside:
+        if found.owned or found.beside:
             raise Unplanned("rows are in an order that numbers in tensors tell")
         try:
             return cls(
@@ -87,6 +88,79 @@ class Numbered(NamedTuple):
         survey.tables = set().union(*(inside(sites[n]) for n in self.tables))
 
 
+class Loose(NamedTuple):
+    """Parameters that operations use, with numbers in the place of nodes; see :class:`Survey`.
+
+    Attributes:
+        uses: Of each parameter the call, its name there, and how often it is read at calls, used by
+            modules without a rule, and whether it is wanted.
+    """
+
+    leaves: tuple[tuple[int, int], ...]
+    bare: tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]
+    freed: tuple[tuple[int, tuple[str, ...]], ...]
+    outside: frozenset[int]
+    uses: tuple[tuple[int, int, str, int, int, bool], ...]
+
+    @classmethod
+    def of(cls, survey: Survey, structure: Structure) -> Loose | None:
+        """The numbers; ``None`` if modules with rules own all parameters.
+
+        Raises:
+            Unplanned: They do not tell everything.
+        """
+        if not (survey.bare or survey.leaves or survey.freed):
+            return None
+        node, place = structure.between, structure.places
+        number = {id(own): n for n, own in enumerate(structure.parameters)}
+        first = {call: n for n, (call, _) in reversed([*enumerate(structure.sites)])}
+        at_leaves = Counter(id(own) for own in survey.alignment.leaves.values())
+        owners, model = owned_by_models(), model_of(structure)
+        if any(key not in owners or owner_of(owners[key][0]) is not model for key in survey.bare):
+            raise Unplanned("operations use parameters of another model, or of none")
+        try:
+            return cls(
+                tuple([(place[at], number[id(p)]) for at, p in survey.alignment.leaves.items()]),
+                tuple(
+                    [
+                        (number[key], node[bare.node], tuple([(node[n], i) for n, i in bare.edges]))
+                        for key, bare in survey.bare.items()
+                    ]
+                ),
+                tuple(
+                    [(first[c], tuple([o.name for o in own])) for c, own in survey.freed.items()]
+                ),
+                frozenset([number[key] for key in survey.outside]),
+                tuple(
+                    [
+                        (
+                            *(number[key], first[use.call], use.name),
+                            *(use.count - at_leaves[key], use.unruled, use.is_wanted),
+                        )
+                        for key, use in survey.uses.items()
+                        if use.call in first
+                    ]
+                ),
+            )
+        except KeyError as error:
+            raise Unplanned("a parameter is used where no walk by rules gets to") from error
+
+    def fill(self, survey: Survey, structure: Structure) -> None:
+        """The reverse."""
+        between, places = [*structure.between], [*structure.places]
+        calls, parameters = [call for call, _ in structure.sites], structure.parameters
+        survey.alignment.leaves = {places[at]: parameters[n] for at, n in self.leaves}
+        for n, last, edges in self.bare:
+            ways = dict.fromkeys([(between[node], position) for node, position in edges])
+            survey.bare[id(parameters[n])] = Bare(parameters[n], between[last], ways)
+        survey.freed = {calls[n]: _trained(calls[n], names) for n, names in self.freed}
+        survey.outside = {id(parameters[n]) for n in self.outside}
+        for n, at, name, count, unruled, is_wanted in self.uses:
+            use = Use(parameters[n], calls[at], name, count, unruled, is_wanted)
+            survey.uses[id(parameters[n])] = use
+        survey.is_shared = any(use.count > 1 for use in survey.uses.values())
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is decided about graphs of one form.
@@ -97,6 +171,7 @@ class Plan:
         opened: Which of the calls are gone through node by node.
         batch_size: The number that stands for the number of samples.
         alignment: Where samples lie; ``None`` if every tensor has them on axis 0.
+        loose: Parameters that operations use; ``None`` if modules with rules own all of them.
         trust: What passes have shown of the form.
     """
 
@@ -105,6 +180,7 @@ class Plan:
     opened: tuple[bool, ...]
     batch_size: int
     alignment: Numbered | None
+    loose: Loose | None
     trust: Any = field(compare=False)
 
     @classmethod
@@ -114,7 +190,8 @@ class Plan:
         Raises:
             Unplanned: Passes like it have to be surveyed each time.
         """
-        is_same = survey.sites.keys() == structure.sites.keys()
+        at_leaves = {(site.call, site.index) for site in survey.leaves.values()}
+        is_same = survey.sites.keys() - at_leaves == structure.sites.keys()
         if not is_same or survey.batch_size not in structure.lengths:
             raise Unplanned("modules lie where no walk by rules gets to")
         if why := survey.why_unusual:
@@ -128,8 +205,14 @@ class Plan:
             tuple([call in survey.opened for call in calls]),
             structure.lengths[survey.batch_size],
             alignment,
+            Loose.of(survey, structure),
             trust,
         )
+
+    @property
+    def counts(self) -> bool:
+        """Whether it counts entries of axes, and so holds for equal shapes only."""
+        return self.alignment is not None or self.loose is not None
 
     def __str__(self) -> str:
         """The steps, one on a line."""
@@ -164,21 +247,27 @@ class Planned(NamedTuple):
             plan.alignment.fill(survey, structure)
         shown = (t for call, _ in structure.sites for t in call.stored.inputs + call.stored.outputs)
         survey.widest = max(tensor.nbytes for tensor in shown)
-        for (call, _), names, is_opened in zip(
-            structure.sites, plan.trained, plan.opened, strict=True
-        ):
+        steps = zip(structure.sites, plan.trained, plan.opened, strict=True)
+        for (call, _), names, is_opened in steps:
             if is_opened:
                 survey.opened.add(call)
             if call not in trained:
-                owned = call.stored.owned
-                used = [(name, owned[name][0]) for name in names]
-                trained[call] = tuple([Trained(name, own, own) for name, own in used])
-            for name, own, _ in trained[call]:
+                trained[call] = _trained(call, names)
+            for name, own, _ in trained[call] if plan.loose is None else ():
                 use = uses.get(id(own))
                 if use is None:
                     uses[id(own)] = Use(own, call, name, 1)
                 else:
                     use.count, survey.is_shared = use.count + 1, True
+        if plan.loose is not None:
+            plan.loose.fill(survey, structure)
+
+
+def _trained(call: Call, names: Iterable[str]) -> tuple[Trained, ...]:
+    """Parameters of a call, as it used them."""
+    owned = call.stored.owned
+    used = [(name, owned[name][0]) for name in names]
+    return tuple([Trained(name, own, own) for name, own in used])
 
 
 class Plans:
@@ -206,7 +295,7 @@ class Plans:
         """Have a plan taken from now on."""
         model = model_of(structure)
         self._known.setdefault(model, OrderedDict()).pop((asked, structure.key), None)
-        if plan.alignment is None:
+        if not plan.counts:
             table = self._plans.setdefault(model, OrderedDict())
             table[asked, structure.form] = plan
             _shorten(table)

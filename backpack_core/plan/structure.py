@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from backpack_core._torch import CopyNode, LeafNode, Node
 from backpack_core.graph import nodes
+from backpack_core.graph.survey import Region
 from backpack_core.record.call import SITES, VIEWED, Call, Edge, Site
 from backpack_core.record.owner import PATH_ATTRIBUTE, is_parameter
 from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run, span_of
@@ -39,6 +40,7 @@ class Structure:
         sites: Every output of a call, in the order of the walk.
         places: Every output of a node that was walked to, with its number.
         between: The nodes between calls, and inside of those without a rule, with their numbers.
+        parameters: Those that calls and operations use, in the order in which they came up.
         key: Equal for graphs of equal shapes about which the same is decided.
     """
 
@@ -53,18 +55,24 @@ class Structure:
         """
         self.sites: dict[tuple[Call, int], Site] = {}
         self.between: dict[Node, int] = {}
-        self._parameters: dict[int, int] = {}
+        self.parameters: list[Tensor] = []
+        self._numbers: dict[int, int] = {}
         self._run: Run | None = None
-        todo: list[Place] = [edge[:2] for edge in roots]
+        self._regions: dict[Node, Region] = {}
+        todo: list[tuple[Place, Region]] = [(edge[:2], ()) for edge in roots]
         self._facts: list[Any] = [len(todo)]
         self.places: dict[Place, int] = {}
         while todo:
-            place = todo.pop()
+            place, region = todo.pop()
+            while region and any(e and e[:2] == place for e in region[0].edges):
+                region = region[1:]  # its inputs begin
             if place in self.places:
                 self._facts.append(self.places[place])
+                if place[0] in self.between and self._regions.get(place[0], ()) != region:
+                    raise Unplanned("an operation is reached from inside of a module and outside")
             else:
                 self.places[place] = len(self.places)
-                todo += self._enter(*place)
+                todo += self._enter(*place, region)
         self.key = tuple(self._facts)
 
     @cached_property
@@ -87,14 +95,15 @@ class Structure:
         facts += [n % m == 0 for n, m in product(lengths, lengths[2:])]
         return tuple(facts)
 
-    def _enter(self, node: Node, number: int) -> list[Place]:
+    def _enter(self, node: Node, number: int, region: Region) -> list[tuple[Place, Region]]:
         """Note a call, or an operation; returns where to go on."""
         noted: Any = node.metadata
-        if number in noted.get(VIEWED, ()):
-            raise Unplanned(_OVERWRITTEN)
+        for call, _, layout in noted.get(VIEWED, {}).get(number, ()):
+            if layout.is_whole and call not in region:
+                raise Unplanned(_OVERWRITTEN)
         found = noted.get(SITES, {}).get(number)
         if found is None:
-            return self._pass(node)
+            return [(place, region) for place in self._pass(node, region)]
         call, index = found
         self.sites[call, index] = Site(call, index, Edge(node, number))
         if call.is_released or call.is_rewired:
@@ -110,13 +119,13 @@ class Structure:
             call.training,
         )
         self._note_tensors(call)
-        if rule.transparent:
-            if call.stored.parameters or module._modules:
-                raise Unplanned(f"{call.path} has no layer rule")
-            return self._pass(node)
-        self._facts.append(call.settings)
         self._note_parameters(call)
-        return self._note_inputs(call)
+        further = self._note_inputs(call)
+        if rule.transparent:
+            inside = (call, *region)
+            return [(place, inside) for place in self._pass(node, inside)]
+        self._facts.append(call.settings)
+        return [(place, region) for place in further]
 
     # Calls ---------------------------------------------------------------------------------------
 
@@ -139,17 +148,14 @@ class Structure:
         facts += stored.parameters, tuple(stored.owned), tuple(stored.frozen)
         for name in stored.parameters:
             tensor, _ = stored.owned[name]
-            if type(tensor) is not Parameter and not isinstance(tensor, Parameter):
-                raise Unplanned(f"{call.path} runs with weights that were handed over")
-            number = self._parameters.setdefault(id(tensor), len(self._parameters))
-            facts += number, tensor.requires_grad, tensor.dtype
-        if call.module._modules:  # the rule may leave out some inside
+            facts += self._number_of(tensor), tensor.requires_grad, tensor.dtype
+        if call.module._modules and not call.rule.transparent:  # it may leave out some inside
             facts.append(tuple([p.requires_grad for p in call.module.parameters()]))
 
     def _note_inputs(self, call: Call) -> list[Place]:
         """Where a call's inputs came from; returns where to go on."""
         facts, further = self._facts, list[Place]()
-        facts.append(self._number_of(call.run))
+        facts.append(self._belongs_to(call.run))
         for tensor, edge in zip(call.stored.inputs, call.edges, strict=True):
             facts.append(edge is None)
             if edge is None:
@@ -168,7 +174,16 @@ class Structure:
         given = () if len(run.given) < 2 else tuple([g.span for g in run.given])
         return run.receives((tensor,)), *[span_of(tensor) == span for span in given]
 
-    def _number_of(self, run: Run) -> int:
+    def _number_of(self, parameter: Tensor) -> int:
+        """The number of a parameter, in the order in which they come up."""
+        if type(parameter) is not Parameter and not isinstance(parameter, Parameter):
+            raise Unplanned("weights are handed over")
+        number = self._numbers.setdefault(id(parameter), len(self._numbers))
+        if number == len(self.parameters):
+            self.parameters.append(parameter)
+        return number
+
+    def _belongs_to(self, run: Run) -> int:
         """Whether a call belongs to no run of a model, or to the only one."""
         if run is NO_RUN or run is NO_RUN_OF_RANKS:
             return int(run.is_distributed)
@@ -184,19 +199,21 @@ class Structure:
 
     # Operations ----------------------------------------------------------------------------------
 
-    def _pass(self, node: Node) -> list[Place]:
+    def _pass(self, node: Node, region: Region) -> list[Place]:
         """Note an operation; returns where to go on."""
         kind, facts = type(node), self._facts
         if node in self.between:
             facts += kind, self.between[node]
             return []
         self.between[node] = len(self.between)
+        if region:
+            self._regions[node] = region
         facts.append(kind)
         if kind is LeafNode:
             leaf: Tensor = node.variable  # type: ignore[attr-defined]
+            facts += leaf.shape, leaf.dtype
             if is_parameter(leaf):
-                raise Unplanned("operations use parameters outside of any layer with a rule")
-            facts.append(leaf.shape)
+                facts.append(self._number_of(leaf))
             return []
         if kind is CopyNode or nodes.is_nested(node):
             raise Unplanned(_OVERWRITTEN if kind is CopyNode else "there are nested tensors")
