@@ -16,7 +16,7 @@ from backpack_core import _torch
 from backpack_core._hooks import KEY
 from backpack_core._torch import current_node, graph_task_id
 from backpack_core.contract.graph_extension import GraphExtension
-from backpack_core.engine.active import Context, current, innermost
+from backpack_core.engine.active import Context, current, innermost, stacks
 from backpack_core.engine.alone import carry_all
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.graph_reading import GraphPass
@@ -43,7 +43,7 @@ class OutputHook:
 
     def __call__(self, grad: Tensor | None) -> None:
         """Called by autograd with the gradient, before other hooks change it."""
-        context = current(self.call.thread)
+        context = current(self.call.thread) if stacks else None
         if context is None or context.is_idle:
             if not (_torch.keeps_graph() or (context is not None and context.retain_graph)):
                 self.call.release()
@@ -63,8 +63,8 @@ class OutputHook:
             if graph_task_id() != task:
                 return  # of a pass that a hook has begun in ours, or after ours has failed
             handle.remove()
-            edge = tuple.__new__(Edge, (current_node(), self.output_nr, 0))
-            site = tuple.__new__(Site, (self.call, self.index, edge, None))
+            edge = Edge(current_node(), self.output_nr)
+            site = Site(self.call, self.index, edge)
             found = None if known is None else known()
             found = found or _pass_under_way(context, edge)
             changed_by = None if grads[self.output_nr] is grad else others
@@ -203,8 +203,8 @@ def announce(
         return engine(roots, gradients, keep, create_graph, tuple(reach), **rest)
 
     context = innermost()
-    if context is None or _UNDER_WAY in context.seen:
-        return run()
+    if context is None or _UNDER_WAY in context.seen or len(roots) != len(gradients):
+        return run()  # the last is an error of the user's, which torch knows
     if _torch.are_batched(gradients):
         raise UsageError(
             "torch.autograd.grad(..., is_grads_batched=True) brings several gradients at once, "

@@ -143,6 +143,14 @@ def test_several_gradients_at_once_are_refused() -> None:
     assert torch.equal(grad(y, x, several, is_grads_batched=True)[0], 2 * several)
 
 
+@pytest.mark.parametrize("gradient", ["autograd", "skipped"])
+def test_as_many_gradients_as_roots(gradient: Any) -> None:
+    loss = classification(mlp(), (3,)).loss()
+    block = backpack(KFAC(), gradient=gradient, check="never")
+    with pytest.raises(RuntimeError, match="1 tensors and 0 gradients"), block:
+        backward([loss], [])
+
+
 @pytest.mark.parametrize("gradient", ["autograd", "none", "shared", "skipped"])
 def test_a_pass_inside_of_another_one_is_seen_by_hooks_alone(gradient: Any) -> None:
     """Whether autograd goes in the outer one, or not; a block of its own sees it."""
