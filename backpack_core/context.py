@@ -18,7 +18,7 @@ from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.active import Check, Context, ExtensionHook, Gradient, pop, push
 from backpack_core.engine.groups import group
-from backpack_core.engine.hooks import Announcer
+from backpack_core.engine.hooks import entry
 from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
 from backpack_core.graph.told import Samples, told
 from backpack_core.plugins.declarations import refuse
@@ -29,6 +29,8 @@ from backpack_core.record.compiled import refuse_inside, uncompiled
 from backpack_core.record.switch import is_disabled
 from backpack_core.record.view import View
 from backpack_core.remember import remembered
+
+_CHECKS, _GRADIENTS = get_args(Check), get_args(Gradient)
 
 
 class backpack:
@@ -111,15 +113,15 @@ class backpack:
         for name, called in (("extension_hook", extension_hook), ("observer", observer)):
             if called is not None and not callable(called):
                 raise UsageError(f"{name} must be callable. Got {called!r}.")
-        for name, word, known in (("check", check, Check), ("gradient", gradient, Gradient)):
-            if word not in get_args(known):
-                raise UsageError(f"{name} is one of {', '.join(get_args(known))}. Got {word!r}.")
+        for name, word, known in (("check", check, _CHECKS), ("gradient", gradient, _GRADIENTS)):
+            if word not in known:
+                raise UsageError(f"{name} is one of {', '.join(known)}. Got {word!r}.")
         self._extensions = extensions
         self._profile = Profile()
         said = None if samples is None else told(samples)
         asked = extension_hook, debug, check, retain_graph, _edges_of(beside), observer, gradient
         self._begin = partial(Context, extensions, *asked, said, keep_results, self._profile)
-        self._entered: list[tuple[Context, Announcer]] = []
+        self._entered: list[Context] = []
 
     def summary(self) -> Summary:
         """What each extension took at each module so far: rule or autodiff, time, bytes.
@@ -152,11 +154,10 @@ class backpack:
             )
         ensure_loaded()
         context = self._begin(*group(self._extensions, self._profile), history=self._profile.passes)
-        announcer = Announcer(context)
         uncompiled.__enter__()
-        self._entered.append((context, announcer))
+        entry.__enter__()
+        self._entered.append(context)
         push(context)
-        announcer.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
@@ -173,9 +174,9 @@ class backpack:
             UsageError: Some took part, but none of their parameters wants a gradient.
             BridgeError: A checkpoint could not give a saved tensor to us and to autograd.
         """
-        context, announcer = self._entered.pop()
-        announcer.__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
+        context = self._entered.pop()
         pop(context)
+        entry.__exit__(exc_type, exc, traceback)
         uncompiled.__exit__(exc_type, exc, traceback)
         if isinstance(exc, CheckpointError) and context.extensions:
             raise BridgeError(

@@ -34,7 +34,7 @@ Gradient = Literal["autograd", "shared", "none", "skipped"]
 logger = logging.getLogger("backpack_core")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Context:
     """What one ``with backpack(...)`` block asks for, and the passes that run in it.
 
@@ -56,6 +56,8 @@ class Context:
             autograd, or by whoever saw the call of ``backward()``.
         history: How many passes took a plan that was made before, made one, or could not, and why.
         announced: The passes whose ``backward()`` was seen and has not returned, innermost last.
+        seen: What came up: whether modules took part, and whether a pass that was seen is under
+            way. A context that is made of this one shares it.
     """
 
     extensions: tuple[Extension, ...] = ()
@@ -121,6 +123,12 @@ def current(forward_thread: int) -> Context | None:
         if stack is None and len(stacks) == 1 and not _is_alive(forward_thread):
             (stack,) = stacks.values()
     return stack[-1] if stack else None
+
+
+def innermost() -> Context | None:
+    """The context that this thread has entered last; ``None`` if there is none."""
+    stack = stacks.get(threading.get_ident())
+    return None if stack is None else stack[-1]
 
 
 def push(context: Context) -> None:
