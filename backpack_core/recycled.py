@@ -42,12 +42,7 @@ def offer(owner: dict[str, Any], name: str, is_wanted: bool = True) -> None:
         is_wanted: Whether somebody may take it.
     """
     value = owner.pop(name, None)
-    if (
-        not is_wanted
-        or type(value) is not Tensor
-        or value.device.type != "cpu"
-        or value.nbytes < SMALLEST
-    ):
+    if not is_wanted or type(value) is not Tensor or value.nbytes < SMALLEST or not value.is_cpu:
         return
     is_whole = value.is_contiguous() and value.nbytes == value.untyped_storage().nbytes()
     if value.requires_grad or not is_whole or value.untyped_storage().is_shared():

@@ -6,7 +6,7 @@ passes are removed.
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from itertools import chain
 from weakref import WeakKeyDictionary
 
@@ -42,7 +42,7 @@ _last: WeakKeyDictionary[Module, tuple[Hashable, list[str]]] = WeakKeyDictionary
 def clear(
     survey: Survey,
     extensions: Iterable[Extension],
-    new: Container[int],
+    new: Collection[int],
     keeps: bool,
     plan: Hashable = None,
 ) -> None:
@@ -71,9 +71,9 @@ def clear(
         modules = chain(*(model.modules() for model in models))
         parameters = chain(*(m._parameters.values() for m in modules), survey.shards.values())
     for parameter in parameters:
-        is_old = parameter is not None and id(parameter) not in new
-        for field in fields if is_old else ():
-            offer(parameter.__dict__, field, offers)
+        if parameter is not None and (not new or id(parameter) not in new):
+            for field in fields:
+                offer(parameter.__dict__, field, offers)
 
 
 def hand_over(survey: Survey, extensions: Iterable[Extension]) -> None:
