@@ -14,7 +14,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import Extension, backpack, extend, unextend
+from backpack_core import (
+    Extension,
+    backpack,
+    extend,
+    memory_budget,
+    set_memory_budget,
+    unextend,
+)
+from backpack_core.engine.sweep import Chunks
 from backpack_core.errors import InternalError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
 from backpack_core.plan import plan as plans_file
@@ -225,6 +233,57 @@ def test_operations_that_differ_by_what_they_saved(first: Any, then: Any) -> Non
     else:
         for ours, theirs in zip(after, alone, strict=True):
             assert ours.shape == theirs.shape
+
+
+def test_columns_go_in_as_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, chunks, before = _model(), list[int](), memory_budget()
+    carry = Chunks.carry
+
+    def counted(self: Chunks, *given: Any) -> None:
+        chunks.append(len(chunks))
+        carry(self, *given)
+
+    monkeypatch.setattr(Chunks, "carry", counted)
+    set_memory_budget(2 * SAMPLES * 4 * 8)
+    try:
+        found = []
+        for _ in range(BEFORE):
+            chunks.clear()
+            how, _ = _step(model, DiagGGNExact())
+            found.append((how, len(chunks)))
+    finally:
+        set_memory_budget(before)
+    assert {count for _, count in found} == {found[0][1]}
+    assert found[0][1] > 0
+    assert found[-1][0] == "planned before"
+
+
+class Scaled(nn.Module):
+    """Has no rule, and a parameter of its own that depends on positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.inner = nn.Parameter(torch.randn(4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x * self.gain).tanh() * self.gain
+        return result
+
+
+@pytest.mark.parametrize("samples", [1, 3, 4])
+def test_parameters_that_operations_use(samples: int) -> None:
+    model = extend(nn.Sequential(nn.Linear(4, 4), Scaled(), nn.Linear(4, 4)))
+    found = []
+    for _ in range(BEFORE + 2):
+        how, inputs = _step(model, BatchGrad(), DiagGGNExact(), samples=samples)
+        found.append(how)
+        _see_right(model, inputs)
+    assert found[-2:] == ["planned before"] * 2
+    gain: Any = model[1].gain
+    gain.requires_grad_(False)
+    how, inputs = _step(model, samples=samples)
+    assert how == "planned"
+    _see_right(model, inputs)
 
 
 def test_other_extensions_have_plans_of_their_own() -> None:
