@@ -1,0 +1,115 @@
+"""A backward pass that is not measured reads no value of a tensor."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import backpack_core.extensions
+from backpack_core import backpack, extend
+from backpack_core.engine import trust
+from tests.cases import Net, names_of_extensions
+from tests.test_models import Classifier, Tagger, trained_statistics
+from tests.waits import Reads
+
+Problem = tuple[nn.Module, nn.Module, Tensor, Tensor]
+
+
+def _labels(*shape: int) -> Tensor:
+    return torch.randint(0, 3, shape)
+
+
+def _dense(lossfunc: nn.Module, target: Tensor) -> Problem:
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    return model, lossfunc, torch.randn(4, 4), target
+
+
+def _convolutions() -> Problem:
+    model = nn.Sequential(
+        nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2), nn.BatchNorm2d(2), nn.Flatten(),
+        nn.Linear(8, 3),
+    )  # fmt: skip
+    return trained_statistics(model), nn.CrossEntropyLoss(), torch.randn(4, 1, 6, 6), _labels(4)
+
+
+def _embedding() -> Problem:
+    model = Net(lambda net, x: net.b(net.a(x)).mT, a=nn.Embedding(7, 5), b=nn.Linear(5, 3))
+    target = _labels(4, 3)
+    target[0, 1] = -100
+    return model, nn.CrossEntropyLoss(), torch.randint(0, 7, (4, 3)), target
+
+
+def _tagger() -> Problem:
+    return Tagger(), nn.CrossEntropyLoss(), torch.randint(0, 7, (4, 3)), _labels(4, 3)
+
+
+def _encoder() -> Problem:
+    tokens = torch.randint(0, 7, (3, 4))
+    return Classifier(norm_first=True), nn.CrossEntropyLoss(), tokens, _labels(3)
+
+
+MODELS: dict[str, Callable[[], Problem]] = {
+    "classes": lambda: _dense(nn.CrossEntropyLoss(), _labels(4)),
+    "regression": lambda: _dense(nn.MSELoss(), torch.randn(4, 3)),
+    "convolutions": _convolutions,
+    "embedding": _embedding,
+    "recurrent": _tagger,
+    "encoder": _encoder,
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ClippedSumGrad": {"max_norm": 0.1},
+    **{name: {"fail_mode": "block"} for name in ("KFAC", "KFLR", "EKFAC")},
+}
+# What these ask for, only the dense nets have all of.
+DENSE_ONLY = {"KFRA", "DiagHessian", "BatchDiagHessian"}
+CASES = [
+    (model, name)
+    for model in MODELS
+    for name in names_of_extensions()
+    if model in ("classes", "regression") or name not in DENSE_ONLY
+]
+# The graph is looked at on the host, in indices that are made there.
+ALLOWED: set[str] = set()
+
+
+def reads(problem: Problem, kind: str, check: Any, passes: int) -> Counter[tuple[str, str]]:
+    """What the last of some passes reads inside ``backward()``."""
+    model, lossfunc, x, target = problem
+    model, lossfunc = extend(model), extend(lossfunc)
+    extension = getattr(backpack_core.extensions, kind)(**OPTIONS.get(kind, {}))
+    for _ in range(passes):
+        loss = lossfunc(model(x), target)
+        with backpack(extension, check=check):
+            with Reads() as found:
+                loss.backward()
+    return Counter(read for read in found.found if read[1] not in ALLOWED)
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_a_pass_that_is_never_measured_reads_no_values(name: str, kind: str) -> None:
+    assert not reads(MODELS[name](), kind, "never", 1)
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_a_pass_of_a_trusted_structure_reads_no_values(
+    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[bool] = []
+    judge = trust.measurement
+
+    def noted(*given: Any) -> Any:
+        found = judge(*given)
+        measured.append(found is not None)
+        return found
+
+    monkeypatch.setattr("backpack_core.engine.backward.measurement", noted)
+    found = reads(MODELS[name](), kind, "first", 4)
+    assert measured == [True, True, True, False]
+    assert not found
