@@ -79,7 +79,7 @@ def _place(frame: FrameType | None) -> str:
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         root = next((part for part in path.parts if part in _ROOTS), None)
-        if root is not None and "tests" not in path.parts:
+        if root is not None and not {"tests", "values.py"} & {*path.parts}:
             inside = "/".join(path.parts[len(path.parts) - path.parts[::-1].index(root) :])
             return f"{inside}:{frame.f_code.co_name}"
         frame = frame.f_back

@@ -169,6 +169,7 @@ class BackwardPass:
         context = self.context
         if self._is_measured and any(self._question):
             self.measurement = measurement(self.survey, roots, context.check, self._question)
+        self.survey.is_measured = self.measurement is not None
         if self.measurement is None:
             asks = context.observer, context.extension_hook, context.graph_extensions
             travel = [g.propagator.travels or g.has_overrides for g in self.groups]

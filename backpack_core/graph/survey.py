@@ -99,6 +99,7 @@ class Survey:
         are_moved: Whether rows may be other samples than those of the model's input; ``None``
             before anybody asked.
         structure: What tells it from other graphs, once somebody has asked; see ``trust.py``.
+        is_measured: Whether the pass is measured, so that rules may look at values.
     """
 
     beside: frozenset[tuple[Node, int]] = frozenset()
@@ -130,6 +131,7 @@ class Survey:
     faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
     is_declared: bool = False
     structure: tuple[object, ...] | None = None
+    is_measured: bool = True
     moved: set[tuple[Call, int]] = field(default_factory=set)
     inner: dict[tuple[Node, int], Call] = field(default_factory=dict)
     regions: dict[Call, Region] = field(default_factory=dict)
@@ -201,7 +203,9 @@ class Survey:
         call, index, (node, *_), _ = site
         axis, positions = self.axes.get((call, index), 0), self.alignment.positions_of(site)
         known = kept.setdefault(call, {})
-        return View(call, index, grad, node, axis, known, positions, self.batch_size)
+        view = View(call, index, grad, node, axis, known, positions, self.batch_size)
+        view.is_measured = self.is_measured
+        return view
 
     def further(self, edge: Edge) -> list[Edge]:
         """Where what is sent to an edge goes on: past a call with a rule, into others, by nodes."""
