@@ -236,45 +236,46 @@ def test_an_operation_of_somebody_else() -> None:
     assert sorted(CALLS) == ["bias", "bias", "weight", "weight"]
 
 
-class ShiftedTable(LookupProduct):
-    """A form of somebody else's: rows are counted from one."""
+class TurnedTable(LookupProduct):
+    """A form of somebody else's: rows are counted from the last one."""
 
     def part(self, columns: slice, samples: slice) -> Tensor:
-        return LookupProduct(self.out, self.row - 1, self.shape).part(columns, samples)
+        return LookupProduct(self.out, self.shape[0] - 1 - self.row, self.shape).part(columns, samples)
 
 
-def _shifted() -> tuple[SampleProduct, Tensor]:
+def _turned() -> tuple[SampleProduct, Tensor]:
     product, matrix, _ = table()
     assert isinstance(product, LookupProduct)
-    return ShiftedTable(product.out, product.row + 1, product.shape), matrix
+    row = product.shape[0] - 1 - product.row
+    return TurnedTable(product.out, row, product.shape), matrix
 
 
 @batch_sum.register
-def batch_sum_shifted(product: ShiftedTable) -> Tensor:
+def batch_sum_turned(product: TurnedTable) -> Tensor:
     return dense(product).sum(1)
 
 
 @weighted_sum.register
-def weighted_sum_shifted(product: ShiftedTable, weights: Tensor) -> Tensor:
+def weighted_sum_turned(product: TurnedTable, weights: Tensor) -> Tensor:
     return torch.einsum("kvn,vn...->k...", weights, dense(product))
 
 
 def test_a_form_of_somebody_else_has_the_versions_of_its_parents_or_its_own() -> None:
     with torch.no_grad():
-        product, matrix = _shifted()
+        product, matrix = _turned()
         weights = torch.randn(2, *matrix.shape[:2])
         assert_close(dense(product), matrix)
         assert_close(batch_sum(product), matrix.sum(1))
         expected = torch.einsum("kvn,vnij->kij", weights, matrix)
         assert_close(weighted_sum(product, weights), expected)
         assert_close(per_sample_square_sum(product), matrix.square().sum(0))  # the definition
-        # The version of its parent, which counts rows from zero.
+        # The version of its parent, which counts rows from the first one.
         assert not torch.allclose(square_sum(product), matrix.square().sum((0, 1)))
 
 
 def test_an_operation_knows_the_forms_it_has_versions_for() -> None:
     assert largest.has_version(AffineProduct)
-    assert square_sum.has_version(ShiftedTable)  # its parent's
+    assert square_sum.has_version(TurnedTable)  # its parent's
     assert not largest.has_version(LookupProduct)
     assert not dense.has_version(SampleProduct)
 

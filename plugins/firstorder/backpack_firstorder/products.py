@@ -16,7 +16,7 @@ from torch import Tensor
 
 from backpack_core.contract.affine import AffineProduct, for_weights
 from backpack_core.contract.contractions import is_column, square_norm_of
-from backpack_core.contract.lookup import LookupProduct, scattered
+from backpack_core.contract.lookup import LookupProduct
 from backpack_core.contract.operations import (
     OpenFunction,
     as_formed,
@@ -112,8 +112,7 @@ def squared_norm_affine(product: AffineProduct, inp: Rows) -> Tensor:
 @squared_norm.register
 def squared_norm_lookup(product: LookupProduct) -> Tensor:
     """From the rows that were looked up; all others are zero."""
-    sums, sample, _ = product.segments()
-    return scattered(square_norm_of(sums), sample, 1, (product.columns, product.samples))
+    return square_norm_of(product.segments()[0].flatten(2))
 
 
 @squared_norm.register
