@@ -296,12 +296,11 @@ def input_covariance(
     if is_own is not None and sharing == "reduce":
         means = inp[:].sum(1) / is_own.sum(1).clamp(min=1)[:, None, None]
         return _without_groups(covariances.outer(means, 1 / max(1, samples)))
-    if is_own is not None and sharing == "expand":  # the device alone knows how many there are
-        total = covariances.outer_sum(inp, like.element_size())
-        return _without_groups(total / is_own.sum().clamp(min=1))
     count = samples * positions if sharing == "expand" else samples
     scale = 1 / count if count else 0.0
     total = covariances.outer_sum(inp, like.element_size(), scale, mean=sharing == "reduce")
+    if is_own is not None and sharing == "expand":  # the device alone knows how many there are
+        total = total * (count / is_own.sum().clamp(min=1))
     return _without_groups(total)
 
 
