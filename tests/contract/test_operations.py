@@ -110,17 +110,17 @@ def conv(*extensions: Extension) -> Problem:
 
 
 # What stands in a family.
-HOMES = dict.fromkeys(("moments", "weighed_norm", "products_with"), norms)
+HOMES = dict.fromkeys(("moments", "norm", "products_with"), norms)
 HOMES |= {"contracted": sample_squares}
 # What extensions ask for, and how often each contraction runs for the weight.
 PLANS: list[tuple[tuple[type[Extension], ...], dict[str, int]]] = [
     ((SumGradSquared,), {"square_sum": 1, "moments": 0, "sums": 0, "products_with": 0}),
     ((Variance,), {"square_sum": 0, "moments": 1, "sums": 0, "products_with": 0}),
     ((Variance, SumGradSquared), {"square_sum": 0, "moments": 1, "sums": 0, "products_with": 0}),
-    ((BatchL2Grad,), {"weighed_norm": 1, "products_with": 0}),
+    ((BatchL2Grad,), {"norm": 1, "products_with": 0}),
     (
         (BatchGrad, BatchL2Grad, Variance),
-        {"products_with": 1, "weighed_norm": 0, "moments": 0, "square_sum": 0, "sums": 0},
+        {"products_with": 1, "norm": 0, "moments": 0, "square_sum": 0, "sums": 0},
     ),
     (
         (DiagGGNExact, BatchDiagGGNExact),
