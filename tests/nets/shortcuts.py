@@ -75,6 +75,10 @@ def _read_all(traversal: Any, lane: int, view: View, carrier: Any, quantity: Any
     return traversal.survey.trained[view.call]
 
 
+def _none(tensor: Tensor) -> None:
+    """There is no precision beyond that of the tensor."""
+
+
 _over_columns = bridge._over_columns
 # Operations whose definitions read ``M``; their versions for forms are quicker.
 _OPEN = [
@@ -82,7 +86,7 @@ _OPEN = [
     *(f"{_CONTRACT}.operations.{name}" for name in ("batch_sum", "weighted_sum", "gram")),
     *(f"{_CONTRACT}.operations.{name}" for name in ("squared_norm", "read_together")),
     *(f"{_SECOND}.position_pairs.{name}" for name in ("diagonal", "sample_diagonals")),
-    f"{_FIRST}.norms.careful_norm",
+    f"{_FIRST}.norms.norm",
 ]
 _VERSIONS = "versions for forms"
 _COLUMN = [f"{_CONTRACT}.contractions", f"{_FIRST}.contractions", f"{_FIRST}.products"]
@@ -117,7 +121,7 @@ SHORTCUTS: dict[str, Shortcut] = {
     "norms by Gram matrices": Shortcut(
         {f"{_FIRST}.contractions.is_gram_cheaper": never},
         {f"{_FIRST}.contractions.is_gram_cheaper": always},
-        [f"{_FIRST}.contractions._norm_by_gram"],
+        [f"{_FIRST}.contractions.norm_by_gram"],
         within=_VERSIONS,
     ),
     "inner products by positions": Shortcut(
@@ -135,8 +139,8 @@ SHORTCUTS: dict[str, Shortcut] = {
         {f"{_CONTRACT}.contractions.LARGE": 0},
         within=_VERSIONS,
     ),
-    "norms without care": Shortcut(
-        {f"{_FIRST}.norms.is_doubtful": always}, {f"{_FIRST}.norms.is_doubtful": never}
+    "norms in double precision": Shortcut(
+        {f"{_FIRST}.scaled.wider": _none}, {}, [f"{_FIRST}.scaled.wider"]
     ),
     _VERSIONS: Shortcut(
         {f"{place}.{name}": {} for place in _OPEN for name in ("_versions", "_found")}

@@ -127,7 +127,7 @@ def corrected_eigenbasis(
     this is the best approximation with these eigenvectors (George et al., 2018, arXiv:1806.03884).
     Arguments as there.
     """
-    basis = kronecker_factors(product, sharing).eigenbasis()
+    basis = kronecker_factors(product, sharing).decomposed(product.is_measured)
     if len(basis.vectors) == 1:
         return basis  # of the block itself
     return corrected(basis, eigenvalues_in(product, basis))
@@ -138,7 +138,7 @@ def corrected_eigenbasis_affine(
     product: AffineProduct, sharing: WeightSharing = "kfc"
 ) -> KroneckerEigenbasis:
     """By :func:`eigenvalues_in_affine`; the exact block of a bias needs no correction."""
-    basis = kronecker_factors(product, sharing).eigenbasis()
+    basis = kronecker_factors(product, sharing).decomposed(product.is_measured)
     if product.inp is None:
         return basis
     return corrected(basis, eigenvalues_in_affine(product, basis))
