@@ -247,7 +247,8 @@ def agreement(weights: Tensor, product: Tensor, expected: Tensor, size: Tensor) 
     eps = torch.finfo(total.dtype).eps
     tolerance = eps**0.5 * largest(expected.abs()) + eps * size
     close = (total - expected).abs() <= tolerance
-    return (close | (total == expected) | (total.isnan() & expected.isnan())).all()
+    same: Tensor = close | (total == expected) | (total.isnan() & expected.isnan())
+    return same.all()
 
 
 def _fit(product: Tensor, node: Any, number: int) -> Tensor:

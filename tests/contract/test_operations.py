@@ -240,7 +240,9 @@ class TurnedTable(LookupProduct):
     """A form of somebody else's: rows are counted from the last one."""
 
     def part(self, columns: slice, samples: slice) -> Tensor:
-        return LookupProduct(self.out, self.shape[0] - 1 - self.row, self.shape).part(columns, samples)
+        return LookupProduct(self.out, self.shape[0] - 1 - self.row, self.shape).part(
+            columns, samples
+        )
 
 
 def _turned() -> tuple[SampleProduct, Tensor]:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from backpack_core import SampleProduct, extend, memory_budget
 from backpack_core.contract import operations as ops
-from backpack_firstorder.norms import in_single, norm
-from backpack_firstorder.products import inner
+from backpack_firstorder.products import inner, norm
+from backpack_firstorder.single import in_single
 from tests.contract.products import FORMS, SAMPLES, budget
 from tests.oracle import assert_close
 
@@ -33,7 +33,10 @@ OPERATIONS: dict[str, tuple[Callable[[SampleProduct], Tensor], Definition]] = {
     "square_sum": (ops.square_sum, lambda m: m.square().sum((0, 1))),
     "per_sample_square_sum": (ops.per_sample_square_sum, lambda m: m.square().sum(0)),
     "squared_norm": (ops.squared_norm, lambda m: m.square().sum((2, 3))),
-    "norm": (lambda product: norm(in_single(product)).value(), lambda m: m.square().sum((2, 3)).sqrt()),
+    "norm": (
+        lambda product: norm(in_single(product)).value(),
+        lambda m: m.square().sum((2, 3)).sqrt(),
+    ),
     "batch_sum": (ops.batch_sum, lambda m: m.sum(1)),
     "gram": (ops.gram, lambda m: torch.einsum("vnij,wmij->vnwm", m, m)),
     "weighted_sum": (

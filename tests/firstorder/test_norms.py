@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from backpack_core import set_memory_budget
-from backpack_core.tuning import memory_budget
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.rows import Rows
+from backpack_core.tuning import memory_budget
 from backpack_firstorder import contractions, scaled
-from backpack_firstorder.norms import in_single, norm
+from backpack_firstorder.products import norm
+from backpack_firstorder.single import in_single
 from tests.contract.test_contractions import SHAPES, Lazy, products
 from tests.oracle import assert_close
 

@@ -86,7 +86,7 @@ _OPEN = [
     *(f"{_CONTRACT}.operations.{name}" for name in ("batch_sum", "weighted_sum", "gram")),
     *(f"{_CONTRACT}.operations.{name}" for name in ("squared_norm", "read_together")),
     *(f"{_SECOND}.position_pairs.{name}" for name in ("diagonal", "sample_diagonals")),
-    f"{_FIRST}.norms.norm",
+    f"{_FIRST}.products.norm",
 ]
 _VERSIONS = "versions for forms"
 _COLUMN = [f"{_CONTRACT}.contractions", f"{_FIRST}.contractions", f"{_FIRST}.products"]

@@ -30,7 +30,6 @@ from backpack_core.contract.operations import (
 from backpack_core.contract.product import DenseProduct
 from backpack_core.errors import UsageError
 from backpack_core.tuning import READ, WRITE
-from backpack_firstorder.norms import in_single, norm
 from backpack_firstorder.own_loss import (
     UNLESS_TOLD,
     OfOwnLosses,
@@ -39,7 +38,9 @@ from backpack_firstorder.own_loss import (
     factor_of,
     is_number,
 )
+from backpack_firstorder.products import norm
 from backpack_firstorder.scaled import Norm, stacked, vector_norm
+from backpack_firstorder.single import in_single
 
 Clipping: TypeAlias = Literal["flat", "per_layer"]
 

@@ -7,7 +7,8 @@ from torch import Tensor
 from backpack_core import FirstOrderExtension, SampleProduct
 from backpack_core.contract.merging import SUM
 from backpack_core.contract.operations import dense, gram, squared_norm
-from backpack_firstorder.norms import in_single, norm
+from backpack_firstorder.products import norm
+from backpack_firstorder.single import in_single
 from backpack_firstorder.squares import SquaresExtension, warn_of_range
 
 

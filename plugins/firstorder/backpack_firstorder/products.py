@@ -8,7 +8,6 @@ Norms are of any size, see ``scaled.py``; squared norms are made of them.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import reduce
 from itertools import combinations
 from typing import Any
 
@@ -21,6 +20,7 @@ from backpack_core.contract.factors import FactorProduct
 from backpack_core.contract.lookup import LookupProduct
 from backpack_core.contract.operations import (
     OpenFunction,
+    Operation,
     as_formed,
     batch_sum,
     formed,
@@ -36,8 +36,15 @@ from backpack_core.contract.rows import Rows
 from backpack_core.contract.scale import ScaleProduct
 from backpack_core.tuning import SUMMED
 from backpack_firstorder import contractions
-from backpack_firstorder.norms import norm
-from backpack_firstorder.scaled import Norm, divisor, spread, stacked, vector_norm
+from backpack_firstorder.scaled import Norm, collected, divisor, spread, stacked, vector_norm
+
+
+@Operation
+def norm(product: SampleProduct) -> Norm:
+    """``‖M[v, n]‖``, also where the square is out of range. Shape ``[V, N]``."""
+    pieces = as_formed(product).pieces() if is_formed(product) else product.pieces()
+    zeros = product.new_zeros(product.columns, product.samples)
+    return collected(zeros, ((v, n, vector_norm(part, 2)) for v, n, part in pieces))
 
 
 def _of_pieces(product: AffineProduct, inp: Rows) -> tuple[bool, bool, bool]:
@@ -106,11 +113,13 @@ def norm_affine(product: AffineProduct) -> Norm:
     inp = product.inp
     if inp is None and product.positions == 1 and not is_formed(product):
         return vector_norm(product.out.squeeze(2), 2)
-    if reads_formed(product):
+    along: Norm | None = None
+    if inp is None or reads_formed(product):
         formed, along = as_formed(product), product.results.get((norm,))
         return norm(formed) if along is None else along
-    assert inp is not None
-    along = read_together(product).get(norm) if squared_norm in product.needs else None
+    if squared_norm in product.needs:
+        found: Mapping[Any, Any] = read_together(product)
+        along = found.get(norm)
     return contractions.norm(*product.factors(inp)) if along is None else along
 
 

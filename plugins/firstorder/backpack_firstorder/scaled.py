@@ -4,7 +4,8 @@
 half precision beyond 256; and so may squares of the factors of ``M``, which a norm in the middle of
 the range is made of. Whether it does, only a look at values would tell, and on an accelerator to
 look is to wait. So nobody looks: squares of numbers with less than double precision are taken in
-that, which has room for all of them. Others are squares of numbers that were divided by the largest.
+that, which has room for all of them. Others are squares of numbers that were divided by the
+largest.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Norm(NamedTuple):
 
     def dividing(self, number: Any) -> Tensor:
         """A number divided by the norms."""
-        return (number if self.scale is None else number / self.scale) / self.squares.sqrt()
+        root = self.squares.sqrt()
+        quotient: Tensor = number / root if self.scale is None else number / self.scale / root
+        return quotient
 
     def times(self, other: Norm) -> Norm:
         """The norms of outer products."""
@@ -105,7 +108,7 @@ def collected(like: Tensor, found: Iterable[tuple[Any, Any, Norm]]) -> Norm:
             scale = None if part.scale is None else part.scale.new_ones(like.shape)
             whole = Norm(part.squares.new_zeros(like.shape), scale)
         whole.squares[columns, samples] = part.squares
-        if whole.scale is not None:
+        if whole.scale is not None and part.scale is not None:
             whole.scale[columns, samples] = part.scale
     return Norm(like) if whole is None else whole
 

@@ -1,4 +1,4 @@
-"""Norms of products, and products in half precision as products in single precision."""
+"""Products in half precision as products in single precision."""
 
 from __future__ import annotations
 
@@ -9,20 +9,10 @@ from torch import Tensor
 
 from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.lookup import LookupProduct
-from backpack_core.contract.operations import Operation, as_formed, is_formed
 from backpack_core.contract.product import DenseProduct, SampleProduct, SumProduct
 from backpack_core.contract.rows import Rows
 from backpack_core.contract.scale import ScaleProduct
 from backpack_core.values import at_least_single, is_half
-from backpack_firstorder.scaled import Norm, collected, vector_norm
-
-
-@Operation
-def norm(product: SampleProduct) -> Norm:
-    """``‖M[v, n]‖``, also where the square is out of range. Shape ``[V, N]``."""
-    pieces = as_formed(product).pieces() if is_formed(product) else product.pieces()
-    zeros = product.new_zeros(product.columns, product.samples)
-    return collected(zeros, ((v, n, vector_norm(part, 2)) for v, n, part in pieces))
 
 
 def in_single(product: SampleProduct) -> SampleProduct:
