@@ -139,19 +139,20 @@ def norm_by_gram(out: Tensor, inp: Rows) -> Norm:
     the largest entry that they have then. Factors of one position may so be as far from those of
     another as numbers go.
     """
-    squares, scales = [], []
+    squares, scales, few = [], [], 4 * torch.finfo(out.dtype).tiny
     for rows in row_steps(inp, out.element_size()):
         right = _by_group(inp[rows])
-        most = largest(right, 2).unsqueeze(2)  # [n·G, S, 1]
-        right, found, peaks = right / divisor(most), [], []
-        seen = torch.bmm(right, right.mT)  # [n·G, S, S]
+        most = largest(right, 2)  # [n·G, S]
+        right = right / divisor(most).unsqueeze(2)
+        seen, found, peaks = torch.bmm(right, right.mT), [], []  # [n·G, S, S]
         for column in out[:, rows]:
             count, left = len(column), _by_group(column)
-            peak = divisor((largest(left, 2) * most.squeeze(2)).view(count, -1).amax(1))  # [n]
-            # One after the other: the quotient of both may be no number. Zero where inputs are.
-            left = left * most
-            each = peak.unsqueeze(1).expand(count, len(left) // count).reshape(-1, 1, 1)
-            left = left / each if torch.is_grad_enabled() else left.div_(each)
+            highest = largest(left, 2)
+            # What is divided by is large enough for a share of any position that has columns.
+            peak = torch.maximum(highest * most, few * most * (highest > 0))
+            peak = divisor(peak.view(count, -1).amax(1))  # [n]
+            share = most.view(count, -1) / peak.unsqueeze(1)
+            left = left * divisor(share).view_as(most).unsqueeze(2)
             pairs = torch.bmm(left, left.mT)
             pairs = pairs * seen if torch.is_grad_enabled() else pairs.mul_(seen)
             found.append(pairs.view(count, -1).sum(1))

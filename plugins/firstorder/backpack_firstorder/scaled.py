@@ -11,7 +11,6 @@ largest.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import inf
 from typing import Any, NamedTuple
 
 import torch
@@ -61,10 +60,8 @@ class Norm(NamedTuple):
     def total(self, axis: int) -> Norm:
         """The norms of what has these parts along an axis."""
         squares, scale = self
-        if squares.shape[axis] == 1:
-            return self.map(lambda numbers: numbers.squeeze(axis))
         if scale is None:
-            return Norm(squares.sum(axis))
+            return Norm(squares.squeeze(axis) if squares.shape[axis] == 1 else squares.sum(axis))
         scale = scale * (squares.detach() != 0)  # of a part of zeros it says nothing
         highest = divisor(scale.amax(axis))
         share = scale / highest.unsqueeze(axis)
@@ -115,19 +112,23 @@ def collected(like: Tensor, found: Iterable[tuple[Any, Any, Norm]]) -> Norm:
 
 def vector_norm(mat: Tensor, lead: int) -> Norm:
     """Euclidean norms over all but the first ``lead`` axes."""
-    flat, wide = flattened(mat, lead), wider(mat)
+    flat, wide = mat if mat.dim() == lead + 1 else flattened(mat, lead), wider(mat)
     if wide is None:
         flat = at_least_single(flat)
         scale = scale_of(flat, lead)
         return Norm(square_norm_of(flat / scale.unsqueeze(-1)), scale)
     if torch.is_grad_enabled():
         return Norm(square_norm_of(flat.to(wide)))
+    most, size = memory_budget(), flat.nbytes
+    if flat.device.type == "cpu":
+        most = min(CACHE // 2, most)
+    if size <= most:
+        return Norm(torch.linalg.vector_norm(flat, dim=-1, dtype=wide).square_())
     # Torch copies what it casts: in parts, that stays in the cache.
     axis = max(range(lead), key=flat.shape.__getitem__)
-    most = min(CACHE // 2, memory_budget()) if flat.device.type == "cpu" else memory_budget()
-    parts = flat.split(max(1, flat.shape[axis] * most // max(1, flat.nbytes)), axis)
-    norms = [torch.linalg.vector_norm(part, dim=-1, dtype=wide).square_() for part in parts]
-    return Norm(norms[0] if len(norms) == 1 else torch.cat(norms, axis))
+    parts = flat.split(max(1, flat.shape[axis] * most // size), axis)
+    norms = [torch.linalg.vector_norm(part, dim=-1, dtype=wide) for part in parts]
+    return Norm(torch.cat(norms, axis).square_())
 
 
 def wider(like: Tensor) -> torch.dtype | None:
@@ -139,7 +140,7 @@ def wider(like: Tensor) -> torch.dtype | None:
 def scale_of(mat: Tensor, lead: int) -> Tensor:
     """The largest absolute value over all but the first ``lead`` axes, to divide by.
 
-    One where that is zero or not finite. It is a constant: the norm does not depend on it.
+    It is a constant: the norm does not depend on it.
     """
     return divisor(largest(mat, lead))
 
@@ -151,8 +152,9 @@ def largest(mat: Tensor, lead: int) -> Tensor:
 
 
 def divisor(found: Tensor) -> Tensor:
-    """One in the place of what is zero or not finite."""
-    return torch.where((found > 0) & (found < inf), found, 1.0)
+    """The nearest number that can be divided by, and whose reciprocal is a number, too."""
+    numbers = torch.finfo(found.dtype)
+    return found.clamp(numbers.tiny, numbers.max)
 
 
 def spread(scale: Tensor, dims: int) -> Tensor:
