@@ -16,7 +16,7 @@ _ROOTS = {"backpack_core", "backpack_layers", "backpack_firstorder", "backpack_s
 _READS = {
     "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_numpy", "argwhere",
     "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount", "masked_select",
-    "repeat_interleave",
+    "repeat_interleave", "allclose",
 }  # fmt: skip
 _TO_PYTHON = {"tolist", "numpy", "__array__", "__dlpack__"}
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}

@@ -96,6 +96,44 @@ OF_ROOTS = {"contract/loss.py:_root_scale", "_loss.py:real_sqrt"}
 ALLOWED_IN = {"DiagHessian": OF_ROOTS, "BatchDiagHessian": OF_ROOTS}
 
 
+SEEN: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda t: t[0].item(),
+    "bool": lambda t: bool(t[0] > 0),
+    "float": lambda t: float(t[0]),
+    "int": lambda t: int(t[0]),
+    "index": lambda t: range(3)[t[0].long()],
+    "list": lambda t: t.tolist(),
+    "array": lambda t: t.numpy(),
+    "nonzero": lambda t: t.nonzero(),
+    "where": lambda t: torch.where(t > 0),
+    "equal": lambda t: torch.equal(t, t),
+    "all close": lambda t: torch.allclose(t, t),
+    "unique": lambda t: t.unique(),
+    "unique rows": lambda t: t.unique(dim=0),
+    "neighbours": lambda t: t.unique_consecutive(),
+    "bincount": lambda t: t.long().bincount(),
+    "mask": lambda t: t[t > 0],
+    "mask that is written to": lambda t: t.index_put_((t > 0,), torch.ones(2)),
+    "masked select": lambda t: t.masked_select(t > 0),
+    "repeats": lambda t: t.repeat_interleave(t.long()),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_a_read_is_seen(name: str) -> None:
+    with Reads() as found:
+        SEEN[name](torch.tensor([1.0, 0.0, 1.0]))
+    assert found.found
+
+
+def test_what_is_no_read_is_not_counted() -> None:
+    t, where = torch.tensor([1.0, 0.0, 1.0]), torch.tensor([0, 2])
+    with Reads() as found:
+        torch.where(t > 0, t[where].sum(), 0.0).sort()[0].masked_fill(t > 0, 1.0)
+        t.repeat_interleave(2).cumsum(0).scatter_add(0, where, t[:2])
+    assert not found.found
+
+
 def reads(
     problem: Problem, kind: str, check: Any, is_meant: Callable[[int], bool]
 ) -> Counter[tuple[str, str]]:

@@ -8,6 +8,8 @@ from torch import Tensor
 
 from backpack_core import set_memory_budget
 from backpack_core.contract.affine import AffineProduct
+from backpack_core.contract.lookup import LookupProduct
+from backpack_core.contract.product import sum_of
 from backpack_core.contract.rows import Rows
 from backpack_core.tuning import memory_budget
 from backpack_firstorder import contractions, scaled
@@ -29,6 +31,14 @@ RANGES = {
     "half-tiny": (1e-4, 1e-3, torch.float16, 1e-5),
     "bfloat16": (1e20, 1e-3, torch.bfloat16, 1e-5),
 }
+
+
+@pytest.fixture(params=[True, False], ids=["double", "scaled"], autouse=True)
+def has_double(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether there is double precision for the squares of numbers that have less."""
+    if not request.param:
+        monkeypatch.setattr(scaled, "wider", lambda like: None)
+    return bool(request.param)
 
 
 def product_norm(out: Tensor, inp: Rows) -> Tensor:
@@ -53,7 +63,7 @@ def _factors(shape: tuple[int, ...], place: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("place", RANGES)
 def test_norm_of_products(
-    place: str, shape: tuple[int, ...], budget: int | None, lazy: bool
+    place: str, shape: tuple[int, ...], budget: int | None, lazy: bool, has_double: bool
 ) -> None:
     out, inp = _factors(shape, place)
     exact = products(out.double(), inp.double()).flatten(2)
@@ -64,7 +74,8 @@ def test_norm_of_products(
         found = product_norm(out, Lazy(inp) if lazy else inp)
     finally:
         set_memory_budget(before)
-    assert found.dtype == torch.float64
+    least = torch.promote_types(out.dtype, torch.float32)
+    assert found.dtype == (torch.float64 if has_double else least)
     assert_close(found.double() / scale, (exact / scale).norm(dim=2), RANGES[place][3])
 
 
@@ -168,3 +179,30 @@ def test_derivative_beside_a_group_of_zeros() -> None:
     (found,) = torch.autograd.grad(product_norm(out, inp).sum(), out)
     expected = products(out, inp).flatten(2).square().sum(2).sqrt().sum()
     assert_close(found, torch.autograd.grad(expected, out)[0])
+
+
+@pytest.mark.parametrize(("table", "head"), [(1e-25, 1e-22), (1e25, 1e22), (1e-24, 1e24)])
+def test_sums_of_two_forms(table: float, head: float) -> None:
+    """A table that is looked up and gives the logits: neither part hides the other."""
+    row, shape = torch.randint(0, 5, (4, 3)), torch.Size((5, 2))
+    looked_up = table * torch.randn(1, 4, 3, 2)
+    out, inp = 1e-10 * head * torch.randn(1, 4, 6, 1, 5), 1e10 * torch.randn(4, 6, 1, 2)
+    norms = {}
+    for dtype in (torch.float32, torch.float64):
+        parts = [
+            LookupProduct(looked_up.to(dtype), row, shape),
+            AffineProduct(out.to(dtype), inp.to(dtype), shape),
+        ]
+        with torch.no_grad():
+            norms[dtype] = norm(sum_of(parts)).value().double()
+            exact = sum(part.part(slice(0, 1), slice(0, 4)).double() for part in parts)
+        scale = exact.abs().max()
+        assert_close(norms[dtype] / scale, (exact / scale).flatten(2).norm(dim=2), 1e-5)
+
+
+def test_parts_that_lie_apart_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    mat = torch.randn(2, 7, 3)
+    whole = vector_norm(mat, 2)
+    for size in (1, 40, 10**6):
+        monkeypatch.setattr(scaled, "CACHE", size)
+        assert_close(vector_norm(mat.float(), 2), whole, 1e-6)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -239,7 +239,7 @@ def _is_ordered(product: AffineProduct) -> bool:
     groups, size = product.sizes
     if groups > 1 or product.arrange is None:
         return groups == 1
-    order = torch.arange(size, device=product.out.device).unsqueeze(0)
+    order = torch.arange(size, device="cpu").unsqueeze(0)  # where nobody waits for it
     return bool(torch.equal(product.to_parameter(order).flatten(), order[0]))
 
 
@@ -308,9 +308,14 @@ def parameter_order(product: AffineProduct) -> ParameterOrder:
     """How the rows of ``B ⊗ A`` number the entries of a weight of sizes ``(G, O, I)``."""
     if product.arrange is None:
         return ParameterOrder.of(product)
-    numbers = torch.arange(product.shape.numel(), device=product.like.device)
-    found = product.to_parameter(numbers.reshape(product.sizes)).flatten()
-    return ParameterOrder.of(product, None if torch.equal(found, numbers) else found.argsort())
+
+    def found(device: Any) -> Tensor:
+        numbers = torch.arange(product.shape.numel(), device=device)
+        return product.to_parameter(numbers.reshape(product.sizes)).flatten()
+
+    # Looked at on the host, where nobody has to wait for it.
+    is_plain = torch.equal(found("cpu"), torch.arange(product.shape.numel(), device="cpu"))
+    return ParameterOrder.of(product, None if is_plain else found(product.like.device).argsort())
 
 
 def weight_of(product: SampleProduct) -> Number:
