@@ -75,10 +75,6 @@ def _read_all(traversal: Any, lane: int, view: View, carrier: Any, quantity: Any
     return traversal.survey.trained[view.call]
 
 
-def _none(tensor: Tensor) -> None:
-    """There is no precision beyond that of the tensor."""
-
-
 _over_columns = bridge._over_columns
 # Operations whose definitions read ``M``; their versions for forms are quicker.
 _OPEN = [
@@ -138,9 +134,6 @@ SHORTCUTS: dict[str, Shortcut] = {
         {f"{_CONTRACT}.contractions.LARGE": inf},
         {f"{_CONTRACT}.contractions.LARGE": 0},
         within=_VERSIONS,
-    ),
-    "norms in double precision": Shortcut(
-        {f"{_FIRST}.scaled.wider": _none}, {}, [f"{_FIRST}.scaled.wider"]
     ),
     _VERSIONS: Shortcut(
         {f"{place}.{name}": {} for place in _OPEN for name in ("_versions", "_found")}
