@@ -16,6 +16,7 @@ from backpack_core.extensions import (
     EKFAC,
     KFAC,
     BatchL2Grad,
+    ClippedSumGrad,
     DiagGGNExact,
     DiagGGNMC,
     DiagHessian,
@@ -24,6 +25,7 @@ from backpack_core.extensions import (
 from backpack_secondorder import operators
 from tests.cases import mlp
 from tests.oracle import assert_close
+from tests.waits import Reads
 
 
 def _pass(
@@ -84,6 +86,32 @@ def test_squares_out_of_range_are_warned_of_in_passes_that_are_measured() -> Non
         caught.append([issubclass(warning.category, RangeWarning) for warning in found])
         assert model[0].weight.batch_l2.isinf().all()
     assert caught == [[], [True]]
+
+
+@pytest.mark.parametrize("ignored", [0, 1])
+def test_normalisers_of_several_losses(ignored: int) -> None:
+    """Both count the targets that are not ignored; where they differ, no bound is meant."""
+    model, first, second = extend(mlp()), *(extend(nn.CrossEntropyLoss()) for _ in range(2))
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 2, 1])
+    other, found = y.clone(), []
+    other[:ignored] = -100
+    for check in ("never", "first"):
+        out = model(x)
+        loss = first(out, y) + second(out, other)
+        with backpack(ClippedSumGrad(0.1), check=check):
+            if ignored and check == "first":
+                with pytest.raises(UsageError, match="divide by 3 and by 4"):
+                    loss.backward()
+                break
+            with Reads() as reads:
+                loss.backward()
+        found.append([p.grad_clipped for p in model.parameters()])
+        assert check == "first" or not reads.found
+    if ignored:
+        assert all(clipped.isnan().all() for clipped in found[0])
+    else:
+        for ours, reference in zip(*found, strict=True):
+            assert_close(ours, reference)
 
 
 def test_eigenvectors_of_what_is_not_finite() -> None:

@@ -56,11 +56,13 @@ class Handle:
         product: The individual gradients.
         module: The module that has the parameter.
         norms: Norms ``[N]``; ``None`` if the parameter is small, and handled together with others.
+        is_measured: Whether values may be looked at.
     """
 
     product: SampleProduct
     module: Module | None
     norms: Norm | None = None
+    is_measured: bool = True
 
 
 class _Kept(threading.local):
@@ -184,8 +186,9 @@ class ClippedSumGrad(FirstOrderExtension):
         kept = as_formed(single) if is_formed(single) else single
         is_there = isinstance(kept, DenseProduct) and kept.values is not None
         if is_there and prod(product.shape) <= _SMALL and not is_recorded:
-            return Handle(kept, product.module)
-        return Handle(kept, product.module, norm(single).map(lambda numbers: numbers.squeeze(0)))
+            return Handle(kept, product.module, None, product.is_measured)
+        norms = norm(single).map(lambda numbers: numbers.squeeze(0))
+        return Handle(kept, product.module, norms, product.is_measured)
 
     def _form(self, product: SampleProduct) -> None:
         """Form and keep individual gradients, where that is cheaper and they fit into memory."""
@@ -215,7 +218,8 @@ class ClippedSumGrad(FirstOrderExtension):
         Raises:
             UsageError: The losses divide by several numbers.
         """
-        factor = factor_of(self.scale, self.normaliser, normalisers)
+        is_measured = all(handle.is_measured for handle in values.values())
+        factor = factor_of(self.scale, self.normaliser, normalisers, is_measured)
         groups: dict[Module | None, dict[Tensor, Handle]] = {}
         for parameter, handle in values.items():
             key = None if self.clipping == "flat" else handle.module
