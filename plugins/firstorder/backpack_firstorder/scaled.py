@@ -11,6 +11,7 @@ largest.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -81,10 +82,9 @@ class Norm(NamedTuple):
 
 def stacked(norms: Sequence[Norm]) -> Norm:
     """Side by side on a new axis in front."""
-    scales = [n.scale for n in norms]
-    dtype = torch.float64 if None in scales else scales[0].dtype  # type: ignore[union-attr]
+    dtype = reduce(torch.promote_types, (n.squares.dtype for n in norms))
     squares = torch.stack([n.squares.to(dtype) for n in norms])
-    if all(scale is None for scale in scales):
+    if all(n.scale is None for n in norms):
         return Norm(squares)
     every = [torch.ones_like(n.squares) if n.scale is None else n.scale for n in norms]
     return Norm(squares, torch.stack([scale.to(dtype) for scale in every]))
@@ -99,8 +99,8 @@ def collected(like: Tensor, found: Iterable[tuple[Any, Any, Norm]]) -> Norm:
     """
     whole: Norm | None = None
     for columns, samples, part in found:
-        if part.squares.shape == like.shape:
-            return part
+        if part.squares.numel() == like.numel():
+            return part.map(lambda numbers: numbers.view(like.shape))
         if whole is None:
             scale = None if part.scale is None else part.scale.new_ones(like.shape)
             whole = Norm(part.squares.new_zeros(like.shape), scale)
