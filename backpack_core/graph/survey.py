@@ -101,6 +101,7 @@ class Survey:
         structure: What tells it from other graphs, once somebody has asked; see ``trust.py``.
         has_read: Whether numbers in tensors were compared, to tell where samples are.
         is_planned: Whether all of this is known from an earlier pass.
+        is_measured: Whether the pass is measured, so that rules may look at values.
     """
 
     beside: frozenset[tuple[Node, int]] = frozenset()
@@ -132,6 +133,7 @@ class Survey:
     faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
     is_declared: bool = False
     structure: tuple[object, ...] | None = None
+    is_measured: bool = True
     moved: set[tuple[Call, int]] = field(default_factory=set)
     inner: dict[tuple[Node, int], Call] = field(default_factory=dict)
     regions: dict[Call, Region] = field(default_factory=dict)
@@ -227,6 +229,7 @@ class Survey:
         known = kept.setdefault(call, {})
         view = View(call, index, grad, node, axis, known, positions, self.batch_size)
         view.is_checked = not self.is_planned
+        view.is_measured = self.is_measured
         return view
 
     def further(self, edge: Edge) -> list[Edge]:
