@@ -53,6 +53,8 @@ class Context:
         passes: The backward passes under way, by autograd's graph-task id. They are owned by
             autograd, or by whoever saw the call of ``backward()``.
         announced: The passes whose ``backward()`` was seen and has not returned, innermost last.
+        seen: What happened in its passes: ``"ran"``, ``"trained"``, and ``"measured"`` if one
+            looked at more than was asked for, to be trusted later.
     """
 
     extensions: tuple[Extension, ...] = ()

@@ -222,6 +222,7 @@ class BackwardPass:
             self._trust = trust = trust_in(self.survey, context.check, self._question)
             if trust is not None and (context.check == "always" or not trust.is_enough()):
                 self.measurement = Measurement(self.survey, roots, trust, self._question)
+                context.seen.add("measured")
         if self.measurement is None:
             asks = context.observer, context.extension_hook, context.graph_extensions
             travel = [g.propagator.travels or g.has_overrides for g in self.groups]

@@ -1,0 +1,5 @@
+"""Captured steps for backpack-core: a training step as one recorded graph, without the engine."""
+
+from backpack_capture.step import CapturedStep as CapturedStep
+from backpack_capture.step import CaptureWarning as CaptureWarning
+from backpack_capture.step import capture as capture
