@@ -62,4 +62,4 @@ def keys_of(tensor: Tensor) -> int:
 
 def gradient_hooks(tensor: Tensor) -> bool:
     """Whether somebody listens to the gradient of a parameter."""
-    return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)  # type: ignore[attr-defined]
+    return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)

@@ -14,17 +14,17 @@ from backpack_capture.program import Assumption, Operation, Program, Ref, Step
 
 # Torch's own bindings parse arguments faster than overloads do. Names that mean the same there.
 _OF_TORCH: Final = (
-    "mm bmm addmm baddbmm mul add sub div sum t unsqueeze transpose permute squeeze relu sigmoid "
-    "tanh exp log sqrt rsqrt square pow abs neg reciprocal where cat stack rsub mean cumsum maximum "
-    "minimum select diagonal sign ne eq gt lt ge le isnan clamp amax amin sin cos erf dot mv"
-).split()
-_OF_TENSOR: Final = "view expand".split()
+    *("mm", "bmm", "addmm", "baddbmm", "mul", "add", "sub", "div", "sum", "mean", "t", "unsqueeze"),
+    *("transpose", "permute", "squeeze", "select", "relu", "sigmoid", "tanh", "exp", "log", "sqrt"),
+    *("rsqrt", "square", "pow", "abs", "neg", "reciprocal", "where", "cat", "stack", "clamp"),
+    *("maximum", "minimum", "eq", "ne", "gt", "lt", "ge", "le", "amax", "amin", "sin", "cos"),
+)
+_OF_TENSOR: Final = ("view", "expand")
 _BINDINGS: Final[dict[str, Callable[..., Any]]] = {
     **{f"aten::{name}": getattr(torch, name) for name in _OF_TORCH},
     **{f"aten::{name}": getattr(Tensor, name) for name in _OF_TENSOR},
     "aten::_unsafe_view": Tensor.view,
 }
-_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 
 
 class AnotherAnswer(Exception):
@@ -119,7 +119,7 @@ class _Writer:
             return
         for number in made:
             self._names[number] = f"v{number}"
-        targets = [self._names[n] if n in made else "_" for n in step.outs]  # type: ignore[index]
+        targets = [self._names[n] if n in made else "_" for n in step.outs]
         left = targets[0] if step.is_single else ", ".join(targets) + ","
         self._lines.append(f"{left} = {call}")
 

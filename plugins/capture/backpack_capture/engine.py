@@ -50,9 +50,9 @@ def run_engine(
         loss = returned[0] if isinstance(returned, (tuple, list)) and returned else returned
         if not isinstance(loss, Tensor):
             raise UsageError(
-                f"A captured step returns its loss, or a tuple with the loss in front. Got {loss!r}."
+                f"A captured step returns its loss, or a tuple with it in front. Got {loss!r}."
             )
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         was_measured = context is not None and "measured" in context.seen
     return Outcome(detached(returned), was_measured)
 

@@ -86,7 +86,7 @@ class Apart:
         return self._take_object(value)
 
     def _take_object(self, value: Any) -> Rebuild:
-        kind = type(value)
+        kind: Any = type(value)
         has_slots = any(vars(base).get("__slots__") for base in kind.__mro__)
         is_list = isinstance(value, list)
         is_other = isinstance(value, (dict, set, tuple, torch.nn.Module, ModuleType, type))

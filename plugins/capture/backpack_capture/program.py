@@ -80,6 +80,7 @@ class Program:
         given: The values that differ from step to step: the tensors among the arguments.
         known: Tensors that are always the same ones, as parameters are, though not their numbers.
         fixed: Tensors whose numbers are the same in every step.
+        filled: What operations gave that fill a tensor of the shape of another one.
         steps: What is done, in order.
         outs: The results.
         roots: For each value, that whose memory it shares.
@@ -88,6 +89,7 @@ class Program:
     given: list[int] = field(default_factory=list)
     known: dict[int, Tensor] = field(default_factory=dict)
     fixed: dict[int, Tensor] = field(default_factory=dict)
+    filled: dict[int, Tensor] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     outs: list[int] = field(default_factory=list)
     roots: list[int] = field(default_factory=list)

@@ -24,6 +24,8 @@ LIFTED = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 _WRITING = {aten.native_batch_norm.default: (3, 4)}
 # What they do to a tensor cannot be told by values.
 _REFUSED = {"set_", "resize_", "resize_as_", "resize", "_resize_output_", "as_strided_"}
+_FILLING = {f"aten::{name}" for name in ("ones_like", "zeros_like", "new_zeros", "new_ones")}
+_LARGEST = 2**12  # numbers of one that is kept
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -48,7 +50,7 @@ class Recorder(TorchDispatchMode):
             known: Parameters and buffers.
             is_known: Whether another tensor lies where the guard would see it replaced.
         """
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.program = Program()
         self.refusal: str | None = None
         self._numbers: Any = WeakTensorKeyDictionary()
@@ -64,7 +66,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self.refusal is None:
             self.refusal = _reason_against(func, types)
-        if self.refusal is not None:
+        if self._is_over():
             return func(*args, **kwargs)
         if func in (aten._local_scalar_dense.default, aten.equal.default):
             what = "equal" if len(args) == 2 else "item"
@@ -72,7 +74,7 @@ class Recorder(TorchDispatchMode):
         if func in LIFTED and args[0] not in self._numbers:
             self.program.fixed[self._enter(args[0])] = args[0].clone()
         args_, kwargs_ = self._refs(args), self._refs(kwargs)
-        if self.refusal is not None:
+        if self._is_over():
             return func(*args, **kwargs)
         before = [t._version for t in _tensors((args, kwargs))]
         out = func(*args, **kwargs)
@@ -83,10 +85,13 @@ class Recorder(TorchDispatchMode):
         self._note(func, (args, kwargs), (tuple(args_), kwargs_), before, out)
         return out
 
+    def _is_over(self) -> bool:
+        return self.refusal is not None
+
     # Values --------------------------------------------------------------------------------------
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """The number of a tensor; ``None``, and a reason, if it comes from nowhere that is known."""
+        """The number of a tensor; ``None``, and a reason, if nobody knows where it is from."""
         number: int | None = self._numbers.get(tensor)
         if number is None:
             if not self._is_known(tensor):
@@ -147,6 +152,9 @@ class Recorder(TorchDispatchMode):
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         step = Operation(func, args, kwargs, tuple(outs), is_single, writes, is_random)
         self.program.steps.append(step)
+        is_filled = func._schema.name in _FILLING and out.numel() <= _LARGEST
+        if is_filled and step.made:
+            self.program.filled[step.made[0]] = out.clone()
         if torch.Tag.dynamic_output_shape in func.tags and _depends(func, given[0]):
             made = [t for t in ([out] if is_single else out) if isinstance(t, Tensor)]
             self.assume("shape", made, [tuple(t.shape) for t in made])

@@ -13,6 +13,7 @@ from torch import Tensor
 from backpack_capture.code import code_of
 from backpack_capture.engine import Asked, Outcome, run_engine
 from backpack_capture.graph import Graph, Results, gradients_apart
+from backpack_capture.guard import Guard
 from backpack_capture.nested import HoldsCode
 from backpack_capture.recorder import Recorder
 from backpack_capture.tidying import tidy
@@ -62,7 +63,7 @@ def record(
     for parameter in parameters:
         for field in fields:
             parameter.__dict__.pop(field, None)
-    before, drawn = watch.state(), (states_of_generators(), torch.get_rng_state())
+    guard, drawn = Guard(watch), (states_of_generators(), torch.get_rng_state())
     recorder = Recorder(given, [*known.values()], watch.refers_to)
     torch.clear_autocast_cache()
     memories = [t.untyped_storage() for t in known.values()]
@@ -74,7 +75,7 @@ def record(
     reason = recorder.refusal
     if [m._cdata for m in memories] != [t.untyped_storage()._cdata for t in known.values()]:
         reason = reason or "the memory of a parameter or a buffer is exchanged (tensor.data = ...)"
-    reason = reason or _changed(before, watch.state(), drawn, recorder)
+    reason = reason or _changed(guard, drawn, recorder)
     if outcome.was_measured:
         return outcome, NotYet("every pass is measured: the structure is not trusted")
     if reason is not None or graph is None:
@@ -115,9 +116,9 @@ def _graph(
     return Graph(program, recorded, code, results, parameters, fields)
 
 
-def _changed(before: Any, after: Any, drawn: Any, recorder: Recorder) -> str | None:
+def _changed(guard: Guard, drawn: Any, recorder: Recorder) -> str | None:
     """What a step changed that no graph would change."""
-    if before[:-1] != after[:-1]:
+    if not guard.holds():
         return "it changes attributes of modules, or variables that it refers to"
     of_others, of_torch = drawn
     if states_of_generators() != of_others:

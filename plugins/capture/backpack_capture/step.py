@@ -1,4 +1,4 @@
-"""A training step that runs by the engine until it is trusted, and as a recorded graph from then on."""
+"""A step that runs by the engine until it is trusted, and as a recorded graph from then on."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from backpack_capture import _torch
 from backpack_capture.code import AnotherAnswer
 from backpack_capture.engine import Asked, Outcome, run_engine
 from backpack_capture.graph import Graph
+from backpack_capture.guard import Guard
 from backpack_capture.nested import Apart, HoldsCode
-from backpack_capture.recording import NotYet, Refused, record
+from backpack_capture.recording import Refused, record
 from backpack_capture.watch import Watch
 from backpack_core.errors import BackpackWarning, UsageError, warn
 
@@ -36,15 +37,15 @@ class _Form:
     """What is known of the steps with arguments of some shapes, as the modules are.
 
     Attributes:
-        watch: What is compared, and how.
-        state: How it was.
+        watch: What is looked at.
+        guard: How it was.
         passes: How many steps the engine ran.
         graph: The recorded step; ``None`` before it is recorded.
         reason: Why there is none, for good.
     """
 
-    def __init__(self, watch: Watch, state: Any, shown: str) -> None:
-        self.watch, self.state, self.shown = watch, state, shown
+    def __init__(self, watch: Watch, shown: str) -> None:
+        self.watch, self.guard, self.shown = watch, Guard(watch), shown
         self.passes = 0
         self.was_measured = True
         self.graph: Graph | None = None
@@ -100,14 +101,8 @@ class CapturedStep:
             return self._step(key, given, args, kwargs, found)
 
     def _find(self, key: Hashable) -> _Form | None:
-        states: dict[int, Any] = {}
-        for form in self._forms.get(key, ()):
-            watch = form.watch
-            if id(watch) not in states:
-                states[id(watch)] = watch.state()
-            if states[id(watch)] == form.state:
-                return form
-        return None
+        forms = self._forms.get(key, ())
+        return next((form for form in forms if form.guard.holds()), None)
 
     def _step(
         self, key: Hashable, given: list[Tensor], args: Any, kwargs: Any, form: _Form | None
@@ -116,7 +111,7 @@ class CapturedStep:
         if form is None:
             if self._watch.is_outdated():
                 self._watch = self._new_watch()
-            form = _Form(self._watch, self._watch.state(), _shown(given))
+            form = _Form(self._watch, _shown(given))
             form.reason = _reason_against(self._asked, given) or self._watch.reason_against() or ""
             self._keep(key, form)
         if form.reason:
@@ -129,7 +124,7 @@ class CapturedStep:
         outcome, graph = record(self._function, args, kwargs, given, self._asked, form.watch)
         self._by_engine += 1
         if isinstance(graph, Graph):
-            form.graph, form.state = graph, form.watch.state()
+            form.graph, form.guard = graph, Guard(form.watch)
         elif isinstance(graph, Refused) or form.passes >= ATTEMPTS[-1]:
             form.reason = graph.reason
             self._warn(graph.reason)
@@ -213,6 +208,11 @@ class CapturedStep:
                 CaptureWarning,
             )
 
+    def holds(self, *args: Tensor) -> bool:
+        """Whether a step with these tensors would be replayed now: what the guard says."""
+        found = self._find((len(args), tuple(map(_key_of, args))))
+        return found is not None and found.graph is not None
+
     def report(self) -> str:
         """What runs how, and why: a line for each form of the arguments."""
         lines = [f"{self!r}: {self._by_engine} steps by the engine"]
@@ -271,9 +271,7 @@ def _reason_against(asked: Asked, given: Sequence[Tensor]) -> str | None:
         if type(tensor) is not Tensor:
             return f"an argument is a {type(tensor).__name__}"
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-            return (
-                f"an argument is on {tensor.device}, {tensor.layout}: only dense tensors on a CPU"
-            )
+            return f"an argument is on {tensor.device}, {tensor.layout}, not dense on a CPU"
         if tensor.requires_grad:
             return "an argument wants a gradient"
     return None
@@ -312,7 +310,7 @@ def capture(
     """
     if more:
         raise UsageError(
-            f"capture() does not take {next(iter(more))}=: code that is called during a pass is not "
+            f"capture() does not take {next(iter(more))}=: what is called during a pass is not "
             "part of a graph. Write the step with backpack(...) and loss.backward()."
         )
     if not hasattr(step, "__qualname__") or isinstance(step, type):

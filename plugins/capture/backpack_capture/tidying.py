@@ -45,13 +45,18 @@ def _filtered(program: Program, keep: Callable[[Operation, dict[int, int]], bool
 
 
 def _without_detach(program: Program) -> None:
-    """Nothing is differentiated. But a result is never the parameter itself."""
-    outs = {*program.outs}
+    """Nothing is differentiated. But no result is the parameter itself, or two results."""
+    outs, outside = {*program.outs}, {*program.given, *program.known, *program.fixed}
 
     def keep(step: Operation, same: dict[int, int]) -> bool:
-        if step.function not in _SAME or step.outs[0] in outs:
+        if step.function not in _SAME:
             return True
-        same[step.outs[0]] = step.args[0].number  # type: ignore[index]
+        (mine,), (its,) = step.made, step.reads
+        if mine in outs:
+            if its in outside | outs:
+                return True
+            outs.add(its)
+        same[mine] = its
         return False
 
     _filtered(program, keep)
@@ -65,9 +70,11 @@ def _folded(program: Program) -> None:
     def keep(step: Operation, same: dict[int, int]) -> bool:
         roots = {program.roots[n] for n in (*step.reads, *step.made)}
         is_known = values.keys() >= {*step.reads} and not step.is_random
+        is_known |= program.filled.keys() >= {*step.made} and not step.writes
         if not is_known or roots & (written | results) or _is_blank(step):
             return True
-        found = _run(step, values)
+        filled = {n: program.filled[n] for n in step.made if n in program.filled}
+        found = filled or _run(step, values)
         if any(t.numel() > LARGEST for t in found.values()):
             return True
         values.update(found)
@@ -134,7 +141,7 @@ def _form(value: Any) -> Any:
 
 
 def _needed(program: Program) -> None:
-    """Drop what no result depends on. What writes to tensors from outside stays, and so do draws."""
+    """Drop what no result depends on, but not draws, nor what writes to tensors from outside."""
     outside = {*program.given, *program.known}
     needed, roots = {*program.outs}, {program.roots[n] for n in program.outs}
     steps = list[Step]()

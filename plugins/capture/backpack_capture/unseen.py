@@ -77,7 +77,6 @@ def seen_by(recorder: Recorder) -> Iterator[None]:
 def states_of_generators() -> tuple[Any, ...]:
     """The states of Python's and NumPy's random numbers, which no graph draws."""
     numpy = sys.modules.get("numpy")
-    of_numpy = numpy.random.get_state(legacy=True) if numpy is not None else ()
-    return random.getstate(), tuple(
-        [v if not hasattr(v, "tobytes") else v.tobytes() for v in of_numpy]
-    )
+    of_numpy = () if numpy is None else numpy.random.get_state(legacy=True)
+    parts = [part.tobytes() if hasattr(part, "tobytes") else part for part in of_numpy]
+    return random.getstate(), tuple(parts)
