@@ -100,7 +100,7 @@ def _graph(
         return None
     program = recorder.program
     numbers = [recorder.number_of(tensor) for tensor in results.tensors]
-    if recorder.refusal is not None:
+    if None in numbers:
         return None
     # A view holds the tensor that it is a view of.
     own = {id(t) for result in results.tensors for t in (result, result._base)}

@@ -93,7 +93,7 @@ class CapturedStep:
                     return self._refused(args, kwargs, f"an argument is a {reason}")
                 given, form = apart.tensors, apart.form
             else:
-                form = len(args)
+                form = (len(args),)
             key = form, tuple([_key_of(t) for t in given])
             found = self._find(key)
             if found is not None and found.graph is not None:
@@ -210,7 +210,7 @@ class CapturedStep:
 
     def holds(self, *args: Tensor) -> bool:
         """Whether a step with these tensors would be replayed now: what the guard says."""
-        found = self._find((len(args), tuple(map(_key_of, args))))
+        found = self._find(((len(args),), tuple(map(_key_of, args))))
         return found is not None and found.graph is not None
 
     def report(self) -> str:
