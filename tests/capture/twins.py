@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from backpack_capture import CapturedStep, capture
 from backpack_capture.nested import Apart
+from torch import Tensor, nn
+
 from backpack_core import Extension, backpack, extend
 
 Function = Callable[..., Any]
@@ -40,7 +40,7 @@ class Twins:
         self.model, self.lossfunc = extend(copy.deepcopy(model)), extend(copy.deepcopy(lossfunc))
         self.other, self.other_loss = extend(model), extend(lossfunc)
         self.extensions, self.gradient = tuple(extensions), gradient
-        self._write, self.errors = write, 0
+        self.function = write(self.other, self.other_loss)
         self.step: CapturedStep = capture(
             write(self.model, self.lossfunc),
             *(self.model, self.lossfunc, *copy.deepcopy(self.extensions)),
@@ -48,9 +48,9 @@ class Twins:
         )
         self._seed = 0
 
-    def engine(self, *args: Any) -> Any:
+    def engine(self, *args: Any, **kwargs: Any) -> Any:
         with backpack(*self.extensions, gradient=self.gradient):
-            found = self._write(self.other, self.other_loss)(*args)
+            found = self.function(*args, **kwargs)
             (found[0] if isinstance(found, tuple) else found).backward()
         return found
 

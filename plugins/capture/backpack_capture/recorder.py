@@ -215,5 +215,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _memory(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return -1  # it is refused
     found: int = tensor.untyped_storage()._cdata
     return found

@@ -22,7 +22,8 @@ from backpack_capture.watch import Watch
 from backpack_core.errors import BackpackWarning, UsageError, warn
 
 MOST: Final = 8  # graphs, those that ran last
-PATIENCE: Final = 4  # replays in a row that read another answer
+PATIENCE: Final = 4  # replays in a row that read another answer, steps that change their own form
+NEW: Final = 64  # forms in a row, none of which was met again
 ATTEMPTS: Final = (4, 6, 7, 10, 18)  # steps that may be recorded: most of those before are measured
 
 
@@ -69,8 +70,8 @@ class CapturedStep:
         self._forms: OrderedDict[Hashable, list[_Form]] = OrderedDict()
         self._lock = threading.RLock()
         self._has_warned = False
-        self._by_engine = 0
-        self._last: Graph | None = None
+        self._by_engine = self._restless = self._new = 0
+        self._reason = ""
 
     # Running -------------------------------------------------------------------------------------
 
@@ -85,6 +86,8 @@ class CapturedStep:
             What the function returned, detached.
         """
         with self._lock:
+            if self._reason:
+                return self._run_engine(args, kwargs).returned
             given = _plain_tensors(args) if not kwargs else None
             if given is None:
                 try:
@@ -98,7 +101,9 @@ class CapturedStep:
             found = self._find(key)
             if found is not None and found.graph is not None:
                 return self._replay(found, given, args, kwargs)
-            return self._step(key, given, args, kwargs, found)
+            returned, found = self._step(key, given, args, kwargs, found)
+            self._give_up(found)
+            return returned
 
     def _find(self, key: Hashable) -> _Form | None:
         forms = self._forms.get(key, ())
@@ -106,8 +111,9 @@ class CapturedStep:
 
     def _step(
         self, key: Hashable, given: list[Tensor], args: Any, kwargs: Any, form: _Form | None
-    ) -> Any:
+    ) -> tuple[Any, _Form]:
         """A step by the engine, perhaps a recorded one."""
+        self._new += form is None
         if form is None:
             if self._watch.is_outdated():
                 self._watch = self._new_watch()
@@ -115,11 +121,11 @@ class CapturedStep:
             form.reason = _reason_against(self._asked, given) or self._watch.reason_against() or ""
             self._keep(key, form)
         if form.reason:
-            return self._refused(args, kwargs, form.reason)
+            return self._refused(args, kwargs, form.reason), form
         if not form.is_due:
             outcome = self._run_engine(args, kwargs)
             form.passes, form.was_measured = form.passes + 1, outcome.was_measured
-            return outcome.returned
+            return outcome.returned, form
         form.passes += 1
         outcome, graph = record(self._function, args, kwargs, given, self._asked, form.watch)
         self._by_engine += 1
@@ -129,7 +135,21 @@ class CapturedStep:
             form.reason = graph.reason
             self._warn(graph.reason)
         form.was_measured = True
-        return outcome.returned
+        return outcome.returned, form
+
+    def _give_up(self, form: _Form) -> None:
+        """Do without graphs for good, if no step is ever like one before."""
+        if form.graph is None and not form.guard.holds():
+            self._restless += 1
+        elif form.passes > 1 or form.reason:
+            self._restless = self._new = 0
+        if self._restless >= PATIENCE:
+            self._reason = "it changes attributes of modules, or variables that it refers to"
+        elif self._new >= NEW:
+            self._reason = "its arguments, or what it refers to, are others nearly every time"
+        if self._reason:
+            self._forms.clear()
+            self._warn(self._reason)
 
     def _keep(self, key: Hashable, form: _Form) -> None:
         """Remember a form, as the one that ran last."""
@@ -143,7 +163,6 @@ class CapturedStep:
 
     def _run_engine(self, args: Any, kwargs: Any) -> Outcome:
         self._by_engine += 1
-        self._last = None
         return run_engine(self._function, args, kwargs, self._asked)
 
     def _refused(self, args: Any, kwargs: Any, reason: str) -> Any:
@@ -169,7 +188,7 @@ class CapturedStep:
             graph.in_a_row += 1
             before.put_back()
             if graph.in_a_row >= PATIENCE:
-                self._drop(form, "it reads numbers (item(), bool(), int()) that differ each time")
+                self._drop(form, "it reads numbers or shapes off values, which differ each time")
             return self._run_engine(args, kwargs).returned
         except Exception as error:
             before.put_back()
@@ -216,6 +235,8 @@ class CapturedStep:
     def report(self) -> str:
         """What runs how, and why: a line for each form of the arguments."""
         lines = [f"{self!r}: {self._by_engine} steps by the engine"]
+        if self._reason:
+            lines.append(f"  all of them: {self._reason}")
         for form in (form for forms in self._forms.values() for form in forms):
             lines.append(f"  {form.shown}: {self._said_of(form)}")
         return "\n".join(lines)
