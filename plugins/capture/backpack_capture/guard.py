@@ -99,7 +99,8 @@ class Guard:
             f"{name}.requires_grad is {tensor.requires_grad}",
         ]
         if is_parameter:
-            terms += [f"not {name}._backward_hooks", f"not {name}._post_accumulate_grad_hooks"]
+            for key in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                terms.append(f"{'' if getattr(tensor, key) else 'not '}{name}.{key}")
         self._require(*terms)
 
     def _note_attributes(self, value: object) -> None:
