@@ -112,7 +112,11 @@ def _graph(
     program.outs = [n for n in numbers if n is not None]
     recorded = len(program.operations)
     names = {id(t): f"own_{name}" for name, t in watch.tensors.items()}
-    code = code_of(tidy(program), names)
+    try:
+        code = code_of(tidy(program), names)
+    except Exception as error:  # the step itself is through, and right
+        recorder.refusal = f"its graph could not be written ({type(error).__name__}: {error})"
+        return None
     return Graph(program, recorded, code, results, parameters, fields)
 
 

@@ -70,7 +70,7 @@ def _folded(program: Program) -> None:
     def keep(step: Operation, same: dict[int, int]) -> bool:
         roots = {program.roots[n] for n in (*step.reads, *step.made)}
         is_known = values.keys() >= {*step.reads} and not step.is_random
-        is_known |= program.filled.keys() >= {*step.made} and not step.writes
+        is_known |= bool(step.made) and program.filled.keys() >= {*step.made}
         if not is_known or roots & (written | results) or _is_blank(step):
             return True
         filled = {n: program.filled[n] for n in step.made if n in program.filled}
