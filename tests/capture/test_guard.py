@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from backpack_capture import CapturedStep, capture
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from backpack_capture import CapturedStep, capture
 from backpack_core import backpack, extend, memory_budget, set_memory_budget
 from backpack_core.extensions import BatchGrad
 from backpack_core.plugins.registry import registry

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from backpack_capture import CapturedStep, capture
-from backpack_capture.nested import Apart
 from torch import Tensor, nn
 
+from backpack_capture import CapturedStep, capture
+from backpack_capture.nested import Apart
 from backpack_core import backpack, extend
 from backpack_core.errors import BackpackError
 from tests.nets import losses

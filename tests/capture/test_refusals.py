@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from backpack_capture import CaptureWarning, capture
 from torch import Tensor, nn
 
+from backpack_capture import CaptureWarning, capture
 from backpack_core import backpack, extend
 from backpack_core.errors import UsageError
 from backpack_core.extensions import GGNMP, BatchGrad, GGNGram

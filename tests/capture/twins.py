@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from backpack_capture import CapturedStep, capture
-from backpack_capture.nested import Apart
 from torch import Tensor, nn
 
+from backpack_capture import CapturedStep, capture
+from backpack_capture.nested import Apart
 from backpack_core import Extension, backpack, extend
 
 Function = Callable[..., Any]

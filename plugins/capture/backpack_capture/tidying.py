@@ -68,12 +68,13 @@ def _folded(program: Program) -> None:
     results = {program.roots[n] for n in program.outs}
 
     def keep(step: Operation, same: dict[int, int]) -> bool:
-        roots = {program.roots[n] for n in (*step.reads, *step.made)}
-        is_known = values.keys() >= {*step.reads} and not step.is_random
-        is_known |= bool(step.made) and program.filled.keys() >= {*step.made}
-        if not is_known or roots & (written | results) or _is_blank(step):
-            return True
         filled = {n: program.filled[n] for n in step.made if n in program.filled}
+        is_known = values.keys() >= {*step.reads} and not step.is_random
+        if not (filled or is_known) or _is_blank(step):
+            return True
+        reads = [] if filled else step.reads  # of what it fills a tensor like, nothing is read
+        if {program.roots[n] for n in (*reads, *step.made)} & (written | results):
+            return True
         found = filled or _run(step, values)
         if any(t.numel() > LARGEST for t in found.values()):
             return True
