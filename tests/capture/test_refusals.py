@@ -111,6 +111,18 @@ def counter(model: nn.Module, lossfunc: nn.Module) -> Function:
 
 
 @because("changes attributes of modules, or variables")
+def setting_that_changes_once(model: nn.Module, lossfunc: nn.Module) -> Function:
+    model.scale, turns = 1.0, iter(range(30))
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        if next(turns) == 3:  # that is recorded
+            model.scale = 2.0
+        return lossfunc(model(x), y) * model.scale
+
+    return step
+
+
+@because("changes attributes of modules, or variables")
 def counter_around(model: nn.Module, lossfunc: nn.Module) -> Function:
     calls = 0
 

@@ -65,7 +65,6 @@ def _without_detach(program: Program) -> None:
 def _folded(program: Program) -> None:
     """Compute once what depends on nothing."""
     written, values = program.written, {**program.fixed}
-    results = {program.roots[n] for n in program.outs}
 
     def keep(step: Operation, same: dict[int, int]) -> bool:
         filled = {n: program.filled[n] for n in step.made if n in program.filled}
@@ -73,7 +72,7 @@ def _folded(program: Program) -> None:
         if not (filled or is_known) or _is_blank(step):
             return True
         reads = [] if filled else step.reads  # of what it fills a tensor like, nothing is read
-        if {program.roots[n] for n in (*reads, *step.made)} & (written | results):
+        if {program.roots[n] for n in (*reads, *step.made)} & written:
             return True
         found = filled or _run(step, values)
         if any(t.numel() > LARGEST for t in found.values()):
