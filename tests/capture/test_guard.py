@@ -197,8 +197,10 @@ def hook_of_all_modules(now: Situation) -> Any:
     @contextmanager
     def block() -> Iterator[None]:
         handle = register_module_forward_hook(lambda module, args, out: None)
-        yield
-        handle.remove()
+        try:
+            yield
+        finally:
+            handle.remove()
 
     return block()
 
@@ -224,8 +226,10 @@ def forward_of_the_class(now: Situation) -> Any:
     def block() -> Iterator[None]:
         before = Net.forward
         Net.forward = lambda self, x: before(self, x) * 2
-        yield
-        Net.forward = before
+        try:
+            yield
+        finally:
+            Net.forward = before
 
     return block()
 
@@ -245,8 +249,10 @@ def global_variable(now: Situation) -> Any:
     @contextmanager
     def block() -> Iterator[None]:
         globals()["FACTOR"] = 2.0
-        yield
-        globals()["FACTOR"] = 1.0
+        try:
+            yield
+        finally:
+            globals()["FACTOR"] = 1.0
 
     return block()
 
@@ -267,8 +273,10 @@ def memory_budget_set(now: Situation) -> Any:
     def block() -> Iterator[None]:
         before = memory_budget()
         set_memory_budget(8)
-        yield
-        set_memory_budget(before)
+        try:
+            yield
+        finally:
+            set_memory_budget(before)
 
     return block()
 
@@ -293,8 +301,10 @@ def deterministic_algorithms(now: Situation) -> Any:
     @contextmanager
     def block() -> Iterator[None]:
         torch.use_deterministic_algorithms(True)
-        yield
-        torch.use_deterministic_algorithms(False)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
 
     return block()
 
