@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,20 @@ from backpack_core.extensions import BatchGrad
 from backpack_core.plugins.registry import registry
 from tests.capture.twins import same
 
-FACTOR = 1.0
+FACTOR, OTHER = 1.0, 1.0
+
+
+class Weight:
+    """An object that is called."""
+
+    def __init__(self) -> None:
+        self.power = 1.0
+
+    def __call__(self, loss: Tensor) -> Tensor:
+        return loss * self.power
+
+    def method(self, loss: Tensor) -> Tensor:
+        return loss * self.power
 
 
 class Settings:
@@ -33,8 +47,14 @@ class Net(nn.Module):
         self.table, self.settings, self.shift = {"scale": 1.0}, Settings(), torch.zeros(3)
         self.register_buffer("mask", torch.ones(3))
 
+    factor = 1.0
+
+    def more(self, x: Tensor) -> Tensor:
+        return x * self.factor * OTHER
+
     def forward(self, x: Tensor) -> Tensor:
-        h = self.act(self.first(x)) * self.mask * self.table["scale"] * self.settings.scale
+        h = self.more(self.act(self.first(x)) * self.mask)
+        h = h * self.table["scale"] * self.settings.scale
         return self.last(h) + self.settings.shifts[1] + self.shift
 
 
@@ -51,9 +71,12 @@ class Situation:
 
     def _captured(self) -> CapturedStep:
         weight, model, lossfunc = 1.0, self.model, self.lossfunc
+        self.called, self.bound, self.partial = called, bound, part = Weight(), Weight(), Weight()
+        method, partly = bound.method, partial(Weight.method, part)
 
         def function(x: Tensor, y: Tensor, more: float = 0.0) -> Tensor:
-            return lossfunc(model(x), y) * weight * FACTOR + more
+            loss = lossfunc(model(x), y) * weight * FACTOR + more
+            return partly(method(called(loss)))
 
         def change() -> None:
             nonlocal weight
@@ -174,7 +197,7 @@ def module_replaced(now: Situation) -> None:
 
 @change
 def module_added(now: Situation) -> None:
-    now.model.add_module("more", nn.Linear(2, 2))
+    now.model.add_module("further", nn.Linear(2, 2))
 
 
 @change
@@ -255,6 +278,85 @@ def global_variable(now: Situation) -> Any:
             globals()["FACTOR"] = 1.0
 
     return block()
+
+
+@change
+def global_variable_of_a_method(now: Situation) -> Any:
+    @contextmanager
+    def block() -> Iterator[None]:
+        globals()["OTHER"] = 2.0
+        try:
+            yield
+        finally:
+            globals()["OTHER"] = 1.0
+
+    return block()
+
+
+@change
+def attribute_of_a_class(now: Situation) -> Any:
+    @contextmanager
+    def block() -> Iterator[None]:
+        Net.factor = 2.0
+        try:
+            yield
+        finally:
+            Net.factor = 1.0
+
+    return block()
+
+
+@change
+def method_of_a_class(now: Situation) -> Any:
+    @contextmanager
+    def block() -> Iterator[None]:
+        before = Net.more
+        Net.more = lambda self, x: x * 2
+        try:
+            yield
+        finally:
+            Net.more = before
+
+    return block()
+
+
+@change
+def attribute_of_an_object_that_is_called(now: Situation) -> None:
+    now.called.power = 2.0
+
+
+@change
+def attribute_of_an_object_with_a_method(now: Situation) -> None:
+    now.bound.power = 2.0
+
+
+@change
+def attribute_of_an_object_in_a_partial(now: Situation) -> None:
+    now.partial.power = 2.0
+
+
+@change
+def code_of_a_function(now: Situation) -> Any:
+    @contextmanager
+    def block() -> Iterator[None]:
+        before = Weight.method.__code__
+        Weight.method.__code__ = (lambda self, loss: loss * 2).__code__
+        try:
+            yield
+        finally:
+            Weight.method.__code__ = before
+
+    return block()
+
+
+@change
+def buffer_of_another_dtype(now: Situation) -> None:
+    now.model.mask.data = torch.ones(3, dtype=torch.float32)
+
+
+@change
+def buffer_of_another_shape(now: Situation) -> None:
+    now.model.mask.data = torch.ones(1)
 
 
 @change

@@ -93,6 +93,25 @@ def numpy_random(model: nn.Module, lossfunc: nn.Module) -> Function:
     return lambda x, y: lossfunc(model(x), y) * (1 + np.random.rand())
 
 
+@because("sets the state of torch's generator")
+def seeded_inside(model: nn.Module, lossfunc: nn.Module) -> Function:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return lossfunc(model(torch.nn.functional.dropout(x, 0.5)), y)
+
+    return step
+
+
+@because("sets the state of torch's generator")
+def seeded_at_the_end(model: nn.Module, lossfunc: nn.Module) -> Function:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        loss = lossfunc(model(torch.nn.functional.dropout(x, 0.5)), y)
+        torch.manual_seed(int(y.sum()))
+        return loss
+
+    return step
+
+
 @because("an argument of type Generator")
 def own_generator(model: nn.Module, lossfunc: nn.Module) -> Function:
     generator = torch.Generator().manual_seed(0)

@@ -7,6 +7,8 @@ gone.
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,8 @@ from backpack_capture.watch import DEEPEST, HOOKS, OF_ALL, Watch, is_record, nam
 from backpack_core import memory_budget
 from backpack_core.plugins.registry import registry
 from backpack_core.record.switch import is_disabled
+
+_OF_CLASSES = {"__dict__", "__weakref__", "__annotations__", "__doc__", "_abc_impl"}
 
 
 class Guard:
@@ -41,6 +45,8 @@ class Guard:
             self._note_tensor(tensor, is_parameter=False)
         for extension in watch.extensions:
             self._note_attributes(extension)
+        for kind in watch.classes:
+            self._note_class(kind)
         for function in watch.functions:
             self._note_function(function)
         self._require(self._value("bound_to()", watch.bound, bound_to=lambda: watch.bound))
@@ -111,6 +117,14 @@ class Guard:
         terms += [self._value(f"{name}[{key!r}]", item) for key, item in table.items()]
         self._require(*terms)
 
+    def _note_class(self, kind: type) -> None:
+        name = f"{self._name(kind)}.__dict__"
+        terms = [f"len({name}) == {len(vars(kind))}"]
+        for key, value in vars(kind).items():
+            if key not in _OF_CLASSES:
+                terms.append(self._value(f"{name}[{key!r}]", value))
+        self._require(*terms)
+
     def _note_function(self, function: Any) -> None:
         name, known = self._name(function), function.__globals__
         terms = [f"{name}.__code__ is {self._name(function.__code__)}"]
@@ -165,6 +179,11 @@ def _form(value: Any, deepest: int = DEEPEST) -> Any:
         return type(value), [(k, _form(v, deepest - 1)) for k, v in value.items()]
     if isinstance(value, (set, frozenset)):
         return type(value), {*value}
+    if isinstance(value, types.MethodType) and deepest:
+        return _Same(value.__func__), _form(value.__self__, deepest - 1)
+    if isinstance(value, functools.partial) and deepest:
+        parts = value.func, value.args, value.keywords
+        return [_form(part, deepest - 1) for part in parts]
     if is_record(value) and deepest:
         return _Same(value), [(k, _form(v, deepest - 1)) for k, v in vars(value).items()]
     return _Same(value)

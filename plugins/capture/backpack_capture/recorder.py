@@ -35,6 +35,7 @@ class Recorder(TorchDispatchMode):
     Attributes:
         program: What was written down.
         refusal: Why it cannot be replayed; ``None`` if it can.
+        drawn: The state of torch's generator, behind what was drawn last.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Recorder(TorchDispatchMode):
         self._numbers: Any = WeakTensorKeyDictionary()
         self._memories: dict[int, int] = {}
         self._is_known = is_known
+        self.drawn = torch.get_rng_state()
         for tensor in given:
             self.program.given.append(self._enter(tensor))
         for tensor in known:
@@ -77,7 +79,12 @@ class Recorder(TorchDispatchMode):
         if self._is_over():
             return func(*args, **kwargs)
         before = [t._version for t in _tensors((args, kwargs))]
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if is_random and not self.is_undisturbed():
+            self.refusal = "it sets the state of torch's generator, or draws in no operation"
         out = func(*args, **kwargs)
+        if is_random:
+            self.drawn = torch.get_rng_state()
         if func in LIFTED or func is aten.detach_.default:
             if out is not args[0]:
                 self.refusal = "a constant was copied when it was made a tensor"
@@ -107,6 +114,10 @@ class Recorder(TorchDispatchMode):
         elif self._memories[number] != _memory(tensor):
             self.refusal = "the memory of a tensor was exchanged (tensor.data = ...)"
         return number
+
+    def is_undisturbed(self) -> bool:
+        """Whether nobody used torch's generator since something was drawn."""
+        return torch.equal(torch.get_rng_state(), self.drawn)
 
     def left(self) -> list[Tensor]:
         """What was made by operations, and is still there."""

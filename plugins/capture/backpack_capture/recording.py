@@ -63,7 +63,7 @@ def record(
     for parameter in parameters:
         for field in fields:
             parameter.__dict__.pop(field, None)
-    guard, drawn = Guard(watch), (states_of_generators(), torch.get_rng_state())
+    guard, drawn = Guard(watch), states_of_generators()
     recorder = Recorder(given, [*known.values()], watch.refers_to)
     torch.clear_autocast_cache()
     memories = [t.untyped_storage() for t in known.values()]
@@ -124,10 +124,8 @@ def _changed(guard: Guard, drawn: Any, recorder: Recorder) -> str | None:
     """What a step changed that no graph would change."""
     if not guard.holds():
         return "it changes attributes of modules, or variables that it refers to"
-    of_others, of_torch = drawn
-    if states_of_generators() != of_others:
+    if states_of_generators() != drawn:
         return "it draws random numbers that are not torch's"
-    moved = not torch.equal(torch.get_rng_state(), of_torch)
-    if moved and not recorder.program.is_random:
-        return "it draws random numbers in a way that is not recorded"
+    if not recorder.is_undisturbed():
+        return "it sets the state of torch's generator, or draws in no operation"
     return None

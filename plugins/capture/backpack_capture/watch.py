@@ -6,6 +6,8 @@ other one can get the number of one that is gone.
 
 from __future__ import annotations
 
+import functools
+import sysconfig
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
@@ -33,6 +35,8 @@ class Watch:
         modules: Every module.
         parameters: Their parameters.
         tensors: Those and their buffers, by name.
+        functions: Functions that a step calls, of the user's.
+        classes: Classes of the user's, of modules and other objects.
     """
 
     def __init__(
@@ -41,15 +45,12 @@ class Watch:
         modules: Sequence[Module],
         extensions: Sequence[Extension],
     ) -> None:
-        self.functions = list(functions_behind(function))
         self.bound = getattr(function, "__self__", None)
-        found = [self.bound] if isinstance(self.bound, Module) else []
-        found += [m for f in self.functions for m in _referred(f) if isinstance(m, Module)]
-        self._roots = roots = [*modules, *found]
+        functions, _ = code_behind([function])
+        found = [self.bound, *[value for f in functions for value in _referred(f)]]
+        self._roots = roots = [*modules, *[m for m in found if isinstance(m, Module)]]
         self.modules = _modules_of(roots)
-        kinds: dict[Any, None] = dict.fromkeys(map(type, self.modules))
-        for kind in kinds:
-            self.functions += functions_behind(kind.forward, self.functions)
+        self.functions, self.classes = code_behind([function, *self.modules])
         self.tensors = _named_tensors(roots)
         self.parameters = [t for t in self.tensors.values() if isinstance(t, torch.nn.Parameter)]
         self.extensions = extensions
@@ -126,20 +127,44 @@ def _named_tensors(roots: Sequence[Module]) -> dict[str, Tensor]:
 # Functions -----------------------------------------------------------------------------------
 
 
-def functions_behind(function: Any, known: Sequence[Any] = ()) -> Iterator[types.FunctionType]:
-    """A function, and those of the user's that it refers to."""
-    seen, todo = set(map(id, known)), [function]
+_INSTALLED: Final = tuple({sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")})
+
+
+def code_behind(values: Sequence[Any]) -> tuple[list[types.FunctionType], list[type]]:
+    """The functions and classes of the user's that values are, and those that these refer to."""
+    functions, classes = dict[int, types.FunctionType](), dict[int, type]()
+    todo = [*values]
     while todo:
         value = todo.pop()
-        value = getattr(value, "__func__", value)
-        if isinstance(value, types.FunctionType) and id(value) not in seen:
-            seen.add(id(value))
-            if str(value.__module__).partition(".")[0] not in _LIBRARIES:
-                yield value
-                todo += [v for v in _referred(value) if callable(v)]
+        if isinstance(value, types.MethodType):
+            todo += [value.__func__, value.__self__]
+        elif isinstance(value, functools.partial):
+            todo += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, types.FunctionType):
+            if id(value) not in functions and _is_users(value):
+                functions[id(value)] = value
+                todo += _referred(value)
+        else:
+            kind = value if isinstance(value, type) else type(value)
+            for base in [k for k in kind.__mro__ if id(k) not in classes]:
+                own = [f for f in map(_function_of, vars(base).values()) if _is_users(f)]
+                if own:
+                    classes[id(base)] = base
+                    todo += own
+    return [*functions.values()], [*classes.values()]
 
 
-_LIBRARIES: Final = ("torch", "backpack_core", "builtins", "functools", "numpy", "math", "einops")
+def _function_of(value: Any) -> Any:
+    """The function that an attribute of a class is made of."""
+    return getattr(value, "__func__", getattr(value, "fget", value))
+
+
+def _is_users(function: Any) -> bool:
+    """Whether a function is one of the user's files, and not of an installed package, or ours."""
+    if not isinstance(function, types.FunctionType):
+        return False
+    is_ours = str(function.__module__).startswith("backpack_")
+    return not is_ours and not function.__code__.co_filename.startswith(_INSTALLED)
 
 
 def _referred(function: types.FunctionType) -> list[Any]:
@@ -161,13 +186,15 @@ def names_in(code: types.CodeType) -> list[str]:
     return [*code.co_names, *[name for c in inner for name in names_in(c)]]
 
 
+_NO_RECORDS: Final = (Module, Tensor, type, types.ModuleType, types.FunctionType)
+
+
 # Values --------------------------------------------------------------------------------------
 
 
 def is_record(value: Any) -> bool:
     """Whether an object is its attributes, as settings are."""
-    is_other = isinstance(value, (Module, Tensor, type, types.ModuleType)) or callable(value)
-    return not is_other and hasattr(value, "__dict__")
+    return hasattr(value, "__dict__") and not isinstance(value, _NO_RECORDS)
 
 
 def _tensors_in(value: Any, deepest: int = DEEPEST) -> Iterator[Tensor]:
