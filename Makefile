@@ -6,10 +6,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 # Folders of the distributions, and of the packages that they hold.
-DISTRIBUTIONS := . plugins/layers plugins/firstorder plugins/secondorder plugins/transformers data compat
+DISTRIBUTIONS := . plugins/layers plugins/firstorder plugins/secondorder plugins/transformers \
+	plugins/capture data compat
 PACKAGES := backpack_core plugins/layers/backpack_layers plugins/firstorder/backpack_firstorder \
 	plugins/secondorder/backpack_secondorder plugins/transformers/backpack_transformers \
-	data/backpack_data compat/backpack
+	plugins/capture/backpack_capture data/backpack_data compat/backpack
 EXTRAS := testing,cli,dev
 DOCS_STAMP := $(VENV)/.docs-installed
 

@@ -243,6 +243,7 @@ class BackwardPass:
             self._trust = trust = trust_in(self.survey, context.check, self._question)
             if trust is not None and (context.check == "always" or not trust.is_enough()):
                 self.measurement = Measurement(self.survey, roots, trust, self._question)
+                context.seen.add("measured")
         self.survey.is_measured = self.measurement is not None
         if self.measurement is None:
             asks = context.observer, context.extension_hook, context.graph_extensions

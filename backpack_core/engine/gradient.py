@@ -73,6 +73,11 @@ class PlainGradient:
         ]
         self.inputs = inputs_without(self._left, survey, leaves) if self._left else {}
 
+    @property
+    def is_judging(self) -> bool:
+        """Whether sums are compared with autograd's gradients in this pass."""
+        return bool(self._judged)
+
     def wants(self, group: Group, parameter: Tensor) -> bool:
         """Whether the sum of a parameter's product, as the group reads it, may be taken."""
         if group.extensions[0] is not self.group.extensions[0]:  # what measures may read along
@@ -160,6 +165,8 @@ def narrowed(
         _say("create_graph=True asks for gradients with a graph")
         return {}, None
     plain = PlainGradient(survey, group, leaves)
+    if plain.is_judging:
+        context.seen.add("measured")
     return plain.inputs, plain
 
 

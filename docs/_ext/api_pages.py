@@ -66,6 +66,12 @@ PAGES = (
         ("backpack_data",),
     ),
     Page(
+        "capture",
+        "backpack_capture",
+        "Training steps that are recorded once. [Captured steps](../captured.md) has them.",
+        ("backpack_capture",),
+    ),
+    Page(
         "transformers",
         "backpack_transformers",
         "Rules for models of the transformers package.",

@@ -1,0 +1,164 @@
+"""Writes a program as Python, and compiles it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from backpack_capture.program import Assumption, Operation, Program, Ref, Step
+
+# Torch's own bindings parse arguments faster than overloads do. Names that mean the same there.
+_OF_TORCH: Final = (
+    *("mm", "bmm", "addmm", "baddbmm", "mul", "add", "sub", "div", "sum", "mean", "t", "unsqueeze"),
+    *("transpose", "permute", "squeeze", "select", "relu", "sigmoid", "tanh", "exp", "log", "sqrt"),
+    *("rsqrt", "square", "pow", "abs", "neg", "reciprocal", "where", "cat", "stack", "clamp"),
+    *("maximum", "minimum", "eq", "ne", "gt", "lt", "ge", "le", "amax", "amin", "sin", "cos"),
+)
+_OF_TENSOR: Final = ("view", "expand")
+_BINDINGS: Final[dict[str, Callable[..., Any]]] = {
+    **{f"aten::{name}": getattr(torch, name) for name in _OF_TORCH},
+    **{f"aten::{name}": getattr(Tensor, name) for name in _OF_TENSOR},
+    "aten::_unsafe_view": Tensor.view,
+}
+
+
+class AnotherAnswer(Exception):
+    """What was read off values when a step was recorded is another thing now."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """A program in Python.
+
+    Attributes:
+        run: Takes the tensors among the arguments, and returns the results.
+        text: The source.
+    """
+
+    run: Callable[..., Sequence[Tensor]]
+    text: str
+
+
+def code_of(program: Program, names: Mapping[int, str]) -> Code:
+    """Write a program as a function.
+
+    Args:
+        program: The program.
+        names: What tensors from outside are called, by ``id``.
+    """
+    writer = _Writer(program, names)
+    text = writer.text()
+    exec(compile(text, "<captured step>", "exec"), writer.known)
+    return Code(writer.known["step"], text)
+
+
+class _Writer:
+    """Gives names to values, and lets go of them as early as possible."""
+
+    def __init__(self, program: Program, names: Mapping[int, str]) -> None:
+        self._program = program
+        self.known: dict[str, Any] = {"torch": torch, "device": torch.device}
+        self.known.update(inf=float("inf"), nan=float("nan"), AnotherAnswer=AnotherAnswer)
+        self._names = {n: f"given_{place}" for place, n in enumerate(program.given)}
+        for number, tensor in program.known.items():
+            self._names[number] = self._know(names.get(id(tensor), "outside"), tensor)
+        self._lines: list[str] = []
+        self._begin_fixed()
+
+    def _begin_fixed(self) -> None:
+        program, written = self._program, self._program.written
+        shown = written | {program.roots[n] for n in program.outs}
+        for number, tensor in program.fixed.items():
+            name = self._know("fixed", tensor)
+            if program.roots[number] in shown:  # results and what is overwritten are new each time
+                self._names[number] = f"v{number}"
+                self._lines.append(f"v{number} = {name}.clone()")
+            else:
+                self._names[number] = name
+
+    def text(self) -> str:
+        """The source."""
+        program = self._program
+        kept = {*program.outs, *program.known}
+        last = {n: place for place, step in enumerate(program.steps) for n in _of(step)}
+        for place, step in enumerate(program.steps):
+            if isinstance(step, Operation):
+                self._write(step)
+            else:
+                self._assume(step)
+            ended = [n for n in dict.fromkeys(_of(step)) if last[n] == place and n not in kept]
+            local = [self._names[n] for n in ended if self._names[n] not in self.known]
+            if local:
+                self._lines.append(f"del {', '.join(local)}")
+        given = ", ".join([self._names[n] for n in program.given])
+        results = "".join([f"{self._names[n]}, " for n in program.outs])
+        lines = [f"def step({given}):", *self._lines, f"return ({results})"]
+        return "\n    ".join(lines) + "\n"
+
+    def _write(self, step: Operation) -> None:
+        schema = step.function._schema
+        function = _BINDINGS.get(schema.name)
+        is_plain = function is not None and _is_positional(step)
+        if is_plain:
+            shown = schema.name.removeprefix("aten::").removeprefix("_unsafe_")
+            name = f"torch.{'Tensor.' if shown in _OF_TENSOR else ''}{shown}"
+        else:
+            overload = schema.overload_name or "default"
+            name = f"{schema.name.removeprefix('aten::')}_{overload}"
+            self.known[name] = step.function._op
+        given = [self._show(value) for value in step.args]
+        given += [f"{key}={self._show(value)}" for key, value in step.kwargs.items()]
+        call, made = f"{name}({', '.join(given)})", {*step.made}
+        if not made:
+            self._lines.append(call)
+            return
+        for number in made:
+            self._names[number] = f"v{number}"
+        targets = [self._names[n] if n in made else "_" for n in step.outs]
+        left = targets[0] if step.is_single else ", ".join(targets) + ","
+        self._lines.append(f"{left} = {call}")
+
+    def _assume(self, step: Assumption) -> None:
+        names = [self._names[n] for n in step.values]
+        if step.what == "equal":
+            condition = f"torch.equal({', '.join(names)}) is not {step.answer}"
+        elif step.what == "shape":
+            found = " and ".join(
+                f"{name}.shape == {shape}" for name, shape in zip(names, step.answer, strict=True)
+            )
+            condition = f"not ({found})"
+        else:
+            read = f"{names[0]}.{step.what}()"
+            is_nan = step.answer != step.answer
+            condition = f"{read} == {read}" if is_nan else f"{read} != {self._show(step.answer)}"
+        self._lines += [f"if {condition}:", "    raise AnotherAnswer"]
+
+    def _show(self, value: Any) -> str:
+        if isinstance(value, Ref):
+            return self._names[value.number]
+        if isinstance(value, (list, tuple)):
+            return f"[{', '.join(map(self._show, value))}]"
+        return repr(value)
+
+    def _know(self, name: str, value: Any) -> str:
+        name = re.sub(r"\W", "_", name)
+        while name in self.known:
+            name += "_"
+        self.known[name] = value
+        return name
+
+
+def _of(step: Step) -> list[int]:
+    return step.reads if isinstance(step, Assumption) else [*step.reads, *step.made]
+
+
+def _is_positional(step: Operation) -> bool:
+    """Whether the binding takes the arguments as the operation has them."""
+    arguments = step.function._schema.arguments
+    has_default = any(a.kwarg_only for a in arguments[: len(step.args)])
+    return not step.kwargs and not has_default and isinstance(step.args[0], (Ref, list))

@@ -1,0 +1,70 @@
+"""One step by the engine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from backpack_core import backpack
+from backpack_core.engine.active import current
+from backpack_core.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What ``backpack(...)`` is asked for in every step."""
+
+    extensions: tuple[Any, ...]
+    gradient: Any
+    check: Any
+
+    def block(self) -> backpack:
+        """The context."""
+        return backpack(*self.extensions, gradient=self.gradient, check=self.check)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a step.
+
+    Attributes:
+        returned: What the function returned, detached.
+        was_measured: Whether the pass was also looked at, as the first ones are.
+    """
+
+    returned: Any
+    was_measured: bool
+
+
+def run_engine(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
+) -> Outcome:
+    """Forward pass, loss, and backward pass."""
+    with asked.block():
+        context = current(threading.get_ident())
+        returned = function(*args, **kwargs)
+        loss = returned[0] if isinstance(returned, (tuple, list)) and returned else returned
+        if not isinstance(loss, Tensor):
+            raise UsageError(
+                f"A captured step returns its loss, or a tuple with it in front. Got {loss!r}."
+            )
+        loss.backward()
+        was_measured = context is not None and "measured" in context.seen
+    return Outcome(detached(returned), was_measured)
+
+
+def detached(value: Any) -> Any:
+    """Nested values without their graph."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(detached, value))
+    if type(value) in (list, tuple):
+        return type(value)(map(detached, value))
+    if type(value) is dict:
+        return {name: detached(item) for name, item in value.items()}
+    return value

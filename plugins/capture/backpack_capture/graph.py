@@ -1,0 +1,205 @@
+"""A recorded step that can be run: its code, and where its results belong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack_capture.code import Code
+from backpack_capture.engine import Asked, Outcome, run_engine
+from backpack_capture.nested import Apart, HoldsCode
+from backpack_capture.program import Program
+
+
+class Results:
+    """What a step gave: what it returned, gradients, and fields, taken apart.
+
+    Attributes:
+        tensors: All tensors, each once.
+        form: What else there is.
+        gradients: The parameters that have a gradient, with its place among the tensors.
+    """
+
+    def __init__(self, returned: Any, parameters: Sequence[Tensor], fields: Sequence[str]) -> None:
+        """Look at the parameters.
+
+        Raises:
+            HoldsCode: A result has code in it.
+        """
+        graded = [p for p in parameters if p.grad is not None]
+        stored = [(p, f) for p in parameters for f in fields if f in p.__dict__]
+        values = [p.__dict__[field] for p, field in stored]
+        self._apart = Apart((returned, [p.grad for p in graded], values))
+        self.tensors, self.form = self._apart.tensors, self._apart.form
+        places = {id(t): place for place, t in enumerate(self.tensors)}
+        self.gradients = [(p, places[id(p.grad)]) for p in graded]
+        self._stored = [(p.__dict__, field) for p, field in stored]
+        self._absent = [
+            (p.__dict__, field) for p in parameters for field in fields if field not in p.__dict__
+        ]
+        self.places = [(id(p), field) for p, field in stored], [id(p) for p in graded]
+        only = [type(value) is Tensor for value in (returned, *values)]
+        self._of = [places[id(v)] for v in (returned, *values)] if all(only) else None
+
+    def deliver(self, tensors: Sequence[Tensor]) -> Any:
+        """Store the same results with other tensors; returns what the step returned."""
+        for parameter, place in self.gradients:
+            if parameter.grad is None:
+                parameter.grad = tensors[place]
+            else:
+                parameter.grad += tensors[place]
+        for table, field in self._absent:
+            table.pop(field, None)
+        if self._of is not None:  # the most frequent case: every result is a tensor
+            first, *others = self._of
+            for (table, field), place in zip(self._stored, others, strict=True):
+                table[field] = tensors[place]
+            return tensors[first]
+        returned, _, values = self._apart.put_together(tensors)
+        for (table, field), value in zip(self._stored, values, strict=True):
+            table[field] = value
+        return returned
+
+
+@contextmanager
+def gradients_apart(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """A block in which gradients begin at none; afterwards they are added to what there was."""
+    before = [p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, old in zip(parameters, before, strict=True):
+            if old is None:
+                continue
+            new, parameter.grad = parameter.grad, old
+            if new is not None:
+                with torch.no_grad():
+                    old += new
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a step may change on the way, as it was before."""
+
+    generator: Tensor | None
+    written: Sequence[tuple[Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, is_random: bool, tensors: Sequence[Tensor]) -> Snapshot:
+        """Keep the generator's state, if numbers are drawn, and copies."""
+        state = torch.get_rng_state() if is_random else None
+        return cls(state, [(t, t.detach().clone()) for t in tensors])
+
+    def put_back(self) -> None:
+        """Make it what it was."""
+        if self.generator is not None:
+            torch.set_rng_state(self.generator)
+        with torch.no_grad():
+            for tensor, old in self.written:
+                tensor.copy_(old)
+
+
+class Graph:
+    """A recorded step.
+
+    Attributes:
+        code: What is run.
+        size: The number of its operations.
+        recorded: The number of those that were recorded.
+        replays: How often it ran.
+        compared: How often the engine ran the same step afterwards.
+        reruns: How often it read another answer, so that the engine ran the step.
+        in_a_row: How often without one that did not.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        recorded: int,
+        code: Code,
+        results: Results,
+        parameters: Sequence[Tensor],
+        fields: Sequence[str],
+    ) -> None:
+        self.code, self.size, self.recorded = code, len(program.operations), recorded
+        self._results, self._parameters, self._fields = results, parameters, fields
+        written = {n for op in program.operations for n in op.writes}
+        roots = {program.roots[n] for n in written}
+        self._places = [i for i, n in enumerate(program.given) if n in roots]
+        self._written = [t for n, t in program.known.items() if n in roots]
+        self._is_random = program.is_random
+        self.replays = self.compared = self.reruns = self.in_a_row = 0
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether this replay is: the 1st, 2nd, 4th, 8th, …."""
+        return self.replays & (self.replays - 1) == 0
+
+    def takes_gradients(self) -> bool:
+        """Whether gradients can be added to those that there are."""
+        for parameter, _ in self._results.gradients:
+            grad = parameter.grad
+            if grad is not None and (grad.requires_grad or grad.layout is not torch.strided):
+                return False
+        return True
+
+    def snapshot(self, given: Sequence[Tensor]) -> Snapshot:
+        """What a replay may change."""
+        written = [*[given[place] for place in self._places], *self._written]
+        return Snapshot.of(self._is_random, written)
+
+    def run(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Compute the results."""
+        casts = torch.is_autocast_enabled("cpu")
+        with torch.no_grad(), torch.autocast("cpu", enabled=False) if casts else nullcontext():
+            return self.code.run(*given)
+
+    def deliver(self, tensors: Sequence[Tensor]) -> Any:
+        """Store results; returns what the step returned."""
+        with torch.no_grad():
+            return self._results.deliver(tensors)
+
+    def compare(
+        self,
+        found: Sequence[Tensor],
+        function: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        asked: Asked,
+    ) -> tuple[Outcome, str]:
+        """Run the engine, whose results stay; says what differs, if anything does."""
+        with gradients_apart(self._parameters):
+            outcome = run_engine(function, args, kwargs, asked)
+            try:
+                right = Results(outcome.returned, self._parameters, self._fields)
+            except (HoldsCode, RecursionError):
+                return outcome, "results of another type"
+            if right.form != self._results.form or right.places != self._results.places:
+                return outcome, "results in other places"
+            for ours, its in zip(found, right.tensors, strict=True):
+                difference = difference_of(ours, its)
+                if difference:
+                    return outcome, difference
+        return outcome, ""
+
+
+def difference_of(ours: Tensor, its: Tensor) -> str:
+    """What differs beyond rounding; empty if nothing does."""
+    if ours.shape != its.shape or ours.dtype != its.dtype:
+        return f"{ours.dtype} {list(ours.shape)} in the place of {its.dtype} {list(its.shape)}"
+    if torch.equal(ours, its):
+        return ""
+    if not its.is_floating_point() and not its.is_complex():
+        return f"whole numbers of shape {list(its.shape)}"
+    allowed = torch.finfo(its.dtype).eps ** 0.6
+    size = its.abs().nan_to_num(0.0, 0.0, 0.0).amax()
+    if torch.allclose(ours, its, rtol=0.0, atol=float(size) * allowed, equal_nan=True):
+        return ""
+    return f"numbers of shape {list(its.shape)}"

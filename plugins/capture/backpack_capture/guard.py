@@ -1,0 +1,203 @@
+"""Compares before each replay what a recorded graph takes for granted. It has to be quick.
+
+So it is one function, written for what there was. Numbers and containers are compared by value,
+other objects by identity; they are held, so that no other one can take the place of one that is
+gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_capture import _torch
+from backpack_capture.nested import is_plain
+from backpack_capture.watch import DEEPEST, HOOKS, OF_ALL, Watch, is_record, names_in
+from backpack_core import memory_budget
+from backpack_core.plugins.registry import registry
+from backpack_core.record.switch import is_disabled
+
+_OF_CLASSES = {"__dict__", "__weakref__", "__annotations__", "__doc__", "_abc_impl"}
+
+
+class Guard:
+    """How everything is that a watch looks at.
+
+    Attributes:
+        holds: Whether it still is so.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._known: dict[str, Any] = {"form": _form, "same": _same, "keys": _torch.keys_of}
+        self._names: dict[int, str] = {}
+        self._lines: list[str] = []
+        self._note_world()
+        for module in watch.modules:
+            self._note_module(module)
+        for tensor in watch.tensors.values():
+            self._note_tensor(tensor, is_parameter=tensor.is_leaf)
+        for tensor in watch.outside.values():
+            self._note_tensor(tensor, is_parameter=False)
+        for extension in watch.extensions:
+            self._note_attributes(extension)
+        for kind in watch.classes:
+            self._note_class(kind)
+        for function in watch.functions:
+            self._note_function(function)
+        self._require(self._value("bound_to()", watch.bound, bound_to=lambda: watch.bound))
+        text = "\n    ".join(["def holds():", *self._lines, "return True"])
+        exec(compile(text, "<guard of a captured step>", "exec"), self._known)
+        self._holds: Callable[[], bool] = self._known["holds"]
+
+    def holds(self) -> bool:
+        """Whether everything is as it was."""
+        try:
+            return self._holds()
+        except (KeyError, AttributeError, ValueError):  # it is gone
+            return False
+
+    # What is compared ----------------------------------------------------------------------------
+
+    def _note_world(self) -> None:
+        known: dict[str, Any] = {
+            "modes": _torch.modes,
+            "registry": registry,
+            "memory_budget": memory_budget,
+            "is_disabled": is_disabled,
+        }
+        self._known.update(known)
+        self._require(f"modes() == {self._name(_torch.modes())}")
+        self._require(f"registry.generation == {registry.generation}")
+        self._require(f"memory_budget() == {memory_budget()!r}")
+        self._require(f"is_disabled() is {is_disabled()}")
+
+    def _note_module(self, module: Module) -> None:
+        kind, table = type(module), vars(module)
+        name = self._name(table)
+        terms = [f"type({self._name(module)}) is {self._name(kind)}"]
+        terms += [f"{self._name(kind)}.forward is {self._name(kind.forward)}"]
+        terms += [f"len({name}) == {len(table)}", f"{name}['training'] is {module.training}"]
+        for key, value in table.items():
+            if key not in OF_ALL and not key.startswith("_backpack"):
+                terms.append(self._value(f"{name}[{key!r}]", value))
+        for key in ("_modules", "_parameters", "_buffers"):
+            inner, place = table[key], f"{name}[{key!r}]"
+            terms.append(f"len({place}) == {len(inner)}" if inner else f"not {place}")
+            terms += [f"{place}[{n!r}] is {self._name(value)}" for n, value in inner.items()]
+        for key in HOOKS:
+            place = f"{name}[{key!r}]"
+            keys = tuple(table[key])
+            terms.append(f"(*{place},) == {self._name(keys)}" if keys else f"not {place}")
+        self._require(*terms)
+
+    def _note_tensor(self, tensor: Tensor, is_parameter: bool) -> None:
+        name = self._name(tensor)
+        terms = [
+            f"{name}.shape == {self._name(tensor.shape)}",
+            f"{name}.stride() == {tensor.stride()}",
+            f"{name}.dtype is {self._name(tensor.dtype)}",
+            f"keys({name}) == {_torch.keys_of(tensor)}",
+            f"{name}.requires_grad is {tensor.requires_grad}",
+        ]
+        if is_parameter:
+            for key in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                terms.append(f"{'' if getattr(tensor, key) else 'not '}{name}.{key}")
+        self._require(*terms)
+
+    def _note_attributes(self, value: object) -> None:
+        table = vars(value)
+        name = self._name(table)
+        terms = [f"type({self._name(value)}) is {self._name(type(value))}"]
+        terms += [f"len({name}) == {len(table)}"]
+        terms += [self._value(f"{name}[{key!r}]", item) for key, item in table.items()]
+        self._require(*terms)
+
+    def _note_class(self, kind: type) -> None:
+        name = f"{self._name(kind)}.__dict__"
+        terms = [f"len({name}) == {len(vars(kind))}"]
+        for key, value in vars(kind).items():
+            if key not in _OF_CLASSES:
+                terms.append(self._value(f"{name}[{key!r}]", value))
+        self._require(*terms)
+
+    def _note_function(self, function: Any) -> None:
+        name, known = self._name(function), function.__globals__
+        terms = [f"{name}.__code__ is {self._name(function.__code__)}"]
+        for cell in function.__closure__ or ():
+            try:
+                terms.append(self._value(f"{self._name(cell)}.cell_contents", cell.cell_contents))
+            except ValueError:  # not assigned yet
+                continue
+        for key in dict.fromkeys(names_in(function.__code__)):
+            if key in known:
+                terms.append(self._value(f"{self._name(known)}[{key!r}]", known[key]))
+        for key in ("__defaults__", "__kwdefaults__"):
+            terms.append(self._value(f"{name}.{key}", getattr(function, key)))
+        self._require(*terms)
+
+    # Writing -------------------------------------------------------------------------------------
+
+    def _require(self, *terms: str) -> None:
+        self._lines += [f"if not ({' and '.join(terms)}):", "    return False"]
+
+    def _name(self, value: Any) -> str:
+        """A name for a value, under which the function finds it."""
+        name = self._names.get(id(value))
+        if name is None:
+            name = self._names[id(value)] = f"k{len(self._known)}"
+            self._known[name] = value
+        return name
+
+    def _value(self, place: str, value: Any, **known: Any) -> str:
+        """That in some place is what there was."""
+        self._known.update(known)
+        if is_plain(value):
+            name = self._name(value)
+            return f"({place} is {name} or same({place}, {name}))"
+        found = _form(value)
+        if isinstance(found, _Same):
+            return f"{place} is {self._name(value)}"
+        return f"form({place}) == {self._name(found)}"
+
+
+def _same(value: Any, known: Any) -> bool:
+    return type(value) is type(known) and bool(value == known)
+
+
+def _form(value: Any, deepest: int = DEEPEST) -> Any:
+    """A value in a form that tells it from others: numbers and containers by value."""
+    if is_plain(value):
+        return type(value), value
+    if isinstance(value, (list, tuple)) and deepest:
+        return type(value), [_form(item, deepest - 1) for item in value]
+    if isinstance(value, dict) and deepest:
+        return type(value), [(k, _form(v, deepest - 1)) for k, v in value.items()]
+    if isinstance(value, (set, frozenset)):
+        return type(value), {*value}
+    if isinstance(value, types.MethodType) and deepest:
+        return _Same(value.__func__), _form(value.__self__, deepest - 1)
+    if isinstance(value, functools.partial) and deepest:
+        parts = value.func, value.args, value.keywords
+        return [_form(part, deepest - 1) for part in parts]
+    if is_record(value) and deepest:
+        return _Same(value), [(k, _form(v, deepest - 1)) for k, v in vars(value).items()]
+    return _Same(value)
+
+
+class _Same:
+    """An object that equals itself alone, and is held."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.value is other.value
+
+    __hash__ = None  # type: ignore[assignment]

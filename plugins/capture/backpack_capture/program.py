@@ -1,0 +1,169 @@
+"""A recorded step: operations on numbered values, and what they assume. Imports torch only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+
+class Ref(NamedTuple):
+    """A value, by its number."""
+
+    number: int
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """One operation of torch.
+
+    Attributes:
+        function: The overload that was called.
+        args: Its arguments, with a :class:`Ref` in the place of each tensor.
+        kwargs: Those by name.
+        outs: The numbers of what it returned; ``None`` for what is no tensor.
+        is_single: Whether it returned one value, not several.
+        writes: The values that it overwrites.
+        is_random: Whether it draws random numbers.
+    """
+
+    function: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outs: tuple[int | None, ...]
+    is_single: bool
+    writes: tuple[int, ...] = ()
+    is_random: bool = False
+
+    @property
+    def reads(self) -> list[int]:
+        """The values among the arguments."""
+        return [ref.number for ref in refs_in((self.args, self.kwargs))]
+
+    @property
+    def made(self) -> list[int]:
+        """The values that it makes, not those that it got and returns."""
+        got = set(self.reads)
+        return [n for n in self.outs if n is not None and n not in got]
+
+
+@dataclass(frozen=True, eq=False)
+class Assumption:
+    """What Python read off values when the step was recorded, and has to be so again.
+
+    Attributes:
+        what: The number in a tensor, all of its numbers, whether two are equal, or a shape.
+        values: The values that were read.
+        answer: What was read.
+    """
+
+    what: Literal["item", "tolist", "equal", "shape"]
+    values: tuple[int, ...]
+    answer: Any
+
+    @property
+    def reads(self) -> list[int]:
+        """The values that were read."""
+        return [*self.values]
+
+
+Step = Operation | Assumption
+
+
+@dataclass
+class Program:
+    """All of a step.
+
+    Attributes:
+        given: The values that differ from step to step: the tensors among the arguments.
+        known: Tensors that are always the same ones, as parameters are, though not their numbers.
+        fixed: Tensors whose numbers are the same in every step.
+        filled: What operations gave that fill a tensor of the shape of another one.
+        steps: What is done, in order.
+        outs: The results.
+        roots: For each value, that whose memory it shares.
+    """
+
+    given: list[int] = field(default_factory=list)
+    known: dict[int, Tensor] = field(default_factory=dict)
+    fixed: dict[int, Tensor] = field(default_factory=dict)
+    filled: dict[int, Tensor] = field(default_factory=dict)
+    steps: list[Step] = field(default_factory=list)
+    outs: list[int] = field(default_factory=list)
+    roots: list[int] = field(default_factory=list)
+
+    def new(self, root: int | None = None) -> int:
+        """The number of another value, in the memory of ``root``."""
+        number = len(self.roots)
+        self.roots.append(number if root is None else root)
+        return number
+
+    @property
+    def operations(self) -> list[Operation]:
+        """The operations."""
+        return [step for step in self.steps if isinstance(step, Operation)]
+
+    @property
+    def assumptions(self) -> list[Assumption]:
+        """The assumptions."""
+        return [step for step in self.steps if isinstance(step, Assumption)]
+
+    @property
+    def written(self) -> set[int]:
+        """The roots of whatever is overwritten. What comes from outside may share its memory."""
+        found = {self.roots[n] for op in self.operations for n in op.writes}
+        outside = {*self.given, *self.known}
+        return found | outside if found & outside else found
+
+    @property
+    def is_random(self) -> bool:
+        """Whether it draws random numbers."""
+        return any(op.is_random for op in self.operations)
+
+
+def refs_in(value: Any) -> Iterator[Ref]:
+    """Every reference in nested arguments."""
+    if isinstance(value, Ref):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from refs_in(item)
+    elif isinstance(value, dict):
+        yield from refs_in([*value.values()])
+
+
+def replaced(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Nested arguments with something else in the place of each that is no container."""
+    if isinstance(value, (list, tuple)) and not isinstance(value, Ref):
+        return [replaced(item, function) for item in value]
+    if isinstance(value, dict):
+        return {name: replaced(item, function) for name, item in value.items()}
+    return function(value)
+
+
+def renumbered(step: Step, same: dict[int, int]) -> Step:
+    """A step with other values in the place of some.
+
+    Args:
+        step: The step.
+        same: The values to take, by those in whose place.
+    """
+    if not same or same.keys().isdisjoint(step.reads):
+        return step
+    if isinstance(step, Assumption):
+        return Assumption(step.what, tuple([same.get(n, n) for n in step.values]), step.answer)
+
+    def other(value: Any) -> Any:
+        return Ref(same.get(value.number, value.number)) if isinstance(value, Ref) else value
+
+    args, kwargs = tuple(replaced(step.args, other)), replaced(step.kwargs, other)
+    outs = tuple([n if n is None else same.get(n, n) for n in step.outs])
+    writes = tuple([same.get(n, n) for n in step.writes])
+    return Operation(step.function, args, kwargs, outs, step.is_single, writes, step.is_random)
+
+
+def numbers(values: Sequence[int | None]) -> list[int]:
+    """Those that are there."""
+    return [n for n in values if n is not None]

@@ -1,0 +1,232 @@
+"""Records a real step: every operation of torch, below autograd, with the tensors it ran on.
+
+A reason against replaying ends the recording, not the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from backpack_capture.program import Assumption, Operation, Program, Ref, numbers, refs_in
+
+aten = torch.ops.aten
+_PLAIN = (int, float, bool, complex, str, type(None))
+_PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+# Returns the tensor it gets: data that Python has just made one of.
+LIFTED = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
+# They write to running statistics, and do not say so.
+_WRITING = {aten.native_batch_norm.default: (3, 4)}
+# What they do to a tensor cannot be told by values.
+_REFUSED = {"set_", "resize_", "resize_as_", "resize", "_resize_output_", "as_strided_"}
+_FILLING = {f"aten::{name}" for name in ("ones_like", "zeros_like", "new_zeros", "new_ones")}
+_LARGEST = 2**12  # numbers of one that is kept
+_MASKS = (torch.bool, torch.uint8)
+
+
+class Recorder(TorchDispatchMode):
+    """Writes down what is computed on its thread.
+
+    Attributes:
+        program: What was written down.
+        refusal: Why it cannot be replayed; ``None`` if it can.
+        drawn: The state of torch's generator, behind what was drawn last.
+    """
+
+    def __init__(
+        self,
+        given: Sequence[Tensor],
+        known: Sequence[Tensor],
+        is_known: Callable[[Tensor], bool],
+    ) -> None:
+        """Number what is there before.
+
+        Args:
+            given: The tensors among the arguments.
+            known: Parameters and buffers.
+            is_known: Whether another tensor lies where the guard would see it replaced.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.program = Program()
+        self.refusal: str | None = None
+        self._numbers: Any = WeakTensorKeyDictionary()
+        self._memories: dict[int, int] = {}
+        self._is_known = is_known
+        self.drawn = torch.get_rng_state()
+        for tensor in given:
+            self.program.given.append(self._enter(tensor))
+        for tensor in known:
+            self.program.known[self._enter(tensor)] = tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and write it down."""
+        kwargs = kwargs or {}
+        if self.refusal is None:
+            self.refusal = _reason_against(func, types)
+        if self._is_over():
+            return func(*args, **kwargs)
+        if func in (aten._local_scalar_dense.default, aten.equal.default):
+            what = "equal" if len(args) == 2 else "item"
+            return self.assume(what, args, func(*args, **kwargs))
+        if func in LIFTED and args[0] not in self._numbers:
+            self.program.fixed[self._enter(args[0])] = args[0].clone()
+        args_, kwargs_ = self._refs(args), self._refs(kwargs)
+        if self._is_over():
+            return func(*args, **kwargs)
+        before = [t._version for t in _tensors((args, kwargs))]
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if is_random and not self.is_undisturbed():
+            self.refusal = "it sets the state of torch's generator, or draws in no operation"
+        out = func(*args, **kwargs)
+        if is_random:
+            self.drawn = torch.get_rng_state()
+        if func in LIFTED or func is aten.detach_.default:
+            if out is not args[0]:
+                self.refusal = "a constant was copied when it was made a tensor"
+            return out
+        self._note(func, (args, kwargs), (tuple(args_), kwargs_), before, out)
+        return out
+
+    def _is_over(self) -> bool:
+        return self.refusal is not None
+
+    # Values --------------------------------------------------------------------------------------
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """The number of a tensor; ``None``, and a reason, if nobody knows where it is from."""
+        number: int | None = self._numbers.get(tensor)
+        if number is None:
+            if not self._is_known(tensor):
+                kind = "parameter" if tensor.requires_grad else "tensor"
+                self.refusal = (
+                    f"it uses a {kind} of shape {list(tensor.shape)} that is neither an argument, "
+                    "nor of the modules given to capture(), nor a variable that the function "
+                    "refers to, so that nobody would notice if it were another one"
+                )
+                return None
+            number = self._enter(tensor)
+            self.program.known[number] = tensor
+        elif self._memories[number] != _memory(tensor):
+            self.refusal = "the memory of a tensor was exchanged (tensor.data = ...)"
+        return number
+
+    def is_undisturbed(self) -> bool:
+        """Whether nobody used torch's generator since something was drawn."""
+        return torch.equal(torch.get_rng_state(), self.drawn)
+
+    def left(self) -> list[Tensor]:
+        """What was made by operations, and is still there."""
+        outside = {*self.program.given, *self.program.known}
+        return [t for t, number in [*self._numbers.items()] if number not in outside]
+
+    def assume(self, what: Any, tensors: Sequence[Tensor], answer: Any) -> Any:
+        """Note that something was read off values."""
+        found = [self.number_of(tensor) for tensor in tensors]
+        if self.refusal is None:
+            self.program.steps.append(Assumption(what, tuple(numbers(found)), answer))
+        return answer
+
+    def _enter(self, tensor: Tensor, root: int | None = None) -> int:
+        number = self.program.new(root)
+        self._numbers[tensor] = number
+        self._memories[number] = _memory(tensor)
+        return number
+
+    def _refs(self, value: Any) -> Any:
+        """Nested arguments with references in the place of tensors."""
+        if isinstance(value, Tensor):
+            number = self.number_of(value)
+            return None if number is None else Ref(number)
+        if isinstance(value, (list, tuple)):
+            return [self._refs(item) for item in value]
+        if isinstance(value, dict):
+            return {name: self._refs(item) for name, item in value.items()}
+        if type(value) not in _PLAIN and not isinstance(value, _PLAIN_OF_TORCH):
+            self.refusal = f"an operation has an argument of type {type(value).__name__}"
+        return value
+
+    # Operations ----------------------------------------------------------------------------------
+
+    def _note(self, func: Any, given: Any, refs: Any, before: list[int], out: Any) -> None:
+        args, kwargs = refs
+        is_single = not isinstance(out, (list, tuple))
+        got = [(self._numbers[t], t) for t in _tensors(given)]
+        roots = {_memory(t): self.program.roots[n] for n, t in got}
+        outs = [self._out(value, roots) for value in ([out] if is_single else out)]
+        changed = [n for (n, t), v in zip(got, before, strict=True) if t._version != v]
+        writes = tuple(dict.fromkeys([*_declared(func, args, kwargs), *changed]))
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        step = Operation(func, args, kwargs, tuple(outs), is_single, writes, is_random)
+        self.program.steps.append(step)
+        is_filled = func._schema.name in _FILLING and out.numel() <= _LARGEST
+        if is_filled and step.made:
+            self.program.filled[step.made[0]] = out.clone()
+        if torch.Tag.dynamic_output_shape in func.tags and _depends(func, given[0]):
+            made = [t for t in ([out] if is_single else out) if isinstance(t, Tensor)]
+            self.assume("shape", made, [tuple(t.shape) for t in made])
+
+    def _out(self, value: Any, roots: dict[int, int]) -> int | None:
+        if not isinstance(value, Tensor):
+            if isinstance(value, (list, tuple)):
+                self.refusal = "an operation returns lists among other values"
+            return None
+        if value.layout is not torch.strided or value.device.type != "cpu":
+            self.refusal = f"it has a tensor of layout {value.layout} on {value.device}"
+        number: int | None = self._numbers.get(value)
+        return self._enter(value, roots.get(_memory(value))) if number is None else number
+
+
+def _reason_against(func: Any, types: Any) -> str | None:
+    name = func._schema.name
+    other = [kind for kind in types if kind not in (Tensor, torch.nn.Parameter)]
+    if other:
+        return f"it has a tensor of type {other[0].__name__}"
+    if not name.startswith("aten::"):
+        return f"it calls {name}, of which only its author knows what it does"
+    if name == "aten::mkldnn_rnn_layer":
+        return (
+            "its LSTM runs by mkldnn, whose buffers are no tensors that could be kept: call the "
+            "step inside of torch.backends.mkldnn.flags(enabled=False)"
+        )
+    if name.removeprefix("aten::") in _REFUSED:
+        return f"it calls {name}, which exchanges the memory of a tensor"
+    is_read = func in (aten._local_scalar_dense.default, aten.equal.default)
+    if torch.Tag.data_dependent_output in func.tags and not is_read:
+        return f"it calls {name}, which returns what depends on values"
+    return None
+
+
+def _depends(func: Any, args: Any) -> bool:
+    """Whether a shape depends on values: with an index, only if there is a mask."""
+    if func is not aten.index.Tensor:
+        return True
+    return any(i is not None and i.dtype in _MASKS for i in args[1])
+
+
+def _declared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """The values that an operation says it overwrites."""
+    found: list[Any] = [args[place] for place in _WRITING.get(func, ())]
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[place] if place < len(args) else kwargs.get(argument.name))
+    return [ref.number for ref in refs_in(found)]
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return _tensors([*value.values()])
+    return [t for item in value for t in _tensors(item)] if isinstance(value, (list, tuple)) else []
+
+
+def _memory(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return -1  # it is refused
+    found: int = tensor.untyped_storage()._cdata
+    return found

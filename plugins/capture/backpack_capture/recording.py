@@ -1,0 +1,131 @@
+"""Records a step: a real one, by the engine, whose results count."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack_capture.code import code_of
+from backpack_capture.engine import Asked, Outcome, run_engine
+from backpack_capture.graph import Graph, Results, gradients_apart
+from backpack_capture.guard import Guard
+from backpack_capture.nested import HoldsCode
+from backpack_capture.recorder import Recorder
+from backpack_capture.tidying import tidy
+from backpack_capture.unseen import seen_by, states_of_generators
+from backpack_capture.watch import Watch
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Why there is no graph, and never will be."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class NotYet:
+    """Why there is no graph of this step; there may be one of the next."""
+
+    reason: str
+
+
+def record(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    given: Sequence[Tensor],
+    asked: Asked,
+    watch: Watch,
+) -> tuple[Outcome, Graph | Refused | NotYet]:
+    """Run a step by the engine, and write down what is computed.
+
+    Args:
+        function: The step.
+        args: Its arguments.
+        kwargs: Those by name.
+        given: The tensors among them.
+        asked: What the engine is asked for.
+        watch: What is compared before a replay.
+
+    Returns:
+        What the step gave, and its graph, or why there is none.
+    """
+    parameters, fields = watch.parameters, [e.savefield for e in asked.extensions]
+    known = {id(t): t for t in watch.tensors.values()}
+    if known.keys() & {*map(id, given)}:
+        return run_engine(function, args, kwargs, asked), Refused("an argument is a parameter")
+    for parameter in parameters:
+        for field in fields:
+            parameter.__dict__.pop(field, None)
+    guard, drawn = Guard(watch), states_of_generators()
+    recorder = Recorder(given, [*known.values()], watch.refers_to)
+    torch.clear_autocast_cache()
+    memories = [t.untyped_storage() for t in known.values()]
+    with gradients_apart(parameters):
+        with seen_by(recorder), recorder:
+            outcome = run_engine(function, args, kwargs, asked)
+        torch.clear_autocast_cache()
+        graph = _graph(recorder, outcome, parameters, fields, watch)
+    reason = recorder.refusal
+    if [m._cdata for m in memories] != [t.untyped_storage()._cdata for t in known.values()]:
+        reason = reason or "the memory of a parameter or a buffer is exchanged (tensor.data = ...)"
+    reason = reason or _changed(guard, drawn, recorder)
+    if outcome.was_measured:
+        return outcome, NotYet("every pass is measured: the structure is not trusted")
+    if reason is not None or graph is None:
+        return outcome, Refused(reason or "a result is no value of tensors")
+    return outcome, graph
+
+
+def _graph(
+    recorder: Recorder,
+    outcome: Outcome,
+    parameters: Sequence[Tensor],
+    fields: Sequence[str],
+    watch: Watch,
+) -> Graph | None:
+    """The graph of what was recorded; ``None``, and a reason, if there is none."""
+    if recorder.refusal is not None or outcome.was_measured:
+        return None
+    try:
+        results = Results(outcome.returned, parameters, fields)
+    except (HoldsCode, RecursionError) as error:
+        recorder.refusal = f"a result is a {error}, which holds code"
+        return None
+    program = recorder.program
+    numbers = [recorder.number_of(tensor) for tensor in results.tensors]
+    if None in numbers:
+        return None
+    # A view holds the tensor that it is a view of.
+    own = {id(t) for result in results.tensors for t in (result, result._base)}
+    if any(id(t) not in own for t in recorder.left()):
+        gc.collect()
+        if any(id(t) not in own for t in recorder.left()):
+            recorder.refusal = "it keeps a tensor elsewhere than in what it returns"
+            return None
+    program.outs = [n for n in numbers if n is not None]
+    recorded = len(program.operations)
+    names = {id(t): f"own_{name}" for name, t in watch.tensors.items()}
+    try:
+        code = code_of(tidy(program), names)
+    except Exception as error:  # the step itself is through, and right
+        recorder.refusal = f"its graph could not be written ({type(error).__name__}: {error})"
+        return None
+    return Graph(program, recorded, code, results, parameters, fields)
+
+
+def _changed(guard: Guard, drawn: Any, recorder: Recorder) -> str | None:
+    """What a step changed that no graph would change."""
+    if not guard.holds():
+        return "it changes attributes of modules, or variables that it refers to"
+    if states_of_generators() != drawn:
+        return "it draws random numbers that are not torch's"
+    if not recorder.is_undisturbed():
+        return "it sets the state of torch's generator, or draws in no operation"
+    return None

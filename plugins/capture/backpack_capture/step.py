@@ -1,0 +1,345 @@
+"""A step that runs by the engine until it is trusted, and as a recorded graph from then on."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_capture import _torch
+from backpack_capture.code import AnotherAnswer
+from backpack_capture.engine import Asked, Outcome, run_engine
+from backpack_capture.graph import Graph
+from backpack_capture.guard import Guard
+from backpack_capture.nested import Apart, HoldsCode
+from backpack_capture.recording import Refused, record
+from backpack_capture.watch import Watch
+from backpack_core.errors import BackpackWarning, UsageError, warn
+
+MOST: Final = 8  # graphs, those that ran last
+PATIENCE: Final = 4  # replays in a row that read another answer, steps that change their own form
+NEW: Final = 64  # forms in a row, none of which was met again
+ATTEMPTS: Final = (4, 6, 7, 10, 18)  # steps that may be recorded: most of those before are measured
+
+
+class CaptureWarning(BackpackWarning):
+    """A captured step runs by the engine: no faster than without ``capture``, and as right.
+
+    The message says why. ``report()`` says it again.
+    """
+
+
+class _Form:
+    """What is known of the steps with arguments of some shapes, as the modules are.
+
+    Attributes:
+        watch: What is looked at.
+        guard: How it was.
+        passes: How many steps the engine ran.
+        graph: The recorded step; ``None`` before it is recorded.
+        reason: Why there is none, for good.
+    """
+
+    def __init__(self, watch: Watch, shown: str) -> None:
+        self.watch, self.guard, self.shown = watch, Guard(watch), shown
+        self.passes = 0
+        self.was_measured = True
+        self.graph: Graph | None = None
+        self.reason = ""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next step is recorded."""
+        after = self.passes + 1
+        return after in ATTEMPTS or (after == 2 and not self.was_measured)
+
+
+class CapturedStep:
+    """What :func:`~backpack_capture.capture` returns. Call it as the function that it was given."""
+
+    def __init__(
+        self, function: Callable[..., Any], modules: Sequence[Module], asked: Asked
+    ) -> None:
+        self._function, self._modules, self._asked = function, modules, asked
+        self._watch = self._new_watch()
+        self._forms: OrderedDict[Hashable, list[_Form]] = OrderedDict()
+        self._lock = threading.RLock()
+        self._has_warned = False
+        self._by_engine = self._restless = self._new = 0
+        self._reason = ""
+
+    # Running -------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step: forward pass, loss, backward pass with the extensions.
+
+        Args:
+            args: The function's arguments.
+            kwargs: Those by name.
+
+        Returns:
+            What the function returned, detached.
+        """
+        with self._lock:
+            if self._reason:
+                return self._run_engine(args, kwargs).returned
+            given = _plain_tensors(args) if not kwargs else None
+            if given is None:
+                try:
+                    apart = Apart((args, kwargs))
+                except (HoldsCode, RecursionError) as reason:
+                    return self._refused(args, kwargs, f"an argument is a {reason}")
+                given, form = apart.tensors, apart.form
+            else:
+                form = (len(args),)
+            key = form, tuple([_key_of(t) for t in given])
+            found = self._find(key)
+            if found is not None and found.graph is not None:
+                return self._replay(found, given, args, kwargs)
+            returned, found = self._step(key, given, args, kwargs, found)
+            self._give_up(found)
+            return returned
+
+    def _find(self, key: Hashable) -> _Form | None:
+        forms = self._forms.get(key, ())
+        return next((form for form in forms if form.guard.holds()), None)
+
+    def _step(
+        self, key: Hashable, given: list[Tensor], args: Any, kwargs: Any, form: _Form | None
+    ) -> tuple[Any, _Form]:
+        """A step by the engine, perhaps a recorded one."""
+        self._new += form is None
+        if form is None:
+            if self._watch.is_outdated():
+                self._watch = self._new_watch()
+            form = _Form(self._watch, _shown(given))
+            form.reason = _reason_against(self._asked, given) or self._watch.reason_against() or ""
+            self._keep(key, form)
+        if form.reason:
+            return self._refused(args, kwargs, form.reason), form
+        if not form.is_due:
+            outcome = self._run_engine(args, kwargs)
+            form.passes, form.was_measured = form.passes + 1, outcome.was_measured
+            return outcome.returned, form
+        form.passes += 1
+        outcome, graph = record(self._function, args, kwargs, given, self._asked, form.watch)
+        self._by_engine += 1
+        if isinstance(graph, Graph):
+            form.graph, form.guard = graph, Guard(form.watch)
+        elif isinstance(graph, Refused) or form.passes >= ATTEMPTS[-1]:
+            form.reason = graph.reason
+            self._warn(graph.reason)
+        form.was_measured = True
+        return outcome.returned, form
+
+    def _give_up(self, form: _Form) -> None:
+        """Do without graphs for good, if no step is ever like one before."""
+        if form.graph is None and not form.guard.holds():
+            self._restless += 1
+        elif form.passes > 1 or form.reason:
+            self._restless = self._new = 0
+        if self._restless >= PATIENCE:
+            self._reason = "it changes attributes of modules, or variables that it refers to"
+        elif self._new >= NEW:
+            self._reason = "its arguments, or what it refers to, are others nearly every time"
+        if self._reason:
+            self._forms.clear()
+            self._warn(self._reason)
+
+    def _keep(self, key: Hashable, form: _Form) -> None:
+        """Remember a form, as the one that ran last."""
+        self._forms.setdefault(key, []).append(form)
+        self._forms.move_to_end(key)
+        while sum(map(len, self._forms.values())) > MOST:
+            oldest = next(iter(self._forms))
+            self._forms[oldest].pop(0)
+            if not self._forms[oldest]:
+                del self._forms[oldest]
+
+    def _run_engine(self, args: Any, kwargs: Any) -> Outcome:
+        self._by_engine += 1
+        return run_engine(self._function, args, kwargs, self._asked)
+
+    def _refused(self, args: Any, kwargs: Any, reason: str) -> Any:
+        self._warn(reason)
+        return self._run_engine(args, kwargs).returned
+
+    # Replaying -----------------------------------------------------------------------------------
+
+    def _replay(self, form: _Form, given: list[Tensor], args: Any, kwargs: Any) -> Any:
+        graph = form.graph
+        assert graph is not None
+        if len(self._forms) > 1:
+            key = next(key for key, forms in self._forms.items() if form in forms)
+            self._forms.move_to_end(key)
+        if not graph.takes_gradients():
+            return self._run_engine(args, kwargs).returned
+        before = graph.snapshot(given)
+        graph.replays += 1
+        try:
+            results = graph.run(given)
+        except AnotherAnswer:
+            graph.reruns += 1
+            graph.in_a_row += 1
+            before.put_back()
+            if graph.in_a_row >= PATIENCE:
+                self._drop(form, "it reads numbers or shapes off values, which differ each time")
+            return self._run_engine(args, kwargs).returned
+        except Exception as error:
+            before.put_back()
+            returned = self._run_engine(args, kwargs).returned  # or the step itself is wrong
+            self._drop(form, f"its graph failed, and the step did not: {error}")
+            return returned
+        graph.in_a_row = 0
+        if graph.is_compared:
+            before.put_back()
+            return self._compare(form, results, args, kwargs)
+        return graph.deliver(results)
+
+    def _compare(self, form: _Form, results: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+        """Run the engine after the graph; what it gives counts."""
+        graph = form.graph
+        assert graph is not None
+        self._by_engine += 1
+        outcome, difference = graph.compare(results, self._function, args, kwargs, self._asked)
+        graph.compared += 1
+        if difference:
+            self._drop(form, f"its graph gave something else than the engine: {difference}")
+        return outcome.returned
+
+    def _drop(self, form: _Form, reason: str) -> None:
+        form.graph, form.reason = None, reason
+        self._warn(reason)
+
+    # Saying --------------------------------------------------------------------------------------
+
+    def _warn(self, reason: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warn(
+                f"A captured step runs by the engine, as without capture(): {reason}. "
+                "step.report() says what runs how.",
+                CaptureWarning,
+            )
+
+    def holds(self, *args: Tensor) -> bool:
+        """Whether a step with these tensors would be replayed now: what the guard says."""
+        found = self._find(((len(args),), tuple(map(_key_of, args))))
+        return found is not None and found.graph is not None
+
+    def report(self) -> str:
+        """What runs how, and why: a line for each form of the arguments."""
+        lines = [f"{self!r}: {self._by_engine} steps by the engine"]
+        if self._reason:
+            lines.append(f"  all of them: {self._reason}")
+        for form in (form for forms in self._forms.values() for form in forms):
+            lines.append(f"  {form.shown}: {self._said_of(form)}")
+        return "\n".join(lines)
+
+    def _said_of(self, form: _Form) -> str:
+        graph = form.graph
+        if graph is None:
+            return f"engine, {form.reason or 'until the structure is trusted'}"
+        return (
+            f"graph of {graph.size} operations ({graph.recorded} were recorded), {graph.replays} "
+            f"replays, {graph.compared} compared with the engine, {graph.reruns} run again"
+        )
+
+    @property
+    def code(self) -> str:
+        """The Python code of the graphs, those that ran last behind."""
+        found = [f for forms in self._forms.values() for f in forms if f.graph is not None]
+        return "\n".join([f"# {f.shown}\n{f.graph.code.text}" for f in found if f.graph])
+
+    def __repr__(self) -> str:
+        """The function, and what is asked for."""
+        names = ", ".join(type(e).__name__ for e in self._asked.extensions)
+        return f"<captured {self._function.__qualname__} with {names or 'no extensions'}>"
+
+    def _new_watch(self) -> Watch:
+        return Watch(self._function, self._modules, self._asked.extensions)
+
+
+def _plain_tensors(args: tuple[Any, ...]) -> list[Tensor] | None:
+    """Arguments that are tensors, each another one; ``None`` if they are not."""
+    for arg in args:
+        if type(arg) is not Tensor:
+            return None
+    return [*args] if len({*map(id, args)}) == len(args) else None
+
+
+def _key_of(tensor: Tensor) -> Hashable:
+    return (
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.requires_grad,
+        _torch.keys_of(tensor),
+        type(tensor),
+    )
+
+
+def _reason_against(asked: Asked, given: Sequence[Tensor]) -> str | None:
+    """Why steps with such arguments are not recorded."""
+    if asked.check == "always":
+        return 'check="always" measures every pass'
+    for tensor in given:
+        if type(tensor) is not Tensor:
+            return f"an argument is a {type(tensor).__name__}"
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return f"an argument is on {tensor.device}, {tensor.layout}, not dense on a CPU"
+        if tensor.requires_grad:
+            return "an argument wants a gradient"
+    return None
+
+
+def _shown(given: Sequence[Tensor]) -> str:
+    return ", ".join([f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in given])
+
+
+def capture(
+    step: Callable[..., Any],
+    *parts: Any,
+    gradient: Any = "autograd",
+    check: Any = "first",
+    **more: Any,
+) -> CapturedStep:
+    """Make a training step that is recorded once it is trusted, and replayed without the engine.
+
+    Example:
+        >>> step = capture(lambda X, y: lossfunc(model(X), y), model, lossfunc, BatchGrad())
+        >>> loss = step(X, y)
+
+    Args:
+        step: A function that returns the loss, or a tuple with the loss in front.
+        parts: The extended modules that it calls, and extensions.
+        gradient: As of :class:`~backpack_core.backpack`.
+        check: As there. ``"always"`` is never recorded.
+        more: Nothing else of what :class:`~backpack_core.backpack` takes.
+
+    Returns:
+        A step: called as the function, it runs the forward pass, the loss, and the backward pass
+        with the extensions, and stores ``.grad`` and results on parameters as these do.
+
+    Raises:
+        UsageError: An argument is nothing that can be captured.
+    """
+    if more:
+        raise UsageError(
+            f"capture() does not take {next(iter(more))}=: what is called during a pass is not "
+            "part of a graph. Write the step with backpack(...) and loss.backward()."
+        )
+    if not hasattr(step, "__qualname__") or isinstance(step, type):
+        raise UsageError(f"capture() takes a function that returns the loss. Got {step!r}.")
+    modules = [part for part in parts if isinstance(part, Module)]
+    if not modules:
+        raise UsageError("capture() needs the extended modules that the step calls.")
+    extensions = tuple([part for part in parts if not isinstance(part, Module)])
+    asked = Asked(extensions, gradient, check)
+    asked.block()  # which refuses what is wrong with them
+    return CapturedStep(step, modules, asked)

@@ -1,0 +1,82 @@
+"""Reads of numbers that are no operation of torch, and so pass by a recorder.
+
+While a step is recorded, their methods are others.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from backpack_capture.recorder import Recorder
+
+# Where numbers leave torch: what is computed of them elsewhere, nobody sees.
+_LEAVING: Final = (
+    *[(Tensor, name) for name in ("numpy", "__array__", "data_ptr", "__dlpack__", "storage")],
+    (Tensor, "__reduce_ex__"),
+    (torch.UntypedStorage, "tolist"),
+    (torch.UntypedStorage, "__getitem__"),
+    (torch.utils.dlpack, "to_dlpack"),
+    (torch, "to_dlpack"),
+)
+
+
+@contextmanager
+def seen_by(recorder: Recorder) -> Iterator[None]:
+    """A block in which a recorder notices them, on its thread."""
+    thread, restore = threading.get_ident(), list[Callable[[], None]]()
+
+    def put(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
+        own = vars(owner).get(name)
+        original = getattr(owner, name)
+        setattr(owner, name, wrap(original))
+        back = (lambda: delattr(owner, name)) if own is None else lambda: setattr(owner, name, own)
+        restore.append(back)
+
+    def refusing(name: str) -> Callable[[Any], Any]:
+        def wrap(original: Any) -> Any:
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                # Core asks whether a view lies where its tensor does.
+                caller = sys._getframe(1).f_globals.get("__name__", "")
+                is_ours = name == "data_ptr" and caller.startswith("backpack_core.")
+                if threading.get_ident() == thread and not is_ours and recorder.refusal is None:
+                    recorder.refusal = f"it calls {name}, by which numbers leave torch"
+                return original(*args, **kwargs)
+
+            return wrapped
+
+        return wrap
+
+    def listing(original: Any) -> Any:
+        def tolist(tensor: Tensor) -> Any:
+            found = original(tensor)
+            if threading.get_ident() == thread and recorder.refusal is None:
+                recorder.assume("tolist", (tensor,), found)
+            return found
+
+        return tolist
+
+    try:
+        put(Tensor, "tolist", listing)
+        for owner, name in _LEAVING:
+            if hasattr(owner, name):
+                put(owner, name, refusing(name))
+        yield
+    finally:
+        for back in reversed(restore):
+            back()
+
+
+def states_of_generators() -> tuple[Any, ...]:
+    """The states of Python's and NumPy's random numbers, which no graph draws."""
+    numpy = sys.modules.get("numpy")
+    of_numpy = () if numpy is None else numpy.random.get_state(legacy=True)
+    parts = [part.tobytes() if hasattr(part, "tobytes") else part for part in of_numpy]
+    return random.getstate(), tuple(parts)

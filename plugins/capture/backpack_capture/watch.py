@@ -1,0 +1,209 @@
+"""What a recorded graph takes for granted, compared before each replay. It has to be quick.
+
+Numbers and containers are compared by value, other objects by identity. They are held, so that no
+other one can get the number of one that is gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import sysconfig
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_capture import _torch
+from backpack_core import Extension
+
+OF_ALL: Final = frozenset(vars(Module()))
+HOOKS: Final = (
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"),
+    *("_state_dict_hooks",),
+)
+_OURS: Final = "_backpack"  # begins the attributes that ``extend`` makes
+DEEPEST: Final = 4
+
+
+class Watch:
+    """A function, the modules and extensions that it takes part with, and all they refer to.
+
+    Attributes:
+        modules: Every module.
+        parameters: Their parameters.
+        tensors: Those and their buffers, by name.
+        functions: Functions that a step calls, of the user's.
+        classes: Classes of the user's, of modules and other objects.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        modules: Sequence[Module],
+        extensions: Sequence[Extension],
+    ) -> None:
+        self.bound = getattr(function, "__self__", None)
+        functions, _ = code_behind([function])
+        found = [self.bound, *[value for f in functions for value in _referred(f)]]
+        self._roots = roots = [*modules, *[m for m in found if isinstance(m, Module)]]
+        self.modules = _modules_of(roots)
+        self.functions, self.classes = code_behind([function, *self.modules])
+        self.tensors = _named_tensors(roots)
+        self.parameters = [t for t in self.tensors.values() if isinstance(t, torch.nn.Parameter)]
+        self.extensions = extensions
+        self.outside: dict[int, Tensor] = {}
+
+    def is_outdated(self) -> bool:
+        """Whether other modules are inside now."""
+        return [*map(id, _modules_of(self._roots))] != [*map(id, self.modules)]
+
+    def refers_to(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies where it would be noticed if it were replaced; watch it, if so."""
+        if tensor.requires_grad:
+            return False
+        places: list[Any] = [self.bound, *[v for f in self.functions for v in _referred(f)]]
+        places += [v for m in self.modules for n, v in vars(m).items() if n not in OF_ALL]
+        places += [value for e in self.extensions for value in vars(e).values()]
+        found = any(tensor is inside for place in places for inside in _tensors_in(place))
+        if found:
+            self.outside[id(tensor)] = tensor
+        return found
+
+    def reason_against(self) -> str | None:
+        """Why no step can be replayed as things are; ``None`` if there is no reason."""
+        if not _torch.is_ordinary():
+            return (
+                "gradients are off, or a mode of torch is on (a hook of all modules or saved "
+                "tensors, anomaly detection, inference mode, a transform, a dispatch mode)"
+            )
+        for module in self.modules:
+            for table in HOOKS[:4]:
+                for hook in vars(module)[table].values():
+                    if not _computes_only(hook):
+                        return f"a hook on {type(module).__name__} may do more than compute"
+            if "forward" in vars(module):
+                return f"forward of {type(module).__name__} is replaced on the module itself"
+            if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+                return "DistributedDataParallel exchanges gradients"
+        for name, tensor in self.tensors.items():
+            if _torch.gradient_hooks(tensor):
+                return f"a hook listens to the gradient of {name}"
+            if type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
+                return f"{name} is a {type(tensor).__name__}"
+            if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+                return f"{name} is on {tensor.device}, {tensor.layout}: only dense tensors on a CPU"
+            if tensor.grad_fn is not None:
+                return f"{name} was computed from other tensors"
+        return None
+
+
+def _computes_only(hook: Any) -> bool:
+    """Whether a hook is of a library that computes parameters in it, or ours."""
+    home = type(hook).__module__ if not isinstance(hook, types.FunctionType) else hook.__module__
+    function = getattr(hook, "func", hook)
+    names = (home, getattr(function, "__module__", ""))
+    return any(str(name).startswith(("backpack_core", "torch.nn.utils")) for name in names)
+
+
+def _modules_of(roots: Sequence[Module]) -> list[Module]:
+    return list({id(m): m for root in roots for m in root.modules()}.values())
+
+
+def _named_tensors(roots: Sequence[Module]) -> dict[str, Tensor]:
+    found, known = dict[str, Tensor](), set[int]()
+    for root in roots:
+        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+            if id(tensor) not in known:
+                known.add(id(tensor))
+                while name in found:
+                    name += "_"
+                found[name] = tensor
+    return found
+
+
+# Functions -----------------------------------------------------------------------------------
+
+
+_INSTALLED: Final = tuple({sysconfig.get_path(key) for key in ("stdlib", "purelib", "platlib")})
+
+
+def code_behind(values: Sequence[Any]) -> tuple[list[types.FunctionType], list[type]]:
+    """The functions and classes of the user's that values are, and those that these refer to."""
+    functions, classes = dict[int, types.FunctionType](), dict[int, type]()
+    todo = [*values]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, types.MethodType):
+            todo += [value.__func__, value.__self__]
+        elif isinstance(value, functools.partial):
+            todo += [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, types.FunctionType):
+            if id(value) not in functions and _is_users(value):
+                functions[id(value)] = value
+                todo += _referred(value)
+        else:
+            kind = value if isinstance(value, type) else type(value)
+            for base in [k for k in kind.__mro__ if id(k) not in classes]:
+                own = [f for f in map(_function_of, vars(base).values()) if _is_users(f)]
+                if own:
+                    classes[id(base)] = base
+                    todo += own
+    return [*functions.values()], [*classes.values()]
+
+
+def _function_of(value: Any) -> Any:
+    """The function that an attribute of a class is made of."""
+    return getattr(value, "__func__", getattr(value, "fget", value))
+
+
+def _is_users(function: Any) -> bool:
+    """Whether a function is one of the user's files, and not of an installed package, or ours."""
+    if not isinstance(function, types.FunctionType):
+        return False
+    is_ours = str(function.__module__).startswith("backpack_")
+    return not is_ours and not function.__code__.co_filename.startswith(_INSTALLED)
+
+
+def _referred(function: types.FunctionType) -> list[Any]:
+    """What a function refers to by a name: variables around it, globals, defaults."""
+    found = []
+    for cell in function.__closure__ or ():
+        try:
+            found.append(cell.cell_contents)
+        except ValueError:  # not assigned yet
+            found.append(None)
+    table = function.__globals__
+    found += [table.get(name) for name in names_in(function.__code__)]
+    return [*found, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+
+
+def names_in(code: types.CodeType) -> list[str]:
+    """The names of globals and attributes in a function, and in those inside of it."""
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    return [*code.co_names, *[name for c in inner for name in names_in(c)]]
+
+
+_NO_RECORDS: Final = (Module, Tensor, type, types.ModuleType, types.FunctionType)
+
+
+# Values --------------------------------------------------------------------------------------
+
+
+def is_record(value: Any) -> bool:
+    """Whether an object is its attributes, as settings are."""
+    return hasattr(value, "__dict__") and not isinstance(value, _NO_RECORDS)
+
+
+def _tensors_in(value: Any, deepest: int = DEEPEST) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)) and deepest:
+        for item in value:
+            yield from _tensors_in(item, deepest - 1)
+    elif isinstance(value, dict) and deepest:
+        yield from _tensors_in([*value.values()], deepest)
+    elif deepest and is_record(value):
+        yield from _tensors_in([*vars(value).values()], deepest - 1)

@@ -1,0 +1,493 @@
+"""Whatever a graph takes for granted is compared before each replay; else the engine runs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from backpack_capture import CapturedStep, capture
+from backpack_core import backpack, extend, memory_budget, set_memory_budget
+from backpack_core.extensions import BatchGrad
+from backpack_core.plugins.registry import registry
+from tests.capture.twins import same
+
+FACTOR, OTHER = 1.0, 1.0
+
+
+class Weight:
+    """An object that is called."""
+
+    def __init__(self) -> None:
+        self.power = 1.0
+
+    def __call__(self, loss: Tensor) -> Tensor:
+        return loss * self.power
+
+    def method(self, loss: Tensor) -> Tensor:
+        return loss * self.power
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.scale, self.shifts = 1.0, [0.5, 0.0]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.act, self.last = nn.Linear(4, 3), nn.LeakyReLU(0.1), nn.Linear(3, 3)
+        self.table, self.settings, self.shift = {"scale": 1.0}, Settings(), torch.zeros(3)
+        self.register_buffer("mask", torch.ones(3))
+
+    factor = 1.0
+
+    def more(self, x: Tensor) -> Tensor:
+        return x * self.factor * OTHER
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.more(self.act(self.first(x)) * self.mask)
+        h = h * self.table["scale"] * self.settings.scale
+        return self.last(h) + self.settings.shifts[1] + self.shift
+
+
+class Situation:
+    """A step that is replayed."""
+
+    def __init__(self) -> None:
+        self.model, self.lossfunc = extend(Net()), extend(nn.CrossEntropyLoss())
+        self.extension, self.weight = BatchGrad(), 1.0
+        self.step = self._captured()
+        self.x, self.y = torch.rand(5, 4), torch.randint(3, (5,))
+        for _ in range(6):
+            self.step(self.x, self.y)
+
+    def _captured(self) -> CapturedStep:
+        weight, model, lossfunc = 1.0, self.model, self.lossfunc
+        self.called, self.bound, self.partial = called, bound, part = Weight(), Weight(), Weight()
+        method, partly = bound.method, partial(Weight.method, part)
+
+        def function(x: Tensor, y: Tensor, more: float = 0.0) -> Tensor:
+            loss = lossfunc(model(x), y) * weight * FACTOR + more
+            return partly(method(called(loss)))
+
+        def change() -> None:
+            nonlocal weight
+            weight = 3.0
+
+        self.change, self.function = change, function
+        return capture(function, model, lossfunc, self.extension)
+
+    @property
+    def replays(self) -> int:
+        forms = [form for forms in self.step._forms.values() for form in forms]
+        return sum(form.graph.replays for form in forms if form.graph)
+
+    def run(self) -> bool:
+        """One step, which has to be right; whether it was replayed."""
+        before, by_engine = self.replays, self.step._by_engine
+        compared = sum(f.graph.compared for fs in self.step._forms.values() for f in fs if f.graph)
+        loss, results = self._results(lambda: self.step(self.x, self.y))
+        after = sum(f.graph.compared for fs in self.step._forms.values() for f in fs if f.graph)
+        was_replayed = self.replays > before
+        assert was_replayed != (self.step._by_engine - by_engine > after - compared)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            right, expected = self._results(self._by_engine)
+        same(loss, right)
+        same(results, expected)
+        return was_replayed
+
+    def _by_engine(self) -> Tensor:
+        with backpack(self.extension):
+            loss = self.function(self.x, self.y)
+            loss.backward()
+        return loss.detach()
+
+    def _results(self, run: Callable[[], Tensor]) -> Any:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+            parameter.__dict__.pop("grad_batch", None)
+        loss = run()
+        return loss, [
+            t for p in self.model.parameters() for t in (p.grad, p.__dict__.get("grad_batch"))
+        ]
+
+
+CHANGES: dict[str, Callable[[Situation], AbstractContextManager[Any] | None]] = {}
+
+
+def change(function: Any) -> Any:
+    CHANGES[function.__name__] = function
+    return function
+
+
+@change
+def eval_mode(now: Situation) -> None:
+    now.model.eval()
+
+
+@change
+def inner_module_in_eval_mode(now: Situation) -> None:
+    now.model.act.eval()
+
+
+@change
+def parameter_replaced(now: Situation) -> None:
+    now.model.first.weight = nn.Parameter(torch.rand(3, 4))
+
+
+@change
+def parameter_in_other_layout(now: Situation) -> None:
+    weight = now.model.first.weight
+    weight.data = weight.data.T.contiguous().T
+
+
+@change
+def parameter_frozen(now: Situation) -> None:
+    now.model.first.weight.requires_grad_(False)
+
+
+@change
+def buffer_replaced(now: Situation) -> None:
+    now.model.mask = torch.rand(3)
+
+
+@change
+def tensor_attribute_replaced(now: Situation) -> None:
+    now.model.shift = torch.rand(3)
+
+
+@change
+def setting_of_a_module(now: Situation) -> None:
+    now.model.act.negative_slope = 0.7
+
+
+@change
+def entry_of_a_dictionary(now: Situation) -> None:
+    now.model.table["scale"] = 2.0
+
+
+@change
+def attribute_of_an_attribute(now: Situation) -> None:
+    now.model.settings.scale = 2.0
+
+
+@change
+def entry_of_a_list_of_an_attribute(now: Situation) -> None:
+    now.model.settings.shifts[1] = torch.rand(()).item()
+
+
+@change
+def setting_of_the_loss(now: Situation) -> None:
+    now.lossfunc.reduction = "sum"
+
+
+@change
+def module_replaced(now: Situation) -> None:
+    now.model.act = extend(nn.Sigmoid())
+
+
+@change
+def module_added(now: Situation) -> None:
+    now.model.add_module("further", nn.Linear(2, 2))
+
+
+@change
+def forward_hook(now: Situation) -> None:
+    now.model.first.register_forward_hook(lambda module, args, out: out * 2)
+
+
+@change
+def forward_pre_hook(now: Situation) -> None:
+    now.model.first.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+
+
+@change
+def backward_hook(now: Situation) -> None:
+    now.model.last.register_full_backward_hook(lambda module, ins, outs: (ins[0] * 1,))
+
+
+@change
+def hook_of_all_modules(now: Situation) -> Any:
+    @contextmanager
+    def block() -> Iterator[None]:
+        handle = register_module_forward_hook(lambda module, args, out: None)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    return block()
+
+
+@change
+def gradient_hook(now: Situation) -> None:
+    now.model.first.weight.register_hook(lambda grad: grad * 2)
+
+
+@change
+def hook_after_accumulation(now: Situation) -> None:
+    now.model.first.weight.register_post_accumulate_grad_hook(lambda p: setattr(p, "seen", 1))
+
+
+@change
+def forward_of_the_instance(now: Situation) -> None:
+    now.model.act.forward = lambda x: x * 2
+
+
+@change
+def forward_of_the_class(now: Situation) -> Any:
+    @contextmanager
+    def block() -> Iterator[None]:
+        before = Net.forward
+        Net.forward = lambda self, x: before(self, x) * 2
+        try:
+            yield
+        finally:
+            Net.forward = before
+
+    return block()
+
+
+@change
+def class_of_a_module(now: Situation) -> None:
+    now.model.first.__class__ = type("Other", (nn.Linear,), {"__module__": "torch.other"})
+
+
+@change
+def variable_around_the_function(now: Situation) -> None:
+    now.change()
+
+
+@change
+def global_variable(now: Situation) -> Any:
+    @contextmanager
+    def block() -> Iterator[None]:
+        globals()["FACTOR"] = 2.0
+        try:
+            yield
+        finally:
+            globals()["FACTOR"] = 1.0
+
+    return block()
+
+
+@change
+def global_variable_of_a_method(now: Situation) -> Any:
+    @contextmanager
+    def block() -> Iterator[None]:
+        globals()["OTHER"] = 2.0
+        try:
+            yield
+        finally:
+            globals()["OTHER"] = 1.0
+
+    return block()
+
+
+@change
+def attribute_of_a_class(now: Situation) -> Any:
+    @contextmanager
+    def block() -> Iterator[None]:
+        Net.factor = 2.0
+        try:
+            yield
+        finally:
+            Net.factor = 1.0
+
+    return block()
+
+
+@change
+def method_of_a_class(now: Situation) -> Any:
+    @contextmanager
+    def block() -> Iterator[None]:
+        before = Net.more
+        Net.more = lambda self, x: x * 2
+        try:
+            yield
+        finally:
+            Net.more = before
+
+    return block()
+
+
+@change
+def attribute_of_an_object_that_is_called(now: Situation) -> None:
+    now.called.power = 2.0
+
+
+@change
+def attribute_of_an_object_with_a_method(now: Situation) -> None:
+    now.bound.power = 2.0
+
+
+@change
+def attribute_of_an_object_in_a_partial(now: Situation) -> None:
+    now.partial.power = 2.0
+
+
+@change
+def code_of_a_function(now: Situation) -> Any:
+    @contextmanager
+    def block() -> Iterator[None]:
+        before = Weight.method.__code__
+        Weight.method.__code__ = (lambda self, loss: loss * 2).__code__
+        try:
+            yield
+        finally:
+            Weight.method.__code__ = before
+
+    return block()
+
+
+@change
+def buffer_of_another_dtype(now: Situation) -> None:
+    now.model.mask.data = torch.ones(3, dtype=torch.float32)
+
+
+@change
+def buffer_of_another_shape(now: Situation) -> None:
+    now.model.mask.data = torch.ones(1)
+
+
+@change
+def default_of_the_function(now: Situation) -> None:
+    now.function.__defaults__ = (3.0,)
+
+
+@change
+def setting_of_an_extension(now: Situation) -> None:
+    now.extension.fail_mode = "error"
+
+
+@change
+def memory_budget_set(now: Situation) -> Any:
+    @contextmanager
+    def block() -> Iterator[None]:
+        before = memory_budget()
+        set_memory_budget(8)
+        try:
+            yield
+        finally:
+            set_memory_budget(before)
+
+    return block()
+
+
+@change
+def plugins_changed(now: Situation) -> Any:
+    @contextmanager
+    def block() -> Iterator[None]:
+        registry.generation += 1
+        yield
+
+    return block()
+
+
+@change
+def autocast(now: Situation) -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+@change
+def deterministic_algorithms(now: Situation) -> Any:
+    @contextmanager
+    def block() -> Iterator[None]:
+        torch.use_deterministic_algorithms(True)
+        try:
+            yield
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    return block()
+
+
+@change
+def default_dtype(now: Situation) -> None:
+    torch.set_default_dtype(torch.float32)  # the fixture puts it back
+
+
+@change
+def without_mkldnn(now: Situation) -> Any:
+    return torch.backends.mkldnn.flags(enabled=False)
+
+
+@change
+def anomaly_detection(now: Situation) -> Any:
+    return torch.autograd.set_detect_anomaly(True)
+
+
+@change
+def saved_tensor_hooks(now: Situation) -> Any:
+    return torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+
+
+@change
+def another_shape(now: Situation) -> None:
+    now.x, now.y = torch.rand(6, 4), torch.randint(3, (6,))
+
+
+@change
+def another_layout(now: Situation) -> None:
+    now.x = torch.rand(4, 5).T
+
+
+@change
+def another_dtype(now: Situation) -> None:
+    now.model.float(), now.lossfunc.float()
+    now.x = now.x.float()
+    now.model.shift = now.model.shift.float()
+
+
+@change
+def an_argument_that_wants_a_gradient(now: Situation) -> None:
+    now.x = now.x.clone().requires_grad_()
+
+
+def test_nothing_changed() -> None:
+    now = Situation()
+    assert now.replays == 2
+    with torch.no_grad():
+        for parameter in now.model.parameters():
+            parameter += 0.1  # no graph holds numbers of parameters
+        now.model.shift += 1.0  # nor those of tensors that lie where the guard looks
+    now.x = torch.rand(5, 4)
+    assert [now.run() for _ in range(4)] == [True] * 4
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", CHANGES)
+def test_changed(name: str) -> None:
+    now = Situation()
+    block = CHANGES[name](now)
+    if block is None:
+        assert not now.run()
+        return
+    with block:
+        assert not now.run()
+    assert now.run() or name == "plugins_changed"  # the graph is still there
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_modes_alternate() -> None:
+    """Each has its graph."""
+    now = Situation()
+    for _ in range(6):
+        now.model.eval()
+        now.run()
+        now.model.train()
+        now.run()
+    found = []
+    for mode in (False, True, False, True):
+        now.model.train(mode)
+        found.append(now.run())
+    assert found == [True] * 4
