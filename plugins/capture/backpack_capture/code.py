@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from backpack_capture.program import Assumption, Operation, Program, Ref, Step
+from backpack_core.recycled import take
 
 # Torch's own bindings parse arguments faster than overloads do. Names that mean the same there.
 _OF_TORCH: Final = (
@@ -64,6 +65,7 @@ class _Writer:
         self._program = program
         self.known: dict[str, Any] = {"torch": torch, "device": torch.device}
         self.known.update(inf=float("inf"), nan=float("nan"), AnotherAnswer=AnotherAnswer)
+        self.known["take"] = take
         self._names = {n: f"given_{place}" for place, n in enumerate(program.given)}
         for number, tensor in program.known.items():
             self._names[number] = self._know(names.get(id(tensor), "outside"), tensor)
@@ -113,6 +115,8 @@ class _Writer:
             self.known[name] = step.function._op
         given = [self._show(value) for value in step.args]
         given += [f"{key}={self._show(value)}" for key, value in step.kwargs.items()]
+        if is_plain and (shape := self._large(step)):
+            given.append(f"out=take({given[0]}, {shape})")
         call, made = f"{name}({', '.join(given)})", {*step.made}
         if not made:
             self._lines.append(call)
@@ -122,6 +126,13 @@ class _Writer:
         targets = [self._names[n] if n in made else "_" for n in step.outs]
         left = targets[0] if step.is_single else ", ".join(targets) + ","
         self._lines.append(f"{left} = {call}")
+
+    def _large(self, step: Operation) -> tuple[int, ...] | None:
+        """The shape of a large result, which may lie in the memory of the one that it replaces."""
+        made, roots = step.made[0] if step.made else -1, self._program.roots
+        outs, fields = self._program.outs, self._program.fields
+        is_field = made >= 0 and roots[made] in {roots[outs[place]] for place in fields}
+        return self._program.large.get(made) if is_field else None
 
     def _assume(self, step: Assumption) -> None:
         names = [self._names[n] for n in step.values]

@@ -14,6 +14,7 @@ from backpack_capture.code import Code
 from backpack_capture.engine import Asked, Outcome, run_engine
 from backpack_capture.nested import Apart, HoldsCode
 from backpack_capture.program import Program
+from backpack_core.recycled import drop, offer
 
 
 class Results:
@@ -23,6 +24,7 @@ class Results:
         tensors: All tensors, each once.
         form: What else there is.
         gradients: The parameters that have a gradient, with its place among the tensors.
+        fields: The places of results that are fields.
     """
 
     def __init__(self, returned: Any, parameters: Sequence[Tensor], fields: Sequence[str]) -> None:
@@ -43,8 +45,14 @@ class Results:
             (p.__dict__, field) for p in parameters for field in fields if field not in p.__dict__
         ]
         self.places = [(id(p), field) for p, field in stored], [id(p) for p in graded]
+        self.fields = [places[id(v)] for v in values if type(v) is Tensor]
         only = [type(value) is Tensor for value in (returned, *values)]
         self._of = [places[id(v)] for v in (returned, *values)] if all(only) else None
+
+    def offer(self) -> None:
+        """Offer the memory of the results that are there to those that replace them."""
+        for table, field in self._stored:
+            offer(table, field)
 
     def deliver(self, tensors: Sequence[Tensor]) -> Any:
         """Store the same results with other tensors; returns what the step returned."""
@@ -158,8 +166,12 @@ class Graph:
     def run(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute the results."""
         casts = torch.is_autocast_enabled("cpu")
-        with torch.no_grad(), torch.autocast("cpu", enabled=False) if casts else nullcontext():
-            return self.code.run(*given)
+        self._results.offer()
+        try:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False) if casts else nullcontext():
+                return self.code.run(*given)
+        finally:
+            drop()
 
     def deliver(self, tensors: Sequence[Tensor]) -> Any:
         """Store results; returns what the step returned."""

@@ -82,7 +82,9 @@ class Program:
         fixed: Tensors whose numbers are the same in every step.
         filled: What operations gave that fill a tensor of the shape of another one.
         steps: What is done, in order.
+        large: Shapes of large results of operations that can write into memory that is there.
         outs: The results.
+        fields: Which of them are fields of parameters.
         roots: For each value, that whose memory it shares.
     """
 
@@ -90,8 +92,10 @@ class Program:
     known: dict[int, Tensor] = field(default_factory=dict)
     fixed: dict[int, Tensor] = field(default_factory=dict)
     filled: dict[int, Tensor] = field(default_factory=dict)
+    large: dict[int, tuple[int, ...]] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     outs: list[int] = field(default_factory=list)
+    fields: list[int] = field(default_factory=list)
     roots: list[int] = field(default_factory=list)
 
     def new(self, root: int | None = None) -> int:

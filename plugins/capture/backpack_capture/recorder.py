@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from backpack_capture.program import Assumption, Operation, Program, Ref, numbers, refs_in
+from backpack_core.recycled import SMALLEST
 
 aten = torch.ops.aten
 _PLAIN = (int, float, bool, complex, str, type(None))
@@ -26,6 +27,8 @@ _WRITING = {aten.native_batch_norm.default: (3, 4)}
 _REFUSED = {"set_", "resize_", "resize_as_", "resize", "_resize_output_", "as_strided_"}
 _FILLING = {f"aten::{name}" for name in ("ones_like", "zeros_like", "new_zeros", "new_ones")}
 _LARGEST = 2**12  # numbers of one that is kept
+# They can write into memory that is there.
+_INTO = (aten.mul.Tensor, aten.bmm.default, aten.mm.default)
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -163,6 +166,8 @@ class Recorder(TorchDispatchMode):
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         step = Operation(func, args, kwargs, tuple(outs), is_single, writes, is_random)
         self.program.steps.append(step)
+        if func in _INTO and step.made and _is_large(out, given[0]):
+            self.program.large[step.made[0]] = tuple(out.shape)
         is_filled = func._schema.name in _FILLING and out.numel() <= _LARGEST
         if is_filled and step.made:
             self.program.filled[step.made[0]] = out.clone()
@@ -199,6 +204,12 @@ def _reason_against(func: Any, types: Any) -> str | None:
     if torch.Tag.data_dependent_output in func.tags and not is_read:
         return f"it calls {name}, which returns what depends on values"
     return None
+
+
+def _is_large(out: Tensor, args: Sequence[Any]) -> bool:
+    """Whether a result is worth memory that is there, and has the type of what it is made of."""
+    is_alike = all(isinstance(t, Tensor) and t.dtype is out.dtype for t in args)
+    return is_alike and out.nbytes >= SMALLEST and out.is_contiguous()
 
 
 def _depends(func: Any, args: Any) -> bool:

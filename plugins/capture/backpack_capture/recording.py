@@ -109,7 +109,7 @@ def _graph(
         if any(id(t) not in own for t in recorder.left()):
             recorder.refusal = "it keeps a tensor elsewhere than in what it returns"
             return None
-    program.outs = [n for n in numbers if n is not None]
+    program.outs, program.fields = [n for n in numbers if n is not None], results.fields
     recorded = len(program.operations)
     names = {id(t): f"own_{name}" for name, t in watch.tensors.items()}
     try:
