@@ -68,6 +68,12 @@ def clear(
                 parameter.__dict__.pop(field, None)
 
 
+def stored_by_others(models: Iterable[Module]) -> None:
+    """Have the next pass over models look at every parameter: no pass has stored their results."""
+    for model in models:
+        _last.pop(model, None)
+
+
 def hand_over(survey: Survey, extensions: Iterable[Extension]) -> None:
     """Copy results from whole parameters to the shards that this process holds."""
     fields = [extension.savefield for extension in extensions]

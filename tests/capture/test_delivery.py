@@ -205,3 +205,34 @@ def test_an_optimiser_and_a_copy() -> None:
         twins.lossfunc(copied(draw(4)[0]), draw(4)[1]).backward()
     assert copied.a.weight.grad_batch.shape == (4, 5, 5)
     twins.run(*draw(4))
+
+
+def test_the_engine_removes_what_replays_stored() -> None:
+    """Also if its last pass over the model had the same plan."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.uses_b = nn.Linear(5, 3), nn.Linear(3, 3), True
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x)) if self.uses_b else self.a(x)
+
+    twins = Twins(Net(), [BatchGrad()])
+    model, weight = twins.model, twins.model.b.weight
+    twins.train([batch() for _ in range(7)])  # three replays
+    model.uses_b = False
+    for _ in range(8):
+        x, y = batch()
+        with backpack(BatchGrad()):
+            twins.lossfunc(model(x), y).backward()
+        assert "grad_batch" not in weight.__dict__
+    model.uses_b = True
+    for _ in range(5):
+        twins.step(*batch())  # of which some are not compared
+        assert "grad_batch" in weight.__dict__
+        model.uses_b = False
+        with backpack(BatchGrad()):
+            twins.lossfunc(model(x), y).backward()
+        assert "grad_batch" not in weight.__dict__
+        model.uses_b = True

@@ -14,6 +14,9 @@ from backpack_capture.code import Code
 from backpack_capture.engine import Asked, Outcome, run_engine
 from backpack_capture.nested import Apart, HoldsCode
 from backpack_capture.program import Program
+from backpack_capture.watch import Watch
+from backpack_core.engine.fields import stored_by_others
+from backpack_core.record.owner import owners_of
 
 
 class Results:
@@ -125,11 +128,12 @@ class Graph:
         recorded: int,
         code: Code,
         results: Results,
-        parameters: Sequence[Tensor],
+        watch: Watch,
         fields: Sequence[str],
     ) -> None:
         self.code, self.size, self.recorded = code, len(program.operations), recorded
-        self._results, self._parameters, self._fields = results, parameters, fields
+        self._results, self._parameters, self._fields = results, watch.parameters, fields
+        self._models = owners_of(watch.modules)
         written = {n for op in program.operations for n in op.writes}
         roots = {program.roots[n] for n in written}
         self._places = [i for i, n in enumerate(program.given) if n in roots]
@@ -163,6 +167,7 @@ class Graph:
 
     def deliver(self, tensors: Sequence[Tensor]) -> Any:
         """Store results; returns what the step returned."""
+        stored_by_others(self._models)
         with torch.no_grad():
             return self._results.deliver(tensors)
 

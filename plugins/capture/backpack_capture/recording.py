@@ -117,7 +117,7 @@ def _graph(
     except Exception as error:  # the step itself is through, and right
         recorder.refusal = f"its graph could not be written ({type(error).__name__}: {error})"
         return None
-    return Graph(program, recorded, code, results, parameters, fields)
+    return Graph(program, recorded, code, results, watch, fields)
 
 
 def _changed(guard: Guard, drawn: Any, recorder: Recorder) -> str | None:
