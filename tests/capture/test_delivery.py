@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_capture import capture
+from backpack_capture import CaptureWarning, capture
 from backpack_core import FirstOrderExtension, SampleProduct, backpack, disable, extend
 from backpack_core.contract.operations import dense
 from backpack_core.errors import BackpackError
@@ -236,3 +236,24 @@ def test_the_engine_removes_what_replays_stored() -> None:
             twins.lossfunc(model(x), y).backward()
         assert "grad_batch" not in weight.__dict__
         model.uses_b = True
+
+
+def test_a_step_that_looks_at_gradients() -> None:
+    """Those of the step before are there, also while it is recorded."""
+
+    def write(model: nn.Module, lossfunc: nn.Module) -> Callable[..., Tensor]:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            grad = model[0].weight.grad
+            more = 0.0 if grad is None else grad.sum()
+            return lossfunc(model(x), y) * (1 + more)
+
+        return step
+
+    twins = Twins(mlp(), [BatchGrad()], write)
+    for _ in range(3):
+        twins.run(*batch(), keeps=True)
+    with pytest.warns(CaptureWarning, match="uses a tensor of shape"):
+        twins.run(*batch(), keeps=True)
+    for _ in range(3):
+        twins.run(*batch(), keeps=True)
+    assert twins.replays == 0

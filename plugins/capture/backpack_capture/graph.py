@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,16 +69,26 @@ class Results:
         return returned
 
 
-@contextmanager
-def gradients_apart(parameters: Sequence[Tensor]) -> Iterator[None]:
+class GradientsApart:
     """A block in which gradients begin at none; afterwards they are added to what there was."""
-    before = [p.grad for p in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, old in zip(parameters, before, strict=True):
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._before: list[Tensor | None] = []
+
+    def begin(self) -> None:
+        """Put them aside: behind the forward pass, which may look at them."""
+        self._before = [p.grad for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def __enter__(self) -> GradientsApart:
+        """They are as they were."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Add them, as autograd would have done."""
+        for parameter, old in zip(self._parameters, self._before, strict=False):
             if old is None:
                 continue
             new, parameter.grad = parameter.grad, old
@@ -180,8 +190,8 @@ class Graph:
         asked: Asked,
     ) -> tuple[Outcome, str]:
         """Run the engine, whose results stay; says what differs, if anything does."""
-        with gradients_apart(self._parameters):
-            outcome = run_engine(function, args, kwargs, asked)
+        with GradientsApart(self._parameters) as apart:
+            outcome = run_engine(function, args, kwargs, asked, apart.begin)
             try:
                 right = Results(outcome.returned, self._parameters, self._fields)
             except (HoldsCode, RecursionError):

@@ -58,7 +58,7 @@ class Guard:
         """Whether everything is as it was."""
         try:
             return self._holds()
-        except (KeyError, AttributeError, ValueError):  # it is gone
+        except Exception:  # something is gone, or of another kind: the engine will say what
             return False
 
     # What is compared ----------------------------------------------------------------------------
