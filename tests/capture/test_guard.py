@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -491,3 +492,19 @@ def test_modes_alternate() -> None:
         now.model.train(mode)
         found.append(now.run())
     assert found == [True] * 4
+
+
+def test_a_step_of_an_installed_package() -> None:
+    """The function itself is looked at, wherever it comes from."""
+    source = "def step(x, y, more=[0.0]):\n    return lossfunc(model(x), y) * SCALE + more[0]\n"
+    model, lossfunc = extend(nn.Linear(4, 3)), extend(nn.CrossEntropyLoss())
+    known: dict[str, Any] = {"model": model, "lossfunc": lossfunc, "SCALE": 1.0}
+    exec(compile(source, sysconfig.get_path("purelib") + "/installed.py", "exec"), known)
+    step = capture(known["step"], model, lossfunc, BatchGrad())
+    x, y = torch.rand(5, 4), torch.randint(3, (5,))
+    for _ in range(7):
+        loss = step(x, y)
+    known["SCALE"] = 2.0
+    same(step(x, y), 2 * loss)
+    known["SCALE"], known["step"].__defaults__[0][0] = 1.0, 5.0
+    same(step(x, y), loss + 5)

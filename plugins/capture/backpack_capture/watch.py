@@ -134,6 +134,7 @@ def code_behind(values: Sequence[Any]) -> tuple[list[types.FunctionType], list[t
     """The functions and classes of the user's that values are, and those that these refer to."""
     functions, classes = dict[int, types.FunctionType](), dict[int, type]()
     todo = [*values]
+    first = {id(getattr(value, "__func__", value)) for value in values}  # wherever they are from
     while todo:
         value = todo.pop()
         if isinstance(value, types.MethodType):
@@ -141,7 +142,7 @@ def code_behind(values: Sequence[Any]) -> tuple[list[types.FunctionType], list[t
         elif isinstance(value, functools.partial):
             todo += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, types.FunctionType):
-            if id(value) not in functions and _is_users(value):
+            if id(value) not in functions and (id(value) in first or _is_users(value)):
                 functions[id(value)] = value
                 todo += _referred(value)
         else:
