@@ -20,6 +20,7 @@ CODE = ("GGNMP", "HMP", "DiagHMP", "PCHMP", "GGNGram")  # results that are code
 READING = {
     "embedding": {"BatchL2Grad", "SumGradSquared", "Variance", "ClippedSumGrad", "DiagGGNExact"}
     | {"DiagGGNMC", "DiagHessian", "EKFAC"},
+    "tied": {"BatchL2Grad"},
     "dropout": {"BatchL2Grad", "ClippedSumGrad"},
 }
 NAMES = [

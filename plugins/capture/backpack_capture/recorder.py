@@ -27,7 +27,10 @@ _WRITING = {aten.native_batch_norm.default: (3, 4)}
 _REFUSED = {"set_", "resize_", "resize_as_", "resize", "_resize_output_", "as_strided_"}
 _FILLING = {f"aten::{name}" for name in ("ones_like", "zeros_like", "new_zeros", "new_ones")}
 _LARGEST = 2**12  # numbers of one that is kept
-_BETWEEN = ("torch._ops", "torch.overrides", "torch.utils._python_dispatch")
+_BETWEEN = (
+    *("torch._ops", "torch.overrides", "torch.utils._python_dispatch"),
+    *("torch._compile", "torch._dynamo.eval_frame"),
+)
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -80,7 +83,8 @@ class Recorder(TorchDispatchMode):
             return self.assume(what, args, func(*args, **kwargs))
         if func in LIFTED and args[0] not in self._numbers:
             # Torch reads numbers of tensors in a list below where a mode could see it.
-            if not (self.is_lifting or _caller().startswith("backpack_")):
+            is_single = not args[0].dim()
+            if not (is_single or self.is_lifting or _caller().startswith("backpack_")):
                 self.refusal = "it makes a tensor of Python numbers that may come from tensors"
                 return func(*args, **kwargs)
             self.program.fixed[self._enter(args[0])] = args[0].clone()

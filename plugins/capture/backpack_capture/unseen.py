@@ -23,6 +23,7 @@ from backpack_capture.recorder import Recorder
 _LEAVING: Final = (
     *[(Tensor, name) for name in ("numpy", "__array__", "data_ptr", "__dlpack__", "storage")],
     (Tensor, "__reduce_ex__"),
+    (Tensor, "__repr__"),
     (torch.UntypedStorage, "tolist"),
     (torch.UntypedStorage, "__getitem__"),
     (torch.utils.dlpack, "to_dlpack"),
