@@ -134,11 +134,10 @@ class Guard:
         terms = [f"{name}.__code__ is {self._name(function.__code__)}"]
         for cell in function.__closure__ or ():
             try:
-                terms.append(
-                    self._value(f"{self._name(cell)}.cell_contents", cell.cell_contents, True)
-                )
+                value = cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
+            terms.append(self._value(f"{self._name(cell)}.cell_contents", value, True))
         for key in dict.fromkeys(names_in(function.__code__)):
             if key in known:
                 terms.append(self._value(f"{self._name(known)}[{key!r}]", known[key], True))
