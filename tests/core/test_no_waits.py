@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import backpack_core.extensions
 from backpack_core import backpack, extend
-from backpack_core.engine import trust
+from backpack_core.engine.backward import BackwardPass
 from tests.cases import Net, names_of_extensions
 from tests.test_models import Classifier, Tagger, trained_statistics
 from tests.waits import Reads
@@ -164,14 +164,13 @@ def test_a_pass_of_a_trusted_structure_reads_no_values(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[bool] = []
-    judge = trust.measurement
+    begin = BackwardPass._begin_measuring
 
-    def noted(*given: Any) -> Any:
-        found = judge(*given)
-        measured.append(found is not None)
-        return found
+    def noted(self: BackwardPass, *given: Any) -> None:
+        begin(self, *given)
+        measured.append(self.measurement is not None)
 
-    monkeypatch.setattr("backpack_core.engine.backward.measurement", noted)
+    monkeypatch.setattr(BackwardPass, "_begin_measuring", noted)
     # The passes 1, 2, 3 and 5 are measured, and more where masks hide a part of the net.
     assert not reads(MODELS[name](), kind, "first", lambda passes: not measured[-1])
     assert measured[:3] == [True] * 3
