@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from threading import Lock
 from types import FrameType
 from typing import Any
 
@@ -89,6 +90,49 @@ def keeps_graph() -> bool:
     """Whether the graph outlives the current backward pass."""
     # With create_graph=True, grad mode is on inside hooks.
     return torch.is_grad_enabled() or _keeps_graph()
+
+
+class EngineEntry:
+    """Stands before autograd's engine while it is entered; several threads may be inside at once.
+
+    ``Tensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad`` all call one
+    function, by its name in ``torch.autograd``. So nothing else of torch becomes slower.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Begin.
+
+        Args:
+            function: Called with what torch calls, and the arguments of the call.
+        """
+        self._function, self._lock, self._inside = function, Lock(), 0
+        self._autograd: Any = torch.autograd
+        self._original = self._autograd._engine_run_backward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Called by torch, to start the engine."""
+        return self._function(self._original, *args, **kwargs)
+
+    def __enter__(self) -> None:
+        """Take the place, if no thread did."""
+        with self._lock:
+            if not self._inside:
+                self._original = self._autograd._engine_run_backward
+                self._autograd._engine_run_backward = self
+            self._inside += 1
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Give it back, if no other thread is inside and nobody took it from us."""
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and self._autograd._engine_run_backward is self:
+                self._autograd._engine_run_backward = self._original
+
+
+def are_batched(tensors: Iterable[Tensor | None]) -> bool:
+    """Whether any tensor stands for several, as in ``grad(..., is_grads_batched=True)``."""
+    is_batched = torch._C._functorch.is_legacy_batchedtensor
+    return any(tensor is not None and is_batched(tensor) for tensor in tensors)
 
 
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
@@ -170,6 +214,21 @@ def memories_of(tensors: Iterable[Tensor]) -> set[int]:
 def hold_address(tensor: Tensor) -> object:
     """An object; while it lives, :func:`memory_of` gives the number to no other memory."""
     return StorageWeakRef(tensor.untyped_storage())
+
+
+def holders_of(tensor: Tensor) -> tuple[int, ...] | None:
+    """How many hold a tensor, its base and its storage, in Python and below; ``None`` if unknown.
+
+    Views, arrays, graphs and lists all show in one of these counts.
+    """
+    count: Any = getattr(torch._C, "_storage_Use_Count", None)
+    if count is None:
+        return None
+    storage, base = tensor.untyped_storage(), tensor._base
+    found: list[int] = [sys.getrefcount(tensor), sys.getrefcount(storage), count(storage._cdata)]
+    for one in (tensor,) if base is None else (tensor, base):
+        found.append(one._use_count())  # type: ignore[attr-defined]
+    return (*found, sys.getrefcount(base))
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

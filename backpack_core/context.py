@@ -18,7 +18,7 @@ from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.active import Check, Context, ExtensionHook, Gradient, pop, push
 from backpack_core.engine.groups import group
-from backpack_core.engine.hooks import Announcer
+from backpack_core.engine.hooks import entry
 from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
 from backpack_core.graph.told import Samples, told
 from backpack_core.plugins.declarations import refuse
@@ -29,6 +29,8 @@ from backpack_core.record.compiled import refuse_inside, uncompiled
 from backpack_core.record.switch import is_disabled
 from backpack_core.record.view import View
 from backpack_core.remember import remembered
+
+_CHECKS, _GRADIENTS = get_args(Check), get_args(Gradient)
 
 
 class backpack:
@@ -53,6 +55,7 @@ class backpack:
         observer: Callable[[View], None] | None = None,
         gradient: Gradient = "autograd",
         samples: Samples | None = None,
+        keep_results: bool = False,
     ) -> None:
         """Check and store the request.
 
@@ -88,6 +91,10 @@ class backpack:
                 augmentations, of pairs of answers in one batch. Rows of one sample may influence
                 each other; those of different samples may not, which is measured. See
                 ``docs/checks.md``.
+            keep_results: Whether the memory of results is left alone. By default the next pass
+                writes into it, if nothing but the parameter holds the result: no name, list, view,
+                array or graph. First writes to fresh memory take longer than many computations.
+                Say ``True`` if something holds its address alone (``data_ptr()``).
 
         Raises:
             NotAnExtensionError: One of the extensions is a class, or no extension at all.
@@ -106,25 +113,27 @@ class backpack:
         for name, called in (("extension_hook", extension_hook), ("observer", observer)):
             if called is not None and not callable(called):
                 raise UsageError(f"{name} must be callable. Got {called!r}.")
-        for name, word, known in (("check", check, Check), ("gradient", gradient, Gradient)):
-            if word not in get_args(known):
-                raise UsageError(f"{name} is one of {', '.join(get_args(known))}. Got {word!r}.")
+        for name, word, known in (("check", check, _CHECKS), ("gradient", gradient, _GRADIENTS)):
+            if word not in known:
+                raise UsageError(f"{name} is one of {', '.join(known)}. Got {word!r}.")
         self._extensions = extensions
         self._profile = Profile()
         said = None if samples is None else told(samples)
         asked = extension_hook, debug, check, retain_graph, _edges_of(beside), observer, gradient
-        self._begin = partial(Context, extensions, *asked, said, self._profile)
-        self._entered: list[tuple[Context, Announcer]] = []
+        self._begin = partial(Context, extensions, *asked, said, keep_results, self._profile)
+        self._entered: list[Context] = []
 
     def summary(self) -> Summary:
         """What each extension took at each module so far: rule or autodiff, time, bytes.
+
+        And how many passes took a plan that an earlier one had made, and why others did not.
 
         Example:
             >>> with backpack(DiagGGNExact()) as block:
             ...     loss.backward()
             >>> print(block.summary())
         """
-        return Summary(self._profile.rows())
+        return Summary(self._profile.rows(), self._profile.passes)
 
     def __repr__(self) -> str:
         """The extensions, and whether it is entered."""
@@ -144,12 +153,11 @@ class backpack:
                 "quantity could be computed. Leave the disable() block first."
             )
         ensure_loaded()
-        context = self._begin(*group(self._extensions, self._profile))
-        announcer = Announcer(context)
+        context = self._begin(*group(self._extensions, self._profile), history=self._profile.passes)
         uncompiled.__enter__()
-        self._entered.append((context, announcer))
+        entry.__enter__()
+        self._entered.append(context)
         push(context)
-        announcer.__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
@@ -166,9 +174,9 @@ class backpack:
             UsageError: Some took part, but none of their parameters wants a gradient.
             BridgeError: A checkpoint could not give a saved tensor to us and to autograd.
         """
-        context, announcer = self._entered.pop()
-        announcer.__exit__(exc_type, exc, traceback)  # type: ignore[no-untyped-call]
+        context = self._entered.pop()
         pop(context)
+        entry.__exit__(exc_type, exc, traceback)
         uncompiled.__exit__(exc_type, exc, traceback)
         if isinstance(exc, CheckpointError) and context.extensions:
             raise BridgeError(

@@ -6,8 +6,8 @@ While a profiler of torch runs, its trace gets a label for each of them, too.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -43,11 +43,16 @@ class Row(NamedTuple):
 
 
 class Profile:
-    """Adds up times; an instance is the ``watch`` that the engine calls functions through."""
+    """Adds up times; an instance is the ``watch`` that the engine calls functions through.
+
+    Attributes:
+        passes: How many passes took a plan, made one, or could not; filled in by the engine.
+    """
 
     def __init__(self) -> None:
         # Calls, seconds and bytes by module, class and way.
         self._known: dict[Any, list[Any]] = defaultdict(lambda: [0, 0.0, 0])
+        self.passes: Counter[str] = Counter()
 
     def __call__(
         self, module: Module | None, kind: type, way: str, function: Any, *given: Any
@@ -108,10 +113,12 @@ class Summary:
 
     Attributes:
         rows: The rows, slowest first.
+        passes: How many passes took a plan that was made before, made one, or could not, and why.
     """
 
-    def __init__(self, rows: Iterable[Row]) -> None:
+    def __init__(self, rows: Iterable[Row], passes: Mapping[str, int] | None = None) -> None:
         self.rows = sorted(rows, key=lambda row: -row.seconds)
+        self.passes = dict(passes or {})
 
     def columns(self) -> dict[str, list[Any]]:
         """The table by columns, as data frames take it."""
@@ -137,6 +144,7 @@ class Summary:
             [*map(str.ljust, line[:3], widths), *map(str.rjust, line[3:], widths[3:])]
             for line in lines
         ]
-        return "\n".join("  ".join(row).rstrip() for row in table)
+        text = ["  ".join(row).rstrip() for row in table]
+        return "\n".join([*text, *[f"{n} passes {how}" for how, n in self.passes.items()]])
 
     __repr__ = __str__

@@ -23,7 +23,7 @@ from torch.nn import Module
 from backpack_core import _hooks, _torch
 from backpack_core._checkpoints import saving_hook
 from backpack_core._hooks import hook_first
-from backpack_core._torch import Node, cached_tensor, parametrizations_of, versions_of
+from backpack_core._torch import Node, cached_tensor, parametrizations_of
 from backpack_core.engine.hooks import OutputHook
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.graph.parameters import leaves_behind
@@ -43,6 +43,7 @@ from backpack_core.record.state import (
     TRAITS_ATTRIBUTE,
     Traits,
     computed_in_hooks,
+    noted_of,
     tensors_of,
 )
 from backpack_core.record.structure import in_order, iter_tensors, map_tensors, tensors_in
@@ -72,9 +73,6 @@ class _Hook(partial[Any]):
     def __reduce__(self) -> str:
         """A global of this file."""
         return self.func.__name__
-
-
-_detach = Tensor.detach  # to look it up takes as long as to call it
 
 
 class _Computing(local):
@@ -253,16 +251,16 @@ def _call(
         of: What was known before the forward.
     """
     args, kwargs, inputs, outputs = kept
+    parameters: int | tuple[str, ...]
     if traits.is_whole and not module._modules:
-        parameters: int | tuple[str, ...]
         (owned, parameters), computed = tensors_of(module), NOTHING
     else:
         owned, parameters, computed = _tensors(module, resolved, of)
-    detached = tuple(map(_detach, outputs))
-    counts = versions_of((*detached, *owned.values()))
-    frozen = [name for name, t in owned.items() if t is not None and not t.requires_grad]
-    noted: Any = (args, kwargs, inputs, detached, what.versions, counts)
-    noted += (owned, parameters, computed, frozen)
+    detached = tuple([output.detach() for output in outputs])
+    counts, frozen = noted_of(detached, owned)
+    before = what.versions
+    noted: Any
+    noted = args, kwargs, inputs, detached, before, counts, owned, parameters, computed, frozen
     thread, hook = get_ident(), saving_hook()
     run = run_of_model(module, thread)
     if hook is not None:

@@ -116,7 +116,7 @@ def _steps(
                 step, model = PEERS[peer](problem, quantity, cell.batch)
                 for _ in range(SETTLED if peer == "ours" else 1):  # ours is judged first
                     step()
-                _check(peer, model, quantity)
+                check(peer, model, quantity)
         except Exception as error:  # whatever it is, the peer cannot do this
             known = isinstance(error, Unsupported)
             text = str(error).strip().split("\n", 1)[0]
@@ -126,7 +126,7 @@ def _steps(
     return steps, models
 
 
-def _check(peer: str, model: nn.Module, quantity: Quantity) -> None:
+def check(peer: str, model: nn.Module, quantity: Quantity) -> None:
     """Refuse a library that computed only a part: the incumbent warns and leaves some out."""
     if peer in {"ours", "incumbent"}:
         missing = [n for n, p in model.named_parameters() if not hasattr(p, quantity.fields[0])]

@@ -12,9 +12,8 @@ import warnings
 
 import torch
 
-from benchmarks.cells import _forget
 from benchmarks.limit import limit
-from benchmarks.measure import write_rate
+from benchmarks.measure import forget, write_rate
 from benchmarks.peers import PEERS, Step
 from benchmarks.problems import PROBLEMS, Problem
 from benchmarks.quantities import QUANTITIES, Quantity
@@ -43,7 +42,7 @@ def least(problem: Problem, quantity: Quantity, batch: int, seconds: float) -> d
             start = time.process_time()
             step()
             found[peer] = min(found[peer], time.process_time() - start)
-            _forget(model, quantity)
+            forget(model, quantity)
         rounds += 1
     return found
 

@@ -37,7 +37,7 @@ def ways(out: Tensor, inp: Tensor) -> dict[str, Callable[[], object]]:
 
     return {
         "plain": lambda: sums(out, inp),
-        "Gram": lambda: contractions.inner(out, inp, out, inp),
+        "Gram": lambda: contractions.norm_by_gram(out, inp),
         "pieces": lambda: contractions.moments(out, inp, False, False, True),
         "pieces+sum": lambda: contractions.moments(out, inp, True, False, True),
         "squares+sum": lambda: contractions.moments(out, inp, True, True, False),

@@ -11,6 +11,7 @@ import importlib.metadata
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -43,15 +44,47 @@ def gradient(problem: Problem, quantity: Quantity, batch: int) -> tuple[Step, nn
     return step, model
 
 
-def _extended(
-    package: ModuleType,
-    extensions: ModuleType,
+Library = tuple[ModuleType, ModuleType]  # the package, and its extensions
+
+
+def _this_project() -> Library:
+    import backpack_core
+    from backpack_core import extensions
+
+    return backpack_core, extensions
+
+
+def _backpack_for_pytorch() -> Library:
+    try:
+        distribution = importlib.metadata.distribution("backpack-for-pytorch")
+    except importlib.metadata.PackageNotFoundError as error:
+        raise Unsupported("it is not installed") from error
+    _stand_in_for_torchvision()
+    package = importlib.import_module("backpack")
+    home = Path(str(distribution.locate_file("backpack"))).resolve()
+    if package.__file__ is None or Path(package.__file__).resolve().parent != home:
+        raise Unsupported(f"its import name is taken by {package.__file__}")
+    return package, importlib.import_module("backpack.extensions")
+
+
+# Those with ``extend(...)`` and ``backpack(...)``.
+LIBRARIES: dict[str, Callable[[], Library]] = {
+    "ours": _this_project,
+    "incumbent": _backpack_for_pytorch,
+}
+
+
+def in_a_block(
+    library: str,
     problem: Problem,
     quantity: Quantity,
     batch: int,
+    inside: bool = False,
     **options: str,
 ) -> tuple[Step, nn.Module]:
+    """One of the ``LIBRARIES``; ``inside`` has the forward pass in the block, too."""
     model, lossfunc, x, y = _parts(problem, batch)
+    package, extensions = LIBRARIES[library]()
     try:
         kinds = [getattr(extensions, name) for name in quantity.extensions]
     except (AttributeError, ImportError) as error:
@@ -64,25 +97,28 @@ def _extended(
         with package.backpack(*(kind(*quantity.arguments) for kind in kinds), **options):
             loss.backward()
 
-    return step, model
+    def step_inside() -> None:
+        model.zero_grad()
+        with package.backpack(*(kind(*quantity.arguments) for kind in kinds), **options):
+            lossfunc(model(x), y).backward()
+
+    return step_inside if inside else step, model
 
 
 def ours(
-    problem: Problem, quantity: Quantity, batch: int, **options: str
+    problem: Problem, quantity: Quantity, batch: int, **options: Any
 ) -> tuple[Step, nn.Module]:
     """This project."""
-    import backpack_core
-    from backpack_core import extensions
-
-    return _extended(backpack_core, extensions, problem, quantity, batch, **options)
+    return in_a_block("ours", problem, quantity, batch, **options)
 
 
-def extended(problem: Problem, quantity: Quantity, batch: int) -> tuple[Step, nn.Module]:
+def extended(
+    problem: Problem, quantity: Quantity, batch: int, library: str = "ours"
+) -> tuple[Step, nn.Module]:
     """A plain pass of a model that is extended, without an active extension."""
-    import backpack_core
-
     model, lossfunc, x, y = _parts(problem, batch)
-    model, lossfunc = backpack_core.extend(model), backpack_core.extend(lossfunc)
+    package, _ = LIBRARIES[library]()
+    model, lossfunc = package.extend(model), package.extend(lossfunc)
 
     def step() -> None:
         model.zero_grad()
@@ -93,14 +129,7 @@ def extended(problem: Problem, quantity: Quantity, batch: int) -> tuple[Step, nn
 
 def incumbent(problem: Problem, quantity: Quantity, batch: int) -> tuple[Step, nn.Module]:
     """backpack-for-pytorch."""
-    try:  # the import name may be that of the compatibility layer
-        importlib.metadata.version("backpack-for-pytorch")
-    except importlib.metadata.PackageNotFoundError as error:
-        raise Unsupported("it is not installed") from error
-    _stand_in_for_torchvision()
-    package = importlib.import_module("backpack")
-    extensions = importlib.import_module("backpack.extensions")
-    return _extended(package, extensions, problem, quantity, batch)
+    return in_a_block("incumbent", problem, quantity, batch)
 
 
 def _stand_in_for_torchvision() -> None:

@@ -31,6 +31,11 @@ class Step(NamedTuple):
     line: int
     name: str
 
+    @property
+    def entry(self) -> tuple[str, str]:
+        """File and name, as :data:`ENTRIES` has them."""
+        return self.file, self.name.rsplit(".", 1)[-1]
+
 
 class Trace:
     """Notes calls of our functions; for ``sys.setprofile``."""
@@ -56,16 +61,20 @@ class Trace:
         """The steps by what autograd, or the user, called: the start, visits, the end."""
         found: list[list[Step]] = []
         for step in self.steps:
-            if step.depth <= 1 and step.name.rsplit(".", 1)[-1] in ENTRIES:
+            if step.entry in ENTRIES:
                 found.append([])
             if found:
                 found[-1].append(step)
         for steps in found:
-            yield ENTRIES[steps[0].name.rsplit(".", 1)[-1]], steps
+            yield ENTRIES[steps[0].entry], steps
 
 
-# Functions that something outside of us calls, and what begins with each.
-ENTRIES = {"begin": "start", "after": "visit", "finish": "end"}
+# Functions of ours, and what begins with each.
+ENTRIES = {
+    ("engine/hooks.py", "begin"): "start",
+    ("engine/hooks.py", "after"): "visit",
+    ("engine/backward.py", "finish"): "end",
+}
 
 
 def _home(filename: str) -> str | None:

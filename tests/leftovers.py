@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from functools import partial
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Parameter
+from torch.nn.modules import module
 
 from backpack_core.engine.active import stacks
 from backpack_core.engine.backward import BackwardPass
@@ -18,6 +20,12 @@ from backpack_core.record.switch import is_disabled
 from backpack_core.tuning import memory_budget
 
 State = dict[str, int]
+
+_ENGINE = torch.autograd._engine_run_backward
+# With the options of hooks, which torch takes for hooks when it compiles.
+_OF_ALL_MODULES = [
+    table for name, table in vars(module).items() if re.match("_global_.*hooks", name)
+]
 
 _passes: weakref.WeakSet[BackwardPass] = weakref.WeakSet()
 
@@ -39,6 +47,8 @@ def state() -> State:
         "contexts entered": len(stacks),
         "recording off": int(is_disabled()),
         "function modes entered": torch._C._len_torch_function_stack(),
+        "entries of autograd taken": int(torch.autograd._engine_run_backward is not _ENGINE),
+        "hooks of all modules": sum(map(len, _OF_ALL_MODULES)),
         "bytes of memory budget": memory_budget(),
     }
 

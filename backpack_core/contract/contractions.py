@@ -6,7 +6,7 @@ O, I]``, each returns a reduction of ``M``, which is formed piece by piece or no
 
 A first write to fresh memory takes as long as many multiply-adds. So pieces fit into the cache and
 share a buffer, and patches are made for some samples at a time: ``docs/design/contractions.md``.
-Imports the memory budget.
+Imports the memory budget, and the memory of earlier results.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract.rows import DirectRows, Rows, whole
+from backpack_core.recycled import take
 from backpack_core.tuning import CACHE, DIRECT, LARGE, even_size, memory_budget
 
 
@@ -28,16 +29,21 @@ def products(out: Tensor, inp: Rows) -> Tensor:
     size = inp.shape[3]
     if is_empty(out, inp):
         return out.new_zeros(columns, samples, groups, features, size)
+    shape = columns, samples, groups, features, size
     if positions == 1:
-        return out.permute(0, 1, 3, 4, 2) * whole(inp).transpose(1, 2)
+        left, right = out.permute(0, 1, 3, 4, 2), whole(inp).transpose(1, 2)
+        is_alike = left.dtype is right.dtype
+        return torch.mul(left, right, out=take(out, shape) if is_alike else None)
     if torch.is_grad_enabled():
         found = torch.stack([_batched(piece[None]) @ _right(inp[:]) for piece in out])
-        return found.reshape(columns, samples, groups, features, size)
+        return found.reshape(shape)
     if is_column(inp, out):
         left = out.reshape(samples, positions, features)
-        found = torch.bmm(left.mT, inp.reshape(samples, positions, size))
+        target = take(out, (samples, features, size))
+        found = torch.bmm(left.mT, inp.reshape(samples, positions, size), out=target)
         return found.view(1, samples, 1, features, size)
-    result = out.new_empty(columns, samples, groups, features, size)
+    result = take(out, shape)
+    result = out.new_empty(shape) if result is None else result
     for _ in form(out, inp, result):
         pass
     return result

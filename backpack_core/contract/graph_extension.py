@@ -27,12 +27,14 @@ class LossGraph:
         gradients: The gradient that came in at each of them.
         parameters: The trained parameters of extended modules that they depend on.
         nonlinear: Nodes between calls, with parameters behind, that are not known to be linear.
+        is_measured: Whether values may be looked at, as :attr:`View.is_measured` says.
     """
 
     roots: tuple[Any, ...]
     gradients: tuple[Tensor | None, ...]
     parameters: tuple[Tensor, ...]
     nonlinear: Callable[[], Sequence[Node]]
+    is_measured: bool = True
 
 
 class GraphReading(ABC):

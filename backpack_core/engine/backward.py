@@ -36,10 +36,11 @@ from backpack_core.graph.paths import fault_in
 from backpack_core.graph.survey import Survey
 from backpack_core.graph.surveying import look_behind
 from backpack_core.plan.plan import Plan, plans
-from backpack_core.plan.structure import Structure, Unrecognised
+from backpack_core.plan.structure import Structure, Unplanned
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, Edge, Kept, Site
 from backpack_core.record.view import View
+from backpack_core.recycled import drop
 from backpack_core.values import without_autocast
 
 Grads = Sequence[Tensor | None]
@@ -124,6 +125,8 @@ class BackwardPass:
         if groups or whole:
             if gradients and self.is_outermost:
                 self._structure = self._recognised(roots)
+            else:
+                context.history["surveyed: it is inside of another, or its roots are unknown"] += 1
             if self._structure is None or not self._take_plan(self._structure):
                 self._look_around(roots)
                 if gradients or whole or not self.is_outermost:  # else more may come
@@ -139,17 +142,21 @@ class BackwardPass:
     def _recognised(self, roots: list[Edge]) -> Structure | None:
         """The structure of the graph; ``None`` if no plan may be made of it."""
         context = self.context
-        if context.beside or context.told is not None:
-            return None
         try:
+            if context.beside or context.told is not None:
+                what = "beside" if context.beside else "samples"
+                raise Unplanned(f"{what}=... says something of this pass alone")
+            if self.survey.handed:
+                raise Unplanned("weights are handed over")
             structure = Structure(roots)
-        except Unrecognised:
+        except Unplanned as why:
+            context.history[f"surveyed: {why}"] += 1
             return None
         return structure if structure.sites else None
 
     def _take_plan(self, structure: Structure) -> bool:
         """Fill in the survey from the plan of an earlier pass, if there is a settled one."""
-        context = self.context
+        context, survey = self.context, self.survey
         known = plans.get((registry.generation, context.asked), structure)
         if known is None:
             return False
@@ -158,15 +165,28 @@ class BackwardPass:
             if self._trust is None or context.check == "always" or not self._trust.is_enough(0):
                 return False
             self._trust.passes += 1
-        known.fill(self.survey, structure)
+        context.history["planned before"] += 1
+        known.fill(survey, structure)
+        for node in survey.alignment.starts:
+            self.schedule.await_node(node)
+        for node in add_leaves(survey):
+            when_reached(node, self, BackwardPass._reach_leaf, self.schedule)
         context.seen.update(["ran", "trained"])
-        clear(self.survey, context.extensions, self._sink.new, known)
+        clear(survey, context.extensions, self._sink.new, context.keeps_results, known)
         return True
 
     def _make_plan(self, structure: Structure) -> None:
         """Plan passes like this one, and see that it is as planned before."""
-        plan = Plan.of(self.survey, structure, self._trust) if self.survey.uses else None
+        if not self.survey.uses:
+            return
+        history = self.context.history
         known = plans.get((registry.generation, self.context.asked), structure)
+        try:
+            plan = Plan.of(self.survey, structure, self._trust)
+        except Unplanned as why:
+            history[f"surveyed: {why}"] += 1
+            return
+        history["planned"] += 1
         if known is not None and known.plan != plan:
             raise InternalError("A backward pass was planned otherwise than others like it.")
         if known is None or known.plan.trust is None:
@@ -201,7 +221,8 @@ class BackwardPass:
         for node in {node for node, _ in survey.viewed} - viewed:
             when_reached(node, self, BackwardPass._reach_viewed, self.schedule)
         if is_first and self._clears:
-            clear(survey, self.context.extensions, self._sink.new)
+            keeps = self.context.keeps_results
+            clear(survey, self.context.extensions, self._sink.new, keeps)
 
     def _align(self, edges: list[Edge]) -> None:
         """Find out where samples lie, and what has to be kept apart."""
@@ -223,6 +244,7 @@ class BackwardPass:
             if trust is not None and (context.check == "always" or not trust.is_enough()):
                 self.measurement = Measurement(self.survey, roots, trust, self._question)
                 context.seen.add("measured")
+        self.survey.is_measured = self.measurement is not None
         if self.measurement is None:
             asks = context.observer, context.extension_hook, context.graph_extensions
             travel = [g.propagator.travels or g.has_overrides for g in self.groups]
@@ -382,6 +404,7 @@ class BackwardPass:
             self._sums.leave()
         if self._sink.plain is not None:
             self._sink.plain.leave()
+        drop()
         for hook in self.schedule.hooks:
             hook.remove()
         for task in [t for t, p in self.context.passes.items() if p is self]:

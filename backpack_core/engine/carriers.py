@@ -59,6 +59,7 @@ class RuleCarrier(Carrier):
         for name, reading in zip(names, found, strict=True):
             reading.name, reading.module, reading.rule = name, module, type(rule)
             reading.kept, reading.beside, reading.needs = view.kept, beside, self._needs
+            reading.is_measured = view.is_measured
         at = dict(zip(names, found, strict=True))
         return [
             at[name] if parameter is used else at_leaf(at[name], used, parameter)

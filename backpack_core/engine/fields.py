@@ -6,10 +6,11 @@ passes are removed.
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from itertools import chain
 from weakref import WeakKeyDictionary
 
+from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import Node, shards_in
@@ -19,6 +20,7 @@ from backpack_core.graph.survey import Survey
 from backpack_core.plugins.registry import FALLBACK
 from backpack_core.record.call import Edge, Site
 from backpack_core.record.owner import owned_by_models, owners_of
+from backpack_core.recycled import offer
 
 
 def add_leaves(survey: Survey) -> set[Node]:
@@ -38,7 +40,11 @@ _last: WeakKeyDictionary[Module, tuple[Hashable, list[str]]] = WeakKeyDictionary
 
 
 def clear(
-    survey: Survey, extensions: Iterable[Extension], new: Container[int], plan: Hashable = None
+    survey: Survey,
+    extensions: Iterable[Extension],
+    new: Collection[int],
+    keeps: bool,
+    plan: Hashable = None,
 ) -> None:
     """Remove the results of earlier passes from the models that take part.
 
@@ -46,26 +52,28 @@ def clear(
         survey: What is known about the graph.
         extensions: What was asked for.
         new: Parameters with results of passes that are under way, by ``id``.
+        keeps: Whether memory of results is not written again.
         plan: The plan of the pass, if it has one. If the pass before had the same, only parameters
             that are used now have results.
     """
     fields = [extension.savefield for extension in extensions]
     models = owners_of(call.module for call, own in survey.trained.items() if plan is None or own)
-    last, before = _last.get(models[0], (None, [])) if len(models) == 1 else (None, [])
-    is_alike = plan is not None and last is plan and before == fields
+    before = [_last.get(model, (None, ())) for model in models]
     for model in models:
         _last[model] = plan, fields
-    for use in survey.uses.values() if is_alike else ():
-        for field in fields if id(use.parameter) not in new else ():
-            use.parameter.__dict__.pop(field, None)
-    for model in () if is_alike else models:
-        shards = shards_in(model)
-        survey.shards.update(shards)
-        tables = (module._parameters.values() for module in model.modules())
-        for parameter in chain(*tables, shards.values()):
-            is_old = parameter is not None and id(parameter) not in new
-            for field in fields if is_old else ():
-                parameter.__dict__.pop(field, None)
+    # What is offered and not taken would only take space.
+    offers = not keeps and all(fields == known for _, known in before)
+    if offers and len(models) == 1 and plan is not None and before[0][0] is plan:
+        parameters: Iterable[Tensor | None] = [use.parameter for use in survey.uses.values()]
+    else:
+        shards = [shards_in(model) for model in models]
+        survey.shards.update(chain(*(found.items() for found in shards)))
+        modules = chain(*(model.modules() for model in models))
+        parameters = chain(*(m._parameters.values() for m in modules), survey.shards.values())
+    for parameter in parameters:
+        if parameter is not None and (not new or id(parameter) not in new):
+            for field in fields:
+                offer(parameter.__dict__, field, offers)
 
 
 def stored_by_others(models: Iterable[Module]) -> None:

@@ -64,7 +64,10 @@ class GraphPass:
     ) -> Iterator[tuple[Extension, Mapping[Tensor, Any]]]:
         """The results by extension and parameter."""
         parameters = _parameters(survey) if self._readings else ()
-        graph = LossGraph(self._roots, self._gradients, parameters, partial(nonlinear, survey))
+        through = partial(nonlinear, survey)
+        graph = LossGraph(
+            self._roots, self._gradients, parameters, through, is_measured=survey.is_measured
+        )
         for extension, reading in self._readings:
             try:
                 values = watch(None, type(extension), "graph", reading.results, graph)

@@ -5,23 +5,18 @@ The first entry makes the :class:`BackwardPass`; every later one finds it by aut
 
 from __future__ import annotations
 
-import inspect
-import threading
 import weakref
-from collections.abc import Sequence
-from itertools import zip_longest
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
-from torch.overrides import TorchFunctionMode
 
 from backpack_core import _torch
 from backpack_core._hooks import KEY
 from backpack_core._torch import current_node, graph_task_id
 from backpack_core.contract.graph_extension import GraphExtension
-from backpack_core.engine.active import Context, current
+from backpack_core.engine.active import Context, current, innermost, stacks
 from backpack_core.engine.alone import carry_all
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.graph_reading import GraphPass
@@ -48,7 +43,7 @@ class OutputHook:
 
     def __call__(self, grad: Tensor | None) -> None:
         """Called by autograd with the gradient, before other hooks change it."""
-        context = current(self.call.thread)
+        context = current(self.call.thread) if stacks else None
         if context is None or context.is_idle:
             if not (_torch.keeps_graph() or (context is not None and context.retain_graph)):
                 self.call.release()
@@ -68,8 +63,8 @@ class OutputHook:
             if graph_task_id() != task:
                 return  # of a pass that a hook has begun in ours, or after ours has failed
             handle.remove()
-            edge = tuple.__new__(Edge, (current_node(), self.output_nr, 0))
-            site = tuple.__new__(Site, (self.call, self.index, edge, None))
+            edge = Edge(current_node(), self.output_nr)
+            site = Site(self.call, self.index, edge)
             found = None if known is None else known()
             found = found or _pass_under_way(context, edge)
             changed_by = None if grads[self.output_nr] is grad else others
@@ -135,14 +130,14 @@ def _refuse_part(ways: Sequence[bool], whole: Sequence[GraphExtension]) -> None:
 
 
 def begin(
-    context: Context, roots: Sequence[Any], gradients: tuple[Tensor | None, ...]
+    context: Context, roots: Sequence[Any], gradients: Sequence[Tensor | None]
 ) -> BackwardPass | None:
     """Begin a pass whose roots are known, before autograd does.
 
     Args:
         context: What was asked for.
         roots: What ``backward()`` is called on, as tensors or edges.
-        gradients: What comes in at each of them.
+        gradients: What comes in at each of them; ``None`` where no gradient is wanted.
 
     Returns:
         The pass; ``None`` where nothing was asked for, or no extended module is behind the roots,
@@ -154,13 +149,12 @@ def begin(
     if not context.extensions:
         return None
     edges, incoming = [], []
-    for root, gradient in zip_longest(roots, gradients):
+    for root, gradient in zip(roots, gradients, strict=True):
         edge = edge_of(root) if isinstance(root, Tensor) else Edge(root.node, root.output_nr)
         if edge is not None:
             edges.append(edge)
-            is_one = gradient is None and isinstance(root, Tensor)
-            incoming.append(torch.ones_like(root) if is_one else gradient)
-    graph = GraphPass(context.graph_extensions, tuple(roots), gradients)
+            incoming.append(gradient)
+    graph = GraphPass(context.graph_extensions, tuple(roots), tuple(gradients))
     found = BackwardPass(context, edges, graph, _innermost(context), gradients=incoming)
     if found.survey.sites and torch.is_inference_mode_enabled():
         raise UsageError(
@@ -171,60 +165,73 @@ def begin(
     return found if found.survey.sites or may_begin else None
 
 
-# The functions that start autograd's engine, and their arguments for roots and gradients.
-_ENTRIES: dict[Any, tuple[str, str]] = {
-    Tensor.backward: ("self", "gradient"),
-    torch.autograd.backward: ("tensors", "grad_tensors"),
-    torch.autograd.grad: ("outputs", "grad_outputs"),
-}
-_NAMES = {function: tuple(inspect.signature(function).parameters) for function in _ENTRIES}
+# Noted while a pass that was seen is under way. What begins in it is seen by hooks alone.
+_UNDER_WAY: Final = "under way"
 
 
-class Announcer(TorchFunctionMode):
-    """Notices every call of ``backward()`` on the thread of a context, and begins a pass for it.
+def announce(
+    engine: Callable[..., Any],
+    roots: Sequence[Any],
+    gradients: Sequence[Tensor | None],
+    retain_graph: bool,
+    create_graph: bool,
+    inputs: Sequence[Any] = (),
+    allow_unreachable: bool = False,
+    accumulate_grad: bool = False,
+) -> Any:
+    """Stands before autograd's engine, and begins a pass if the thread has a context.
 
-    All other torch functions run as without it, and so does everything inside of a backward pass.
+    Args:
+        engine: Runs the pass of autograd, and takes the other arguments.
+        roots: What is differentiated.
+        gradients: What comes in at each of them.
+        retain_graph: Whether the graph outlives the pass.
+        create_graph: Whether the gradients get a graph.
+        inputs: What to reach; everything if empty.
+        allow_unreachable: Whether some of it may not be there.
+        accumulate_grad: Whether gradients go to ``.grad``, and are not returned.
+
+    Returns:
+        What the engine returns.
+
+    Raises:
+        UsageError: Several gradients come in at once.
     """
 
-    def __init__(self, context: Context) -> None:
-        super().__init__()
-        self._context = context
+    def run(keep: bool = retain_graph, reach: Sequence[Any] = inputs) -> Any:
+        rest = {"allow_unreachable": allow_unreachable, "accumulate_grad": accumulate_grad}
+        return engine(roots, gradients, keep, create_graph, tuple(reach), **rest)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Act on calls that start a backward pass; let all others through."""
-        kwargs = kwargs or {}
-        if func not in _ENTRIES or current(threading.get_ident()) is not self._context:
-            return func(*args, **kwargs)
-        given = {**dict(zip(_NAMES[func], args, strict=False)), **kwargs}
-        roots, gradients = [_tuple(given.get(name)) for name in _ENTRIES[func]]
-        if given.get("is_grads_batched"):
-            raise UsageError(
-                "torch.autograd.grad(..., is_grads_batched=True) brings several gradients at once, "
-                "which extensions do not take: call it once for each, or outside of the block."
-            )
-        announced = begin(self._context, roots, gradients)
+    context = innermost()
+    if context is None or _UNDER_WAY in context.seen or len(roots) != len(gradients):
+        return run()  # the last is an error of the user's, which torch knows
+    if _torch.are_batched(gradients):
+        raise UsageError(
+            "torch.autograd.grad(..., is_grads_batched=True) brings several gradients at once, "
+            "which extensions do not take: call it once for each, or outside of the block."
+        )
+    context.seen.add(_UNDER_WAY)
+    try:
+        announced = begin(context, roots, gradients)
         if announced is None:
-            return func(*args, **kwargs)
-        self._context.announced.append(announced)
-        result = None
+            return run()
+        context.announced.append(announced)
+        # Only autograd has the gradient of a root that is a leaf.
+        may_narrow = accumulate_grad and len(announced.roots) == len(roots)
+        options = {"inputs": inputs or None, "create_graph": create_graph}
+        result: Any = ()
         try:
-            is_asked = func is torch.autograd.grad  # for gradients
-            if is_asked or not carry_all(announced, given):
-                changes = {} if is_asked else announced.narrow(given)
-                if any(extension.keeps_graph for extension in self._context.extensions):
-                    changes["retain_graph"] = True
-                if changes:
-                    args, kwargs = (), {**given, **changes}
-                result = func(*args, **kwargs)
+            if not (may_narrow and carry_all(announced, options, gradients)):
+                narrowed = announced.narrow(options) if may_narrow else {}
+                keeps = any(extension.keeps_graph for extension in context.extensions)
+                result = run(keeps or retain_graph, narrowed.get("inputs", inputs))
         finally:
-            self._context.announced.remove(announced)
+            context.announced.remove(announced)
             announced.leave()
         announced.finish()
         return result
+    finally:
+        context.seen.discard(_UNDER_WAY)
 
 
-def _tuple(value: Any) -> tuple[Any, ...]:
-    """One thing, several, or none, as a tuple; an edge, itself a named tuple, is one thing."""
-    if isinstance(value, Sequence) and not isinstance(value, (Tensor, GradientEdge)):
-        return tuple(value)
-    return () if value is None else (value,)
+entry: Final = _torch.EngineEntry(announce)

@@ -140,24 +140,26 @@ class Sink(ABC):
 
     def _read(self, extension: Extension, view: View, complete: list[Uses]) -> list[Any]:
         """What an extension reads at each parameter; ``None`` where it leaves it out."""
-        seen = noted(view, ())
+        is_checked = view.is_checked
+        seen = noted(view, ()) if is_checked else []
         values: list[Any] = []
         for parameter, uses in complete:
             value = None
             try:
                 if self._is_wanted(extension, id(parameter)):
-                    shown = _whole(uses)
+                    shown = uses[0] if len(uses) == 1 else _whole(uses)
                     shown = shown.lasting() if extension.is_deferred else shown
-                    seen += shown.held()
+                    seen += shown.held() if is_checked else ()
                     value = extension.read(shown)
                     if value is None:
                         raise ShapeError(f"{type(extension).__name__}.read returned None.")
-                    seen += shown.made
+                    seen += shown.made if is_checked else ()
             except UnsupportedError as error:
                 if not tolerates(extension, view, uses[-1].name, error):
                     raise
             values.append(value)
-        see_unchanged(view, seen, extension, "read")
+        if seen:
+            see_unchanged(view, seen, extension, "read")
         return values
 
     def _is_wanted(self, extension: Extension, number: int) -> bool:

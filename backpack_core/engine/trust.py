@@ -107,9 +107,9 @@ def trust_in(survey: Survey, check: str, question: Question) -> Trust | None:
 def known_of(survey: Survey, asked: Hashable) -> Trust:
     """What is known of the structure of a pass, which is counted as one more of it.
 
-    Structures differ by calls, the nodes between them, train and eval mode, and by which axes are
-    as long as the batch. They do not differ by sizes, so that padding to another length is the same
-    structure.
+    Structures differ by calls, the nodes between them with the axes that these go along, train and
+    eval mode, and by which axes are as long as the batch. They do not differ by sizes, so that
+    padding to another length is the same structure.
 
     Args:
         survey: The graph.
@@ -140,4 +140,5 @@ def _structure(survey: Survey) -> tuple[object, ...]:
         stored = call.stored
         axes = [tuple(map(is_batch, t.shape)) for t in (*stored.inputs, stored.outputs[index])]
         calls.append((call.path, index, call.training, *axes))
-    return (*calls, *[sys.intern(node.name()) for node, _ in survey.seen])
+    between = [(sys.intern(node.name()), *nodes.settings_of(node)) for node, _ in survey.seen]
+    return (*calls, *between)

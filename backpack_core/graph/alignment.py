@@ -89,7 +89,7 @@ class Alignment:
 
     @property
     def is_plain(self) -> bool:
-        """Whether samples are on axis 0 of every tensor."""
+        """Whether every tensor has samples on axis 0."""
         return not any(getattr(self, name) for name in vars(self) if name != "batch_size")
 
     def is_apart(self, edge: Edge) -> bool:

@@ -25,7 +25,7 @@ def of_data(
     depth: int | None = None,
     items: Sequence[Tensor] | None = None,
     is_readable: bool = True,
-) -> tuple[Numbers | None, bool]:
+) -> Numbers | None:
     """The samples of data that are used in a run of a model, as far as what it received tells.
 
     Of a view, strides tell, also of what layers without a graph have made of it. Where a copy has
@@ -40,12 +40,8 @@ def of_data(
         items: For each tensor that it received the samples of its rows, or the only one, where the
             user says so.
         is_readable: Whether their numbers may be compared.
-
-    Returns:
-        The samples, and whether numbers were compared.
     """
-    found = _Data(data, run, samples, depth, items, is_readable)
-    return found.numbers(), found.has_compared
+    return _Data(data, run, samples, depth, items, is_readable).numbers()
 
 
 class _Data:
@@ -64,7 +60,6 @@ class _Data:
         self._shape: Shape = tuple(data.shape)
         self._is_readable = is_readable and has_memory(data) and not is_symbolic(data)
         self._samples, self._groups = samples, list[list[Given]]()
-        self.has_compared = False
         known = dict[tuple[int, ...], Tensor]()
         if items is not None and len(items) == len(run.given):
             self._groups = joinable(run)
@@ -120,7 +115,6 @@ class _Data:
             whole = given.tensor()
             if whole is None or not self._is_like(whole) or whole.numel() != len(self._flat):
                 continue
-            self.has_compared = True
             for axis in range(whole.dim()):
                 turned = whole.movedim(0, axis)
                 if turned.flatten().equal(self._flat):
@@ -136,7 +130,7 @@ class _Data:
             tensors = [tensor for given in group if (tensor := given.tensor()) is not None]
             if len(tensors) < len(group) or not all(map(self._is_like, tensors)):
                 continue
-            self.has_compared, joined = True, torch.cat(tensors)
+            joined = torch.cat(tensors)
             if joined.flatten().equal(self._flat):
                 before = tuple(joined.shape)
                 return viewed(along(rows, 0, before), before, self._shape, rows)

@@ -119,6 +119,11 @@ def other_batch(call: Call, size: int, batch_size: int) -> BackpackError:
     )
 
 
+def elsewhere() -> BackpackError:
+    """A call has its samples elsewhere than others, which is known to do no harm."""
+    return ShapeError("Samples are elsewhere.")
+
+
 def told_rows(call: Call, rows: int, samples: int) -> BackpackError:
     """A call received rows that the user said are those of other samples."""
     return ShapeError(

@@ -73,6 +73,13 @@ FACTORS = dict.fromkeys(
 )
 FACTORS |= dict.fromkeys(["Addmm", "Baddbmm", "Addmv", "Addcmul"], (1, 2))
 
+# Names of what operations save besides tensors and sizes.
+_SAVED = (
+    *("dim", "dim0", "dim1", "dim2", "dims", "dimension", "self_dim", "source_dim", "sumdim"),
+    *("axis", "start", "step", "offset", "shifts", "stride", "storage_offset", "pad", "reverse"),
+    *("training", "train", "update"),
+)
+
 _GIVE_IT_A_RULE = "Move the operation into a module and give it a layer rule."
 
 
@@ -144,6 +151,19 @@ def described(node: Node) -> str:
 def operation_of(node: Node) -> str:
     """The name of the operation of one of torch's own nodes; empty for all others."""
     return operations().get(type(node), "")
+
+
+def settings_of(node: Node) -> list[object]:
+    """What an operation saved besides tensors that says where rows go, or whether samples meet."""
+    found = [getattr(node, name) for name in _saved_by(type(node))]
+    return [tuple(value) if isinstance(value, (list, tuple)) else value for value in found]
+
+
+@cache
+def _saved_by(kind: type) -> tuple[str, ...]:
+    is_one = operations().get(kind, "").startswith("Select")  # others save a tensor as their index
+    names = [f"_saved_{name}" for name in (*_SAVED, *(["index"] if is_one else []))]
+    return tuple([name for name in names if hasattr(kind, name)])
 
 
 def keeps_rows(node: Node, output_nr: int, position: int) -> bool:

@@ -369,14 +369,10 @@ class Owners:
         """Of data that a call received, or that any run uses, as what models received tells."""
         survey, rows = self._survey, self._received_rows
         items = None if survey.told is None else survey.told.items
-        runs = self._runs if call is None else [call.run]
-        for run in runs:
-            is_readable = call is None or call.is_readable
-            found, has_read = of_data(data, run, rows, survey.depth, items, is_readable)
-            survey.has_read |= has_read
-            if found is not None:
-                return found
-        return None
+        if call is not None:
+            return of_data(data, call.run, rows, survey.depth, items, call.is_readable)
+        every = (of_data(data, run, rows, survey.depth, items) for run in self._runs)
+        return next((numbers for numbers in every if numbers is not None), None)
 
     @property
     def _runs(self) -> list[Run]:

@@ -101,6 +101,7 @@ class Survey:
         structure: What tells it from other graphs, once somebody has asked; see ``trust.py``.
         has_read: Whether numbers in tensors were compared, to tell where samples are.
         is_planned: Whether all of this is known from an earlier pass.
+        is_measured: Whether the pass is measured, so that rules may look at values.
     """
 
     beside: frozenset[tuple[Node, int]] = frozenset()
@@ -132,6 +133,7 @@ class Survey:
     faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
     is_declared: bool = False
     structure: tuple[object, ...] | None = None
+    is_measured: bool = True
     moved: set[tuple[Call, int]] = field(default_factory=set)
     inner: dict[tuple[Node, int], Call] = field(default_factory=dict)
     regions: dict[Call, Region] = field(default_factory=dict)
@@ -143,18 +145,24 @@ class Survey:
     is_planned: bool = False
 
     @property
-    def is_plain(self) -> bool:
-        """Whether every tensor has samples on axis 0, and modules with rules own all parameters.
+    def why_unusual(self) -> str:
+        """What tells more of this graph than shapes, settings and operations; empty if nothing.
 
-        And nothing but shapes, settings and operations told so.
+        That data are no copy of others in another order counts as known.
         """
-        unusual: tuple[object, ...] = (
-            *(self.told, self.tables, self.rows, self.bare, self.viewed, self.leaves, self.freed),
-            *(self.handed, self.losses, self.shards, self.faults, self.moved, self.inner),
-            *(self.owned, self.beside, self.depth is not None, self.is_declared, self.are_moved),
-        )
-        is_usual = not (self.has_read or any(unusual) or any(self.axes.values()))
-        return is_usual and self.alignment.is_plain
+        found = {
+            "samples=... says which rows are whose": self.told is not None,
+            "numbers in tensors were read to tell where samples are": self.has_read,
+            "rows are picked, turned or handed out": bool(self.are_moved or self.rows),
+            "samples lie on another axis": self.is_declared or any(self.axes.values()),
+            "each item of a list is a sample's": self.depth is not None,
+            "weights are handed over": bool(self.handed),
+            "a view was overwritten in place": bool(self.viewed or self.moved or self.inner),
+            "parameters are sharded": bool(self.shards),
+            "a loss has no rule": bool(self.losses),
+            "a quantity does not exist everywhere": bool(self.faults or self.owned or self.beside),
+        }
+        return next((why for why, is_so in found.items() if is_so), "")
 
     @property
     def is_told(self) -> bool:
@@ -221,6 +229,7 @@ class Survey:
         known = kept.setdefault(call, {})
         view = View(call, index, grad, node, axis, known, positions, self.batch_size)
         view.is_checked = not self.is_planned
+        view.is_measured = self.is_measured
         return view
 
     def further(self, edge: Edge) -> list[Edge]:

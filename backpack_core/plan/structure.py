@@ -8,7 +8,7 @@ Some graphs have no key: what was overwritten behind a view, or what hooks took.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import chain, product
 from typing import Any
 
@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack_core._torch import CopyNode, LeafNode, Node, operations
+from backpack_core._torch import CopyNode, LeafNode, Node
 from backpack_core.graph import nodes
+from backpack_core.graph.survey import Region
 from backpack_core.record.call import SITES, VIEWED, Call, Edge, Site
 from backpack_core.record.owner import PATH_ATTRIBUTE, is_parameter
 from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run, span_of
 
 Place = tuple[Node, int]
 
-# What operations save that says where rows go.
-_SAVED = ("dim", "dim0", "dim1", "dims", "start", "step", "index", "training", "train", "update")
+_OVERWRITTEN = "a view was overwritten in place"
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
-class Unrecognised(Exception):
-    """No key tells what is decided about the graph."""
+class Unplanned(Exception):
+    """No plan can tell what is decided about the graph; the message says why."""
 
 
 class Structure:
@@ -38,7 +38,9 @@ class Structure:
 
     Attributes:
         sites: Every output of a call, in the order of the walk.
+        places: Every output of a node that was walked to, with its number.
         between: The nodes between calls, and inside of those without a rule, with their numbers.
+        parameters: Those that calls and operations use, in the order in which they came up.
         key: Equal for graphs of equal shapes about which the same is decided.
     """
 
@@ -49,22 +51,28 @@ class Structure:
             roots: What ``backward()`` is called on.
 
         Raises:
-            Unrecognised: It has no key.
+            Unplanned: It has no key.
         """
         self.sites: dict[tuple[Call, int], Site] = {}
         self.between: dict[Node, int] = {}
-        self._parameters: dict[int, int] = {}
+        self.parameters: list[Tensor] = []
+        self._numbers: dict[int, int] = {}
         self._run: Run | None = None
-        todo: list[Place] = [edge[:2] for edge in roots]
+        self._regions: dict[Node, Region] = {}
+        todo: list[tuple[Place, Region]] = [(edge[:2], ()) for edge in roots]
         self._facts: list[Any] = [len(todo)]
-        seen: dict[Place, int] = {}
+        self.places: dict[Place, int] = {}
         while todo:
-            place = todo.pop()
-            if place in seen:
-                self._facts.append(seen[place])
+            place, region = todo.pop()
+            while region and any(e and e[:2] == place for e in region[0].edges):
+                region = region[1:]  # its inputs begin
+            if place in self.places:
+                self._facts.append(self.places[place])
+                if place[0] in self.between and self._regions.get(place[0], ()) != region:
+                    raise Unplanned("an operation is reached from inside of a module and outside")
             else:
-                seen[place] = len(seen)
-                todo += self._enter(*place)
+                self.places[place] = len(self.places)
+                todo += self._enter(*place, region)
         self.key = tuple(self._facts)
 
     @cached_property
@@ -87,18 +95,21 @@ class Structure:
         facts += [n % m == 0 for n, m in product(lengths, lengths[2:])]
         return tuple(facts)
 
-    def _enter(self, node: Node, number: int) -> list[Place]:
+    def _enter(self, node: Node, number: int, region: Region) -> list[tuple[Place, Region]]:
         """Note a call, or an operation; returns where to go on."""
         noted: Any = node.metadata
-        if number in noted.get(VIEWED, ()):
-            raise Unrecognised
+        for call, _, layout in noted.get(VIEWED, {}).get(number, ()):
+            if layout.is_whole and call not in region:
+                raise Unplanned(_OVERWRITTEN)
         found = noted.get(SITES, {}).get(number)
         if found is None:
-            return self._pass(node)
+            return [(place, region) for place in self._pass(node, region)]
         call, index = found
         self.sites[call, index] = Site(call, index, Edge(node, number))
-        if call.is_released or call.is_rewired or not call.is_readable:
-            raise Unrecognised
+        if call.is_released or call.is_rewired:
+            raise Unplanned(_OVERWRITTEN if call.is_rewired else "a part of the graph was freed")
+        if not call.is_readable:
+            raise Unplanned("hooks take what autograd saves, as those of a checkpoint do")
         rule, module = call.rule, call.module
         self._facts += (
             type(module),
@@ -108,13 +119,13 @@ class Structure:
             call.training,
         )
         self._note_tensors(call)
-        if rule.transparent:
-            if call.stored.parameters or module._modules:
-                raise Unrecognised
-            return self._pass(node)
-        self._facts.append(call.settings)
         self._note_parameters(call)
-        return self._note_inputs(call)
+        further = self._note_inputs(call)
+        if rule.transparent:
+            inside = (call, *region)
+            return [(place, inside) for place in self._pass(node, inside)]
+        self._facts.append(call.settings)
+        return [(place, region) for place in further]
 
     # Calls ---------------------------------------------------------------------------------------
 
@@ -124,7 +135,7 @@ class Structure:
         facts += len(stored.inputs), len(stored.outputs)
         for tensor in (*stored.inputs, *stored.outputs):
             if tensor.layout is not torch.strided or tensor.is_nested:
-                raise Unrecognised
+                raise Unplanned(f"{call.path} has nested or sparse tensors")
             facts += tensor.dtype, tensor.shape
         if stored.kwargs or stored.args is not stored.inputs:
             facts.append(_form((stored.args, stored.kwargs)))
@@ -132,28 +143,25 @@ class Structure:
     def _note_parameters(self, call: Call) -> None:
         """Which parameters a call used, and which of them want a gradient."""
         stored, facts = call.stored, self._facts
-        if stored.computed or stored.saved:
-            raise Unrecognised
-        facts += stored.parameters, *stored.frozen
+        if stored.computed:
+            raise Unplanned(f"parameters of {call.path} are computed from others")
+        facts += stored.parameters, tuple(stored.owned), tuple(stored.frozen)
         for name in stored.parameters:
             tensor, _ = stored.owned[name]
-            if type(tensor) is not Parameter and not isinstance(tensor, Parameter):
-                raise Unrecognised
-            number = self._parameters.setdefault(id(tensor), len(self._parameters))
-            facts += number, tensor.requires_grad, tensor.dtype
-        if call.module._modules:  # the rule may leave out some inside
+            facts += self._number_of(tensor), tensor.requires_grad, tensor.dtype
+        if call.module._modules and not call.rule.transparent:  # it may leave out some inside
             facts.append(tuple([p.requires_grad for p in call.module.parameters()]))
 
     def _note_inputs(self, call: Call) -> list[Place]:
         """Where a call's inputs came from; returns where to go on."""
         facts, further = self._facts, list[Place]()
-        facts.append(self._number_of(call.run))
+        facts.append(self._belongs_to(call.run))
         for tensor, edge in zip(call.stored.inputs, call.edges, strict=True):
             facts.append(edge is None)
             if edge is None:
                 facts += is_parameter(tensor), tensor.requires_grad, *self._received(call, tensor)
             elif edge.level:
-                raise Unrecognised
+                raise Unplanned(_OVERWRITTEN)
             else:
                 further.append(edge[:2])
         return further
@@ -166,7 +174,16 @@ class Structure:
         given = () if len(run.given) < 2 else tuple([g.span for g in run.given])
         return run.receives((tensor,)), *[span_of(tensor) == span for span in given]
 
-    def _number_of(self, run: Run) -> int:
+    def _number_of(self, parameter: Tensor) -> int:
+        """The number of a parameter, in the order in which they come up."""
+        if type(parameter) is not Parameter and not isinstance(parameter, Parameter):
+            raise Unplanned("weights are handed over")
+        number = self._numbers.setdefault(id(parameter), len(self._numbers))
+        if number == len(self.parameters):
+            self.parameters.append(parameter)
+        return number
+
+    def _belongs_to(self, run: Run) -> int:
         """Whether a call belongs to no run of a model, or to the only one."""
         if run is NO_RUN or run is NO_RUN_OF_RANKS:
             return int(run.is_distributed)
@@ -177,50 +194,42 @@ class Structure:
             for given in run.given:
                 self._facts += given.path, given.dtype, torch.Size(given.shape)
         if run is not self._run:  # which rows each has is told by memory
-            raise Unrecognised
+            raise Unplanned("a model was called several times")
         return 2
 
     # Operations ----------------------------------------------------------------------------------
 
-    def _pass(self, node: Node) -> list[Place]:
+    def _pass(self, node: Node, region: Region) -> list[Place]:
         """Note an operation; returns where to go on."""
         kind, facts = type(node), self._facts
         if node in self.between:
             facts += kind, self.between[node]
             return []
         self.between[node] = len(self.between)
+        if region:
+            self._regions[node] = region
         facts.append(kind)
         if kind is LeafNode:
             leaf: Tensor = node.variable  # type: ignore[attr-defined]
+            facts += leaf.shape, leaf.dtype
             if is_parameter(leaf):
-                raise Unrecognised
-            facts.append(leaf.shape)
+                facts.append(self._number_of(leaf))
             return []
         if kind is CopyNode or nodes.is_nested(node):
-            raise Unrecognised
+            raise Unplanned(_OVERWRITTEN if kind is CopyNode else "there are nested tensors")
         for metadata in node._input_metadata:
             facts += metadata.dtype, torch.Size(metadata.shape)
-        for name in _saved_by(kind):
-            value = getattr(node, name)
-            facts.append(tuple(value) if isinstance(value, (list, tuple)) else value)
+        facts += nodes.settings_of(node)
         edges = node.next_functions
         facts.append(tuple([child is None for child, _ in edges]))
         return [(child, number) for child, number in edges if child is not None]
-
-
-@cache
-def _saved_by(kind: type) -> tuple[str, ...]:
-    """What nodes of a type have saved that a decision may depend on, but for tensors."""
-    names = [f"_saved_{name}" for name in _SAVED]
-    is_index = operations().get(kind) in nodes.INDEXED
-    return tuple([n for n in names if hasattr(kind, n) and not (is_index and n == "_saved_index")])
 
 
 def _form(value: Any) -> Any:
     """Arguments with their tensors left out.
 
     Raises:
-        Unrecognised: Something among them says more than its type.
+        Unplanned: Something among them says more than its type.
     """
     if isinstance(value, Tensor):
         return Tensor
@@ -230,4 +239,4 @@ def _form(value: Any) -> Any:
         return dict, tuple([(key, _form(item)) for key, item in value.items()])
     if type(value) in (tuple, list):
         return type(value), tuple(map(_form, value))
-    raise Unrecognised
+    raise Unplanned(f"a module received a {type(value).__name__}")

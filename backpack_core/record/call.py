@@ -271,10 +271,11 @@ def edge_of(tensor: Tensor) -> Edge | None:
 def attach(call: Call, index: int, node: Node, output_nr: int) -> None:
     """Record a call at an output of a node; an output has one call at most."""
     metadata: Any = node.metadata
-    if SITES in metadata:
-        metadata[SITES][output_nr] = (call, index)
-    else:
+    table = metadata.get(SITES)
+    if table is None:
         metadata[SITES] = {output_nr: (call, index)}
+    else:
+        table[output_nr] = (call, index)
 
 
 def attach_viewed(call: Call, index: int, output: Tensor, base: Tensor) -> None:

@@ -16,6 +16,8 @@ from torch import Tensor
 from backpack_core._torch import Node, base_of, version_of, versions_of
 from backpack_core.record.call import SITES, Edge, edge_of, site_at
 
+_STRIDED = torch.strided
+
 
 class Execution(dict[str, Any]):
     """The keyword arguments of a module, with what is known before the forward only.
@@ -41,8 +43,15 @@ class Execution(dict[str, Any]):
         if kwargs:
             self.update(kwargs)
         self.tensors = tensors
-        self.edges = tuple(map(edge_of, tensors))
-        self.versions = versions_of(tensors)
+        edges: list[Edge | None] = []
+        versions: list[int] = []
+        try:
+            for tensor in tensors:
+                edges.append(edge_of(tensor))
+                versions.append(tensor._version)
+        except RuntimeError:  # of an inference tensor
+            edges, versions = [*map(edge_of, tensors)], versions_of(tensors)
+        self.edges, self.versions = tuple(edges), versions
         self.is_recorded = False
         self.computed: dict[str, Tensor] | None = None
 
@@ -150,14 +159,14 @@ def simple_node(
     base = result._base
     if (
         node is None
-        or result.layout is not torch.strided
-        or result.dtype.is_complex
+        or result.layout is not _STRIDED
+        or result.is_complex()
         or SITES in node.metadata
         or (base is not None and (base := new_base(result, args)) is None)
     ):
         return None
     for received, edge in zip(args, execution.edges):  # noqa: B905 - one for each, and quicker
-        if node is received.grad_fn or (edge and node is edge[0]) or received.dtype.is_complex:
+        if node is received.grad_fn or (edge and node is edge[0]) or received.is_complex():
             return None
     return node, base
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from backpack_core import _torch
-from backpack_core._torch import Node, has_memory, memory_of, running_calls
+from backpack_core._torch import Node, running_calls
 from backpack_core.errors import UsageError
-from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run, given_at, layout_of, rows_of
+from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run, run_of
 from backpack_core.record.structure import placed_tensors
 
 OWNER_ATTRIBUTE: Final = "_backpack_owner"
@@ -77,27 +77,14 @@ class Owner:
         """
         run = NO_RUN
         if received is not None:
-            placed = [*placed_tensors(received)]
-            tensors = [tensor for _, tensor in placed]
-            axis, sizes, layouts = self.axes.get("", 0), [], {}
-            for tensor in tensors:
-                if tensor.dim() > axis and not tensor.is_nested:
-                    sizes.append(tensor.shape[axis])
-                    if has_memory(tensor):
-                        layouts[memory_of(tensor)] = layout_of(tensor, axis)
-            if axis and tensors and not sizes:
+            placed, axis = [*placed_tensors(received)], self.axes.get("", 0)
+            run = run_of(placed, axis, _torch.is_distributed(self.module))
+            if axis and placed and not run.sizes:
                 raise UsageError(
                     f"extend(..., batch_axis={axis}) was said, and the model received no tensor "
-                    f"with such an axis: {', '.join(str(list(t.shape)) for t in tensors)}."
+                    f"with such an axis: {', '.join(str(list(t.shape)) for _, t in placed)}."
                 )
             self._note_handed()
-            is_inner = any(tensor.grad_fn is not None for tensor in tensors)
-            rows = rows_of(tensors[0]) if tensors and not axis else None
-            is_distributed = _torch.is_distributed(self.module)
-            given = (
-                () if axis else tuple(given_at(*place) for place in placed if has_memory(place[1]))
-            )
-            run = Run(tuple(sizes), layouts, is_distributed, [], is_inner, rows, given)
         _running.setdefault(get_ident(), _still_running()).append((self, run))
 
     def _note_handed(self) -> None:
@@ -108,7 +95,8 @@ class Owner:
         module = self.module
         parts = [] if module is None else [module]
         for part in parts:  # it grows: parts may have come since the last run
-            parts += [inner for inner in part._modules.values() if inner is not None]
+            if part._modules:
+                parts += [inner for inner in part._modules.values() if inner is not None]
             own: Mapping[str, Tensor | None] = part._parameters
             for name, tensor in own.items():
                 if tensor is not None and not isinstance(tensor, Parameter):
@@ -213,8 +201,10 @@ def owned_by_models() -> dict[int, tuple[Module, str]]:
 
 def run_of_model(module: Module, thread: int) -> Run:
     """What the extended model of a part received, if it is running on this thread."""
-    mine: Owner | None = module.__dict__.get(OWNER_ATTRIBUTE)
-    for owner, run in reversed(_running.get(thread, [])):
-        if owner is mine:
-            return run
+    known = _running.get(thread)
+    if known:
+        mine: Owner | None = module.__dict__.get(OWNER_ATTRIBUTE)
+        for owner, run in reversed(known):
+            if owner is mine:
+                return run
     return NO_RUN_OF_RANKS if _torch.is_distributed() else NO_RUN

@@ -28,6 +28,12 @@ class SampleLayout(NamedTuple):
     offset: int
     axis: int
 
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The first and the last number in the memory that are its own."""
+        steps = zip(self.shape, self.strides, strict=True)
+        return self.offset, self.offset + sum((length - 1) * step for length, step in steps)
+
     def axis_in(self, tensor: Tensor) -> int | None:
         """Which axis of a tensor in the same memory is that of the samples, as strides tell."""
         if self.axis < 0:
@@ -56,17 +62,27 @@ class Given(NamedTuple):
 
     Attributes:
         path: The number of the argument, and of the item of a list or dictionary, at each depth.
-        shape: Its shape.
-        span: Its memory, and the first and last number there; see :func:`span_of`.
+        layout: How it lies in its memory.
+        memory: Its memory.
         tensor: Returns it, if somebody still holds it.
         dtype: The type of its numbers.
     """
 
     path: tuple[int, ...]
-    shape: tuple[int, ...]
-    span: tuple[int, int, int]
+    layout: SampleLayout
+    memory: int
     tensor: Callable[[], Tensor | None]
     dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.layout.shape
+
+    @property
+    def span(self) -> tuple[int, int, int]:
+        """Its memory, and the first and last number there that are its own."""
+        return self.memory, *self.layout.ends
 
     @property
     def rows(self) -> int:
@@ -156,13 +172,7 @@ class Run(NamedTuple):
 
 def span_of(tensor: Tensor) -> tuple[int, int, int]:
     """The memory of a tensor, and the first and last number there that are its own."""
-    first, ways = int(tensor.storage_offset()), zip(tensor.shape, tensor.stride(), strict=True)
-    return memory_of(tensor), first, first + sum((length - 1) * step for length, step in ways)
-
-
-def given_at(path: tuple[int, ...], tensor: Tensor) -> Given:
-    """A tensor that a model received, as far as it is noted."""
-    return Given(path, tuple(tensor.shape), span_of(tensor), weakref.ref(tensor), tensor.dtype)
+    return memory_of(tensor), *layout_of(tensor, 0).ends
 
 
 def rows_of(tensor: Tensor) -> tuple[int, range] | None:
@@ -184,6 +194,35 @@ def rows_of(tensor: Tensor) -> tuple[int, range] | None:
         return None
     first = (tensor.storage_offset() - base.storage_offset()) // row
     return memory, range(first, first + count * step, step)
+
+
+def run_of(
+    placed: Sequence[tuple[tuple[int, ...], Tensor]], axis: int, is_distributed: bool
+) -> Run:
+    """The run of a model that received some tensors.
+
+    Args:
+        placed: The tensors, each with its path.
+        axis: Where samples are said to be in them.
+        is_distributed: Whether it runs inside of DistributedDataParallel.
+    """
+    is_inner = False
+    sizes: list[int] = []
+    memories: dict[int, SampleLayout] = {}
+    given: list[Given] = []
+    for path, tensor in placed:
+        is_inner = is_inner or tensor.grad_fn is not None
+        has_axis = tensor.dim() > axis and not tensor.is_nested
+        if has_axis:
+            sizes.append(tensor.shape[axis])
+        if has_memory(tensor):
+            memory, layout = memory_of(tensor), layout_of(tensor, axis)
+            if has_axis:
+                memories[memory] = layout
+            if not axis:
+                given.append(Given(path, layout, memory, weakref.ref(tensor), tensor.dtype))
+    rows = rows_of(placed[0][1]) if placed and not axis else None
+    return Run(tuple(sizes), memories, is_distributed, [], is_inner, rows, tuple(given))
 
 
 NO_RUN: Final[Run] = Run((), {}, False, [])

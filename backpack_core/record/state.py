@@ -5,7 +5,7 @@ Both may be changed before the backward pass, and rules must compute with what t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack_core._torch import versions_of
 from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE
 
 Owned = dict[str, tuple[Tensor, int]]  # tensors, and how often each was changed in place, by name
@@ -60,6 +61,24 @@ def tensors_of(
     if module._buffers:
         owned.update(module._buffers)
     return owned, count
+
+
+def noted_of(
+    outputs: tuple[Tensor, ...], owned: dict[str, Tensor | None]
+) -> tuple[list[int], Sequence[str]]:
+    """Versions of outputs and of a module's tensors, and which of the latter need no gradient."""
+    frozen: list[str] = []
+    try:
+        versions = [output._version for output in outputs]
+        for name, tensor in owned.items():
+            if tensor is not None:
+                versions.append(tensor._version)
+                if not tensor.requires_grad:
+                    frozen.append(name)
+    except RuntimeError:  # of an inference tensor
+        frozen = [n for n, t in owned.items() if t is not None and not t.requires_grad]
+        versions = versions_of((*outputs, *owned.values()))
+    return versions, frozen or ()  # the collector of garbage need not look at empty ones
 
 
 def computed_in_hooks(module: Module, names: tuple[str, ...]) -> dict[str, Tensor]:

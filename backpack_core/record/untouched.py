@@ -42,6 +42,8 @@ def ask(view: View, plugin: object, method: str, *given: Any) -> Any:
     Raises:
         PluginCodeError: A tensor was changed in place.
     """
+    if not view.is_checked:
+        return getattr(plugin, method)(*given)
     seen = noted(view, given)
     result = getattr(plugin, method)(*given)
     see_unchanged(view, seen, plugin, method)

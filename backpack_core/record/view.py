@@ -42,6 +42,8 @@ class View:
             zero.
         positions: How many entries of axis 0 each sample has; zero where axis 0 holds no samples.
         samples: How many samples the backward pass has, wherever the call has them.
+        is_measured: Whether rules may look at values, to refuse some: on an accelerator, to look is
+            to wait. It is so in the passes that are measured, and outside of passes.
         grad_output: Gradient of the loss in the output, ``[N, *out]``; ``None`` before the backward
             pass, for chunks of columns, and in a pass without autograd, except at losses.
         inner: The gradient at the node that the rule named, in the shape of that node's output,
@@ -82,6 +84,7 @@ class View:
         self.inner: Tensor | None = None
         self.positions = positions
         self.samples = samples
+        self.is_measured = True
         self._whole: View | None = None
         self.counted: list[tuple[Tensor, int]] | None = None
         self.memories: set[int] | None = None

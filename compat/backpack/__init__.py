@@ -99,7 +99,7 @@ class backpack(contexts.backpack):
 
     def _visiting(self) -> View | None:
         """The call that the backward pass visits now."""
-        for context, _ in self._entered:
+        for context in self._entered:
             current_pass = context.passes.get(graph_task_id())
             if current_pass is not None:
                 view: View | None = current_pass.visiting

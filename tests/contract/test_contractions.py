@@ -28,12 +28,14 @@ CONTRACTIONS: dict[Callable[..., Tensor], Callable[[Tensor], Tensor]] = {
     contractions.products: lambda m: m,
     contractions.square_sum: lambda m: m.square().sum((0, 1)),
     sample_squares.contracted: lambda m: m.square().sum(0),
-    first.squared_norm: lambda m: m.square().sum((2, 3, 4)),
+    lambda out, inp: first.norm(out, inp).squared(): lambda m: m.square().sum((2, 3, 4)),
     contractions.sums: lambda m: m.sum(1),
     contractions.gram: lambda m: torch.einsum("vngoi,wmgoi->vnwm", m, m),
     lambda out, inp: first.moments(out, inp)[0]: lambda m: m.sum(1),
     lambda out, inp: first.moments(out, inp)[1]: lambda m: m.square().sum((0, 1)),
-    lambda out, inp: first.moments(out, inp, norm=True)[2]: (lambda m: m.square().sum((2, 3, 4))),
+    lambda out, inp: first.moments(out, inp, norm_=True)[2].squared(): (
+        lambda m: m.square().sum((2, 3, 4))
+    ),
 }
 NAMES = ["products", "square_sum", "per_sample_square_sum", "squared_norm", "sums", "gram",
          "first moment", "second moment", "norms along"]  # fmt: skip
@@ -181,7 +183,7 @@ def test_moments_along_with_products(shape: tuple[int, ...], budget: int | None)
         assert_close(along.sums, expected.sum(1))
     if along.squares is not None:
         assert_close(along.squares, expected.square().sum((0, 1)))
-        assert_close(along.norms, expected.flatten(2).square().sum(2))
+        assert_close(along.norms.squared(), expected.flatten(2).square().sum(2))
 
 
 @pytest.mark.parametrize("make", [lambda inp: inp, Lazy], ids=["tensor", "lazy"])
@@ -200,12 +202,12 @@ def test_moments_take_pieces_of_their_own_size(
 
     monkeypatch.setattr(torch, "bmm", counted)
     with torch.no_grad():
-        sums, squares, norms = first.moments(out, make(inp), norm=True)
+        sums, squares, norms = first.moments(out, make(inp), norm_=True)
     assert counts == [2, 2, 2, 1]
     mat = products(out, inp)
     assert_close(sums, mat.sum(1))
     assert_close(squares, mat.square().sum((0, 1)))
-    assert_close(norms, mat.flatten(2).square().sum(2))
+    assert_close(norms.squared(), mat.flatten(2).square().sum(2))
 
 
 def test_the_square_sum_of_nothing() -> None:

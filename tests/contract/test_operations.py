@@ -110,17 +110,17 @@ def conv(*extensions: Extension) -> Problem:
 
 
 # What stands in a family.
-HOMES = dict.fromkeys(("moments", "weighed_norm", "products_with"), norms)
+HOMES = dict.fromkeys(("moments", "norm", "products_with"), norms)
 HOMES |= {"contracted": sample_squares}
 # What extensions ask for, and how often each contraction runs for the weight.
 PLANS: list[tuple[tuple[type[Extension], ...], dict[str, int]]] = [
     ((SumGradSquared,), {"square_sum": 1, "moments": 0, "sums": 0, "products_with": 0}),
     ((Variance,), {"square_sum": 0, "moments": 1, "sums": 0, "products_with": 0}),
     ((Variance, SumGradSquared), {"square_sum": 0, "moments": 1, "sums": 0, "products_with": 0}),
-    ((BatchL2Grad,), {"weighed_norm": 1, "products_with": 0}),
+    ((BatchL2Grad,), {"norm": 1, "products_with": 0}),
     (
         (BatchGrad, BatchL2Grad, Variance),
-        {"products_with": 1, "weighed_norm": 0, "moments": 0, "square_sum": 0, "sums": 0},
+        {"products_with": 1, "norm": 0, "moments": 0, "square_sum": 0, "sums": 0},
     ),
     (
         (DiagGGNExact, BatchDiagGGNExact),
@@ -236,45 +236,48 @@ def test_an_operation_of_somebody_else() -> None:
     assert sorted(CALLS) == ["bias", "bias", "weight", "weight"]
 
 
-class ShiftedTable(LookupProduct):
-    """A form of somebody else's: rows are counted from one."""
+class TurnedTable(LookupProduct):
+    """A form of somebody else's: rows are counted from the last one."""
 
     def part(self, columns: slice, samples: slice) -> Tensor:
-        return LookupProduct(self.out, self.row - 1, self.shape).part(columns, samples)
+        return LookupProduct(self.out, self.shape[0] - 1 - self.row, self.shape).part(
+            columns, samples
+        )
 
 
-def _shifted() -> tuple[SampleProduct, Tensor]:
+def _turned() -> tuple[SampleProduct, Tensor]:
     product, matrix, _ = table()
     assert isinstance(product, LookupProduct)
-    return ShiftedTable(product.out, product.row + 1, product.shape), matrix
+    row = product.shape[0] - 1 - product.row
+    return TurnedTable(product.out, row, product.shape), matrix
 
 
 @batch_sum.register
-def batch_sum_shifted(product: ShiftedTable) -> Tensor:
+def batch_sum_turned(product: TurnedTable) -> Tensor:
     return dense(product).sum(1)
 
 
 @weighted_sum.register
-def weighted_sum_shifted(product: ShiftedTable, weights: Tensor) -> Tensor:
+def weighted_sum_turned(product: TurnedTable, weights: Tensor) -> Tensor:
     return torch.einsum("kvn,vn...->k...", weights, dense(product))
 
 
 def test_a_form_of_somebody_else_has_the_versions_of_its_parents_or_its_own() -> None:
     with torch.no_grad():
-        product, matrix = _shifted()
+        product, matrix = _turned()
         weights = torch.randn(2, *matrix.shape[:2])
         assert_close(dense(product), matrix)
         assert_close(batch_sum(product), matrix.sum(1))
         expected = torch.einsum("kvn,vnij->kij", weights, matrix)
         assert_close(weighted_sum(product, weights), expected)
         assert_close(per_sample_square_sum(product), matrix.square().sum(0))  # the definition
-        # The version of its parent, which counts rows from zero.
+        # The version of its parent, which counts rows from the first one.
         assert not torch.allclose(square_sum(product), matrix.square().sum((0, 1)))
 
 
 def test_an_operation_knows_the_forms_it_has_versions_for() -> None:
     assert largest.has_version(AffineProduct)
-    assert square_sum.has_version(ShiftedTable)  # its parent's
+    assert square_sum.has_version(TurnedTable)  # its parent's
     assert not largest.has_version(LookupProduct)
     assert not dense.has_version(SampleProduct)
 

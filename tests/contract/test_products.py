@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from backpack_core import SampleProduct, extend, memory_budget
 from backpack_core.contract import operations as ops
-from backpack_firstorder.norms import norm
-from backpack_firstorder.products import inner
+from backpack_firstorder.products import inner, norm
+from backpack_firstorder.single import in_single
 from tests.contract.products import FORMS, SAMPLES, budget
 from tests.oracle import assert_close
 
@@ -33,7 +33,10 @@ OPERATIONS: dict[str, tuple[Callable[[SampleProduct], Tensor], Definition]] = {
     "square_sum": (ops.square_sum, lambda m: m.square().sum((0, 1))),
     "per_sample_square_sum": (ops.per_sample_square_sum, lambda m: m.square().sum(0)),
     "squared_norm": (ops.squared_norm, lambda m: m.square().sum((2, 3))),
-    "norm": (norm, lambda m: m.square().sum((2, 3)).sqrt()),
+    "norm": (
+        lambda product: norm(in_single(product)).value(),
+        lambda m: m.square().sum((2, 3)).sqrt(),
+    ),
     "batch_sum": (ops.batch_sum, lambda m: m.sum(1)),
     "gram": (ops.gram, lambda m: torch.einsum("vnij,wmij->vnwm", m, m)),
     "weighted_sum": (
@@ -138,11 +141,11 @@ def test_any_part(form: str) -> None:
 @forms
 @operations
 def test_half_precision(form: str, operation: str) -> None:
-    """In the dtype of the columns; norms in single precision at least."""
+    """In the dtype of the columns; norms in double precision."""
     torch.set_default_dtype(torch.bfloat16)
     with torch.no_grad():
         found = OPERATIONS[operation][0](FORMS[form]().product)
-    assert found.dtype == (torch.float32 if operation == "norm" else torch.bfloat16)
+    assert found.dtype == (torch.float64 if operation == "norm" else torch.bfloat16)
     assert bool(found.isfinite().all())
 
 

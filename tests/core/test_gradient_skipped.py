@@ -133,10 +133,9 @@ def test_samples_that_mix_are_noticed() -> None:
         (lambda: [DiagHessian()], {}),
         (lambda: [KFRA()], {}),
         (lambda: [KFAC()], {"loss": lambda loss: 2 * loss}),
-        (lambda: [KFAC()], {"options": {"gradient": torch.tensor(2.0).double()}}),
         (lambda: [KFAC()], {"extension_hook": lambda module: None}),
     ],
-    ids=["first order", "residuals", "averages", "scaled", "given", "hook"],
+    ids=["first order", "residuals", "averages", "scaled", "hook"],
 )
 def test_autograd_goes_where_somebody_needs_it(extensions: Any, options: dict[str, Any]) -> None:
     seen = Seen(*_made("conv"))
@@ -147,6 +146,28 @@ def test_autograd_goes_where_somebody_needs_it(extensions: Any, options: dict[st
     assert seen.count
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_gradient_that_is_given_arrives_at_the_loss(asked: str) -> None:
+    options = {"gradient": torch.tensor(2.0).double()}
+    seen = Seen(*_made("conv"))
+    wanted = seen.run(ASKED[asked](), gradient="none", options=options)
+    found = seen.run(ASKED[asked](), options=options)
+    assert not seen.count
+    for one, other in zip(found, wanted, strict=True):
+        assert torch.equal(one, other)
+    plain = seen.run(ASKED[asked]())
+    assert not all(map(torch.equal, plain, wanted))
+
+
+def test_another_root_gets_its_gradient() -> None:
+    """A parameter itself, behind which autograd alone would go."""
+    seen, own = Seen(*_made("conv")), torch.zeros((), requires_grad=True)
+    loss = seen.lossfunc(seen.model(seen.x), seen.y)
+    with backpack(KFAC(), gradient="skipped", check="never"):
+        torch.autograd.backward([loss, own])
+    assert own.grad == 1
 
 
 def test_inputs_that_are_trained_get_their_gradient() -> None:

@@ -54,7 +54,7 @@ def test_functions_of_the_page_are_called() -> None:
     names = {part for step in trace().steps for part in step.name.split(".")}
     files = {Path(step.file).stem for step in trace().steps}
     quoted = re.findall(r"`([A-Za-z_.]+)`", PAGE.read_text("utf-8").partition("## Start")[2])
-    known = {"Linear", "ReLU", "Announcer", "Site", "contract", "engine", "record", "BackwardPass"}
+    known = {"Linear", "ReLU", "Site", "contract", "engine", "record", "BackwardPass"}
     assert len(quoted) > 20
     for text in set(quoted) - known:
         for part in text.split("."):

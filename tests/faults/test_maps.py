@@ -266,7 +266,9 @@ def test_nothing_stays_among_hooks_of_all_modules(is_raised: bool) -> None:
     assert [*table.values()] == [look]
     handle.remove()
     assert not table
-    assert all(key >= 0 for key in hooks._global_forward_hooks_with_kwargs)
+    # Torch forgets its own there, and takes it for a hook of all modules when it compiles.
+    assert [*hooks._global_forward_hooks_with_kwargs] == [handle.id]
+    del hooks._global_forward_hooks_with_kwargs[handle.id]
     assert len(kept) == (not is_raised)
 
 

@@ -7,9 +7,14 @@ import torch
 from torch import Tensor
 
 from backpack_core import set_memory_budget
+from backpack_core.contract.affine import AffineProduct
+from backpack_core.contract.lookup import LookupProduct
+from backpack_core.contract.product import sum_of
+from backpack_core.contract.rows import Rows
 from backpack_core.tuning import memory_budget
-from backpack_firstorder.contractions import squared_norm
-from backpack_firstorder.norms import product_norm, vector_norm
+from backpack_firstorder import contractions, scaled
+from backpack_firstorder.products import norm
+from backpack_firstorder.single import in_single
 from tests.contract.test_contractions import SHAPES, Lazy, products
 from tests.oracle import assert_close
 
@@ -28,6 +33,23 @@ RANGES = {
 }
 
 
+@pytest.fixture(params=[True, False], ids=["double", "scaled"], autouse=True)
+def has_double(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether there is double precision for the squares of numbers that have less."""
+    if not request.param:
+        monkeypatch.setattr(scaled, "wider", lambda like: None)
+    return bool(request.param)
+
+
+def product_norm(out: Tensor, inp: Rows) -> Tensor:
+    shape = torch.Size((*out.shape[3:], inp.shape[3]))
+    return norm(in_single(AffineProduct(out, inp, shape))).value()
+
+
+def vector_norm(mat: Tensor, lead: int) -> Tensor:
+    return scaled.vector_norm(mat, lead).value()
+
+
 def _factors(shape: tuple[int, ...], place: str) -> tuple[Tensor, Tensor]:
     columns, samples, positions, groups, features, size = shape
     left, right, dtype, _ = RANGES[place]
@@ -41,7 +63,7 @@ def _factors(shape: tuple[int, ...], place: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("place", RANGES)
 def test_norm_of_products(
-    place: str, shape: tuple[int, ...], budget: int | None, lazy: bool
+    place: str, shape: tuple[int, ...], budget: int | None, lazy: bool, has_double: bool
 ) -> None:
     out, inp = _factors(shape, place)
     exact = products(out.double(), inp.double()).flatten(2)
@@ -52,7 +74,8 @@ def test_norm_of_products(
         found = product_norm(out, Lazy(inp) if lazy else inp)
     finally:
         set_memory_budget(before)
-    assert found.dtype == torch.promote_types(out.dtype, torch.float32)
+    least = torch.promote_types(out.dtype, torch.float32)
+    assert found.dtype == (torch.float64 if has_double else least)
     assert_close(found.double() / scale, (exact / scale).norm(dim=2), RANGES[place][3])
 
 
@@ -68,10 +91,10 @@ def test_norm_of_vectors(place: str) -> None:
 def test_zeros() -> None:
     out, inp = torch.randn(2, 3, 4, 1, 5), torch.randn(3, 4, 1, 6)
     out[0, 1], inp[2] = 0, 0
-    norm = product_norm(out, inp)
-    assert norm[0, 1] == 0
-    assert not norm[:, 2].any()
-    assert norm[1, 1] > 0
+    norms = product_norm(out, inp)
+    assert norms[0, 1] == 0
+    assert not norms[:, 2].any()
+    assert norms[1, 1] > 0
     assert not vector_norm(torch.zeros(2, 3), 1).any()
 
 
@@ -80,18 +103,18 @@ def test_positions_that_cancel() -> None:
     out, inp = torch.randn(3, 50, 2, 1, 5), torch.randn(50, 1, 1, 6).expand(-1, 3, -1, -1)
     out = torch.cat([out, -out.sum(2, keepdim=True)], 2)
     scale = (out.square().sum((2, 3, 4)) * inp.square().sum((1, 2, 3))).sqrt()
-    norm, squares = product_norm(out, inp), squared_norm(out, inp)
+    norms, squares = product_norm(out, inp), contractions.norm(out, inp).squared()
     assert bool((squares >= 0).all())
-    assert bool((norm <= 1e-7 * scale).all())
+    assert bool((norms <= 1e-7 * scale).all())
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_what_is_not_finite_stays(value: float) -> None:
     out, inp = torch.randn(1, 3, 4, 1, 5), torch.randn(3, 4, 1, 6)
     out[0, 1, 2, 0, 3] = value
-    norm = product_norm(out, inp)
-    assert not norm[0, 1].isfinite()
-    assert norm[0, [0, 2]].isfinite().all()
+    norms = product_norm(out, inp)
+    assert not norms[0, 1].isfinite()
+    assert norms[0, [0, 2]].isfinite().all()
     assert not vector_norm(out, 2)[0, 1].isfinite()
 
 
@@ -101,9 +124,9 @@ def test_what_is_not_finite_stays(value: float) -> None:
 def test_of_nothing(shape: tuple[int, ...]) -> None:
     columns, samples, positions, groups, features, size = shape
     out = torch.randn(columns, samples, positions, groups, features)
-    norm = product_norm(out, torch.randn(samples, positions, groups, size))
-    assert norm.shape == (columns, samples)
-    assert not norm.any()
+    norms = product_norm(out, torch.randn(samples, positions, groups, size))
+    assert norms.shape == (columns, samples)
+    assert not norms.any()
     assert vector_norm(out, 2).shape == (columns, samples)
 
 
@@ -156,3 +179,30 @@ def test_derivative_beside_a_group_of_zeros() -> None:
     (found,) = torch.autograd.grad(product_norm(out, inp).sum(), out)
     expected = products(out, inp).flatten(2).square().sum(2).sqrt().sum()
     assert_close(found, torch.autograd.grad(expected, out)[0])
+
+
+@pytest.mark.parametrize(("table", "head"), [(1e-25, 1e-22), (1e25, 1e22), (1e-24, 1e24)])
+def test_sums_of_two_forms(table: float, head: float) -> None:
+    """A table that is looked up and gives the logits: neither part hides the other."""
+    row, shape = torch.randint(0, 5, (4, 3)), torch.Size((5, 2))
+    looked_up = table * torch.randn(1, 4, 3, 2)
+    out, inp = 1e-10 * head * torch.randn(1, 4, 6, 1, 5), 1e10 * torch.randn(4, 6, 1, 2)
+    norms = {}
+    for dtype in (torch.float32, torch.float64):
+        parts = [
+            LookupProduct(looked_up.to(dtype), row, shape),
+            AffineProduct(out.to(dtype), inp.to(dtype), shape),
+        ]
+        with torch.no_grad():
+            norms[dtype] = norm(sum_of(parts)).value().double()
+            exact = sum(part.part(slice(0, 1), slice(0, 4)).double() for part in parts)
+        scale = exact.abs().max()
+        assert_close(norms[dtype] / scale, (exact / scale).flatten(2).norm(dim=2), 1e-5)
+
+
+def test_parts_that_lie_apart_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    mat = torch.randn(2, 7, 3)
+    whole = vector_norm(mat, 2)
+    for size in (1, 40, 10**6):
+        monkeypatch.setattr(scaled, "CACHE", size)
+        assert_close(vector_norm(mat.float(), 2), whole, 1e-6)

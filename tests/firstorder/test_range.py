@@ -1,46 +1,18 @@
-"""Warnings of squares that leave the range of numbers, where looking at them means to wait."""
+"""Squares that leave the range of numbers: what is warned of, and factors whose squares do."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from backpack_core import Extension, backpack, extend
-from backpack_core.errors import RangeWarning
 from backpack_core.extensions import BatchL2Grad, ClippedSumGrad
 from backpack_firstorder import squares
-
-
-class Copied:
-    """Stands for an event of another device."""
-
-    def __init__(self, arrived: bool) -> None:
-        self.arrived = arrived
-
-    def query(self) -> bool:
-        return self.arrived
-
-
-def _pending(flag: bool, event: Copied) -> tuple[Any, ...]:
-    return torch.tensor(flag), event, "key", "left the range"
-
-
-def test_a_flag_is_looked_at_when_it_has_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
-    event = Copied(arrived=False)
-    monkeypatch.setattr(squares, "_pending", [_pending(True, event), _pending(False, Copied(True))])
-    squares.warn_of_arrived()
-    assert len(squares._pending) == 1
-    event.arrived = True
-    with pytest.warns(RangeWarning, match="left the range") as caught:
-        squares.warn_of_arrived()
-    assert caught[0].filename == __file__
-    assert not squares._pending
 
 
 @pytest.mark.parametrize(("large", "small"), [(1e10, 3e-22), (3e-22, 1e10), (1.0, 1.0)])

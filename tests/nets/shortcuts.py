@@ -82,7 +82,7 @@ _OPEN = [
     *(f"{_CONTRACT}.operations.{name}" for name in ("batch_sum", "weighted_sum", "gram")),
     *(f"{_CONTRACT}.operations.{name}" for name in ("squared_norm", "read_together")),
     *(f"{_SECOND}.position_pairs.{name}" for name in ("diagonal", "sample_diagonals")),
-    f"{_FIRST}.norms.careful_norm",
+    f"{_FIRST}.products.norm",
 ]
 _VERSIONS = "versions for forms"
 _COLUMN = [f"{_CONTRACT}.contractions", f"{_FIRST}.contractions", f"{_FIRST}.products"]
@@ -117,7 +117,7 @@ SHORTCUTS: dict[str, Shortcut] = {
     "norms by Gram matrices": Shortcut(
         {f"{_FIRST}.contractions.is_gram_cheaper": never},
         {f"{_FIRST}.contractions.is_gram_cheaper": always},
-        [f"{_FIRST}.contractions._norm_by_gram"],
+        [f"{_FIRST}.contractions.norm_by_gram"],
         within=_VERSIONS,
     ),
     "inner products by positions": Shortcut(
@@ -134,9 +134,6 @@ SHORTCUTS: dict[str, Shortcut] = {
         {f"{_CONTRACT}.contractions.LARGE": inf},
         {f"{_CONTRACT}.contractions.LARGE": 0},
         within=_VERSIONS,
-    ),
-    "norms without care": Shortcut(
-        {f"{_FIRST}.norms.is_doubtful": always}, {f"{_FIRST}.norms.is_doubtful": never}
     ),
     _VERSIONS: Shortcut(
         {f"{place}.{name}": {} for place in _OPEN for name in ("_versions", "_found")}

@@ -71,8 +71,9 @@ BELOW = {
     "graph": {"_torch", "_checkpoints", "errors", "record", "values"},
     "contract": {
         *("_torch", "_hooks", "discovery", "errors", "record", "graph"),
-        *("tuning", "values", "remember"),
+        *("tuning", "values", "remember", "recycled"),
     },
+    "plan": {"_torch", "record", "graph"},
     "plugins": {"_torch", "discovery", "errors", "record", "contract", "remember"},
     "engine": {
         "_torch",
@@ -82,7 +83,9 @@ BELOW = {
         "record",
         "graph",
         "contract",
+        "plan",
         "plugins",
+        "recycled",
         "tuning",
         "values",
     },

@@ -111,7 +111,7 @@ def test_what_is_shown() -> None:
     assert repr(block).startswith("<backpack: BatchGrad(savefield='grad_batch', propagator=Out")
     with block:
         assert "(entered)" in repr(block)
-        assert repr(block._entered[0][0]) == "<context of BatchGrad, KFAC, 0 passes under way>"
+        assert repr(block._entered[0]) == "<context of BatchGrad, KFAC, 0 passes under way>"
         loss.backward()
     factors = "<Kronecker factors [2, 2] ⊗ [3, 3] of a parameter of shape [2, 3]>"
     assert repr(model.weight.kfac) == factors

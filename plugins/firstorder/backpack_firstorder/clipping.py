@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from math import inf, prod
 from typing import ClassVar, Literal, TypeAlias, get_args
 from weakref import ref
@@ -16,7 +15,6 @@ from torch.nn import Module
 
 from backpack_core import FirstOrderExtension, SampleProduct, memory_budget
 from backpack_core.contract.affine import AffineProduct
-from backpack_core.contract.contractions import square_norm_of
 from backpack_core.contract.extension import FailMode
 from backpack_core.contract.loss import Normaliser
 from backpack_core.contract.merging import Part
@@ -32,14 +30,6 @@ from backpack_core.contract.operations import (
 from backpack_core.contract.product import DenseProduct
 from backpack_core.errors import UsageError
 from backpack_core.tuning import READ, WRITE
-from backpack_firstorder.norms import (
-    are_exact,
-    are_in_range,
-    in_single,
-    is_seen,
-    norm,
-    scale_of,
-)
 from backpack_firstorder.own_loss import (
     UNLESS_TOLD,
     OfOwnLosses,
@@ -48,7 +38,9 @@ from backpack_firstorder.own_loss import (
     factor_of,
     is_number,
 )
-from backpack_firstorder.products import LEAST
+from backpack_firstorder.products import norm
+from backpack_firstorder.scaled import Norm, stacked, vector_norm
+from backpack_firstorder.single import in_single
 
 Clipping: TypeAlias = Literal["flat", "per_layer"]
 
@@ -63,27 +55,14 @@ class Handle:
     Attributes:
         product: The individual gradients.
         module: The module that has the parameter.
-        squares: Squared norms ``[N]``, if it is checked later whether they left the range.
-        norms: Norms ``[N]``, on devices where a check would have to wait. If both are ``None``, the
-            parameter is small, and handled together with others.
-        least: The least squares that have all of their digits, ``[N]``, if they are made of
-            factors' squares, which may have lost some.
+        norms: Norms ``[N]``; ``None`` if the parameter is small, and handled together with others.
+        is_measured: Whether values may be looked at.
     """
 
     product: SampleProduct
     module: Module | None
-    squares: Tensor | None = None
-    norms: Tensor | None = None
-    least: Tensor | None = None
-
-    @property
-    def is_small(self) -> bool:
-        """Whether norm and sum are computed together with those of other parameters."""
-        return self.squares is self.norms is None
-
-    def norm(self) -> Tensor:
-        """The norms, also where their squares leave the range. Shape ``[N]``."""
-        return norm(self.product).squeeze(0) if self.norms is None else self.norms
+    norms: Norm | None = None
+    is_measured: bool = True
 
 
 class _Kept(threading.local):
@@ -205,16 +184,11 @@ class ClippedSumGrad(FirstOrderExtension):
             self._form(single)
         # Keep the product only: what it was computed from can be freed.
         kept = as_formed(single) if is_formed(single) else single
-        if is_recorded or not is_seen(single.like):
-            return Handle(kept, product.module, None, norm(product).squeeze(0))
         is_there = isinstance(kept, DenseProduct) and kept.values is not None
-        if is_there and prod(product.shape) <= _SMALL:
-            return Handle(kept, product.module)
-        squares = kept.results[(squared_norm,)] = squared_norm(single)
-        least = single.results.get(LEAST)
-        return Handle(
-            kept, product.module, squares.squeeze(0), least=None if least is None else least[0]
-        )
+        if is_there and prod(product.shape) <= _SMALL and not is_recorded:
+            return Handle(kept, product.module, None, product.is_measured)
+        norms = norm(single).map(lambda numbers: numbers.squeeze(0))
+        return Handle(kept, product.module, norms, product.is_measured)
 
     def _form(self, product: SampleProduct) -> None:
         """Form and keep individual gradients, where that is cheaper and they fit into memory."""
@@ -244,7 +218,8 @@ class ClippedSumGrad(FirstOrderExtension):
         Raises:
             UsageError: The losses divide by several numbers.
         """
-        factor = factor_of(self.scale, self.normaliser, normalisers)
+        is_measured = all(handle.is_measured for handle in values.values())
+        factor = factor_of(self.scale, self.normaliser, normalisers, is_measured)
         groups: dict[Module | None, dict[Tensor, Handle]] = {}
         for parameter, handle in values.items():
             key = None if self.clipping == "flat" else handle.module
@@ -258,11 +233,11 @@ class ClippedSumGrad(FirstOrderExtension):
         self, handles: Mapping[Tensor, Handle], factor: float | Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """The weighted sums of parameters that are clipped together."""
-        small = [parameter for parameter, handle in handles.items() if handle.is_small]
+        small = [parameter for parameter, handle in handles.items() if handle.norms is None]
         table = torch.cat([_rows(handles[p].product) for p in small], 1) if small else None
         weights = self._weights([*handles.values()], table, factor)
         for parameter, handle in handles.items():
-            if not handle.is_small:  # a weight may underflow in half precision
+            if handle.norms is not None:  # a weight may underflow in half precision
                 some = weights.to(handle.product.like.dtype)[None, None]
                 yield parameter, weighted_sum(handle.product, some).squeeze(0)
         if table is not None:
@@ -275,25 +250,9 @@ class ClippedSumGrad(FirstOrderExtension):
         self, handles: Sequence[Handle], table: Tensor | None, factor: float | Tensor
     ) -> Tensor:
         """``min(1, C / ‖g_n‖) / factor``, where ``g_n`` is without the factor. Shape ``[N]``."""
-        bound = self.max_norm * factor
-        known = [handle.squares for handle in handles if handle.squares is not None]
-        known += [] if table is None else [square_norm_of(table)]
-        is_known = all(handle.norms is None for handle in handles) and known[0].numel()
-        squares = _stacked(known) if is_known else None
-        total = None if squares is None else squares.sum(0)
-        least = [handle.least for handle in handles if handle.least is not None]
-        if (
-            squares is not None
-            and total is not None
-            and are_in_range(squares, len(squares))
-            and are_exact(total, _stacked(least).sum(0) if least else None)
-        ):
-            quotients = bound / total.sqrt()
-        else:
-            each = _stacked([handle.norm() for handle in handles])
-            # Divided first: squares of large or tiny norms leave the range of single precision.
-            scale = scale_of(each.T, 1)
-            quotients = bound / scale / (each / scale).square().sum(0).sqrt()
+        known = [handle.norms for handle in handles if handle.norms is not None]
+        known += [] if table is None else [vector_norm(table, 1)]
+        quotients = stacked(known).total(0).dividing(self.max_norm * factor)
         # A gradient of zero has weight one.
         return quotients.clamp(max=1.0) / factor
 
@@ -303,12 +262,6 @@ def _rows(product: SampleProduct) -> Tensor:
     assert isinstance(product, DenseProduct)
     assert product.values is not None
     return product.values.reshape(product.samples, prod(product.shape))
-
-
-def _stacked(values: Sequence[Tensor]) -> Tensor:
-    """Stack tensors ``[N]`` of any precision to ``[parameters, N]``."""
-    dtype = reduce(torch.promote_types, (value.dtype for value in values))
-    return torch.stack([value.to(dtype) for value in values])
 
 
 @OpenFunction

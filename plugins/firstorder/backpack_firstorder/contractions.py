@@ -19,44 +19,46 @@ from backpack_core.contract.contractions import (
     pieces,
     products,
     row_steps,
-    square_norm_of,
     square_sum,
     sums,
 )
 from backpack_core.contract.rows import Rows, whole
+from backpack_core.recycled import take
 from backpack_core.tuning import READ, SHARED
 from backpack_firstorder.one_column import NOTHING, Moments, moments_of_column
+from backpack_firstorder.scaled import Norm, collected, divisor, largest, vector_norm
 
 
 def moments(
-    out: Tensor, inp: Rows, sum_: bool = True, square: bool = True, norm: bool = False
+    out: Tensor, inp: Rows, sum_: bool = True, square: bool = True, norm_: bool = False
 ) -> Moments:
-    """``Σ_n M[n]``, ``Σ_n M[n]²`` and ``‖M[n]‖²``, from one formation of ``M`` in pieces."""
+    """``Σ_n M[n]``, ``Σ_n M[n]²`` and ``‖M[n]‖``, from one formation of ``M`` in pieces."""
     if out.shape[2] == 1 or torch.is_grad_enabled() or is_empty(out, inp):
         return Moments(
             sums(out, inp) if sum_ else None,
             square_sum(out, inp) if square else None,
-            squared_norm(out, inp) if norm else None,
+            norm(out, inp) if norm_ else None,
         )
     if is_column(inp, out):
-        return moments_of_column(out, inp, sum_, square, norm)
+        return moments_of_column(out, inp, sum_, square, norm_)
     total = out.new_zeros(len(out), *out.shape[3:], inp.shape[3]) if sum_ else None
     squares = out.new_zeros(*out.shape[3:], inp.shape[3]) if square else None
-    norms = out.new_empty(out.shape[:2]) if norm else None
+    norms: list[tuple[int, slice, Norm]] = []
     for some, rows, piece in pieces(out, inp, SHARED):  # autograd holds memory, too
         for column, part in zip(range(some.start, some.stop), piece.unbind(2), strict=True):
             flat = part.reshape(len(part), -1)  # [n, G·O·I]
-            if norms is not None:
-                torch.linalg.vector_norm(flat, dim=1, out=norms[column, rows])
+            if norm_:
+                norms.append((column, rows, vector_norm(flat, 1)))
             if total is not None:
                 add(total[column], flat)
             if squares is not None:
                 add_squares(squares, flat)
-    return Moments(total, squares, None if norms is None else norms.square_())
+    zeros = out.new_zeros(out.shape[:2]) if norm_ else None
+    return Moments(total, squares, None if zeros is None else collected(zeros, norms))
 
 
 def products_with(
-    out: Tensor, inp: Rows, sum_: bool, square: bool, norm: bool
+    out: Tensor, inp: Rows, sum_: bool, square: bool, norm_: bool
 ) -> tuple[Tensor, Moments]:
     """``M``, and those of its moments that are cheap while a piece of it is in the cache.
 
@@ -65,44 +67,36 @@ def products_with(
     """
     columns, samples, positions, *sizes = out.shape
     is_cheap = positions > 1 and not torch.is_grad_enabled() and not is_empty(out, inp)
-    if not is_cheap or not (sum_ or (is_column(inp, out) and (square or norm))):
+    if not is_cheap or not (sum_ or (is_column(inp, out) and (square or norm_))):
         return products(out, inp), NOTHING
-    result = out.new_empty(columns, samples, *sizes, inp.shape[3])
+    shape = columns, samples, *sizes, inp.shape[3]
+    result = take(out, shape)
+    result = out.new_empty(shape) if result is None else result
     if is_column(inp, out):
-        return result, moments_of_column(out, inp, sum_, square, norm, result)
+        return result, moments_of_column(out, inp, sum_, square, norm_, result)
     total = out.new_zeros(columns, *sizes, inp.shape[3])
     for target, column, rows in form(out, inp, result):
         add(total[column], target[rows])
     return result, Moments(total, None, None)
 
 
-def squared_norm(out: Tensor, inp: Rows) -> Tensor:
-    """``‖M[v, n]‖²``, by Gram matrices over positions where they are cheaper. Shape ``[V, N]``."""
-    return weighed_norm(out, inp)[0]
+def norm(out: Tensor, inp: Rows) -> Norm:
+    """``‖M[v, n]‖``, by Gram matrices over positions where they are cheaper. Shape ``[V, N]``.
 
-
-def weighed_norm(out: Tensor, inp: Rows) -> tuple[Tensor, Tensor | None]:
-    """The same, and what squares of factors weigh in it, if it is made of any.
-
-    They may leave the range of numbers where the norm does not. What is lost of each of them counts
-    this many times, at most, in the norm. Shape ``[V, N]`` both.
+    Not finite where an entry of a factor is not.
     """
     if is_empty(out, inp):
-        return out.new_zeros(out.shape[:2]), None
+        return Norm(out.new_zeros(out.shape[:2]))
     if out.shape[2] == 1:
-        left = square_norm_of(out.squeeze(2))  # [V, N, G]
-        right = square_norm_of(whole(inp).squeeze(1))  # [N, G]
-        squares, larger = left * right, torch.maximum(left.detach(), right.detach())
-        if squares.shape[2] == 1:
-            return squares.squeeze(2), larger.squeeze(2)
-        return squares.sum(2), larger.amax(2)
+        left = vector_norm(out.squeeze(2), 3)  # [V, N, G]
+        return left.times(vector_norm(whole(inp).squeeze(1), 2)).total(2)
     if is_gram_cheaper(out, inp):
-        return _norm_by_gram(out, inp)
+        return norm_by_gram(out, inp)
     if torch.is_grad_enabled():  # whose graph has all pieces anyway
-        return products(out, inp).flatten(2).square().sum(2), None
-    norms = moments(out, inp, sum_=False, square=False, norm=True).norms
+        return vector_norm(products(out, inp), 2)
+    norms = moments(out, inp, sum_=False, square=False, norm_=True).norms
     assert norms is not None
-    return norms, None
+    return norms
 
 
 def is_gram_cheaper(out: Tensor, inp: Rows, is_summed: bool = False) -> bool:
@@ -140,28 +134,36 @@ def inner(out: Tensor, inp: Rows, other_out: Tensor, other_inp: Rows) -> Tensor:
     return torch.cat(parts, 1)
 
 
-def _norm_by_gram(out: Tensor, inp: Rows) -> tuple[Tensor, Tensor]:
-    """:func:`weighed_norm` from inner products of a product with itself."""
-    squares, weights = [], []
+def norm_by_gram(out: Tensor, inp: Rows) -> Norm:
+    """:func:`norm` from inner products of a product with itself.
+
+    They leave the range of numbers long before the norm does. So inputs of each position, and of
+    each group, are divided by their largest entry; columns are multiplied with that, and divided by
+    the largest entry that they have then. Factors of one position may so be as far from those of
+    another as numbers go.
+    """
+    squares, scales, few = [], [], 4 * torch.finfo(out.dtype).tiny
     for rows in row_steps(inp, out.element_size()):
         right = _by_group(inp[rows])
-        seen = torch.bmm(right, right.mT)  # [n·G, S, S]
-        most, found, heaviest = _largest(seen), [], []
+        most = largest(right, 2)  # [n·G, S]
+        right = right / divisor(most).unsqueeze(2)
+        seen, found, peaks = torch.bmm(right, right.mT), [], []  # [n·G, S, S]
         for column in out[:, rows]:
-            left = _by_group(column)
-            pairs, count = torch.bmm(left, left.mT), len(column)
-            heaviest.append((_largest(pairs) + most).view(count, -1).amax(1))
+            count, left = len(column), _by_group(column)
+            highest = largest(left, 2)
+            # What is divided by is large enough for a share of any position that has columns.
+            peak = torch.maximum(highest * most, few * most * (highest > 0))
+            peak = divisor(peak.view(count, -1).amax(1))  # [n]
+            share = most.view(count, -1) / peak.unsqueeze(1)
+            left = left * divisor(share).view_as(most).unsqueeze(2)
+            pairs = torch.bmm(left, left.mT)
             pairs = pairs * seen if torch.is_grad_enabled() else pairs.mul_(seen)
             found.append(pairs.view(count, -1).sum(1))
+            peaks.append(peak)
         squares.append(torch.stack(found))
-        weights.append(torch.stack(heaviest))
+        scales.append(torch.stack(peaks))
     # Rounding may leave a negative number, where positions cancel.
-    return torch.cat(squares, 1).clamp(min=0), torch.cat(weights, 1) * out.shape[2] ** 2
-
-
-def _largest(grams: Tensor) -> Tensor:
-    """The largest entry of positive semidefinite matrices, ``[K, S, S]``."""
-    return grams.detach().diagonal(dim1=1, dim2=2).amax(1)
+    return Norm(torch.cat(squares, 1).clamp(min=0), torch.cat(scales, 1)).wide()
 
 
 def _by_group(mat: Tensor) -> Tensor:

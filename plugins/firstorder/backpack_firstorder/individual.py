@@ -7,7 +7,8 @@ from torch import Tensor
 from backpack_core import FirstOrderExtension, SampleProduct
 from backpack_core.contract.merging import SUM
 from backpack_core.contract.operations import dense, gram, squared_norm
-from backpack_firstorder.norms import in_single, is_doubtful, norm
+from backpack_firstorder.products import norm
+from backpack_firstorder.single import in_single
 from backpack_firstorder.squares import SquaresExtension, warn_of_range
 
 
@@ -39,7 +40,7 @@ class BatchL2Grad(SquaresExtension):
     mean. The squared norm over several parameters is the sum of theirs.
 
     In single precision at least. Where that is not enough, as for norms beyond 10¹⁹ or below
-    10⁻¹⁹, a :class:`~backpack_core.errors.RangeWarning` says so once.
+    10⁻¹⁹, a :class:`~backpack_core.errors.RangeWarning` says so once, in a pass that is measured.
 
     No individual gradient is formed for a layer whose positions share no weight (Goodfellow, 2015,
     arXiv:1510.01799), nor where Gram matrices over positions are cheaper (Li et al., 2022,
@@ -53,19 +54,22 @@ class BatchL2Grad(SquaresExtension):
 
     def read(self, product: SampleProduct) -> Tensor:
         """``‖M[n]‖²``."""
-        if not is_doubtful(product):
-            return squared_norm(in_single(product)).squeeze(0)
-        squares = norm(product).square()
-        self._warn(product, squares)
+        single = in_single(product)
+        found = norm(single)
+        squares = found.squared().to(single.like.dtype)
+        # What is out of range shows: it is infinite, or as near to zero as numbers get. So that may
+        # be said where the pass looks at values anyway.
+        if product.is_measured:
+            self._warn(product, found.value(), squares)
         return squares.squeeze(0)
 
-    def _warn(self, product: SampleProduct, squares: Tensor) -> None:
+    def _warn(self, product: SampleProduct, norms: Tensor, squares: Tensor) -> None:
         message = (
             f"{self.savefield} of {product.name!r} of {product.path} leaves the range of "
             f"{squares.dtype}: norms of individual gradients are so large, or so small, that their "
             "squares are infinite, or zero. Scale the loss, or use double precision."
         )
-        warn_of_range(norm(product), squares, (type(self), self.savefield), message)
+        warn_of_range(norms, squares, (type(self), self.savefield), message)
 
 
 class BatchDotGrad(SquaresExtension):

@@ -12,7 +12,8 @@ from backpack_core.contract.extension import Extension
 from backpack_core.contract.merging import OverBatches, Part
 from backpack_core.contract.operations import batch_sum, square_sum
 from backpack_core.errors import UsageError
-from backpack_firstorder.norms import in_single
+from backpack_firstorder import products  # noqa: F401 - registers its operations
+from backpack_firstorder.single import in_single
 from backpack_firstorder.squares import SquaresExtension
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.tuning import CACHE, PIECE, even_size, memory_budget
+from backpack_firstorder.scaled import Norm, collected, vector_norm
 
 
 class Moments(NamedTuple):
@@ -21,7 +22,7 @@ class Moments(NamedTuple):
 
     sums: Tensor | None  # Σ_n M, [V, G, O, I]
     squares: Tensor | None  # Σ_v Σ_n M², [G, O, I]
-    norms: Tensor | None  # ‖M[v, n]‖², [V, N]
+    norms: Norm | None  # ‖M[v, n]‖, [V, N]
 
 
 NOTHING = Moments(None, None, None)
@@ -37,7 +38,7 @@ def moments_of_column(
         inp: What the weight multiplies. Shape ``[N, S, 1, I]``.
         sum_: Whether ``Σ_n M`` is wanted.
         square: Whether ``Σ_n M²`` is wanted.
-        norm: Whether ``‖M[n]‖²`` is wanted.
+        norm: Whether ``‖M[n]‖`` is wanted.
         formed: Is filled with ``M``. Shape ``[1, N, 1, O, I]``.
     """
     (_, samples, positions, _, features), size = out.shape, inp.shape[3]
@@ -54,13 +55,15 @@ def moments_of_column(
         parts = zip(left.split(few), right.split(few), places, strict=False)
     ones = out.new_ones(few)
     total = squares = None  # the first piece is written, not added to zeros
-    norms: list[Tensor] = []
+    norms: list[tuple[int, slice, Norm]] = []
+    start = 0
     for some, seen, place in parts:
         count = some.shape[0]
         whole = place if place.shape[0] == count else place[:count]
         piece = torch.bmm(some, seen, out=whole).view(count, -1)
         if norm:
-            norms.append(torch.linalg.vector_norm(piece, dim=1))
+            norms.append((0, slice(start, start + count), vector_norm(piece, 1)))
+            start += count
         if sum_:
             total = _with(total, piece, ones[:count])
         if square and formed is None and count > 1:  # the last to read the piece
@@ -73,7 +76,7 @@ def moments_of_column(
     return Moments(
         None if total is None else total.view(1, *shape),
         None if squares is None else squares.view(shape),
-        torch.cat(norms).square_().unsqueeze(0) if norm else None,
+        collected(out.new_zeros(1, samples), norms) if norm else None,
     )
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from math import inf, isclose
+from math import inf, isclose, nan
 from numbers import Real
 from typing import Any, Literal, TypeAlias, cast
 
+import torch
 from torch import Tensor
 
 from backpack_core.contract.extension import Extension
@@ -17,6 +18,7 @@ from backpack_core.errors import UsageError
 from backpack_core.values import is_symbolic
 
 Told: TypeAlias = Normaliser | Literal["loss"]
+TOLERANCE = 1e-6  # relative, of two normalisers that are the same
 
 UNLESS_TOLD = (
     "Say it, ClippedSumGrad(..., normaliser=len(targets)) for a mean over samples and "
@@ -37,19 +39,26 @@ class OfOwnLosses(OverBatches):
         return found
 
 
-def factor_of(scale: float, told: Told, normalisers: Sequence[Normaliser]) -> float | Tensor:
+def factor_of(
+    scale: float, told: Told, normalisers: Sequence[Normaliser], is_measured: bool = True
+) -> float | Tensor:
     """What stands in front of ``Σ_n ℓ_n``: the scale, divided by the normaliser.
 
     Args:
         scale: What the loss was multiplied by.
         told: What the user says that it divides by.
         normalisers: What each of the losses of the pass divides by.
+        is_measured: Whether numbers on a device may be looked at. Otherwise the factor is not a
+            number if they differ.
 
     Raises:
         UsageError: The losses divide by several numbers, or there is none.
     """
     found = normalisers if isinstance(told, str) else [told]
     numbers = [1.0 if number is None else number for number in found]
+    tensors = [number for number in numbers if isinstance(number, Tensor)]
+    if tensors and len(numbers) > 1 and not is_measured:
+        return scale / _only_one(numbers, tensors[0])
     if numbers and not any(_differ(number, numbers[0]) for number in numbers[1:]):
         return scale / numbers[0]
     why = "no extended loss took part"
@@ -84,8 +93,15 @@ def is_number(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def _only_one(numbers: Sequence[float | Tensor], like: Tensor) -> Tensor:
+    """What several normalisers are, if they are one; else not a number."""
+    every = torch.stack([like.new_zeros(()) + number for number in numbers])
+    agree = ((every - every[0]).abs() <= TOLERANCE * every[0].abs()).all()
+    return torch.where(agree, every[0], nan)
+
+
 def _differ(first: float | Tensor, second: float | Tensor) -> bool:
     """Whether two normalisers are not the same number."""
     if any(isinstance(number, Tensor) and is_symbolic(number) for number in (first, second)):
         return False
-    return not isclose(float(first), float(second), rel_tol=1e-6)
+    return not isclose(float(first), float(second), rel_tol=TOLERANCE)

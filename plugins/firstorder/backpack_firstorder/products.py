@@ -2,23 +2,25 @@
 
 If several of sum, sum of squares, and norms are needed of one affine product, they are computed
 from one formation of it. The norm of a sum of products comes from inner products of its parts.
+Norms are of any size, see ``scaled.py``; squared norms are made of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import reduce
 from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from backpack_core.contract.affine import AffineProduct, for_weights
-from backpack_core.contract.contractions import is_column, square_norm_of
-from backpack_core.contract.lookup import LookupProduct, scattered
+from backpack_core.contract.affine import AffineProduct, for_weights, reads_formed
+from backpack_core.contract.contractions import is_column
+from backpack_core.contract.factors import FactorProduct
+from backpack_core.contract.lookup import LookupProduct
 from backpack_core.contract.operations import (
     OpenFunction,
+    Operation,
     as_formed,
     batch_sum,
     formed,
@@ -29,30 +31,34 @@ from backpack_core.contract.operations import (
     square_sum,
     squared_norm,
 )
-from backpack_core.contract.product import SampleProduct, SumProduct
+from backpack_core.contract.product import DenseProduct, SampleProduct, SumProduct
 from backpack_core.contract.rows import Rows
 from backpack_core.contract.scale import ScaleProduct
 from backpack_core.tuning import SUMMED
 from backpack_firstorder import contractions
-from backpack_firstorder.squares import bounds
+from backpack_firstorder.scaled import Norm, collected, divisor, spread, stacked, vector_norm
 
-# Key under which the least square that has all of its digits is kept, [V, N]; ``norms`` checks it.
-LEAST = "least exact square"
-_ALONG = (batch_sum, square_sum, squared_norm)  # in the order of Moments
+
+@Operation
+def norm(product: SampleProduct) -> Norm:
+    """``‖M[v, n]‖``, also where the square is out of range. Shape ``[V, N]``."""
+    pieces = as_formed(product).pieces() if is_formed(product) else product.pieces()
+    zeros = product.new_zeros(product.columns, product.samples)
+    return collected(zeros, ((v, n, vector_norm(part, 2)) for v, n, part in pieces))
 
 
 def _of_pieces(product: AffineProduct, inp: Rows) -> tuple[bool, bool, bool]:
     """Which of sum, squares and norms to read off pieces of ``M``; never the sum alone."""
     needs = product.needs
     square = square_sum in needs and per_sample_square_sum not in needs
-    norm = squared_norm in needs and product.positions > 1
-    if norm and not square:  # for squares, the pieces are formed anyway
-        norm = not contractions.is_gram_cheaper(*product.factors(inp), batch_sum in needs)
-    return batch_sum in needs and (square or norm), square, norm
+    norms = squared_norm in needs and product.positions > 1
+    if norms and not square:  # for squares, the pieces are formed anyway
+        norms = not contractions.is_gram_cheaper(*product.factors(inp), batch_sum in needs)
+    return batch_sum in needs and (square or norms), square, norms
 
 
 @read_together.register
-def read_together_affine(product: AffineProduct) -> Mapping[Any, Tensor]:
+def read_together_affine(product: AffineProduct) -> Mapping[Any, Any]:
     """For a weight that positions share: all that is wanted, from the same pieces."""
     inp = product.inp
     if inp is None or product.positions == 1:
@@ -65,7 +71,7 @@ def read_together_affine(product: AffineProduct) -> Mapping[Any, Tensor]:
     total, squares, norms = contractions.moments(out, inp, *wanted)
     found = {batch_sum: total, square_sum: squares}
     result = {key: product.to_parameter(mat) for key, mat in found.items() if mat is not None}
-    return result if norms is None else {**result, squared_norm: norms}
+    return result if norms is None else {**result, norm: norms}
 
 
 @formed.register
@@ -73,12 +79,13 @@ def formed_affine(product: AffineProduct) -> Tensor:
     """With the moments that are needed and come cheaply; see :func:`contractions.products_with`."""
     if product.inp is None:
         return product.part(slice(0, product.columns), slice(0, product.samples))
-    wanted = [operation in product.needs for operation in _ALONG]
-    whole, along = contractions.products_with(*product.factors(product.inp), *wanted)
-    for operation, found in zip(_ALONG, along, strict=True):
+    wanted = [operation in product.needs for operation in (batch_sum, square_sum, squared_norm)]
+    whole, (*along, norms) = contractions.products_with(*product.factors(product.inp), *wanted)
+    for operation, found in zip((batch_sum, square_sum), along, strict=True):
         if found is not None:
-            is_norm = operation is squared_norm
-            product.results[(operation,)] = found if is_norm else product.to_parameter(found)
+            product.results[(operation,)] = product.to_parameter(found)
+    if norms is not None:
+        product.results[(norm,)] = norms
     return product.to_parameter(whole)
 
 
@@ -100,34 +107,75 @@ def has_free_sum_scale(product: ScaleProduct) -> bool:
 # Norms --------------------------------------------------------------------------------------------
 
 
+@norm.register
+def norm_affine(product: AffineProduct) -> Norm:
+    """By :func:`contractions.norm`, or along with what else is needed."""
+    inp = product.inp
+    if inp is None and product.positions == 1 and not is_formed(product):
+        return vector_norm(product.out.squeeze(2), 2)
+    along: Norm | None = None
+    if inp is None or reads_formed(product):
+        formed, along = as_formed(product), product.results.get((norm,))
+        return norm(formed) if along is None else along
+    if squared_norm in product.needs:
+        found: Mapping[Any, Any] = read_together(product)
+        along = found.get(norm)
+    return contractions.norm(*product.factors(inp)) if along is None else along
+
+
+@norm.register
+def norm_lookup(product: LookupProduct) -> Norm:
+    """From the rows that were looked up; all others are zero."""
+    return vector_norm(product.segments()[0], 2)
+
+
+@norm.register
+def norm_sum(product: SumProduct) -> Norm:
+    """``√(Σ_p ‖M_p‖² + 2 Σ_{p<q} ⟨M_p, M_q⟩)`` over the parts: the sum is not formed.
+
+    Parts are divided by the norm of the largest, so that inner products are no larger than one.
+    """
+    if is_formed(product):
+        return norm(as_formed(product))
+    each = stacked([norm(part) for part in product.parts])  # [P, V, N]
+    scale = divisor(each.value().detach().amax(0).to(product.like.dtype))
+    parts = [_divided(part, scale) for part in product.parts]
+    share = 1 / scale.to(each.squares.dtype)
+    total = Norm(each.squares, share if each.scale is None else each.scale * share).squared().sum(0)
+    for first, second in combinations(parts, 2):
+        total = total + 2 * inner(first, second)
+    found = Norm(total.clamp(min=0), scale.to(total.dtype))
+    return found if each.scale is not None else Norm(found.squared())
+
+
+def _divided(product: SampleProduct, scale: Tensor) -> SampleProduct:
+    """The product, divided by numbers ``[V, N]``; in factors if it has some."""
+    if isinstance(product, FactorProduct):
+        out = product.out / spread(scale, product.out.dim())
+        return product.with_factors(out, product.other, product.is_own)
+
+    def form(columns: slice, samples: slice) -> Tensor:
+        part = product.part(columns, samples)
+        return part / spread(scale[columns, samples], part.dim())
+
+    mat = product.new_zeros(1).expand(product.columns, product.samples)
+    return DenseProduct(form=form, mat=mat, shape=product.shape)
+
+
 @for_weights(squared_norm)
 def squared_norm_affine(product: AffineProduct, inp: Rows) -> Tensor:
-    """By :func:`contractions.squared_norm`."""
-    squares, weights = contractions.weighed_norm(*product.factors(inp))
-    if weights is not None:
-        product.results[LEAST] = weights * bounds(weights.dtype)[0]
-    return squares
+    """From the norm, which neither overflows nor underflows."""
+    return _squared(product)
 
 
 @squared_norm.register
-def squared_norm_lookup(product: LookupProduct) -> Tensor:
-    """From the rows that were looked up; all others are zero."""
-    sums, sample, _ = product.segments()
-    return scattered(square_norm_of(sums), sample, 1, (product.columns, product.samples))
+def squared_norm_of_parts(product: LookupProduct | SumProduct) -> Tensor:
+    """From the norm, which neither overflows nor underflows."""
+    return _squared(product)
 
 
-@squared_norm.register
-def squared_norm_sum(product: SumProduct) -> Tensor:
-    """``Σ_p ‖M_p‖² + 2 Σ_{p<q} ⟨M_p, M_q⟩`` over the parts: the sum is not formed."""
-    if is_formed(product):
-        return squared_norm(as_formed(product))
-    total = reduce(torch.add, map(squared_norm, product.parts))
-    for first, second in combinations(product.parts, 2):
-        total = total + 2 * inner(first, second)
-    known = [part.results[LEAST] for part in product.parts if LEAST in part.results]
-    if known:
-        product.results[LEAST] = len(product.parts) * reduce(torch.add, known)
-    return total.clamp(min=0)
+def _squared(product: SampleProduct) -> Tensor:
+    return norm(product).squared().to(product.like.dtype)
 
 
 def inner(product: SampleProduct, other: SampleProduct) -> Tensor:

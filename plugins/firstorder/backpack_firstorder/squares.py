@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
 from backpack_core import FirstOrderExtension
 from backpack_core.errors import RangeWarning, warn_once
-from backpack_core.values import is_symbolic
-
-# Flags being copied from another device: the flag, the event of its arrival, key and message.
-_pending: list[tuple[Tensor, torch.cuda.Event, object, str]] = []
-
-
-# Numbers smaller than this times the smallest normal one have lost digits.
-_MARGIN = 1e7
-
-
-@cache
-def bounds(dtype: torch.dtype) -> tuple[float, float]:
-    """The smallest number that has all of its digits, and the largest one."""
-    numbers = torch.finfo(dtype)
-    return numbers.tiny * _MARGIN, numbers.max
+from backpack_core.values import any_of
 
 
 class SquaresExtension(FirstOrderExtension):
@@ -43,27 +27,6 @@ def warn_of_range(norm: Tensor, squares: Tensor, key: object, message: str) -> N
         key: Each key warns once.
         message: The text.
     """
-    if is_symbolic(norm):
-        return
     lost = (norm > 0) & (squares < torch.finfo(squares.dtype).tiny)
-    flag = (lost | (norm.isfinite() & ~squares.isfinite())).any()
-    if flag.device.type != "cuda":
-        if flag:
-            warn_once(key, message, RangeWarning)
-        return
-    # Copied without waiting; a later pass looks at the flag once it has arrived.
-    host = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=True)
-    host.copy_(flag, non_blocking=True)
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(flag.device))
-    _pending.append((host, event, key, message))
-    warn_of_arrived()
-
-
-def warn_of_arrived() -> None:
-    """Look at the flags that have arrived."""
-    arrived = [entry for entry in _pending if entry[1].query()]
-    _pending[:] = [entry for entry in _pending if entry not in arrived]
-    for host, _, key, message in arrived:
-        if host:
-            warn_once(key, message, RangeWarning)
+    if any_of(lost | (norm.isfinite() & ~squares.isfinite())):
+        warn_once(key, message, RangeWarning)

@@ -60,12 +60,13 @@ def mean_over_elements(view: View) -> float:
 
 
 def real_sqrt(view: View, curvature: Tensor) -> Tensor:
-    """Square root of second derivatives, or of their weights.
+    """Square root of second derivatives, or of their weights; not a number of negative ones.
 
     Raises:
-        UnsupportedError: One of them is negative.
+        UnsupportedError: One of them is negative, in a pass that is measured. In others, to look
+            for it would be to wait, and what comes of it is seen: it is not a number.
     """
-    if any_of(curvature < 0):
+    if view.is_measured and any_of(curvature < 0):
         raise UnsupportedError(
             f"A square root of the Hessian of {view.path} was asked for, but the Hessian is not "
             "positive semi-definite: a class weight is negative, or a target lies outside the "

@@ -1,8 +1,9 @@
-"""Rules of dropout. The random mask is not stored, but can be read off the output.
+"""Rules of dropout. The random mask is what autograd saved, or is read off the output.
 
-This fails where a whole unit of the input is zero, because kept and dropped units look alike. The
-error raised then says that the stored tensors are not enough, and columns go through the autograd
-graph, which holds the mask.
+The latter fails where a whole unit of the input is zero, because kept and dropped units look alike.
+The error raised then says that the stored tensors are not enough, and columns go through the
+autograd graph, which holds the mask. To find that out is to look at values, on an accelerator to
+wait; so the mask is only told from the output where autograd may not be asked.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.nn import (
     AlphaDropout,
     Dropout,
@@ -29,6 +31,8 @@ from backpack_core.values import any_of
 
 # Negative saturation of SELU, to which AlphaDropout sets what it drops.
 SATURATION = 1.6732632423543772 * 1.0507009873554805
+# What torch drops by, and what it saves of that: scaled, or a mask.
+_FACTORS = {"MulBackward0": "other", "NativeDropoutBackward0": "result1"}
 
 
 class DropoutRule(ElementwiseRule):
@@ -44,7 +48,18 @@ class DropoutRule(ElementwiseRule):
             return torch.ones_like(view.output)
         if p == 1.0:
             return torch.zeros_like(view.output)
-        return view.once("mask", lambda: self._mask(view, p)) * self._scale(p)
+        return view.once("slope", lambda: self._slope(view, p))
+
+    def _slope(self, view: View, p: float) -> Tensor:
+        saved = self._saved(view)
+        if saved is None:
+            return self._mask(view, p) * self._scale(p)
+        slope = saved * self._scale(p) if saved.dtype == torch.bool else saved
+        return slope.to(view.dtype).expand(view.output_shape)
+
+    def _saved(self, view: View) -> Tensor | None:
+        """The mask, or the scaled mask, by which the module has multiplied."""
+        return _factor(view, view.node)
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         return mat if _probability(view) == 0.0 else super()._jac_t_mat_prod(view, mat)
@@ -63,6 +78,10 @@ class AlphaDropoutRule(DropoutRule):
 
     module_types = (AlphaDropout, FeatureAlphaDropout)
 
+    def _saved(self, view: View) -> Tensor | None:
+        """A shift is added behind the product."""
+        return None if view.node is None else _factor(view, view.node.next_functions[0][0])
+
     def _scale(self, p: float) -> float:
         return 1 / math.sqrt((SATURATION**2 * p + 1) * (1 - p))
 
@@ -76,6 +95,12 @@ class AlphaDropoutRule(DropoutRule):
         _require(view, _any(apart, axes))
         kept = apart & ((y - if_kept).abs() < (y - if_dropped).abs())
         return _any(kept, axes).to(x.dtype).expand_as(x)
+
+
+def _factor(view: View, node: Node | None) -> Tensor | None:
+    """What a node has multiplied its input by, if it may be asked."""
+    name = "" if node is None else _FACTORS.get(node.name(), "")
+    return view.saved(name, node) if name else None
 
 
 def _probability(view: View) -> float:

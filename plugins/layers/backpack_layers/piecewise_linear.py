@@ -78,12 +78,15 @@ class RReLURule(ElementwiseRule):
     hessian_is_zero = True
 
     def derivative(self, view: View) -> Tensor:
-        """In train mode, the random slope is output divided by input."""
+        """In train mode, the random slope is what autograd saved, or output divided by input."""
         module = cast(RReLU, view.module)
         if not view.training:
             return _slopes(_either(view), (module.lower + module.upper) / 2)
+        saved = view.saved("noise")
+        if saved is not None:
+            return saved.to(view.dtype)
         x = view.input
-        if any_of(x == 0):
+        if any_of(x == 0):  # a look, for which an accelerator waits
             raise OverwrittenInputError(
                 f"{view.path} drew random slopes that are not stored, and they cannot be told from "
                 "its output where its input is zero. Call eval() on the module."

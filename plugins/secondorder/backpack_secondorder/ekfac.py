@@ -131,7 +131,9 @@ class EKFAC(MatrixExtension):
         if self.basis is None:
             factors = self.factors(product, self.weight_sharing)
             if factors.structure != "kronecker":
-                return factors.eigenbasis().clone()  # of the block, or diagonal, itself
+                return factors.decomposed(
+                    product.is_measured
+                ).clone()  # of the block, or diagonal, itself
             return corrected_eigenbasis(product, self.weight_sharing).clone()
         basis = self._given(product)
         values = eigenvalues_in(product, basis.to(product.like.dtype))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import reduce
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -127,7 +127,7 @@ def corrected_eigenbasis(
     this is the best approximation with these eigenvectors (George et al., 2018, arXiv:1806.03884).
     Arguments as there.
     """
-    basis = kronecker_factors(product, sharing).eigenbasis()
+    basis = kronecker_factors(product, sharing).decomposed(product.is_measured)
     if len(basis.vectors) == 1:
         return basis  # of the block itself
     return corrected(basis, eigenvalues_in(product, basis))
@@ -138,7 +138,7 @@ def corrected_eigenbasis_affine(
     product: AffineProduct, sharing: WeightSharing = "kfc"
 ) -> KroneckerEigenbasis:
     """By :func:`eigenvalues_in_affine`; the exact block of a bias needs no correction."""
-    basis = kronecker_factors(product, sharing).eigenbasis()
+    basis = kronecker_factors(product, sharing).decomposed(product.is_measured)
     if product.inp is None:
         return basis
     return corrected(basis, eigenvalues_in_affine(product, basis))
@@ -239,7 +239,7 @@ def _is_ordered(product: AffineProduct) -> bool:
     groups, size = product.sizes
     if groups > 1 or product.arrange is None:
         return groups == 1
-    order = torch.arange(size, device=product.out.device).unsqueeze(0)
+    order = torch.arange(size, device="cpu").unsqueeze(0)  # where nobody waits for it
     return bool(torch.equal(product.to_parameter(order).flatten(), order[0]))
 
 
@@ -296,10 +296,11 @@ def input_covariance(
     if is_own is not None and sharing == "reduce":
         means = inp[:].sum(1) / is_own.sum(1).clamp(min=1)[:, None, None]
         return _without_groups(covariances.outer(means, 1 / max(1, samples)))
-    of_all = samples * positions if is_own is None else int(is_own.sum())
-    count = of_all if sharing == "expand" else samples
+    count = samples * positions if sharing == "expand" else samples
     scale = 1 / count if count else 0.0
     total = covariances.outer_sum(inp, like.element_size(), scale, mean=sharing == "reduce")
+    if is_own is not None and sharing == "expand":  # the device alone knows how many there are
+        total = total * (count / is_own.sum().clamp(min=1))
     return _without_groups(total)
 
 
@@ -307,9 +308,14 @@ def parameter_order(product: AffineProduct) -> ParameterOrder:
     """How the rows of ``B ⊗ A`` number the entries of a weight of sizes ``(G, O, I)``."""
     if product.arrange is None:
         return ParameterOrder.of(product)
-    numbers = torch.arange(product.shape.numel(), device=product.like.device)
-    found = product.to_parameter(numbers.reshape(product.sizes)).flatten()
-    return ParameterOrder.of(product, None if torch.equal(found, numbers) else found.argsort())
+
+    def found(device: Any) -> Tensor:
+        numbers = torch.arange(product.shape.numel(), device=device)
+        return product.to_parameter(numbers.reshape(product.sizes)).flatten()
+
+    # Looked at on the host, where nobody has to wait for it.
+    is_plain = torch.equal(found("cpu"), torch.arange(product.shape.numel(), device="cpu"))
+    return ParameterOrder.of(product, None if is_plain else found(product.like.device).argsort())
 
 
 def weight_of(product: SampleProduct) -> Number:

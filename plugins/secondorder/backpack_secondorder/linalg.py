@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import nan
 
 import torch
 from torch import Tensor
@@ -11,16 +12,24 @@ from backpack_core.errors import UsageError
 from backpack_core.values import any_of, at_least_single, without_autocast
 
 
-def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of a symmetric matrix, in its dtype.
+def eigh(matrix: Tensor, is_measured: bool = True) -> tuple[Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of symmetric matrices, in their dtype.
 
     Computed in single precision at least: torch has no decomposition in half precision. What cannot
     be told from zero is zero, so that a singular matrix is seen to be one.
 
+    Args:
+        matrix: Shape ``[..., D, D]``.
+        is_measured: Whether values may be looked at. Otherwise, all results of a matrix that is not
+            finite are not a number: torch does not say what it makes of one.
+
     Raises:
         UsageError: The matrix is not finite, or the iteration does not converge.
     """
-    if any_of(~matrix.isfinite()):
+    is_finite = matrix.isfinite()
+    if not is_measured:
+        matrix = torch.where(is_finite, matrix, 0.0)
+    elif any_of(~is_finite):
         raise UsageError(
             f"A matrix of shape {list(matrix.shape)} has no eigenvalues, since it is not finite: "
             "look for inf or nan in the loss and in the outputs of the net."
@@ -36,6 +45,10 @@ def eigh(matrix: Tensor) -> tuple[Tensor, Tensor]:
     rounding = values.shape[-1] * torch.finfo(values.dtype).eps
     bound = rounding * values.detach().abs().amax(-1, keepdim=True) if values.numel() else 0.0
     values = torch.where(values.abs() > bound, values, 0.0)
+    if not is_measured:
+        is_known = is_finite.all(-1, keepdim=True).all(-2)  # [..., 1]
+        values = torch.where(is_known, values, nan)
+        vectors = torch.where(is_known.unsqueeze(-1), vectors, nan)
     return values.to(matrix.dtype), vectors.to(matrix.dtype)
 
 

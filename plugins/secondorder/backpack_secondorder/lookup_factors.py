@@ -61,10 +61,13 @@ def _count(product: LookupProduct, sharing: WeightSharing) -> Tensor:
     row, is_own = product.row, product.is_own
     if is_own is None:
         is_own = torch.ones_like(row, dtype=torch.bool)
-    samples, own = len(row), row[is_own]
+    samples = len(row)
     if sharing != "reduce":
-        counts = torch.bincount(own, minlength=product.shape[0]).to(product.like.dtype)
-        return counts / max(1, len(own) if sharing == "expand" else samples)
+        # All look-ups are counted, others than its own as none: to leave them out is to wait.
+        counts = torch.zeros(product.shape[0], dtype=torch.long, device=row.device)
+        counts.scatter_add_(0, row.flatten(), is_own.flatten().long())
+        total = is_own.sum().clamp(min=1) if sharing == "expand" else max(1, samples)
+        return counts.to(product.like.dtype) / total
     means = product.new_zeros(samples, product.shape[0])
     share = is_own.to(means.dtype) / is_own.sum(1, keepdim=True).clamp(min=1)
     means = means.scatter_add(1, row, share)

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import nan
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,7 @@ from backpack_core.contract.transposition import somewhere
 from backpack_core.engine.active import suspended
 from backpack_core.engine.losses import nothing_arrived
 from backpack_core.errors import UnsupportedError
-from backpack_core.graph.bridge import agree
+from backpack_core.graph.bridge import agreement
 from backpack_core.graph.order import behind
 from backpack_core.record.call import SITES, Call, Edge
 from backpack_core.values import is_symbolic, without_autocast
@@ -157,9 +158,10 @@ class HessianOperator(Operator):
         except RuntimeError:  # one by one, the error is explained
             return self.multiply(parameter, vectors)
         expected = self.multiply(parameter, total.unsqueeze(0)).squeeze(0)
-        if agree(weights, found, expected, found.abs().sum()):
-            return found
-        return self.multiply(parameter, vectors)
+        agrees = agreement(weights, found, expected, found.abs().sum())
+        if not self._graph.is_measured:  # to go another way is to wait for the answer
+            return torch.where(agrees, found, nan)
+        return found if agrees else self.multiply(parameter, vectors)
 
 
 class CurvatureOperator(Operator):
@@ -231,7 +233,7 @@ def positive_term(rule: LayerRule, view: View, modify: Literal["clip", "abs"]) -
             positive = modified(diagonal, modify)
             return [_term(view, lambda x: x * positive)]
         rows = dense_residual(rule, view)(slice(None))
-    values, vectors = eigen(rows)
+    values, vectors = eigen(rows, view.is_measured)
     weighted = vectors * modified(values, modify).unsqueeze(1)
 
     def multiply(x: Tensor) -> Tensor:

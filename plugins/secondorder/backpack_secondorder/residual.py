@@ -70,11 +70,11 @@ def unit_vectors(like: Tensor, some: slice = slice(None)) -> Tensor:
     return eye.reshape(len(places), 1, *like.shape[1:]).expand(-1, *like.shape)
 
 
-def eigen(block: Tensor) -> tuple[Tensor, Tensor]:
+def eigen(block: Tensor, is_measured: bool) -> tuple[Tensor, Tensor]:
     """Eigenvalues ``[N, D]`` and vectors ``[N, D, D]`` of symmetric matrices ``[D, N, *]``."""
     size, samples = block.shape[:2]
     matrices = rearrange(block.reshape(size, samples, size), "d n e -> n d e")
-    return eigh((matrices + matrices.mT) / 2)
+    return eigh((matrices + matrices.mT) / 2, is_measured)
 
 
 def modified(values: Tensor, modify: Residual) -> Tensor:
@@ -84,8 +84,8 @@ def modified(values: Tensor, modify: Residual) -> Tensor:
     return values.clamp(min=0) if modify == "clip" else values.abs()
 
 
-def eigen_columns(name: str, block: Tensor) -> Columns:
+def eigen_columns(name: str, block: Tensor, is_measured: bool) -> Columns:
     """Symmetric matrices ``[D, N, *]`` as columns: eigenvectors times ``√|λ|``, and signs."""
-    values, vectors = eigen(block)
+    values, vectors = eigen(block, is_measured)
     mat = rearrange(vectors * values.abs().sqrt().unsqueeze(1), "n d v -> v n d")
     return Columns.start(name, mat.reshape(block.shape), values.sign().T)

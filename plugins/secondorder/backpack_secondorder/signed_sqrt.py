@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -78,12 +79,16 @@ class SignedSqrt(Propagator):
         if rule.hessian_is_zero:
             return Hessian(Columns.start("loss", torch.zeros_like(view.input).unsqueeze(0)))
         if rule.hessian_is_psd:
+            # In every pass: how many columns there are depends on whether there is a real root.
+            looking = copy(view)
+            looking.is_measured = True
             try:
-                return Hessian(Columns.start("loss", rule.sqrt_hessian(view)))
+                return Hessian(Columns.start("loss", rule.sqrt_hessian(looking)))
             except UnsupportedError:  # negative weights, or a negative factor after the loss
                 pass
         eye = unit_vectors(view.input)
-        return Hessian(eigen_columns("loss", rule.hessian_mat_prod(view, eye)))
+        found = rule.hessian_mat_prod(view, eye)
+        return Hessian(eigen_columns("loss", found, view.is_measured))
 
     def arrive(self, rule: LayerRule, view: View, waiting: Hessian | None) -> Hessian | None:
         """Cast to the dtype of the gradient: under autocast, neighbouring layers differ."""

@@ -1,0 +1,165 @@
+"""Norms of vectors whose squares may lie outside of the range of numbers.
+
+``‖M‖²`` leaves the range of single precision for norms beyond 10¹⁹ and below 10⁻¹⁹, and that of
+half precision beyond 256; and so may squares of the factors of ``M``, which a norm in the middle of
+the range is made of. Whether it does, only a look at values would tell, and on an accelerator to
+look is to wait. So nobody looks: squares of numbers with less than double precision are taken in
+that, which has room for all of them. Others are squares of numbers that were divided by the
+largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from backpack_core.contract.contractions import flattened, square_norm_of
+from backpack_core.tuning import CACHE, memory_budget
+from backpack_core.values import at_least_single
+
+# Kinds of devices that have no double precision.
+_SINGLE_ONLY = {"mps"}
+
+
+class Norm(NamedTuple):
+    """Norms of any size, ``√squares · scale``.
+
+    Attributes:
+        squares: In double precision at least, if there is no scale.
+        scale: Of the same shape, a constant; ``None`` for one.
+    """
+
+    squares: Tensor
+    scale: Tensor | None = None
+
+    def value(self) -> Tensor:
+        """The norms."""
+        root = self.squares.sqrt()
+        return root if self.scale is None else root * self.scale
+
+    def squared(self) -> Tensor:
+        """Their squares, as far as these are numbers."""
+        return self.squares if self.scale is None else self.squares * self.scale * self.scale
+
+    def dividing(self, number: Any) -> Tensor:
+        """A number divided by the norms."""
+        root = self.squares.sqrt()
+        quotient: Tensor = number / root if self.scale is None else number / self.scale / root
+        return quotient
+
+    def times(self, other: Norm) -> Norm:
+        """The norms of outer products."""
+        scale = self.scale
+        if scale is not None and other.scale is not None:
+            scale = scale * other.scale
+        return Norm(self.squares * other.squares, scale)
+
+    def total(self, axis: int) -> Norm:
+        """The norms of what has these parts along an axis."""
+        squares, scale = self
+        if scale is None:
+            return Norm(squares.squeeze(axis) if squares.shape[axis] == 1 else squares.sum(axis))
+        scale = scale * (squares.detach() != 0)  # of a part of zeros it says nothing
+        highest = divisor(scale.amax(axis))
+        share = scale / highest.unsqueeze(axis)
+        return Norm((squares * share.square()).sum(axis), highest)
+
+    def map(self, function: Any) -> Norm:
+        """Squares and scale in another arrangement."""
+        return Norm(function(self.squares), None if self.scale is None else function(self.scale))
+
+    def wide(self) -> Norm:
+        """Without a scale, if double precision has room for the squares."""
+        wide = wider(self.squares)
+        if wide is None or self.scale is None:
+            return self
+        return Norm(self.squares.to(wide) * self.scale.to(wide).square())
+
+
+def stacked(norms: Sequence[Norm]) -> Norm:
+    """Side by side on a new axis in front."""
+    dtype = reduce(torch.promote_types, (n.squares.dtype for n in norms))
+    squares = torch.stack([n.squares.to(dtype) for n in norms])
+    if all(n.scale is None for n in norms):
+        return Norm(squares)
+    every = [torch.ones_like(n.squares) if n.scale is None else n.scale for n in norms]
+    return Norm(squares, torch.stack([scale.to(dtype) for scale in every]))
+
+
+def collected(like: Tensor, found: Iterable[tuple[Any, Any, Norm]]) -> Norm:
+    """Norms ``[V, N]`` from those of some columns and samples each.
+
+    Args:
+        like: Zeros of that shape, which stand where nothing was found.
+        found: Columns, samples, and their norms.
+    """
+    whole: Norm | None = None
+    for columns, samples, part in found:
+        if part.squares.numel() == like.numel():
+            return part.map(lambda numbers: numbers.view(like.shape))
+        if whole is None:
+            scale = None if part.scale is None else part.scale.new_ones(like.shape)
+            whole = Norm(part.squares.new_zeros(like.shape), scale)
+        whole.squares[columns, samples] = part.squares
+        if whole.scale is not None and part.scale is not None:
+            whole.scale[columns, samples] = part.scale
+    return Norm(like) if whole is None else whole
+
+
+def vector_norm(mat: Tensor, lead: int) -> Norm:
+    """Euclidean norms over all but the first ``lead`` axes."""
+    flat, wide = mat if mat.dim() == lead + 1 else flattened(mat, lead), wider(mat)
+    if wide is None:
+        flat = at_least_single(flat)
+        scale = scale_of(flat, lead)
+        return Norm(square_norm_of(flat / scale.unsqueeze(-1)), scale)
+    if torch.is_grad_enabled():
+        return Norm(square_norm_of(flat.to(wide)))
+    most, size = memory_budget(), flat.nbytes
+    if flat.device.type == "cpu":
+        most = min(CACHE // 2, most)
+    if size <= most:
+        return Norm(torch.linalg.vector_norm(flat, dim=-1, dtype=wide).square_())
+    # Torch copies what it casts: in parts, that stays in the cache.
+    axis = max(range(lead), key=flat.shape.__getitem__)
+    parts = flat.split(max(1, flat.shape[axis] * most // size), axis)
+    norms = [torch.linalg.vector_norm(part, dim=-1, dtype=wide) for part in parts]
+    return Norm(torch.cat(norms, axis).square_())
+
+
+def wider(like: Tensor) -> torch.dtype | None:
+    """Double precision, where numbers have less and their device has it."""
+    is_less = like.dtype.itemsize < 8 and like.device.type not in _SINGLE_ONLY
+    return torch.float64 if is_less else None
+
+
+def scale_of(mat: Tensor, lead: int) -> Tensor:
+    """The largest absolute value over all but the first ``lead`` axes, to divide by.
+
+    It is a constant: the norm does not depend on it.
+    """
+    return divisor(largest(mat, lead))
+
+
+def largest(mat: Tensor, lead: int) -> Tensor:
+    """The largest absolute value over all but the first ``lead`` axes; zero of none."""
+    flat = mat.detach().flatten(lead)
+    if 1 < flat.stride(-1) < 32:  # few numbers side by side, as in patches: five times as long
+        flat = flat.contiguous()
+    flat = flat.abs()
+    return flat.amax(-1) if flat.shape[-1] else flat.new_zeros(flat.shape[:-1])
+
+
+def divisor(found: Tensor) -> Tensor:
+    """The nearest number that can be divided by, and whose reciprocal is a number, too."""
+    numbers = torch.finfo(found.dtype)
+    return found.clamp(numbers.tiny, numbers.max)
+
+
+def spread(scale: Tensor, dims: int) -> Tensor:
+    """With as many axes as what it divides."""
+    return scale.reshape(*scale.shape, *[1] * (dims - scale.dim()))

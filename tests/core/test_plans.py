@@ -1,0 +1,427 @@
+"""A plan is taken where the same is decided, and nowhere else; numbers are those of each pass."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack_core import (
+    Extension,
+    backpack,
+    extend,
+    memory_budget,
+    set_memory_budget,
+    unextend,
+)
+from backpack_core.engine.sweep import Chunks
+from backpack_core.errors import InternalError
+from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
+from backpack_core.plan import plan as plans_file
+from backpack_core.plan.plan import plans
+from backpack_core.plugins.registry import registry
+
+SAMPLES = 3
+BEFORE = 6  # of which the third, the fifth and the sixth need not be measured
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    torch.manual_seed(0)
+
+
+class Drawn(nn.Module):
+    """Layers, with operations between them that may be others in each pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm, self.drop = nn.BatchNorm1d(4).eval(), nn.Dropout(0.5).eval()
+        self.between: Callable[[Tensor], Tensor] = torch.tanh
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.norm(self.first(x))
+        result: Tensor = self.second(self.drop(self.between(hidden)))
+        return result
+
+
+def _model() -> Drawn:
+    torch.manual_seed(0)
+    return extend(Drawn())
+
+
+def _step(
+    model: nn.Module, *extensions: Extension, samples: int = SAMPLES, **options: Any
+) -> tuple[str, Tensor]:
+    """One pass; returns what became of it, and its inputs."""
+    inputs = torch.randn(samples, 4)
+    lossfunc = extend(nn.MSELoss(reduction="sum"))
+    block = backpack(*extensions or [BatchGrad()], **options)
+    loss = lossfunc(model(inputs), torch.zeros(samples, 4))
+    with block:
+        loss.backward()
+    (how,) = block.summary().passes
+    return how, inputs
+
+
+def _warm(model: nn.Module, *extensions: Extension, **options: Any) -> None:
+    for _ in range(BEFORE):
+        how, _ = _step(model, *extensions, **options)
+    assert how == "planned before"
+
+
+def _see_right(model: nn.Module, inputs: Tensor) -> None:
+    """Compare with autograd, one sample at a time."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            rows = [
+                torch.autograd.grad(model(x[None]).square().sum(), parameter)[0] for x in inputs
+            ]
+            torch.testing.assert_close(parameter.grad_batch, torch.stack(rows))  # type: ignore[attr-defined]
+
+
+def test_the_first_passes_are_measured_and_planned_again() -> None:
+    model = _model()
+    found = [_step(model)[0] for _ in range(9)]
+    again = ["planned", "planned before"]
+    assert found == [again[n not in (0, 1, 2, 4, 8)] for n in range(9)]
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5, 8])
+def test_other_numbers_of_samples(samples: int) -> None:
+    model = _model()
+    _warm(model)
+    for _ in range(4):
+        _, inputs = _step(model, samples=samples)
+        _see_right(model, inputs)
+
+
+def test_lengths_that_change_at_every_step_find_the_plan_again() -> None:
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    extend(model)
+    lossfunc = extend(nn.MSELoss())
+    block = backpack(BatchGrad())
+    for length in (11, 13, 17, 19, 23, 29, 31, 37, 41):
+        tokens = torch.randint(7, (SAMPLES, length))
+        loss = lossfunc(model(tokens), torch.zeros(SAMPLES, length, 2))
+        with block:
+            loss.backward()
+    assert block.summary().passes == {"planned": 5, "planned before": 4}
+
+
+def _freeze(model: Drawn) -> None:
+    model.first.weight.requires_grad_(False)
+
+
+def _tie(model: Drawn) -> None:
+    model.second.weight = model.first.weight
+
+
+def _untie(model: Drawn) -> None:
+    model.second.weight = nn.Parameter(torch.randn(4, 4))
+
+
+def _widen(model: Drawn) -> None:
+    model.first, model.second = nn.Linear(4, 6), nn.Linear(6, 4)
+    model.norm = nn.BatchNorm1d(6).eval()
+    extend(model)
+
+
+def _forget_statistics(model: Drawn) -> None:
+    model.norm.weight.requires_grad_(False)
+
+
+def _without_bias(model: Drawn) -> None:
+    model.first.bias = None  # type: ignore[assignment]
+
+
+def _between(function: Callable[[Tensor], Tensor]) -> Callable[[Drawn], None]:
+    def change(model: Drawn) -> None:
+        model.between = function
+
+    return change
+
+
+def _hook(model: Drawn) -> None:
+    model.first.register_forward_hook(lambda module, args, result: 2 * result)
+
+
+# What may be another thing in the next pass: it is right, and whether there is a plan for it.
+CHANGES: dict[str, tuple[Callable[[Drawn], object], bool]] = {
+    "nothing": (lambda model: None, True),
+    "weights": (lambda model: [p.data.mul_(2) for p in model.parameters()], True),
+    "a parameter of its own": (_untie, True),
+    "a frozen parameter": (_freeze, False),
+    "a tied parameter": (_tie, False),
+    "wider layers": (_widen, False),
+    "no bias": (_without_bias, False),
+    "a frozen gain": (_forget_statistics, False),
+    "another setting": (lambda model: setattr(model.norm, "eps", 0.5), False),
+    "another mode": (lambda model: model.drop.train(), False),
+    "another function": (_between(torch.relu), False),
+    "one function more": (_between(lambda h: h.tanh().sin()), False),
+    "one use more": (_between(lambda h: h.tanh() * h), False),
+    "the batch turned twice": (_between(lambda h: h.flip(0).flip(0)), False),
+    "a view": (_between(lambda h: h.unflatten(1, (2, 2)).flatten(1)), False),
+    "a hook on the output": (_hook, False),
+}
+SAME_NUMBERS = {"another mode"}  # draws others each time
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_passes(change: str) -> None:
+    model = _model()
+    _warm(model)
+    act, is_same = CHANGES[change]
+    act(model)
+    how, inputs = _step(model)
+    assert (how == "planned before") is is_same
+    if change not in SAME_NUMBERS:
+        _see_right(model, inputs)
+        for _ in range(BEFORE):
+            _, inputs = _step(model)
+            _see_right(model, inputs)
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (lambda h: h[:, [1, 0, 2, 3]], lambda h: h[:, [0, 1, 3, 2]]),
+        (lambda h: h.roll(1, 1), lambda h: h.roll(1, 0)),
+        (lambda h: h.transpose(0, 1).T, lambda h: h.transpose(0, 1).transpose(0, 1)),
+        (lambda h: h.softmax(1), lambda h: h.softmax(0)),
+        (lambda h: h - h.mean(1, keepdim=True), lambda h: h - h.mean(0, keepdim=True)),
+        (lambda h: nn.functional.pad(h, (1, 0)), lambda h: nn.functional.pad(h, (0, 1))),
+        (lambda h: h.cumsum(1), lambda h: h.cumsum(0)),
+        (lambda h: h.flip(1), lambda h: h.flip(0)),
+        (lambda h: h.select(1, 0)[:, None], lambda h: h.select(1, 1)[:, None]),
+    ],
+    ids=["index", "roll", "turn", "softmax", "mean", "pad", "cumsum", "flip", "select"],
+)
+def test_operations_that_differ_by_what_they_saved(first: Any, then: Any) -> None:
+    """As many rows as columns, so that no shape tells them apart."""
+
+    def run(functions: list[Any]) -> list[Any]:
+        model, found = _model(), []
+        for function in functions:
+            size = function(torch.zeros(4, 4)).shape[1]
+            model.second = nn.Linear(size, 4)
+            extend(model)
+            torch.manual_seed(1)
+            nn.init.normal_(model.second.weight)
+            model.between = function
+            try:
+                _step(model, samples=4)
+            except Exception as error:
+                found.append(type(error).__name__)
+            else:
+                found.append([p.grad_batch.clone() for p in model.parameters()])  # type: ignore[attr-defined]
+        return found
+
+    *_, after = run([first] * BEFORE + [then])
+    (alone,) = run([then])
+    if isinstance(alone, str) or isinstance(after, str):
+        assert after == alone
+    else:
+        for ours, theirs in zip(after, alone, strict=True):
+            assert ours.shape == theirs.shape
+
+
+def test_columns_go_in_as_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, chunks, before = _model(), list[int](), memory_budget()
+    carry = Chunks.carry
+
+    def counted(self: Chunks, *given: Any) -> None:
+        chunks.append(len(chunks))
+        carry(self, *given)
+
+    monkeypatch.setattr(Chunks, "carry", counted)
+    set_memory_budget(2 * SAMPLES * 4 * 8)
+    try:
+        found = []
+        for _ in range(BEFORE):
+            chunks.clear()
+            how, _ = _step(model, DiagGGNExact())
+            found.append((how, len(chunks)))
+    finally:
+        set_memory_budget(before)
+    assert {count for _, count in found} == {found[0][1]}
+    assert found[0][1] > 0
+    assert found[-1][0] == "planned before"
+
+
+class Scaled(nn.Module):
+    """Has no rule, and a parameter of its own that depends on positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain, self.inner = nn.Parameter(torch.randn(4)), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x * self.gain).tanh() * self.gain
+        return result
+
+
+@pytest.mark.parametrize("samples", [1, 3, 4])
+def test_parameters_that_operations_use(samples: int) -> None:
+    model = extend(nn.Sequential(nn.Linear(4, 4), Scaled(), nn.Linear(4, 4)))
+    found = []
+    for _ in range(BEFORE + 2):
+        how, inputs = _step(model, BatchGrad(), DiagGGNExact(), samples=samples)
+        found.append(how)
+        _see_right(model, inputs)
+    assert found[-2:] == ["planned before"] * 2
+    gain: Any = model[1].gain
+    gain.requires_grad_(False)
+    how, inputs = _step(model, samples=samples)
+    assert how == "planned"
+    _see_right(model, inputs)
+
+
+def test_other_extensions_have_plans_of_their_own() -> None:
+    model = _model()
+    _warm(model, BatchGrad())
+    assert _step(model, BatchGrad(savefield="another"))[0] == "planned before"
+    assert _step(model, SumGradSquared())[0] == "planned"
+    assert _step(model, DiagGGNExact())[0] == "planned"
+    assert _step(model, BatchGrad(subsampling=[0]))[0] == "planned"
+
+
+def test_a_pass_that_fails_leaves_no_plan() -> None:
+    model = _model()
+
+    def fail(module: nn.Module) -> None:
+        raise KeyError(module)
+
+    for _ in range(4):
+        with pytest.raises(KeyError):
+            _step(model, extension_hook=fail)
+    assert plans._plans.get(model) is None
+
+
+def test_a_plan_is_not_taken_in_passes_that_are_always_measured() -> None:
+    model = _model()
+    _warm(model)
+    assert _step(model, check="always")[0] == "planned"
+
+
+def test_nothing_is_measured_and_the_second_pass_is_planned() -> None:
+    model = _model()
+    found = [_step(model, check="never")[0] for _ in range(3)]
+    assert found == ["planned", "planned before", "planned before"]
+    assert _step(model)[0] == "planned"
+
+
+def test_new_rules_make_plans_invalid() -> None:
+    model = _model()
+    _warm(model)
+    registry.forget()
+    assert _step(model)[0] == "planned"
+
+
+def test_unextend_forgets_them() -> None:
+    model = _model()
+    _warm(model)
+    unextend(model)
+    assert plans._plans.get(model) is None
+
+
+def test_copies_have_their_own_plans() -> None:
+    model = _model()
+    _warm(model)
+    other = copy.deepcopy(model)
+    how, inputs = _step(other)
+    assert how == "planned"
+    _see_right(other, inputs)
+
+
+def test_plans_keep_no_model_alive() -> None:
+    model = _model()
+    _warm(model)
+    parameter, alive = weakref.ref(model.first.weight), weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    assert parameter() is None
+
+
+def test_a_parameter_that_was_replaced_is_not_kept_alive() -> None:
+    model = _model()
+    _warm(model)
+    old = weakref.ref(model.first.weight)
+    model.first.weight = nn.Parameter(torch.randn(4, 4))
+    _step(model)
+    gc.collect()
+    assert old() is None
+
+
+def test_results_of_a_pass_with_another_plan_are_removed() -> None:
+    model = _model()
+    _warm(model)
+    short = nn.Sequential(model.first)
+    inputs = torch.randn(SAMPLES, 4)
+    for _ in range(2):
+        with backpack(BatchGrad()):
+            short(inputs).square().sum().backward()
+        assert "grad_batch" not in vars(model.second.weight)
+        _, inputs = _step(model)
+        _see_right(model, inputs)
+
+
+def test_few_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans_file, "MOST", 3)
+    model = _model()
+    for samples in range(2, 12):
+        for _ in range(3):
+            _step(model, samples=samples)
+    assert len(plans._plans[model]) <= 3
+    assert len(plans._known[model]) <= 3
+
+
+def test_a_plan_that_contradicts_an_earlier_one_raises() -> None:
+    model = _model()
+    _warm(model)
+    (table,) = plans._plans.values()
+    for key, plan in [*table.items()]:
+        table[key] = replace(plan, trained=((),) * len(plan.trained))
+    plans._known.clear()
+    with pytest.raises(InternalError, match="planned otherwise"):
+        _step(model, check="always")
+
+
+def test_threads_make_plans_at_once() -> None:
+    model, faults = _model(), list[BaseException]()
+    _step(model)
+
+    def run(seed: int) -> None:
+        try:
+            own = copy.deepcopy(model)
+            for _ in range(BEFORE):
+                _, inputs = _step(own)
+                _see_right(own, inputs)
+        except BaseException as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+
+
+def test_a_plan_prints_its_steps() -> None:
+    model = _model()
+    _warm(model)
+    (plan,) = plans._plans[model].values()
+    text = str(plan)
+    assert "Linear 'first'" in text
+    assert "read weight, bias" in text

@@ -1,0 +1,178 @@
+"""Memory of results is written again where nothing else can see it, and nowhere else."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack_core import Extension, backpack, extend, recycled
+from backpack_core.extensions import BatchGrad, BatchL2Grad, SumGradSquared
+
+SAMPLES, WIDTH = 4, 160
+
+
+@pytest.fixture(autouse=True)
+def _small_results_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recycled, "SMALLEST", 1)
+
+
+def _model() -> nn.Sequential:
+    return extend(nn.Sequential(nn.Linear(3, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 2)))
+
+
+def _pass(
+    model: nn.Module, *extensions: Extension, samples: int = SAMPLES, **options: Any
+) -> Tensor:
+    """A pass over new data; returns the individual gradients of a weight, by autograd."""
+    inputs = torch.randn(samples, 3)
+    weight: Any = model[0].weight  # type: ignore[index]
+    rows = [torch.autograd.grad(model(x[None]).square().sum(), weight)[0] for x in inputs]
+    loss = model(inputs).square().sum()
+    with backpack(*extensions or [BatchGrad()], **options):
+        loss.backward()
+    return torch.stack(rows)
+
+
+def _address(model: nn.Module) -> int:
+    found: Any = model[0].weight.grad_batch  # type: ignore[index]
+    return int(found.data_ptr())
+
+
+def _warm(model: nn.Module, passes: int = 6, **options: Any) -> None:
+    for _ in range(passes):
+        _pass(model, **options)
+
+
+def test_memory_is_written_again() -> None:
+    model = _model()
+    _warm(model)
+    before = _address(model)
+    for _ in range(12):  # measured passes among them
+        expected = _pass(model)
+        torch.testing.assert_close(model[0].weight.grad_batch, expected)  # type: ignore[union-attr]
+        assert _address(model) == before
+
+
+def test_not_if_results_are_kept() -> None:
+    model = _model()
+    _warm(model, keep_results=True)
+    seen = model[0].weight.grad_batch.numpy().copy()  # type: ignore[union-attr, operator]
+    held, address = _holding_nothing_but_memory(model), _address(model)
+    _pass(model, keep_results=True)
+    assert _address(model) != address
+    assert (held == seen).all()
+
+
+def _holding_nothing_but_memory(model: nn.Module) -> Any:
+    return model[0].weight.grad_batch.numpy()  # type: ignore[index, union-attr, operator]
+
+
+class Holder:
+    """Holds something as an attribute."""
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+
+def _graph(result: Tensor) -> Tensor:
+    return (torch.ones_like(result, requires_grad=True) * result).sum()
+
+
+HOLDERS: dict[str, Callable[[Tensor], Any]] = {
+    "name": lambda result: result,
+    "list": lambda result: [result],
+    "attribute": Holder,
+    "closure": lambda result: lambda: result,
+    "detached": Tensor.detach,
+    "data": lambda result: result.data,
+    "row": lambda result: result[1],
+    "rows": lambda result: result[1:],
+    "view": lambda result: result.view(-1),
+    "transposed": lambda result: result.mT,
+    "as_strided": lambda result: result.as_strided((2, 2), (1, 3)),
+    "base": lambda result: result if result._base is None else result._base,
+    "storage": Tensor.untyped_storage,
+    "array": Tensor.numpy,
+    "memoryview": lambda result: memoryview(result.numpy()),
+    "part of an array": lambda result: result.numpy()[1:],
+    "dlpack": torch.utils.dlpack.to_dlpack,
+    "through dlpack": lambda result: torch.from_dlpack(result.detach()),
+    "graph": _graph,
+    "graph of a view": lambda result: _graph(result[1:]),
+    "set_": lambda result: torch.empty(0).set_(result.untyped_storage()),  # type: ignore[call-overload]
+    "parameter": lambda result: nn.Parameter(result, requires_grad=False),
+    "in a cycle": lambda result: _in_a_cycle(result),
+}
+
+
+def _in_a_cycle(result: Tensor) -> None:
+    holder = Holder(result)
+    holder.held = [result, holder]
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_not_if_something_holds_it(kind: str, bias: bool) -> None:
+    gc.disable()  # so that the cycle stays
+    try:
+        model = _model()
+        _warm(model)
+        parameter: Any = model[0].bias if bias else model[0].weight
+        address = parameter.grad_batch.data_ptr()
+        held = HOLDERS[kind](parameter.grad_batch)
+        _pass(model)
+        assert parameter.grad_batch.data_ptr() != address
+        del held
+    finally:
+        gc.enable()
+
+
+def test_a_weak_reference_does_not_hold_it() -> None:
+    model = _model()
+    _warm(model)
+    address, reference = _address(model), weakref.ref(model[0].weight.grad_batch)  # type: ignore[arg-type]
+    _pass(model)
+    assert reference() is None
+    assert _address(model) == address
+
+
+def test_results_that_are_held_keep_their_numbers() -> None:
+    model, held, expected = _model(), list[Tensor](), list[Tensor]()
+    for _ in range(10):
+        expected.append(_pass(model))
+        held.append(model[0].weight.grad_batch)  # type: ignore[arg-type, union-attr]
+    for ours, theirs in zip(held, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_other_sizes_get_memory_of_their_own() -> None:
+    model = _model()
+    for samples in (4, 4, 4, 4, 3, 4, 3, 3, 5, 5):
+        expected = _pass(model, samples=samples)
+        torch.testing.assert_close(model[0].weight.grad_batch, expected)  # type: ignore[union-attr]
+
+
+def test_nothing_is_left_behind() -> None:
+    model = _model()
+    for extensions in ((BatchGrad(),), (BatchGrad(), SumGradSquared()), (BatchL2Grad(),)):
+        for samples in (4, 4, 4, 4, 2):
+            _pass(model, *extensions, samples=samples)
+            assert not recycled._recycled.there
+
+
+def test_nor_after_an_error() -> None:
+    model = _model()
+    _warm(model)
+
+    def fail(module: nn.Module) -> None:
+        raise KeyError(module)
+
+    with pytest.raises(KeyError):
+        _pass(model, extension_hook=fail)
+    assert not recycled._recycled.there

@@ -1,0 +1,149 @@
+"""What is checked by values is said in passes that are measured; in others, it shows."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack_core import Extension, backpack, extend
+from backpack_core.errors import RangeWarning, UnsupportedError, UsageError
+from backpack_core.extensions import (
+    EKFAC,
+    KFAC,
+    BatchL2Grad,
+    ClippedSumGrad,
+    DiagGGNExact,
+    DiagGGNMC,
+    DiagHessian,
+    DiagHMP,
+)
+from backpack_secondorder import operators
+from tests.cases import mlp
+from tests.oracle import assert_close
+from tests.waits import Reads
+
+
+def _pass(
+    model: nn.Module, extension: Extension, lossfunc: nn.Module, factor: float = 1.0, **options: Any
+) -> None:
+    loss = extend(lossfunc)(extend(model)(torch.randn(4, 3)), torch.tensor([0, 1, 2, 1]))
+    with backpack(extension, **options):
+        (factor * loss).backward()
+
+
+NOT_POSITIVE: dict[str, Callable[[], tuple[nn.Module, float]]] = {
+    "a class weight": lambda: (nn.CrossEntropyLoss(torch.tensor([1.0, -2.0, 1.0])), 1.0),
+    "a factor": lambda: (nn.CrossEntropyLoss(), -1.0),
+}
+
+
+@pytest.mark.parametrize("kind", [DiagGGNExact, DiagGGNMC])
+@pytest.mark.parametrize("name", NOT_POSITIVE)
+def test_a_root_that_does_not_exist_is_not_a_number(name: str, kind: type[Any]) -> None:
+    model, (lossfunc, factor) = mlp(), NOT_POSITIVE[name]()
+    with pytest.raises(UnsupportedError, match="negative"):
+        _pass(model, kind(), lossfunc, factor)
+    _pass(model, kind(), lossfunc, factor, check="never")
+    for p in model.parameters():
+        assert getattr(p, kind.savefield).isnan().all()
+
+
+def test_a_factor_whose_sign_changes() -> None:
+    """Of a trusted structure, which does not tell numbers apart."""
+    model = mlp()
+    for factor in (1.0, 2.0, 3.0):
+        _pass(model, DiagGGNExact(), nn.CrossEntropyLoss(), factor)
+    _pass(model, DiagGGNExact(), nn.CrossEntropyLoss(), -1.0)  # the fourth one is not measured
+    assert all(p.diag_ggn_exact.isnan().all() for p in model.parameters())
+    with pytest.raises(UnsupportedError, match="negative"):
+        _pass(model, DiagGGNExact(), nn.CrossEntropyLoss(), -1.0)
+
+
+@pytest.mark.parametrize("name", NOT_POSITIVE)
+def test_the_hessian_needs_no_root(name: str) -> None:
+    """Where there is none it goes another way, in every pass."""
+    model, (lossfunc, factor), found = mlp(), NOT_POSITIVE[name](), []
+    for check in ("first", "never"):
+        torch.manual_seed(0)
+        _pass(model, DiagHessian(), lossfunc, factor, check=check)
+        found.append([p.diag_h for p in model.parameters()])
+    for first, second in zip(*found, strict=True):
+        assert_close(first, second)
+
+
+def test_squares_out_of_range_are_warned_of_in_passes_that_are_measured() -> None:
+    model, caught = mlp().float(), []
+    torch.set_default_dtype(torch.float32)
+    for check in ("never", "first"):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            _pass(model, BatchL2Grad(), nn.CrossEntropyLoss(), 1e30, check=check)
+        caught.append([issubclass(warning.category, RangeWarning) for warning in found])
+        assert model[0].weight.batch_l2.isinf().all()
+    assert caught == [[], [True]]
+
+
+@pytest.mark.parametrize("ignored", [0, 1])
+def test_normalisers_of_several_losses(ignored: int) -> None:
+    """Both count the targets that are not ignored; where they differ, no bound is meant."""
+    model, first, second = extend(mlp()), *(extend(nn.CrossEntropyLoss()) for _ in range(2))
+    x, y = torch.randn(4, 3), torch.tensor([0, 1, 2, 1])
+    other, found = y.clone(), []
+    other[:ignored] = -100
+    for check in ("never", "first"):
+        out = model(x)
+        loss = first(out, y) + second(out, other)
+        with backpack(ClippedSumGrad(0.1), check=check):
+            if ignored and check == "first":
+                with pytest.raises(UsageError, match="divide by 3 and by 4"):
+                    loss.backward()
+                break
+            with Reads() as reads:
+                loss.backward()
+        found.append([p.grad_clipped for p in model.parameters()])
+        assert check == "first" or not reads.found
+    if ignored:
+        assert all(clipped.isnan().all() for clipped in found[0])
+    else:
+        for ours, reference in zip(*found, strict=True):
+            assert_close(ours, reference)
+
+
+def test_eigenvectors_of_what_is_not_finite() -> None:
+    model = mlp()
+    with pytest.raises(UsageError, match="not finite"):
+        _pass(model, EKFAC(), nn.CrossEntropyLoss(), float("inf"))
+    _pass(model, EKFAC(), nn.CrossEntropyLoss(), float("inf"), check="never")
+    for p in model.parameters():
+        assert p.ekfac.values.isnan().all()
+        assert all(vectors.isnan().all() for vectors in p.ekfac.vectors[:1])
+
+
+def test_factors_that_are_not_finite_are_refused_when_they_are_used() -> None:
+    model = mlp()
+    _pass(model, KFAC(), nn.CrossEntropyLoss(), float("inf"), check="never")
+    with pytest.raises(UsageError, match="not finite"):
+        model[0].weight.kfac.eigenbasis()
+
+
+@pytest.mark.parametrize("check", ["first", "never"])
+def test_products_that_vmap_gets_wrong(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are computed again where the pass is measured, else they are not a number."""
+    model, (lossfunc, expected) = mlp(), (nn.CrossEntropyLoss(), list[Tensor]())
+    for wrong in (False, True):
+        monkeypatch.setattr(operators, "agreement", lambda *given, w=wrong: torch.tensor(not w))
+        torch.manual_seed(0)
+        _pass(model, DiagHMP(), lossfunc, check=check)
+        found = [p.diag_hmp for p in model.parameters()]
+        if not wrong:
+            expected = found
+    for p, ours, reference in zip(model.parameters(), found, expected, strict=True):
+        if check == "first" or p.numel() < 3:
+            assert_close(ours, reference)
+        else:
+            assert ours.isnan().all()
