@@ -98,6 +98,7 @@ REFUSED: dict[str, Case] = {
     "new tensor": lambda x: x.new_tensor([x[0], 2.0]) * 2,
     "old constructor": lambda x: torch.Tensor([x[0], 1.0]) * 2,
     "constructor of a type": lambda x: x[torch.LongTensor([row(x)])] * 1,
+    "list that is assigned": lambda x: put(x, slice(0, 2), torch.Tensor([x[1], x[0]])),
     "from numpy": lambda x: x * torch.from_numpy(np.array([1.0, 2.0, 3.0])),
     "array": lambda x: torch.tensor(np.array(x)) * 2,
     "deep copy": lambda x: copy.deepcopy(x) * 2,

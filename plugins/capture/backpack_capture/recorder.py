@@ -29,7 +29,7 @@ _FILLING = {f"aten::{name}" for name in ("ones_like", "zeros_like", "new_zeros",
 _LARGEST = 2**12  # numbers of one that is kept
 _BETWEEN = (
     *("torch._ops", "torch.overrides", "torch.utils._python_dispatch"),
-    *("torch._compile", "torch._dynamo.eval_frame"),
+    *("torch._compile", "torch._dynamo.eval_frame", "backpack_capture.unseen"),
 )
 _MASKS = (torch.bool, torch.uint8)
 
