@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping
 from itertools import pairwise
 
 import torch
-from backpack_capture import capture
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
+from backpack_capture import capture
 from backpack_core import backpack, extend
 from backpack_core import extensions as known
 from backpack_core.contract.extension import Extension

@@ -56,8 +56,9 @@ class Context:
             autograd, or by whoever saw the call of ``backward()``.
         history: How many passes took a plan that was made before, made one, or could not, and why.
         announced: The passes whose ``backward()`` was seen and has not returned, innermost last.
-        seen: What came up: whether modules took part, whether a pass was measured, and whether one
-            that was seen is under way. A context that is made of this one shares it.
+        seen: What came up: whether modules took part, whether a pass that was seen is under way,
+            and ``"measured"`` if a pass looked at more than was asked for, to be trusted later. A
+            context that is made of this one shares it.
     """
 
     extensions: tuple[Extension, ...] = ()

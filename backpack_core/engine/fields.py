@@ -76,6 +76,12 @@ def clear(
                 offer(parameter.__dict__, field, offers)
 
 
+def stored_by_others(models: Iterable[Module]) -> None:
+    """Have the next pass over models look at every parameter: no pass has stored their results."""
+    for model in models:
+        _last.pop(model, None)
+
+
 def hand_over(survey: Survey, extensions: Iterable[Extension]) -> None:
     """Copy results from whole parameters to the shards that this process holds."""
     fields = [extension.savefield for extension in extensions]

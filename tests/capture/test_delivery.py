@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_capture import capture
+from backpack_capture import CaptureWarning, capture
 from backpack_core import FirstOrderExtension, SampleProduct, backpack, disable, extend
 from backpack_core.contract.operations import dense
 from backpack_core.errors import BackpackError
@@ -205,3 +205,55 @@ def test_an_optimiser_and_a_copy() -> None:
         twins.lossfunc(copied(draw(4)[0]), draw(4)[1]).backward()
     assert copied.a.weight.grad_batch.shape == (4, 5, 5)
     twins.run(*draw(4))
+
+
+def test_the_engine_removes_what_replays_stored() -> None:
+    """Also if its last pass over the model had the same plan."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.uses_b = nn.Linear(5, 3), nn.Linear(3, 3), True
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x)) if self.uses_b else self.a(x)
+
+    twins = Twins(Net(), [BatchGrad()])
+    model, weight = twins.model, twins.model.b.weight
+    twins.train([batch() for _ in range(7)])  # three replays
+    model.uses_b = False
+    for _ in range(8):
+        x, y = batch()
+        with backpack(BatchGrad()):
+            twins.lossfunc(model(x), y).backward()
+        assert "grad_batch" not in weight.__dict__
+    model.uses_b = True
+    for _ in range(5):
+        twins.step(*batch())  # of which some are not compared
+        assert "grad_batch" in weight.__dict__
+        model.uses_b = False
+        with backpack(BatchGrad()):
+            twins.lossfunc(model(x), y).backward()
+        assert "grad_batch" not in weight.__dict__
+        model.uses_b = True
+
+
+def test_a_step_that_looks_at_gradients() -> None:
+    """Those of the step before are there, also while it is recorded."""
+
+    def write(model: nn.Module, lossfunc: nn.Module) -> Callable[..., Tensor]:
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            grad = model[0].weight.grad
+            more = 0.0 if grad is None else grad.sum()
+            return lossfunc(model(x), y) * (1 + more)
+
+        return step
+
+    twins = Twins(mlp(), [BatchGrad()], write)
+    for _ in range(3):
+        twins.run(*batch(), keeps=True)
+    with pytest.warns(CaptureWarning, match="uses a tensor of shape"):
+        twins.run(*batch(), keeps=True)
+    for _ in range(3):
+        twins.run(*batch(), keeps=True)
+    assert twins.replays == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sysconfig
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -491,3 +492,48 @@ def test_modes_alternate() -> None:
         now.model.train(mode)
         found.append(now.run())
     assert found == [True] * 4
+
+
+def test_a_step_of_an_installed_package() -> None:
+    """The function itself is looked at, wherever it comes from."""
+    source = "def step(x, y, more=[0.0]):\n    return lossfunc(model(x), y) * SCALE + more[0]\n"
+    model, lossfunc = extend(nn.Linear(4, 3)), extend(nn.CrossEntropyLoss())
+    known: dict[str, Any] = {"model": model, "lossfunc": lossfunc, "SCALE": 1.0}
+    exec(compile(source, sysconfig.get_path("purelib") + "/installed.py", "exec"), known)
+    step = capture(known["step"], model, lossfunc, BatchGrad())
+    x, y = torch.rand(5, 4), torch.randint(3, (5,))
+    for _ in range(7):
+        loss = step(x, y)
+    known["SCALE"] = 2.0
+    same(step(x, y), 2 * loss)
+    known["SCALE"], known["step"].__defaults__[0][0] = 1.0, 5.0
+    same(step(x, y), loss + 5)
+
+
+class Trainer:
+    """Holds a model, a setting, a step that is captured, and counts."""
+
+    def __init__(self) -> None:
+        self.model, self.lossfunc = extend(nn.Linear(4, 3)), extend(nn.CrossEntropyLoss())
+        self.scale, self.count = 1.0, 0
+        self.step = capture(self.loss, self.model, self.lossfunc, BatchGrad())
+
+    def loss(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.scaled(self.lossfunc(self.model(x), y))
+
+    def scaled(self, loss: Tensor) -> Tensor:
+        return loss * self.scale
+
+
+def test_an_object_that_counts_its_steps() -> None:
+    """What a method does not name may change; what it names may not."""
+    trainer = Trainer()
+    x, y = torch.rand(5, 4), torch.randint(3, (5,))
+    for _ in range(10):
+        trainer.count += 1
+        loss = trainer.step(x, y)
+    assert len(trainer.step.report().splitlines()) <= 3
+    assert "3 replays" in trainer.step.report()
+    trainer.scale = 2.0
+    same(trainer.step(x, y), 2 * loss)
+    assert "3 replays" in trainer.step.report()

@@ -12,6 +12,7 @@ from backpack_capture.code import AnotherAnswer, code_of
 from backpack_capture.program import Program
 from backpack_capture.recorder import Recorder
 from backpack_capture.tidying import tidy
+from backpack_capture.unseen import seen_by
 
 WEIGHT = torch.rand(3, 3)
 Function = Callable[[Tensor], Sequence[Tensor]]
@@ -19,7 +20,7 @@ Function = Callable[[Tensor], Sequence[Tensor]]
 
 def recorded(function: Function, x: Tensor) -> Program:
     recorder = Recorder([x], [WEIGHT], lambda tensor: False)
-    with torch.no_grad(), recorder:
+    with torch.no_grad(), seen_by(recorder), recorder:
         outs = function(x)
     assert recorder.refusal is None, recorder.refusal
     recorder.program.outs = [recorder.number_of(out) for out in outs]

@@ -41,9 +41,13 @@ class Outcome:
 
 
 def run_engine(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], asked: Asked
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    asked: Asked,
+    between: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Forward pass, loss, and backward pass."""
+    """Forward pass, loss, and backward pass; ``between`` is called before the last."""
     with asked.block():
         context = current(threading.get_ident())
         returned = function(*args, **kwargs)
@@ -52,6 +56,7 @@ def run_engine(
             raise UsageError(
                 f"A captured step returns its loss, or a tuple with it in front. Got {loss!r}."
             )
+        between()
         loss.backward()
         was_measured = context is not None and "measured" in context.seen
     return Outcome(detached(returned), was_measured)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,9 @@ from backpack_capture.code import Code
 from backpack_capture.engine import Asked, Outcome, run_engine
 from backpack_capture.nested import Apart, HoldsCode
 from backpack_capture.program import Program
+from backpack_capture.watch import Watch
+from backpack_core.engine.fields import stored_by_others
+from backpack_core.record.owner import owners_of
 from backpack_core.recycled import drop, offer
 
 
@@ -74,16 +77,26 @@ class Results:
         return returned
 
 
-@contextmanager
-def gradients_apart(parameters: Sequence[Tensor]) -> Iterator[None]:
+class GradientsApart:
     """A block in which gradients begin at none; afterwards they are added to what there was."""
-    before = [p.grad for p in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    try:
-        yield
-    finally:
-        for parameter, old in zip(parameters, before, strict=True):
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._before: list[Tensor | None] = []
+
+    def begin(self) -> None:
+        """Put them aside: behind the forward pass, which may look at them."""
+        self._before = [p.grad for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def __enter__(self) -> GradientsApart:
+        """They are as they were."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Add them, as autograd would have done."""
+        for parameter, old in zip(self._parameters, self._before, strict=False):
             if old is None:
                 continue
             new, parameter.grad = parameter.grad, old
@@ -133,11 +146,12 @@ class Graph:
         recorded: int,
         code: Code,
         results: Results,
-        parameters: Sequence[Tensor],
+        watch: Watch,
         fields: Sequence[str],
     ) -> None:
         self.code, self.size, self.recorded = code, len(program.operations), recorded
-        self._results, self._parameters, self._fields = results, parameters, fields
+        self._results, self._parameters, self._fields = results, watch.parameters, fields
+        self._models = owners_of(watch.modules)
         written = {n for op in program.operations for n in op.writes}
         roots = {program.roots[n] for n in written}
         self._places = [i for i, n in enumerate(program.given) if n in roots]
@@ -175,6 +189,7 @@ class Graph:
 
     def deliver(self, tensors: Sequence[Tensor]) -> Any:
         """Store results; returns what the step returned."""
+        stored_by_others(self._models)
         with torch.no_grad():
             return self._results.deliver(tensors)
 
@@ -187,8 +202,8 @@ class Graph:
         asked: Asked,
     ) -> tuple[Outcome, str]:
         """Run the engine, whose results stay; says what differs, if anything does."""
-        with gradients_apart(self._parameters):
-            outcome = run_engine(function, args, kwargs, asked)
+        with GradientsApart(self._parameters) as apart:
+            outcome = run_engine(function, args, kwargs, asked, apart.begin)
             try:
                 right = Results(outcome.returned, self._parameters, self._fields)
             except (HoldsCode, RecursionError):

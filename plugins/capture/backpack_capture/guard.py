@@ -45,11 +45,15 @@ class Guard:
             self._note_tensor(tensor, is_parameter=False)
         for extension in watch.extensions:
             self._note_attributes(extension)
+        # Of an object, its functions read what they name: a trainer may count its steps.
+        self._known["names"] = {n for f in watch.functions for n in names_in(f.__code__)}
         for kind in watch.classes:
             self._note_class(kind)
         for function in watch.functions:
             self._note_function(function)
-        self._require(self._value("bound_to()", watch.bound, bound_to=lambda: watch.bound))
+        if watch.bound is not None:
+            self._known["bound"] = watch.bound
+            self._require(self._value("bound", watch.bound, is_named=True))
         text = "\n    ".join(["def holds():", *self._lines, "return True"])
         exec(compile(text, "<guard of a captured step>", "exec"), self._known)
         self._holds: Callable[[], bool] = self._known["holds"]
@@ -58,7 +62,7 @@ class Guard:
         """Whether everything is as it was."""
         try:
             return self._holds()
-        except (KeyError, AttributeError, ValueError):  # it is gone
+        except Exception:  # something is gone, or of another kind: the engine will say what
             return False
 
     # What is compared ----------------------------------------------------------------------------
@@ -130,12 +134,13 @@ class Guard:
         terms = [f"{name}.__code__ is {self._name(function.__code__)}"]
         for cell in function.__closure__ or ():
             try:
-                terms.append(self._value(f"{self._name(cell)}.cell_contents", cell.cell_contents))
+                value = cell.cell_contents
             except ValueError:  # not assigned yet
                 continue
+            terms.append(self._value(f"{self._name(cell)}.cell_contents", value, True))
         for key in dict.fromkeys(names_in(function.__code__)):
             if key in known:
-                terms.append(self._value(f"{self._name(known)}[{key!r}]", known[key]))
+                terms.append(self._value(f"{self._name(known)}[{key!r}]", known[key], True))
         for key in ("__defaults__", "__kwdefaults__"):
             terms.append(self._value(f"{name}.{key}", getattr(function, key)))
         self._require(*terms)
@@ -153,39 +158,53 @@ class Guard:
             self._known[name] = value
         return name
 
-    def _value(self, place: str, value: Any, **known: Any) -> str:
-        """That in some place is what there was."""
-        self._known.update(known)
+    def _value(self, place: str, value: Any, is_named: bool = False) -> str:
+        """That in some place is what there was; of objects, perhaps only attributes with names."""
         if is_plain(value):
             name = self._name(value)
             return f"({place} is {name} or same({place}, {name}))"
-        found = _form(value)
+        names, depth = self._known["names"] if is_named else None, DEEPEST
+        found = _form(value, depth, names)
         if isinstance(found, _Same):
             return f"{place} is {self._name(value)}"
-        return f"form({place}) == {self._name(found)}"
+        more = f", {depth}, names" if is_named else ""
+        return f"form({place}{more}) == {self._name(found)}"
 
 
 def _same(value: Any, known: Any) -> bool:
     return type(value) is type(known) and bool(value == known)
 
 
-def _form(value: Any, deepest: int = DEEPEST) -> Any:
-    """A value in a form that tells it from others: numbers and containers by value."""
+def _form(value: Any, deepest: int = DEEPEST, names: set[str] | None = None) -> Any:
+    """A value in a form that tells it from others: numbers and containers by value.
+
+    Args:
+        value: The value.
+        deepest: How many levels are looked at.
+        names: The attributes of objects that count; ``None`` for all.
+    """
     if is_plain(value):
         return type(value), value
-    if isinstance(value, (list, tuple)) and deepest:
-        return type(value), [_form(item, deepest - 1) for item in value]
-    if isinstance(value, dict) and deepest:
-        return type(value), [(k, _form(v, deepest - 1)) for k, v in value.items()]
     if isinstance(value, (set, frozenset)):
         return type(value), {*value}
-    if isinstance(value, types.MethodType) and deepest:
-        return _Same(value.__func__), _form(value.__self__, deepest - 1)
-    if isinstance(value, functools.partial) and deepest:
-        parts = value.func, value.args, value.keywords
-        return [_form(part, deepest - 1) for part in parts]
-    if is_record(value) and deepest:
-        return _Same(value), [(k, _form(v, deepest - 1)) for k, v in vars(value).items()]
+    if not deepest:
+        return _Same(value)
+
+    def inner(item: Any) -> Any:
+        return _form(item, deepest - 1, names)
+
+    if isinstance(value, (list, tuple)):
+        return type(value), [*map(inner, value)]
+    if isinstance(value, dict):
+        return type(value), [(key, inner(item)) for key, item in value.items()]
+    if isinstance(value, types.MethodType):
+        return _Same(value.__func__), inner(value.__self__)
+    if isinstance(value, functools.partial):
+        return [*map(inner, (value.func, value.args, value.keywords))]
+    if is_record(value):
+        table = vars(value)
+        shown = table if names is None else [name for name in table if name in names]
+        return _Same(value), [(name, inner(table[name])) for name in shown]
     return _Same(value)
 
 

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 from torch import Tensor
+
+# What these operations return is not written yet.
+BLANK: Final = {
+    *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::empty_permuted"),
+    *("aten::new_empty", "aten::new_empty_strided"),
+}
 
 
 class Ref(NamedTuple):

@@ -5,6 +5,7 @@ A reason against replaying ends the recording, not the step.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from backpack_capture.program import Assumption, Operation, Program, Ref, numbers, refs_in
+from backpack_capture.program import BLANK, Assumption, Operation, Program, Ref, numbers, refs_in
 from backpack_core.recycled import SMALLEST
 
 aten = torch.ops.aten
@@ -29,6 +30,10 @@ _FILLING = {f"aten::{name}" for name in ("ones_like", "zeros_like", "new_zeros",
 _LARGEST = 2**12  # numbers of one that is kept
 # They can write into memory that is there.
 _INTO = (aten.mul.Tensor, aten.bmm.default, aten.mm.default)
+_BETWEEN = (
+    *("torch._ops", "torch.overrides", "torch.utils._python_dispatch"),
+    *("torch._compile", "torch._dynamo.eval_frame", "backpack_capture.unseen"),
+)
 _MASKS = (torch.bool, torch.uint8)
 
 
@@ -39,6 +44,7 @@ class Recorder(TorchDispatchMode):
         program: What was written down.
         refusal: Why it cannot be replayed; ``None`` if it can.
         drawn: The state of torch's generator, behind what was drawn last.
+        is_lifting: Whether a tensor is made of Python numbers that are known to be no tensor's.
     """
 
     def __init__(
@@ -57,9 +63,11 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.program = Program()
         self.refusal: str | None = None
+        self.is_lifting = False
         self._numbers: Any = WeakTensorKeyDictionary()
         self._memories: dict[int, int] = {}
         self._is_known = is_known
+        self._blank: set[int] = set()
         self.drawn = torch.get_rng_state()
         for tensor in given:
             self.program.given.append(self._enter(tensor))
@@ -77,6 +85,11 @@ class Recorder(TorchDispatchMode):
             what = "equal" if len(args) == 2 else "item"
             return self.assume(what, args, func(*args, **kwargs))
         if func in LIFTED and args[0] not in self._numbers:
+            # Torch reads numbers of tensors in a list below where a mode could see it.
+            is_single = not args[0].dim()
+            if not (is_single or self.is_lifting or _caller().startswith("backpack_")):
+                self.refusal = "it makes a tensor of Python numbers that may come from tensors"
+                return func(*args, **kwargs)
             self.program.fixed[self._enter(args[0])] = args[0].clone()
         args_, kwargs_ = self._refs(args), self._refs(kwargs)
         if self._is_over():
@@ -163,6 +176,7 @@ class Recorder(TorchDispatchMode):
         outs = [self._out(value, roots) for value in ([out] if is_single else out)]
         changed = [n for (n, t), v in zip(got, before, strict=True) if t._version != v]
         writes = tuple(dict.fromkeys([*_declared(func, args, kwargs), *changed]))
+        self._note_blank(func, out, {self.program.roots[n] for n, _ in got}, writes, outs)
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         step = Operation(func, args, kwargs, tuple(outs), is_single, writes, is_random)
         self.program.steps.append(step)
@@ -175,6 +189,17 @@ class Recorder(TorchDispatchMode):
             made = [t for t in ([out] if is_single else out) if isinstance(t, Tensor)]
             self.assume("shape", made, [tuple(t.shape) for t in made])
 
+    def _note_blank(self, func: Any, out: Any, reads: Any, writes: Any, outs: Any) -> None:
+        """Refuse what reads memory that no operation has written: then something else has."""
+        roots = self.program.roots
+        made = {roots[n] for n in numbers(outs)}
+        if func._schema.name in BLANK:
+            self._blank |= made if out.numel() else set()
+            return
+        self._blank -= {roots[n] for n in writes}
+        if reads & self._blank - made:
+            self.refusal = "it reads memory that was written by no operation"
+
     def _out(self, value: Any, roots: dict[int, int]) -> int | None:
         if not isinstance(value, Tensor):
             if isinstance(value, (list, tuple)):
@@ -184,6 +209,14 @@ class Recorder(TorchDispatchMode):
             self.refusal = f"it has a tensor of layout {value.layout} on {value.device}"
         number: int | None = self._numbers.get(value)
         return self._enter(value, roots.get(_memory(value))) if number is None else number
+
+
+def _caller() -> str:
+    """The module of the code that called torch."""
+    frame = sys._getframe(2)
+    while frame.f_globals["__name__"] in _BETWEEN and frame.f_back is not None:
+        frame = frame.f_back
+    return str(frame.f_globals["__name__"])
 
 
 def _reason_against(func: Any, types: Any) -> str | None:

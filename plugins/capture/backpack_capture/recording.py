@@ -12,7 +12,7 @@ from torch import Tensor
 
 from backpack_capture.code import code_of
 from backpack_capture.engine import Asked, Outcome, run_engine
-from backpack_capture.graph import Graph, Results, gradients_apart
+from backpack_capture.graph import GradientsApart, Graph, Results
 from backpack_capture.guard import Guard
 from backpack_capture.nested import HoldsCode
 from backpack_capture.recorder import Recorder
@@ -67,9 +67,9 @@ def record(
     recorder = Recorder(given, [*known.values()], watch.refers_to)
     torch.clear_autocast_cache()
     memories = [t.untyped_storage() for t in known.values()]
-    with gradients_apart(parameters):
+    with GradientsApart(parameters) as apart:
         with seen_by(recorder), recorder:
-            outcome = run_engine(function, args, kwargs, asked)
+            outcome = run_engine(function, args, kwargs, asked, apart.begin)
         torch.clear_autocast_cache()
         graph = _graph(recorder, outcome, parameters, fields, watch)
     reason = recorder.refusal
@@ -117,7 +117,7 @@ def _graph(
     except Exception as error:  # the step itself is through, and right
         recorder.refusal = f"its graph could not be written ({type(error).__name__}: {error})"
         return None
-    return Graph(program, recorded, code, results, parameters, fields)
+    return Graph(program, recorded, code, results, watch, fields)
 
 
 def _changed(guard: Guard, drawn: Any, recorder: Recorder) -> str | None:

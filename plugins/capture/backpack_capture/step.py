@@ -100,6 +100,7 @@ class CapturedStep:
             key = form, tuple([_key_of(t) for t in given])
             found = self._find(key)
             if found is not None and found.graph is not None:
+                self._forms.move_to_end(key)
                 return self._replay(found, given, args, kwargs)
             returned, found = self._step(key, given, args, kwargs, found)
             self._give_up(found)
@@ -174,9 +175,6 @@ class CapturedStep:
     def _replay(self, form: _Form, given: list[Tensor], args: Any, kwargs: Any) -> Any:
         graph = form.graph
         assert graph is not None
-        if len(self._forms) > 1:
-            key = next(key for key, forms in self._forms.items() if form in forms)
-            self._forms.move_to_end(key)
         if not graph.takes_gradients():
             return self._run_engine(args, kwargs).returned
         before = graph.snapshot(given)

@@ -11,14 +11,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from backpack_capture.program import Assumption, Operation, Program, Ref, Step, renumbered
+from backpack_capture.program import BLANK, Assumption, Operation, Program, Ref, Step, renumbered
 
 aten = torch.ops.aten
 LARGEST: Final = 2**16  # numbers of a tensor that is kept in the place of what makes it
 _SAME = (aten.detach.default, aten.alias.default)
-# What they return is not all written yet.
-_BLANK = {f"aten::{name}" for name in ("empty", "empty_like", "empty_strided", "empty_permuted")}
-_BLANK |= {"aten::new_empty", "aten::new_empty_strided"}
 
 
 def tidy(program: Program) -> Program:
@@ -161,4 +158,4 @@ def _needed(program: Program) -> None:
 
 
 def _is_blank(step: Operation) -> bool:
-    return step.function._schema.name in _BLANK
+    return step.function._schema.name in BLANK

@@ -14,18 +14,51 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
+from backpack_capture.nested import is_plain
 from backpack_capture.recorder import Recorder
 
 # Where numbers leave torch: what is computed of them elsewhere, nobody sees.
 _LEAVING: Final = (
     *[(Tensor, name) for name in ("numpy", "__array__", "data_ptr", "__dlpack__", "storage")],
     (Tensor, "__reduce_ex__"),
+    (Tensor, "__repr__"),
     (torch.UntypedStorage, "tolist"),
     (torch.UntypedStorage, "__getitem__"),
     (torch.utils.dlpack, "to_dlpack"),
     (torch, "to_dlpack"),
 )
+
+
+class _Making(TorchFunctionMode):
+    """Looks at what tensors are made of: of Python numbers alone, they are the same each time."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let it be called."""
+        kwargs = kwargs or {}
+        if func not in _MAKING:
+            return func(*args, **kwargs)
+        data = [*args[int(func is Tensor.new_tensor) :], *kwargs.values()]
+        before = self._recorder.is_lifting
+        self._recorder.is_lifting = all(map(_is_number, data))
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._recorder.is_lifting = before
+
+
+_MAKING: Final = (torch.tensor, torch.as_tensor, torch.asarray, Tensor.new_tensor)
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_number, value))
+    return is_plain(value) or type(value).__module__ == "numpy"
 
 
 @contextmanager
@@ -68,7 +101,8 @@ def seen_by(recorder: Recorder) -> Iterator[None]:
         for owner, name in _LEAVING:
             if hasattr(owner, name):
                 put(owner, name, refusing(name))
-        yield
+        with _Making(recorder):
+            yield
     finally:
         for back in reversed(restore):
             back()

@@ -131,9 +131,13 @@ _INSTALLED: Final = tuple({sysconfig.get_path(key) for key in ("stdlib", "pureli
 
 
 def code_behind(values: Sequence[Any]) -> tuple[list[types.FunctionType], list[type]]:
-    """The functions and classes of the user's that values are, and those that these refer to."""
+    """The functions and classes of the user's that values are, and those that these refer to.
+
+    Of a class, those methods count that some function names, or that operations call.
+    """
     functions, classes = dict[int, types.FunctionType](), dict[int, type]()
-    todo = [*values]
+    first = {id(getattr(value, "__func__", value)) for value in values}  # wherever they are from
+    todo, methods = [*values], list[tuple[str, Any]]()
     while todo:
         value = todo.pop()
         if isinstance(value, types.MethodType):
@@ -141,17 +145,27 @@ def code_behind(values: Sequence[Any]) -> tuple[list[types.FunctionType], list[t
         elif isinstance(value, functools.partial):
             todo += [value.func, *value.args, *value.keywords.values()]
         elif isinstance(value, types.FunctionType):
-            if id(value) not in functions and _is_users(value):
+            if id(value) not in functions and (id(value) in first or _is_users(value)):
                 functions[id(value)] = value
                 todo += _referred(value)
         else:
             kind = value if isinstance(value, type) else type(value)
             for base in [k for k in kind.__mro__ if id(k) not in classes]:
-                own = [f for f in map(_function_of, vars(base).values()) if _is_users(f)]
+                own = [(name, _function_of(f)) for name, f in vars(base).items()]
+                own = [(name, f) for name, f in own if _is_users(f)]
                 if own:
                     classes[id(base)] = base
-                    todo += own
+                    methods += own
+        if not todo:
+            named = {name for f in functions.values() for name in names_in(f.__code__)}
+            todo = [f for name, f in methods if name in named or _is_implicit(name)]
+            todo = [f for f in todo if id(f) not in functions]
     return [*functions.values()], [*classes.values()]
+
+
+def _is_implicit(name: str) -> bool:
+    """Whether a method is called without its name: by an operation, or by torch."""
+    return name == "forward" or (name.startswith("__") and name not in ("__init__", "__repr__"))
 
 
 def _function_of(value: Any) -> Any:
@@ -194,8 +208,8 @@ _NO_RECORDS: Final = (Module, Tensor, type, types.ModuleType, types.FunctionType
 
 def is_record(value: Any) -> bool:
     """Whether an object is its attributes, as settings are."""
-    is_ours = type(value).__module__.startswith("backpack_capture.")  # which count their steps
-    return hasattr(value, "__dict__") and not is_ours and not isinstance(value, _NO_RECORDS)
+    is_ours = type(value).__module__.startswith("backpack_capture")  # a step counts its replays
+    return hasattr(value, "__dict__") and not (is_ours or isinstance(value, _NO_RECORDS))
 
 
 def _tensors_in(value: Any, deepest: int = DEEPEST) -> Iterator[Tensor]:
