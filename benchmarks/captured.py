@@ -70,8 +70,9 @@ def ways(
     x, y = torch.rand(shape), torch.randint(10, shape[:1])
     torch.manual_seed(0)
     bare, bare_loss = make(), nn.CrossEntropyLoss()
-    model, lossfunc = extend(make()), extend(nn.CrossEntropyLoss())
-    step = capture(lambda x, y: lossfunc(model(x), y), model, lossfunc, extension)
+    model, other = extend(make()), extend(make())
+    lossfunc = extend(nn.CrossEntropyLoss())
+    step = capture(lambda x, y: lossfunc(other(x), y), other, lossfunc, extension)
     weights = dict(bare.named_parameters())
 
     def plain() -> None:
@@ -98,7 +99,7 @@ def ways(
         step(x, y)
 
     def forget() -> None:  # results stay, as in a training loop: the next ones take their memory
-        for parameter in (*bare.parameters(), *model.parameters()):
+        for parameter in (*bare.parameters(), *model.parameters(), *other.parameters()):
             parameter.grad = None
 
     return found, forget
