@@ -9,9 +9,10 @@ model without a block, an empty block, and every quantity:
 - ``meas.``: the time with ``check="always"`` over that with ``check="never"``.
 
 All of a net alternate in one process. Each turn of a step is several passes, so that caches are
-warm, and results are dropped in between. What counts is the pass that a tenth of them are faster
-than: it is one of a structure that is trusted, since the measured ones (by default 1, 2, 4, 8, ...)
-become rare, and the first of them come before the clock runs.
+warm; results stay until the next pass, as in a training loop, and are dropped behind the turn. What
+counts is the pass that a tenth of them are faster than: it is one of a structure that is trusted,
+since the measured ones (by default 1, 2, 4, 8, ...) become rare, and the first of them come before
+the clock runs.
 
 The incumbent needs its import name, so ``compat`` must be neither installed nor on the path:
 ``make bench-env``, then ``.venv-bench/bin/python -m benchmarks.small``.
@@ -149,12 +150,12 @@ def low(
         gc.collect()
         for key, step in steps.items():
             begin, passes = time.perf_counter(), 0
-            while passes < PASSES and (not passes or time.perf_counter() - begin < TURN):
+            while passes < PASSES and (passes < 2 or time.perf_counter() - begin < TURN):
                 start = now()
                 step()
                 found[key].append(now() - start)
-                drops[key]()
                 passes += 1
+            drops[key]()
     return {key: sorted(seconds)[len(seconds) // 10] for key, seconds in found.items()}
 
 
