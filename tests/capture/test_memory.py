@@ -77,3 +77,12 @@ def test_an_object_that_holds_its_step_is_captured() -> None:
     for _ in range(12):
         trainer.step(torch.randn(SAMPLES, WIDTH))
     assert re.search(r"[1-9]\d* replays", trainer.step.report())
+
+
+def test_a_model_of_a_single_layer_is_captured() -> None:
+    """It has both hooks, whose order is settled by the first call."""
+    model, lossfunc = extend(nn.Linear(3, 2)), extend(nn.CrossEntropyLoss())
+    step = capture(lambda x, y: lossfunc(model(x), y), model, lossfunc, BatchGrad())
+    for _ in range(6):
+        step(torch.rand(4, 3), torch.randint(2, (4,)))
+    assert re.search(r"[1-9]\d* replays", step.report())

@@ -95,8 +95,8 @@ class Guard:
             terms += [f"{place}[{n!r}] is {self._name(value)}" for n, value in inner.items()]
         for key in HOOKS:
             place = f"{name}[{key!r}]"
-            keys = tuple(table[key])
-            terms.append(f"(*{place},) == {self._name(keys)}" if keys else f"not {place}")
+            keys = {*table[key]}  # ours find their places among the others at the first call
+            terms.append(f"{place}.keys() == {self._name(keys)}" if keys else f"not {place}")
         self._require(*terms)
 
     def _note_tensor(self, tensor: Tensor, is_parameter: bool) -> None:
