@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn import Module
 
+from backpack_core._torch import parametrizations_of
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.loss import LossRule
@@ -147,11 +148,13 @@ def missing_types(rule: type[LayerRule]) -> Iterator[str]:
 
 
 def _has(module: Module, name: str) -> bool:
+    """Whether a module has a parameter; one that is computed is not computed for this."""
+    path, _, last = name.rpartition(".")
     try:
-        attrgetter(name)(module)
+        owner = attrgetter(path)(module) if path else module
     except AttributeError:
         return False
-    return True
+    return last in parametrizations_of(owner) or hasattr(owner, last)
 
 
 @lru_cache(maxsize=1)

@@ -21,6 +21,7 @@ from backpack_core.extensions import (
     GGNGram,
     SqrtGGNExact,
 )
+from backpack_core.plugins.registry import registry
 from tests import oracle
 from tests.cases import classification
 
@@ -169,3 +170,25 @@ def test_weight_norm_by_hooks() -> None:
         "weight_g",
         "weight_v",
     ]
+
+
+class Counted(nn.Module):
+    """Counts how often it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.count += 1
+        return 2 * weight
+
+
+def test_extending_computes_no_parameter() -> None:
+    """Also not when a rule is looked up for the first time: it may draw, or take a step."""
+    layer, counted = nn.Linear(3, 2), Counted()
+    parametrize.register_parametrization(layer, "weight", counted)
+    counted.count = 0
+    registry.forget()
+    extend(layer)
+    assert not counted.count

@@ -389,7 +389,7 @@ def test_few_plans_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_plan_that_contradicts_an_earlier_one_raises() -> None:
     model = _model()
     _warm(model)
-    (table,) = plans._plans.values()
+    table = plans._plans[model]
     for key, plan in [*table.items()]:
         table[key] = replace(plan, trained=((),) * len(plan.trained))
     plans._known.clear()
