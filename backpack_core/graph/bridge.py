@@ -237,18 +237,12 @@ def agree(weights: Tensor, product: Tensor, expected: Tensor, size: Tensor) -> b
         return False
     if is_symbolic(expected):
         return True
-    return bool(agreement(weights, product, expected, size))
-
-
-def agreement(weights: Tensor, product: Tensor, expected: Tensor, size: Tensor) -> Tensor:
-    """:func:`agree` of tensors of fitting shapes, as a tensor: nobody waits for the answer."""
     total = _weighted_sum(weights, product)
     # A wrong result differs by as much as the numbers themselves; rounding never does.
     eps = torch.finfo(total.dtype).eps
     tolerance = eps**0.5 * largest(expected.abs()) + eps * size
     close = (total - expected).abs() <= tolerance
-    same: Tensor = close | (total == expected) | (total.isnan() & expected.isnan())
-    return same.all()
+    return bool((close | (total == expected) | (total.isnan() & expected.isnan())).all())
 
 
 def _fit(product: Tensor, node: Any, number: int) -> Tensor:

@@ -155,7 +155,8 @@ def reads(
 @pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_a_pass_that_is_never_measured_reads_no_values(name: str, kind: str) -> None:
-    assert not reads(MODELS[name](), kind, "never", lambda passes: True)
+    # Whether vmap is right at operations is looked at where they meet for the first time.
+    assert not reads(MODELS[name](), kind, "never", lambda passes: passes > (kind == "DiagHMP"))
 
 
 @pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")

@@ -133,17 +133,31 @@ def test_factors_that_are_not_finite_are_refused_when_they_are_used() -> None:
 
 @pytest.mark.parametrize("check", ["first", "never"])
 def test_products_that_vmap_gets_wrong(check: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are computed again where the pass is measured, else they are not a number."""
-    model, (lossfunc, expected) = mlp(), (nn.CrossEntropyLoss(), list[Tensor]())
-    for wrong in (False, True):
-        monkeypatch.setattr(operators, "agreement", lambda *given, w=wrong: torch.tensor(not w))
-        torch.manual_seed(0)
-        _pass(model, DiagHMP(), lossfunc, check=check)
-        found = [p.diag_hmp for p in model.parameters()]
-        if not wrong:
-            expected = found
-    for p, ours, reference in zip(model.parameters(), found, expected, strict=True):
-        if check == "first" or p.numel() < 3:
-            assert_close(ours, reference)
-        else:
-            assert ours.isnan().all()
+    """They are computed one by one, also in later passes, in which nobody looks."""
+    looks = list[bool]()
+
+    def found(answer: bool) -> list[Tensor]:
+        def look(*given: Any) -> bool:
+            looks.append(answer)
+            return answer
+
+        model = mlp()
+        monkeypatch.setattr(operators, "_agreed", {})
+        monkeypatch.setattr(operators, "agree", look)
+        for _ in range(4):  # the fourth is not measured
+            looks.clear()
+            _pass(model, DiagHMP(), nn.CrossEntropyLoss(), check=check)
+        return [p.diag_hmp for p in model.parameters()]
+
+    def one_by_one(self: Any, parameter: Tensor, vectors: Tensor) -> Tensor:
+        return 2 * multiply(self, parameter, vectors)  # so that it shows which way was gone
+
+    torch.manual_seed(0)
+    right = found(True)
+    assert not looks
+    multiply = operators.Operator.multiply
+    monkeypatch.setattr(operators.Operator, "multiply", one_by_one)
+    torch.manual_seed(0)
+    for ours, expected in zip(found(False), right, strict=True):
+        assert_close(ours, 2 * expected)
+    assert not looks

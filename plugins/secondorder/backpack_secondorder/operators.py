@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import nan
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,8 @@ from backpack_core.contract.transposition import somewhere
 from backpack_core.engine.active import suspended
 from backpack_core.engine.losses import nothing_arrived
 from backpack_core.errors import UnsupportedError
-from backpack_core.graph.bridge import agreement
+from backpack_core.graph.bridge import agree
+from backpack_core.graph.nodes import is_function
 from backpack_core.graph.order import behind
 from backpack_core.record.call import SITES, Call, Edge
 from backpack_core.values import is_symbolic, without_autocast
@@ -50,6 +50,10 @@ class Term:
     edge: GradientEdge
     like: Tensor
     multiply: Callable[[Tensor], Tensor]
+
+
+# Whether vmap was right where operations of some types met.
+_agreed: dict[frozenset[type], bool] = {}
 
 
 class Operator(ABC):
@@ -139,8 +143,14 @@ class HessianOperator(Operator):
         return found if self._is_differentiable else found.detach()
 
     def _several(self, parameter: Tensor, vectors: Tensor) -> Tensor:
-        """Multiply several vectors at once by vmap; a random combination is checked alone."""
-        if self._is_differentiable or len(vectors) < 3 or is_symbolic(vectors):
+        """Multiply several vectors at once by vmap; a random combination is checked alone.
+
+        So it is in measured passes, and where operations of some types meet for the first time: to
+        look at the answer is to wait for it. What a Python function does, its type does not tell.
+        """
+        is_known = not self._graph.is_measured and self._kinds and self._kinds in _agreed
+        is_wrong = is_known and not _agreed[self._kinds]
+        if is_wrong or self._is_differentiable or len(vectors) < 3 or is_symbolic(vectors):
             return self.multiply(parameter, vectors)
         generator = torch.Generator(vectors.device).manual_seed(0)
         weights = 0.5 + torch.rand(
@@ -157,11 +167,20 @@ class HessianOperator(Operator):
                 )
         except RuntimeError:  # one by one, the error is explained
             return self.multiply(parameter, vectors)
+        if is_known:
+            return found
         expected = self.multiply(parameter, total.unsqueeze(0)).squeeze(0)
-        agrees = agreement(weights, found, expected, found.abs().sum())
-        if not self._graph.is_measured:  # to go another way is to wait for the answer
-            return torch.where(agrees, found, nan)
-        return found if agrees else self.multiply(parameter, vectors)
+        _agreed[self._kinds] = agree(weights, found, expected, found.abs().sum())
+        return found if _agreed[self._kinds] else self.multiply(parameter, vectors)
+
+    @cached_property
+    def _kinds(self) -> frozenset[type]:
+        """The types of the operations behind the gradients; none if any is a Python function."""
+        with suspended(), without_autocast():  # they may be computed here
+            found = self._gradients
+        roots = [gradient.grad_fn for gradient in found if gradient.grad_fn is not None]
+        nodes = behind(roots).union(roots)
+        return frozenset() if any(map(is_function, nodes)) else frozenset(map(type, nodes))
 
 
 class CurvatureOperator(Operator):
