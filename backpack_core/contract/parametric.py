@@ -69,10 +69,9 @@ class ParametricRule(LayerRule):
         given = mat.shape
         if given[1:] != view.output_shape:
             expect(view, self, "_param_product is given", mat, view.output_shape)
-        seen, owned = noted(view, (mat,)) if view.is_checked else (), view.stored.owned
+        seen, owned = noted(view, (mat,)), view.stored.owned
         products = [self._param_product(view, name, mat) for name in names]
-        if seen:
-            see_unchanged(view, seen, self, "_param_product")
+        see_unchanged(view, seen, self, "_param_product")
         for name, product in zip(names, products, strict=True):
             if (
                 SampleProduct not in type(product).__mro__

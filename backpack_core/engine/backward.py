@@ -24,20 +24,17 @@ from backpack_core.engine.gradient import PlainGradient, narrowed
 from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place, place_between
+from backpack_core.engine.planning import Planning
 from backpack_core.engine.schedule import HookSchedule, when_reached
 from backpack_core.engine.sink import FieldSink
 from backpack_core.engine.sums import SumCheck
 from backpack_core.engine.sweep import Chunks
 from backpack_core.engine.traversal import Traversal
 from backpack_core.engine.trust import Measurement, Trust, trust_in
-from backpack_core.errors import InternalError
 from backpack_core.graph.aligning import align
 from backpack_core.graph.paths import fault_in
 from backpack_core.graph.survey import Survey
 from backpack_core.graph.surveying import look_behind
-from backpack_core.plan.plan import Plan, plans
-from backpack_core.plan.structure import Structure, Unplanned
-from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, Edge, Kept, Site
 from backpack_core.record.view import View
 from backpack_core.recycled import drop
@@ -119,54 +116,26 @@ class BackwardPass:
         self.traversal = Traversal(self.schedule, self._sink, chunks)
         self.measurement: Measurement | None = None
         self._sums: SumCheck | None = None
-        self._plan: Plan | None = None  # to be kept
-        self._structure: Structure | None = None
         self._trust: Trust | None = None
-        if groups or whole:
-            if gradients and self.is_outermost:
-                self._structure = self._recognised(roots)
-            else:
-                context.history["surveyed: it is inside of another, or its roots are unknown"] += 1
-            if self._structure is None or not self._take_plan(self._structure):
-                self._look_around(roots)
-                if gradients or whole or not self.is_outermost:  # else more may come
-                    is_inside = outer is not None
-                    losses.refuse_other_terms(self.survey, roots, self._of_losses, is_inside)
-                    losses.refuse_unknown_normaliser(self.survey, roots, self._divided)
-            self._begin_measuring(roots, gradients)
-            if self._structure is not None and not self.survey.is_planned:
-                self._make_plan(self._structure)
+        self._planning: Planning | None = None
+        if not (groups or whole):
+            return
+        is_known = self._is_announced and self.is_outermost
+        self._planning = planning = Planning(context, self.survey, roots if is_known else ())
+        if not self._take_plan(planning):
+            self._look_around(roots)
+            if gradients or whole or not self.is_outermost:  # else more may come
+                losses.refuse_other_terms(self.survey, roots, self._of_losses, outer is not None)
+                losses.refuse_unknown_normaliser(self.survey, roots, self._divided)
+        self._begin_measuring(roots, gradients)
+        planning.make(self._trust)
 
-    # The plan ------------------------------------------------------------------------------------
-
-    def _recognised(self, roots: list[Edge]) -> Structure | None:
-        """The structure of the graph; ``None`` if no plan may be made of it."""
-        context = self.context
-        try:
-            if context.beside or context.told is not None:
-                what = "beside" if context.beside else "samples"
-                raise Unplanned(f"{what}=... says something of this pass alone")
-            if self.survey.handed:
-                raise Unplanned("weights are handed over")
-            structure = Structure(roots)
-        except Unplanned as why:
-            context.history[f"surveyed: {why}"] += 1
-            return None
-        return structure if structure.sites else None
-
-    def _take_plan(self, structure: Structure) -> bool:
-        """Fill in the survey from the plan of an earlier pass, if there is a settled one."""
+    def _take_plan(self, planning: Planning) -> bool:
+        """Go by the plan of an earlier pass, if there is a settled one."""
         context, survey = self.context, self.survey
-        known = plans.get((registry.generation, context.asked), structure)
+        known = planning.take(any(self._question))
         if known is None:
             return False
-        self._trust = known.plan.trust
-        if context.check != "never" and any(self._question):
-            if self._trust is None or context.check == "always" or not self._trust.is_enough(0):
-                return False
-            self._trust.passes += 1
-        context.history["planned before"] += 1
-        known.fill(survey, structure)
         for node in survey.alignment.starts:
             self.schedule.await_node(node)
         for node in add_leaves(survey):
@@ -174,23 +143,6 @@ class BackwardPass:
         context.seen.update(["ran", "trained"])
         clear(survey, context.extensions, self._sink.new, context.keeps_results, known)
         return True
-
-    def _make_plan(self, structure: Structure) -> None:
-        """Plan passes like this one, and see that it is as planned before."""
-        if not self.survey.uses:
-            return
-        history = self.context.history
-        known = plans.get((registry.generation, self.context.asked), structure)
-        try:
-            plan = Plan.of(self.survey, structure, self._trust)
-        except Unplanned as why:
-            history[f"surveyed: {why}"] += 1
-            return
-        history["planned"] += 1
-        if known is not None and known.plan != plan:
-            raise InternalError("A backward pass was planned otherwise than others like it.")
-        if known is None or known.plan.trust is None:
-            self._plan = plan
 
     def _look_around(self, edges: list[Edge]) -> None:
         """Walk the graph behind some edges, and raise for what cannot be right there."""
@@ -420,8 +372,8 @@ class BackwardPass:
         self._sink.see_end()
         if self.measurement is not None:
             self.measurement.settle()
-        if self._plan is not None and self._structure is not None:
-            plans.keep((registry.generation, self.context.asked), self._structure, self._plan)
+        if self._planning is not None:
+            self._planning.keep()
         if self._is_part:
             return
         with torch.set_grad_enabled(self._is_differentiable), without_autocast():

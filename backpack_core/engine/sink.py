@@ -141,7 +141,7 @@ class Sink(ABC):
     def _read(self, extension: Extension, view: View, complete: list[Uses]) -> list[Any]:
         """What an extension reads at each parameter; ``None`` where it leaves it out."""
         is_checked = view.is_checked
-        seen = noted(view, ()) if is_checked else []
+        seen = noted(view, ())
         values: list[Any] = []
         for parameter, uses in complete:
             value = None
@@ -158,8 +158,7 @@ class Sink(ABC):
                 if not tolerates(extension, view, uses[-1].name, error):
                     raise
             values.append(value)
-        if seen:
-            see_unchanged(view, seen, extension, "read")
+        see_unchanged(view, seen, extension, "read")
         return values
 
     def _is_wanted(self, extension: Extension, number: int) -> bool:

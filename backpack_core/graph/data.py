@@ -171,9 +171,8 @@ class _Data:
     def _joined(self) -> Iterator[tuple[list[Given], Tensor]]:
         """Groups of tensors that may have been joined, with the samples of the rows."""
         known = {given.path: rows for given, rows in self._told}
-        nobody = torch.full(
-            (1,), -1, device="cpu"
-        )  # what has no samples in front, may be all samples'
+        # What has no samples in front, may be all samples'.
+        nobody = torch.full((1,), -1, device="cpu")
         if self._run.axis:
             return
         for group in filter(_can_join, self._groups) if self._groups else joinable(self._run):

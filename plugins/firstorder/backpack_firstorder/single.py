@@ -21,7 +21,7 @@ def in_single(product: SampleProduct) -> SampleProduct:
         return product
     if "single" not in product.results:
         wide = _in_single(product)
-        for name in ("name", "module", "rule", "needs", "roots"):
+        for name in ("name", "module", "rule", "needs", "roots", "is_measured"):
             setattr(wide, name, getattr(product, name))
         product.results["single"] = wide
     found: SampleProduct = product.results["single"]

@@ -131,9 +131,8 @@ class EKFAC(MatrixExtension):
         if self.basis is None:
             factors = self.factors(product, self.weight_sharing)
             if factors.structure != "kronecker":
-                return factors.decomposed(
-                    product.is_measured
-                ).clone()  # of the block, or diagonal, itself
+                # Of the block, or diagonal, itself.
+                return factors.decomposed(product.is_measured).clone()
             return corrected_eigenbasis(product, self.weight_sharing).clone()
         basis = self._given(product)
         values = eigenvalues_in(product, basis.to(product.like.dtype))

@@ -1,0 +1,110 @@
+"""Takes the plan of an earlier pass, or makes one: what a pass has to do with plans.
+
+``docs/design/plans.md`` says what a plan is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from backpack_core.engine.active import Context
+from backpack_core.engine.trust import Trust
+from backpack_core.errors import InternalError
+from backpack_core.graph.survey import Survey
+from backpack_core.plan.plan import Plan, Planned, plans
+from backpack_core.plan.structure import Structure, Unplanned
+from backpack_core.plugins.registry import registry
+from backpack_core.record.call import Edge
+
+
+class Planning:
+    """The plan of one pass."""
+
+    def __init__(self, context: Context, survey: Survey, roots: Sequence[Edge]) -> None:
+        """Recognise the graph.
+
+        Args:
+            context: What was asked for.
+            survey: What will be known about the graph; nothing yet.
+            roots: What ``backward()`` was called on; empty if that is not known.
+        """
+        self._context, self._survey = context, survey
+        self._plan: Plan | None = None  # to be kept
+        self._structure: Structure | None = None
+        try:
+            self._structure = _recognised(context, survey, roots)
+        except Unplanned as why:
+            context.history[f"surveyed: {why}"] += 1
+
+    @property
+    def _asked(self) -> tuple[object, ...]:
+        return registry.generation, self._context.asked
+
+    @cached_property
+    def _known(self) -> Planned | None:
+        """The plan of earlier passes, if there is one."""
+        return None if self._structure is None else plans.get(self._asked, self._structure)
+
+    def take(self, is_measured: bool) -> Planned | None:
+        """Fill in the survey from a plan that is settled; ``None`` if there is none.
+
+        Args:
+            is_measured: Whether passes like this one are measured at all.
+        """
+        known, check = self._known, self._context.check
+        if known is None or self._structure is None:
+            return None
+        if check != "never" and is_measured:
+            trust: Trust | None = known.plan.trust
+            if trust is None or check == "always" or not trust.is_enough(0):
+                return None
+            trust.passes += 1
+        self._context.history["planned before"] += 1
+        known.fill(self._survey, self._structure)
+        return known
+
+    def make(self, trust: Trust | None) -> None:
+        """Plan passes like this one, which was surveyed, and see that it is as planned before.
+
+        Args:
+            trust: What passes have shown of graphs like this one.
+
+        Raises:
+            InternalError: It is not.
+        """
+        history, known = self._context.history, self._known
+        if self._structure is None or self._survey.is_planned or not self._survey.uses:
+            return
+        try:
+            plan = Plan.of(self._survey, self._structure, trust)
+        except Unplanned as why:
+            history[f"surveyed: {why}"] += 1
+            return
+        history["planned"] += 1
+        if known is not None and known.plan != plan:
+            raise InternalError("A backward pass was planned otherwise than others like it.")
+        if known is None or known.plan.trust is None:
+            self._plan = plan
+
+    def keep(self) -> None:
+        """The pass went well: have its plan taken from now on."""
+        if self._plan is not None and self._structure is not None:
+            plans.keep(self._asked, self._structure, self._plan)
+
+
+def _recognised(context: Context, survey: Survey, roots: Sequence[Edge]) -> Structure | None:
+    """The structure of the graph; ``None`` if no module is in it.
+
+    Raises:
+        Unplanned: No plan may be made of it.
+    """
+    if not roots:
+        raise Unplanned("it is inside of another, or its roots are unknown")
+    if context.beside or context.told is not None:
+        what = "beside" if context.beside else "samples"
+        raise Unplanned(f"{what}=... says something of this pass alone")
+    if survey.handed:
+        raise Unplanned("weights are handed over")
+    structure = Structure(roots)
+    return structure if structure.sites else None
