@@ -65,18 +65,21 @@ def test_results_have_their_methods() -> None:
     same(*values)
 
 
+class Switched(nn.Module):
+    """Leaves a layer out, if it is told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.uses_b = nn.Linear(5, 3), nn.Linear(3, 3), True
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.b(self.a(x)) if self.uses_b else self.a(x)
+        return found
+
+
 def test_stale_results_are_removed() -> None:
     """As the engine does: a parameter that this form gives nothing for has nothing."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.uses_b = nn.Linear(5, 3), nn.Linear(3, 3), True
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.a(x)) if self.uses_b else self.a(x)
-
-    twins = Twins(Net(), [BatchGrad()])
+    twins = Twins(Switched(), [BatchGrad()])
     for number in range(24):
         twins.model.uses_b = twins.other.uses_b = number % 2 == 0
         twins.run(*batch())
@@ -209,16 +212,7 @@ def test_an_optimiser_and_a_copy() -> None:
 
 def test_the_engine_removes_what_replays_stored() -> None:
     """Also if its last pass over the model had the same plan."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.uses_b = nn.Linear(5, 3), nn.Linear(3, 3), True
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.a(x)) if self.uses_b else self.a(x)
-
-    twins = Twins(Net(), [BatchGrad()])
+    twins = Twins(Switched(), [BatchGrad()])
     model, weight = twins.model, twins.model.b.weight
     twins.train([batch() for _ in range(7)])  # three replays
     model.uses_b = False
