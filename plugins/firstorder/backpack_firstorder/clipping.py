@@ -30,6 +30,7 @@ from backpack_core.contract.operations import (
 from backpack_core.contract.product import DenseProduct
 from backpack_core.errors import UsageError
 from backpack_core.tuning import READ, WRITE
+from backpack_firstorder import contractions
 from backpack_firstorder.own_loss import (
     UNLESS_TOLD,
     OfOwnLosses,
@@ -277,7 +278,7 @@ def is_cheaper_kept_affine(product: AffineProduct) -> bool:
     if inp is None or positions == 1:
         return False
     features, size = product.out.shape[4], inp.shape[3]
-    by_gram = positions**2 * (features + READ + size) / (features * size)
+    by_gram = contractions.gram_count(positions, features, size) / (features * size)
     by_products = positions + READ
     is_summed = batch_sum in product.needs
     if is_summed:

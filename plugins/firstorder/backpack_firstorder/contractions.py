@@ -110,10 +110,19 @@ def is_gram_cheaper(out: Tensor, inp: Rows, is_summed: bool = False) -> bool:
     """
     columns, _, positions, _, features = out.shape
     single = columns * features * inp.shape[3]
-    gram = positions**2 * (columns * (features + READ) + inp.shape[3])
+    gram = gram_count(positions, features, inp.shape[3], columns)
     if is_summed:
         gram += positions * single
     return gram < (positions + READ * (1 + is_summed)) * single
+
+
+def gram_count(positions: int, features: int, size: int, columns: int = 1) -> int:
+    """What :func:`norm_by_gram` costs for one sample, in multiply-adds.
+
+    Factors are read for their largest entries, read to be scaled, and written.
+    """
+    scaled = 3 * READ * positions * (columns * features + size)
+    return positions**2 * (columns * (features + READ) + size) + scaled
 
 
 def inner(out: Tensor, inp: Rows, other_out: Tensor, other_inp: Rows) -> Tensor:
