@@ -6,9 +6,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
 # Folders of the distributions, and of the packages that they hold.
-DISTRIBUTIONS := . plugins/layers plugins/firstorder plugins/secondorder plugins/transformers \
+DISTRIBUTIONS := . plugins/products plugins/operations plugins/checks plugins/interplay \
+	plugins/layers plugins/firstorder plugins/secondorder plugins/transformers \
 	plugins/capture data compat
-PACKAGES := backpack_core plugins/layers/backpack_layers plugins/firstorder/backpack_firstorder \
+PACKAGES := backpack_core plugins/products/backpack_products plugins/operations/backpack_operations \
+	plugins/checks/backpack_checks plugins/interplay/backpack_interplay plugins/layers/backpack_layers plugins/firstorder/backpack_firstorder \
 	plugins/secondorder/backpack_secondorder plugins/transformers/backpack_transformers \
 	plugins/capture/backpack_capture data/backpack_data compat/backpack
 EXTRAS := testing,cli,dev
@@ -76,7 +78,8 @@ BENCH_PEERS := backpack-for-pytorch unfoldNd opacus curvlinops-for-pytorch einco
 	laplace-torch asdfghjkl torchmetrics lightning-utilities kronfluence
 BENCH_NEEDS := hatchling matplotlib lazy-importer opt-einsum scipy jaxtyping tqdm accelerate \
 	pytest hypothesis
-BENCH_DISTRIBUTIONS := . plugins/layers plugins/firstorder plugins/secondorder data
+BENCH_DISTRIBUTIONS := . plugins/products plugins/operations plugins/checks plugins/interplay \
+	plugins/layers plugins/firstorder plugins/secondorder data
 BENCH_STAMP := .venv-bench/.installed
 BENCH_INSTALL := .venv-bench/bin/python -m pip install --quiet --disable-pip-version-check \
 	--constraint constraints.txt

@@ -1,30 +1,17 @@
 """Everything public, of which :mod:`backpack_core` is the one place to import it from."""
 
 from backpack_core.context import backpack as backpack
-from backpack_core.contract.affine import AffineProduct as AffineProduct
 from backpack_core.contract.carrier import Carrier as Carrier
-from backpack_core.contract.column_propagator import ColumnPropagator as ColumnPropagator
-from backpack_core.contract.columns import Columns as Columns
 from backpack_core.contract.extension import Extension as Extension
 from backpack_core.contract.extension import FirstOrderExtension as FirstOrderExtension
 from backpack_core.contract.extension import SecondOrderExtension as SecondOrderExtension
 from backpack_core.contract.graph_extension import GraphExtension as GraphExtension
 from backpack_core.contract.graph_extension import GraphReading as GraphReading
 from backpack_core.contract.graph_extension import LossGraph as LossGraph
-from backpack_core.contract.lookup import LookupProduct as LookupProduct
 from backpack_core.contract.loss import LossRule as LossRule
-from backpack_core.contract.operations import Operation as Operation
-from backpack_core.contract.parametric import AffinePairsRule as AffinePairsRule
-from backpack_core.contract.parametric import AffineRule as AffineRule
-from backpack_core.contract.parametric import ParametricRule as ParametricRule
-from backpack_core.contract.parametric import ProductRule as ProductRule
-from backpack_core.contract.product import DenseProduct as DenseProduct
-from backpack_core.contract.product import SampleProduct as SampleProduct
-from backpack_core.contract.product import SumProduct as SumProduct
 from backpack_core.contract.propagator import Propagator as Propagator
 from backpack_core.contract.rules import ElementwiseRule as ElementwiseRule
 from backpack_core.contract.rules import LayerRule as LayerRule
-from backpack_core.contract.scale import ScaleProduct as ScaleProduct
 from backpack_core.extending import extend as extend
 from backpack_core.extending import is_extended as is_extended
 from backpack_core.extending import unextend as unextend
@@ -37,3 +24,16 @@ from backpack_core.record.switch import disable as disable
 from backpack_core.record.view import View as View
 from backpack_core.tuning import memory_budget as memory_budget
 from backpack_core.tuning import set_memory_budget as set_memory_budget
+from backpack_products.affine import AffineProduct as AffineProduct
+from backpack_products.column_propagator import ColumnPropagator as ColumnPropagator
+from backpack_products.columns import Columns as Columns
+from backpack_products.lookup import LookupProduct as LookupProduct
+from backpack_products.operations import Operation as Operation
+from backpack_products.parametric import AffinePairsRule as AffinePairsRule
+from backpack_products.parametric import AffineRule as AffineRule
+from backpack_products.parametric import ParametricRule as ParametricRule
+from backpack_products.parametric import ProductRule as ProductRule
+from backpack_products.product import DenseProduct as DenseProduct
+from backpack_products.product import SampleProduct as SampleProduct
+from backpack_products.product import SumProduct as SumProduct
+from backpack_products.scale import ScaleProduct as ScaleProduct

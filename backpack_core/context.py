@@ -14,21 +14,21 @@ from typing import get_args
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
+from backpack_checks.profile import Profile, Summary
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.active import Check, Context, ExtensionHook, Gradient, pop, push
 from backpack_core.engine.groups import group
 from backpack_core.engine.hooks import entry
 from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
-from backpack_core.graph.told import Samples, told
 from backpack_core.plugins.declarations import refuse
 from backpack_core.plugins.loading import ensure_loaded
-from backpack_core.profile import Profile, Summary
 from backpack_core.record.call import edge_of
-from backpack_core.record.compiled import refuse_inside, uncompiled
 from backpack_core.record.switch import is_disabled
 from backpack_core.record.view import View
 from backpack_core.remember import remembered
+from backpack_interplay.compiled import refuse_inside, uncompiled
+from backpack_operations.told import Samples, told
 
 _CHECKS, _GRADIENTS = get_args(Check), get_args(Gradient)
 

@@ -66,6 +66,8 @@ class Plugin:
         version: Its version; empty where the distribution has no metadata.
         state: How far it got.
         error: Why it failed.
+        users: Distributions with plugins that require this one, directly or not, and the names of
+            their plugins.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Plugin:
     version: str
     state: State = "not loaded"
     error: BaseException | None = None
+    users: frozenset[str] = frozenset()
 
     @property
     def provenance(self) -> Provenance:
@@ -109,10 +112,12 @@ class Plugin:
 
 def discover() -> list[Plugin]:
     """List installed plugins, sorted by distribution and name."""
+    known = [*declarations()]
+    users = _users(known)
     found = [
-        Plugin(entry_point.name, entry_point.value, name, version)
-        for name, version, entry_points in declarations()
-        for entry_point in entry_points
+        Plugin(point.name, point.value, each.name, each.version, users=users[canonical(each.name)])
+        for each in known
+        for point in each.entry_points
     ]
     found.sort(key=lambda plugin: (plugin.distribution, plugin.name))
     settle(found)
@@ -196,11 +201,12 @@ def _of(package: str) -> Provenance:
 def is_allowed(plugin: Plugin) -> bool:
     """Whether the environment's allow-list and block-list let a plugin load.
 
-    Both lists name plugins (entry points) or distributions.
+    Both lists name plugins (entry points) or distributions. What is allowed may load the libraries
+    that it is built on, too.
     """
     own = {canonical(plugin.name), canonical(plugin.distribution)}
     allowed = os.environ.get("BACKPACK_LOAD_PLUGINS")
-    if allowed is not None and not own & _names(allowed):
+    if allowed is not None and not (own | plugin.users) & _names(allowed):
         return False
     return not own & _names(os.environ.get("BACKPACK_BLOCK_PLUGINS", ""))
 
@@ -260,12 +266,52 @@ def class_named(name: str) -> Any:
     return getattr(sys.modules.get(module), attribute, None)
 
 
-def declarations() -> Iterator[tuple[str, str, list[Any]]]:
-    """Name, version and entry points of each distribution that declares plugins.
+def entry_points(group: str) -> Iterable[Any]:
+    """The entry points of a group, of all installed distributions."""
+    from importlib_metadata import entry_points
+
+    return entry_points(group=group)
+
+
+def installed() -> Iterator[str]:
+    """The names of all installed distributions."""
+    from importlib_metadata import distributions
+
+    return (canonical(name_of(dist)) for dist in distributions())
+
+
+class Declaration(NamedTuple):
+    """What a distribution with plugins says of itself."""
+
+    name: str
+    version: str
+    entry_points: list[Any]
+    requires: frozenset[str] = frozenset()
+
+
+def _users(known: Iterable[Declaration]) -> dict[str, frozenset[str]]:
+    """By distribution, those that require it, with the names of their plugins."""
+    requires = {canonical(each.name): each.requires for each in known}
+    names = {canonical(d.name): {canonical(p.name) for p in d.entry_points} for d in known}
+
+    def behind(user: str, seen: set[str]) -> set[str]:
+        for other in requires.get(user, frozenset()) - seen:
+            seen |= {other, *behind(other, seen | {other})}
+        return seen
+
+    reached = {user: behind(user, set()) for user in requires}
+    return {
+        own: frozenset().union(*({u, *names[u]} for u, found in reached.items() if own in found))
+        for own in requires
+    }
+
+
+def declarations() -> Iterator[Declaration]:
+    """Name, version, entry points and requirements of each distribution that declares plugins.
 
     Only their metadata is parsed: that of all installed distributions takes several times as long.
     """
-    from importlib.metadata import distributions
+    from importlib_metadata import distributions
 
     visible: dict[str, Any] = {}
     for dist in distributions():
@@ -285,7 +331,19 @@ def declarations() -> Iterator[tuple[str, str, list[Any]]]:
         if entry_points:
             text = dist.read_text("METADATA") or dist.read_text("PKG-INFO")
             headers: Any = dist.metadata if text else {}
-            yield headers.get("Name", canonical(name)), headers.get("Version", ""), entry_points
+            version = headers.get("Version") or ""
+            requires = frozenset(_required(dist.requires if text else ()))
+            yield Declaration(
+                headers.get("Name") or canonical(name), version, entry_points, requires
+            )
+
+
+def _required(requirements: Iterable[str] | None) -> Iterator[str]:
+    """The distributions that are required without an extra."""
+    for text in requirements or ():
+        match = re.match(r"[\w.-]+", text)
+        if match and "extra ==" not in text:
+            yield canonical(match[0])
 
 
 def name_of(dist: Any) -> str:

@@ -13,17 +13,17 @@ from typing import TypeVar
 from torch.nn import Module, ParameterDict, ParameterList
 
 import backpack_core.recording as recording
+from backpack_checks import trust
 from backpack_core import _hooks
-from backpack_core._checkpoints import let_checkpoints_give_again
 from backpack_core._hooks import MODEL_KEY
 from backpack_core._torch import parametrizations_of
-from backpack_core.engine import trust
 from backpack_core.engine.active import logger
 from backpack_core.errors import UsageError
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner, model_runs
 from backpack_core.record.state import OUR_ATTRIBUTES, TRAITS_ATTRIBUTE
+from backpack_interplay.checkpoints import let_checkpoints_give_again
 
 M = TypeVar("M", bound=Module)
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core import _hooks, _torch
-from backpack_core._checkpoints import saving_hook
 from backpack_core._hooks import hook_first
 from backpack_core._torch import Node, cached_tensor, parametrizations_of
 from backpack_core.engine.hooks import OutputHook
@@ -48,6 +47,7 @@ from backpack_core.record.state import (
 )
 from backpack_core.record.structure import in_order, iter_tensors, map_tensors, tensors_in
 from backpack_core.record.switch import is_recording
+from backpack_interplay.checkpoints import saving_hook
 
 
 class _Hook(partial[Any]):

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 
 from backpack_core import backpack, extend
-from backpack_core.contract import contractions
-from backpack_core.contract.affine import AffineProduct
 from backpack_core.extensions import KFLR, DiagGGNExact
 from backpack_layers.categorical import drawn
+from backpack_products import contractions
+from backpack_products.affine import AffineProduct
 from backpack_secondorder import condensed, position_pairs
 from benchmarks.problems import PROBLEMS
 

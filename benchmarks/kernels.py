@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import AffineProduct, FirstOrderExtension, backpack, extend
-from backpack_core.contract import contractions
-from backpack_core.contract.rows import Rows
 from backpack_layers.conv import DirectPatches, Patches
+from backpack_products import contractions
+from backpack_products.rows import Rows
 from benchmarks.measure import alternate
 
 # The convolution, pixels along an axis of its input, columns.

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from backpack_core.contract.contractions import sums
 from backpack_firstorder import contractions
+from backpack_products.contractions import sums
 from benchmarks.measure import CLOCKS, alternate
 
 SHAPES = (

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import FirstOrderExtension, SampleProduct, backpack, extend, extensions
-from backpack_core.contract.operations import batch_sum, has_free_sum
+from backpack_products.operations import batch_sum, has_free_sum
 from benchmarks.limit import limit, shared_limit
 from benchmarks.measure import CLOCKS, SETTLED, alternate, forget
 from benchmarks.peers import FIRST_ORDER, Step

@@ -12,7 +12,8 @@ from backpack_core.discovery import (
     Plugin,
     canonical,
     declarations,
-    name_of,
+    entry_points,
+    installed,
     names_that_mean_nothing,
     preference,
 )
@@ -98,9 +99,7 @@ def _of_others() -> Iterator[Finding]:
     A function that such an entry point names returns who is concerned, what is wrong and what to
     do, or ``None``.
     """
-    from importlib.metadata import entry_points
-
-    for entry_point in entry_points(group="backpack.doctor"):
+    for entry_point in entry_points("backpack.doctor"):
         owner = entry_point.dist.name if entry_point.dist is not None else entry_point.value
         try:
             found = entry_point.load()()
@@ -245,10 +244,8 @@ def _conflict(what: str, key: str, rivals: list[tuple[str, str]]) -> Finding:
 
 def _without_plugins() -> list[str]:
     """Installed distributions named as those of plugins that declare no entry point."""
-    from importlib.metadata import distributions
-
     declared = {canonical(distribution) for distribution, *_ in declarations()}
-    names = {canonical(name_of(dist)) for dist in distributions()}
+    names = set(installed())
     return sorted(name for name in names - declared if name.startswith("backpack-plugin-"))
 
 

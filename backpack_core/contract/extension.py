@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.contract.carrier import CarrierOf
-from backpack_core.contract.column_propagator import OutputGradient
 from backpack_core.contract.loss import Normaliser
 from backpack_core.contract.merging import UNDECLARED, Declaration
-from backpack_core.contract.operations import Operation
 from backpack_core.contract.propagator import Propagator
 from backpack_core.errors import UsageError
 from backpack_core.values import is_flag
+from backpack_products.column_propagator import OutputGradient
+from backpack_products.operations import Operation
 
 FailMode: TypeAlias = Literal["error", "warning", "silent", "autodiff"]
 

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.contract.column_propagator import OutputGradient
 from backpack_core.contract.extension import FailMode, SecondOrderExtension
 from backpack_core.record.view import View
+from backpack_products.column_propagator import OutputGradient
 
 
 @dataclass(frozen=True, eq=False)

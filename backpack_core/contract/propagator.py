@@ -14,14 +14,14 @@ from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.contract.loss import LossRule
-from backpack_core.contract.parametric import ParametricRule
-from backpack_core.contract.product import Reading
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import UnsupportedError
-from backpack_core.graph.alignment import Crossing
 from backpack_core.graph.nodes import refuse
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
+from backpack_operations.alignment import Crossing
+from backpack_products.parametric import ParametricRule
+from backpack_products.product import Reading
 
 
 class Propagator(ABC):

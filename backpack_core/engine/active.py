@@ -24,8 +24,8 @@ from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.engine.groups import Group, Watch, unwatched
-from backpack_core.graph.told import Told
 from backpack_core.record.view import View
+from backpack_operations.told import Told
 
 ExtensionHook = Callable[[Module], None]
 Check = Literal["first", "always", "never"]

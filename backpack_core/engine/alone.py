@@ -14,12 +14,12 @@ from torch import Tensor
 
 from backpack_core._torch import LeafNode, Node
 from backpack_core.engine.backward import BackwardPass
-from backpack_core.engine.gradient import leaves_to_narrow
 from backpack_core.engine.schedule import RankSchedule
 from backpack_core.graph import nodes
 from backpack_core.graph.order import ranks
 from backpack_core.record.call import Site
 from backpack_core.values import without_autocast
+from backpack_interplay.gradient import leaves_to_narrow
 
 
 def carry_all(

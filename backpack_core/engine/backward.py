@@ -14,31 +14,32 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack_checks.dyed import Question
+from backpack_checks.sums import SumCheck
+from backpack_checks.trust import Measurement, Trust, trust_in
 from backpack_core._torch import Node, current_node, keeps_graph
-from backpack_core.engine import losses, refusals
+from backpack_core.engine import losses
 from backpack_core.engine.active import Context, log_visit
 from backpack_core.engine.carriers import ask_without_rule
-from backpack_core.engine.dyed import Question
 from backpack_core.engine.fields import add_leaves, clear, hand_over
-from backpack_core.engine.gradient import PlainGradient, narrowed
 from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place, place_between
 from backpack_core.engine.planning import Planning
 from backpack_core.engine.schedule import HookSchedule, when_reached
 from backpack_core.engine.sink import FieldSink
-from backpack_core.engine.sums import SumCheck
 from backpack_core.engine.sweep import Chunks
 from backpack_core.engine.traversal import Traversal
-from backpack_core.engine.trust import Measurement, Trust, trust_in
-from backpack_core.graph.aligning import align
 from backpack_core.graph.paths import fault_in
 from backpack_core.graph.survey import Survey
-from backpack_core.graph.surveying import look_behind
 from backpack_core.record.call import Call, Edge, Kept, Site
 from backpack_core.record.view import View
 from backpack_core.recycled import drop
 from backpack_core.values import without_autocast
+from backpack_interplay.gradient import PlainGradient, narrowed
+from backpack_operations import refusals
+from backpack_operations.aligning import align
+from backpack_operations.surveying import look_behind
 
 Grads = Sequence[Tensor | None]
 

@@ -8,11 +8,8 @@ from typing import Any
 from backpack_core import errors
 from backpack_core._torch import class_of
 from backpack_core.contract.carrier import Carrier, Found
-from backpack_core.contract.computed import at_leaf
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.product import Reading, SampleProduct
 from backpack_core.contract.propagator import Propagator
-from backpack_core.contract.regrouping import regrouped
 from backpack_core.engine.active import Context
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place
@@ -22,6 +19,9 @@ from backpack_core.plugins.loading import blocked, missing
 from backpack_core.plugins.registry import registry
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
+from backpack_products.computed import at_leaf
+from backpack_products.product import Reading, SampleProduct
+from backpack_products.regrouping import regrouped
 
 
 class RuleCarrier(Carrier):

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import Node, shards_in
-from backpack_core.contract.bare import bare_call
 from backpack_core.contract.extension import Extension
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.registry import FALLBACK
 from backpack_core.record.call import Edge, Site
 from backpack_core.record.owner import owned_by_models, owners_of
 from backpack_core.recycled import offer
+from backpack_operations.bare import bare_call
 
 
 def add_leaves(survey: Survey) -> set[Node]:

@@ -29,7 +29,7 @@ class Group(NamedTuple):
         extensions: The extensions, in the order they were given.
         needs: The operations that they will ask of a product.
         has_overrides: Whether carriers other than layer rules may speak for some modules.
-        watch: Calls whatever takes time: see :class:`~backpack_core.profile.Profile`.
+        watch: Calls whatever takes time: see :class:`~backpack_checks.profile.Profile`.
     """
 
     propagator: Propagator

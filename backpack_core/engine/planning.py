@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
+from backpack_checks.trust import Trust
 from backpack_core.engine.active import Context
-from backpack_core.engine.trust import Trust
 from backpack_core.errors import InternalError
 from backpack_core.graph.survey import Survey
 from backpack_core.plan.plan import Plan, Planned, plans

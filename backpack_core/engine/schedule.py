@@ -24,11 +24,11 @@ from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place_between
 from backpack_core.errors import InternalError
 from backpack_core.graph import nodes
-from backpack_core.graph.alignment import Crossing
 from backpack_core.graph.order import children_of
 from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site, is_noted
 from backpack_core.values import without_autocast
+from backpack_operations.alignment import Crossing
 
 if TYPE_CHECKING:
     from backpack_core.engine.sweep import Chunks  # which make schedules

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from backpack_core._checkpoints import Recomputed
 from backpack_core._torch import Node
 from backpack_core.engine.groups import Group
 from backpack_core.engine.schedule import RankSchedule
@@ -22,6 +21,7 @@ from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Kept, Site
 from backpack_core.record.structure import iter_tensors
 from backpack_core.tuning import column_budget, memory_budget
+from backpack_interplay.checkpoints import Recomputed
 
 
 @dataclass(eq=False)

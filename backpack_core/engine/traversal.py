@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.contract.bare import BareRule
 from backpack_core.contract.carrier import Carrier
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.carriers import RuleCarrier, values_of
@@ -29,11 +28,12 @@ from backpack_core.errors import (
     OverwrittenInputError,
     SampleMixingError,
 )
-from backpack_core.graph.owners import turns_of
 from backpack_core.graph.parameters import Trained
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge, Site
 from backpack_core.record.view import View
+from backpack_operations.bare import BareRule
+from backpack_operations.owners import turns_of
 
 if TYPE_CHECKING:
     from backpack_core.engine.sweep import Chunks  # which make traversals

@@ -15,9 +15,10 @@ from torch import Tensor
 
 from backpack_core._torch import Node, will_execute, will_get_gradient
 from backpack_core.errors import UnsupportedError
-from backpack_core.graph import bridge, nodes
+from backpack_core.graph import nodes
 from backpack_core.graph.order import ranks
 from backpack_core.record.call import Call, Edge, edge_of
+from backpack_operations import bridge
 
 T = TypeVar("T")
 

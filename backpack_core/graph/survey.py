@@ -15,12 +15,12 @@ from torch import Tensor
 
 from backpack_core._torch import CopyNode, Node
 from backpack_core.errors import BackpackError
-from backpack_core.graph.alignment import Alignment
 from backpack_core.graph.parameters import Trained, complex_parameter, trained_in
-from backpack_core.graph.told import Told
 from backpack_core.record.call import Call, Edge, Kept, Layout, Site, site_at, viewed_at
 from backpack_core.record.owner import owned_by_models, results_handed_over
 from backpack_core.record.view import View
+from backpack_operations.alignment import Alignment
+from backpack_operations.told import Told
 
 Region = tuple[Call, ...]  # calls that have no rule for propagation, each inside of the next
 

@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 from torch.nn import Module
 
 from backpack_core.graph.survey import Survey, Use
-from backpack_core.plan.numbers import Loose, Numbered, model_of, trained_by
 from backpack_core.plan.structure import Structure, Unplanned
+from backpack_operations.numbers import Loose, Numbered, model_of, trained_by
 
 MOST: Final = 100  # plans of one model, those that were made last
 

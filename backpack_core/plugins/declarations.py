@@ -24,11 +24,11 @@ from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.loss import LossRule
 from backpack_core.contract.merging import OverBatches
-from backpack_core.contract.operations import Operation
-from backpack_core.contract.parametric import AffinePairsRule, ParametricRule
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import ElementwiseRule, LayerRule
 from backpack_core.errors import PluginError, nearest
+from backpack_products.operations import Operation
+from backpack_products.parametric import AffinePairsRule, ParametricRule
 
 _BASES = (
     *(LayerRule, ElementwiseRule, ParametricRule, AffinePairsRule, LossRule),

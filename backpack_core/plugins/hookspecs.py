@@ -8,6 +8,7 @@ with functions marked by ``hookimpl``.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, Final
 
 import pluggy
 from torch.nn import Module
@@ -20,6 +21,17 @@ from backpack_core.contract.rules import LayerRule
 PROJECT = "backpack"
 hookspec = pluggy.HookspecMarker(PROJECT)
 hookimpl = pluggy.HookimplMarker(PROJECT)
+
+# Called in passes, by libraries' own objects; the others say once what a plugin contributes.
+OF_PASSES: Final = frozenset(
+    {
+        "backpack_plan",
+        "backpack_operation",
+        "backpack_run",
+        "backpack_storage",
+        "backpack_validate",
+    }
+)
 
 
 @hookspec
@@ -45,3 +57,28 @@ def backpack_pair_overrides() -> Iterable[  # type: ignore[empty-body]
 
     The function is called with the extension and a propagator, and makes a :class:`Carrier`.
     """
+
+
+@hookspec
+def backpack_plan(draft: Any, asked: Any) -> None:
+    """Find out more about a graph whose structure is new: refuse it, or add to the draft."""
+
+
+@hookspec(firstresult=True)
+def backpack_operation(draft: Any, node: Any) -> Any:
+    """Answer for an autograd node between calls, or for a module without a rule."""
+
+
+@hookspec
+def backpack_run(run: Any) -> Any:
+    """Return an observer of one backward pass, or ``None``."""
+
+
+@hookspec(firstresult=True)
+def backpack_storage() -> Any:
+    """Return where tensors of a call are kept."""
+
+
+@hookspec
+def backpack_validate(kind: type) -> Iterable[str]:  # type: ignore[empty-body]
+    """Return what is wrong with a class that is being registered, a sentence for each fault."""

@@ -34,6 +34,7 @@ SUPPORTED_API = frozenset({2})
 
 manager = pluggy.PluginManager(PROJECT)
 manager.add_hookspecs(hookspecs)
+hooks = manager.hook  # which a pass calls
 # Held while the registry is changed.
 lock = threading.RLock()
 
@@ -72,6 +73,9 @@ def _collect(obj: Any) -> list[Contribution]:
     for caller in manager.get_hookcallers(obj) or ():
         if not caller.has_spec():
             raise PluginError(f"{caller.name} is no hook. The hooks are {', '.join(hook_names())}.")
+        if caller.name in hookspecs.OF_PASSES:
+            found[caller.name] = ()
+            continue
         own = [each for each in caller.get_hookimpls() if each.plugin is obj]
         found[caller.name] = returned = own[0].function()
         if not isinstance(returned, Iterable):

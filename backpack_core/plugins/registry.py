@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from torch.nn import Module
 
 from backpack_core._torch import class_of
-from backpack_core.contract.bare import NoRule
 from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
@@ -23,6 +22,7 @@ from backpack_core.discovery import Claim, Provenance, choose, class_named, spel
 from backpack_core.errors import PluginError
 from backpack_core.plugins.declarations import described, is_module_type, missing_params, refuse
 from backpack_core.plugins.sameness import methods_behind, same_maps
+from backpack_operations.bare import NoRule
 
 CORE = Provenance("core", "backpack-core", "")
 

@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core._checkpoints import SavedTensor
 from backpack_core._torch import Node, class_of
 from backpack_core.errors import ReleasedIOError
 from backpack_core.record.owner import PATH_ATTRIBUTE
 from backpack_core.record.run import NO_RUN, Run
 from backpack_core.record.state import Settings
+from backpack_interplay.checkpoints import SavedTensor
 
 SITES: Final = "backpack_core.sites"
 VIEWED: Final = "backpack_core.viewed"

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack_core._checkpoints import SavedTensor, save, unpack
 from backpack_core._torch import version_of
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.call import Stored
 from backpack_core.record.structure import map_tensors
+from backpack_interplay.checkpoints import SavedTensor, save, unpack
 
 if TYPE_CHECKING:
     from backpack_core.record.view import View

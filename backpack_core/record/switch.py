@@ -7,8 +7,8 @@ from threading import get_ident
 from torch import is_grad_enabled
 from torch.compiler import is_compiling
 
-from backpack_core._checkpoints import is_computed_again
 from backpack_core._torch import peek_transform, tracing_state
+from backpack_interplay.checkpoints import is_computed_again
 
 _disabled: dict[int, int] = {}  # how many blocks each thread is in
 

@@ -14,7 +14,6 @@ from torch.nn import Module
 
 from backpack_core.context import backpack
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.parametric import AffineRule, ParametricRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.structure import iter_tensors
 from backpack_core.record.switch import disable
@@ -36,6 +35,7 @@ from backpack_core.testing.network import Mix, Readout, SmallNet, SoftmaxLoss
 from backpack_core.testing.quantities import quantity_of
 from backpack_core.testing.reference import Reference
 from backpack_core.testing.traits import traits
+from backpack_products.parametric import AffineRule, ParametricRule
 
 # Needs that half precision can meet.
 COARSE = ("gradient", "curvature", "sampling")

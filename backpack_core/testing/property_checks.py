@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core.contract.affine import AffineProduct
-from backpack_core.contract.parametric import AffineRule, ParametricRule
 from backpack_core.contract.rules import ElementwiseRule
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.structure import iter_tensors, map_tensors
@@ -15,6 +13,8 @@ from backpack_core.testing.cases import Arguments, RuleCase
 from backpack_core.testing.checks import of_rule
 from backpack_core.testing.compare import close, require
 from backpack_core.testing.execution import Execution, draw, execute, shared_execution
+from backpack_products.affine import AffineProduct
+from backpack_products.parametric import AffineRule, ParametricRule
 
 
 def _first(run: Execution) -> Tensor:

@@ -10,9 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core.contract import operations as ops
-from backpack_core.contract.parametric import ParametricRule
-from backpack_core.contract.product import SampleProduct
 from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_core.record.view import View
 from backpack_core.testing import oracle
@@ -21,6 +18,9 @@ from backpack_core.testing.checks import of_rule
 from backpack_core.testing.compare import close, require, stateless
 from backpack_core.testing.execution import Execution, draw, execute, shared_execution
 from backpack_core.tuning import memory_budget, set_memory_budget
+from backpack_products import operations as ops
+from backpack_products.parametric import ParametricRule
+from backpack_products.product import SampleProduct
 
 
 def transposed(run: Execution, mat: Tensor, view: View | None = None) -> dict[int, Tensor | None]:

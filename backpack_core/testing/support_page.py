@@ -6,16 +6,16 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from backpack_core.contract.loss import LossRule
-from backpack_core.contract.parametric import (
+from backpack_core.contract.rules import ElementwiseRule, LayerRule
+from backpack_core.discovery import choose
+from backpack_core.plugins.registry import registry
+from backpack_core.testing.traits import has_second_derivative
+from backpack_products.parametric import (
     AffinePairsRule,
     AffineRule,
     ParametricRule,
     ProductRule,
 )
-from backpack_core.contract.rules import ElementwiseRule, LayerRule
-from backpack_core.discovery import choose
-from backpack_core.plugins.registry import registry
-from backpack_core.testing.traits import has_second_derivative
 
 if TYPE_CHECKING:
     from backpack_core.testing.support import Row

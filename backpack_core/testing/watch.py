@@ -6,11 +6,11 @@ from typing import Any, Literal, get_type_hints
 
 from torch.nn import Module
 
-from backpack_core.contract.bare import BareRule
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.parametric import ParametricRule, ProductRule
-from backpack_core.contract.product import DenseProduct, SampleProduct
 from backpack_core.contract.rules import LayerRule
+from backpack_operations.bare import BareRule
+from backpack_products.parametric import ParametricRule, ProductRule
+from backpack_products.product import DenseProduct, SampleProduct
 
 Kind = Literal["rule", "fast", "autodiff", "graph", "refused", "-"]
 

@@ -85,9 +85,9 @@ PAGES = (
     ),
     Page(
         "operations",
-        "backpack_core.contract.operations",
+        "backpack_products.operations",
         "Functions of a product, which extensions are written with.",
-        ("backpack_core.contract.operations",),
+        ("backpack_products.operations",),
     ),
     Page(
         "errors",

@@ -18,8 +18,8 @@ from backpack_core import (
     memory_budget,
     set_memory_budget,
 )
-from backpack_core.contract.columns import Root
-from backpack_core.contract.product import sum_of
+from backpack_products.columns import Root
+from backpack_products.product import sum_of
 
 COLUMNS, SAMPLES = 3, 4
 SHAPE = torch.Size((6, 2))

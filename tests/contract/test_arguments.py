@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import LayerRule, View
-from backpack_core.contract.arguments import arguments, by_slot, optional_tensor, tensor
 from backpack_core.testing import Arguments, RuleCase, check_rule
+from backpack_layers.arguments import arguments, by_slot, optional_tensor, tensor
 
 
 class Gate(nn.Module):

@@ -18,11 +18,11 @@ from backpack_core import (
     SampleProduct,
     prefer,
 )
-from backpack_core.contract.affine import for_weights
-from backpack_core.contract.operations import OpenFunction, square_sum, weighted_sum
 from backpack_core.discovery import preferred
 from backpack_core.errors import PluginConflictError, PluginError
 from backpack_core.extensions import BatchGrad, GGNGram
+from backpack_products.affine import for_weights
+from backpack_products.operations import OpenFunction, square_sum, weighted_sum
 from tests.cases import classification
 from tests.contract.products import affine, table
 
@@ -31,7 +31,7 @@ def of_affine() -> SampleProduct:
     return affine(1, (1, 6, 2)).product
 
 
-KEY = "largest/backpack_core.contract.affine.AffineProduct"
+KEY = "largest/backpack_products.affine.AffineProduct"
 Version = Callable[[AffineProduct], Tensor]
 
 

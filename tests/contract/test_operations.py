@@ -17,15 +17,6 @@ from backpack_core import (
     Operation,
     SampleProduct,
 )
-from backpack_core.contract import affine as forms
-from backpack_core.contract import contractions
-from backpack_core.contract.operations import (
-    batch_sum,
-    dense,
-    per_sample_square_sum,
-    square_sum,
-    weighted_sum,
-)
 from backpack_core.extensions import (
     BatchDiagGGNExact,
     BatchGrad,
@@ -35,6 +26,15 @@ from backpack_core.extensions import (
     Variance,
 )
 from backpack_firstorder import contractions as norms
+from backpack_products import affine as forms
+from backpack_products import contractions
+from backpack_products.operations import (
+    batch_sum,
+    dense,
+    per_sample_square_sum,
+    square_sum,
+    weighted_sum,
+)
 from backpack_secondorder import sample_squares
 from tests import oracle
 from tests.cases import Problem, classification

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import SampleProduct, extend, memory_budget
-from backpack_core.contract import operations as ops
 from backpack_firstorder.products import inner, norm
 from backpack_firstorder.single import in_single
+from backpack_products import operations as ops
 from tests.contract.products import FORMS, SAMPLES, budget
 from tests.oracle import assert_close
 

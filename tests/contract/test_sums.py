@@ -17,10 +17,10 @@ from backpack_core import (
     SumProduct,
     extend,
 )
-from backpack_core.contract.columns import ApartColumns, Columns, Root
-from backpack_core.contract.operations import dense, square_sum, squared_norm
-from backpack_core.contract.product import PlacedProduct, Reading, sum_of
 from backpack_core.errors import UnsupportedError
+from backpack_products.columns import ApartColumns, Columns, Root
+from backpack_products.operations import dense, square_sum, squared_norm
+from backpack_products.product import PlacedProduct, Reading, sum_of
 from tests.contract.products import (
     FIRST,
     SECOND,

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import backpack, extend
-from backpack_core.engine import gradient as module_of_gradients
 from backpack_core.extensions import (
     BatchGrad,
     BatchL2Grad,
@@ -20,6 +19,7 @@ from backpack_core.extensions import (
     SumGradSquared,
     Variance,
 )
+from backpack_interplay import gradient as module_of_gradients
 from tests import oracle
 from tests.cases import Net
 

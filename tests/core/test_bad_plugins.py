@@ -31,8 +31,6 @@ from backpack_core import (
     View,
     backpack,
 )
-from backpack_core.contract.operations import dense, square_sum
-from backpack_core.contract.product import Reading
 from backpack_core.errors import (
     PluginCodeError,
     PluginError,
@@ -42,6 +40,8 @@ from backpack_core.errors import (
 )
 from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact
 from backpack_core.testing import temporary_plugin
+from backpack_products.operations import dense, square_sum
+from backpack_products.product import Reading
 from tests.cases import classification
 from tests.core.test_bad_use import Shift, message
 

@@ -22,7 +22,6 @@ from backpack_core import (
     quantities,
     set_memory_budget,
 )
-from backpack_core.contract.operations import dense
 from backpack_core.errors import (
     BackpackError,
     BackpackWarning,
@@ -34,6 +33,7 @@ from backpack_core.errors import (
     UsageError,
 )
 from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC
+from backpack_products.operations import dense
 from tests.cases import Problem, classification
 
 

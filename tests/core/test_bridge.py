@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from backpack_core import backpack, extend
 from backpack_core.errors import SampleMixingError, UnsupportedError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
-from backpack_core.graph.bridge import push
+from backpack_operations.bridge import push
 from tests import oracle
 from tests.cases import Net, Problem, classification
 from tests.core.functional import OPERATIONS, Cube

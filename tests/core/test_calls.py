@@ -14,9 +14,9 @@ from backpack_core import View, backpack, extend
 from backpack_core.errors import OverwrittenInputError, ReleasedIOError, UsageError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from backpack_core.graph.survey import Survey
-from backpack_core.graph.surveying import look_behind
 from backpack_core.record.call import Call, edge_of, live_calls
 from backpack_core.record.state import settings_of
+from backpack_operations.surveying import look_behind
 from tests.cases import Net, classification
 
 

@@ -159,7 +159,7 @@ def test_hessian() -> None:
 
 def test_threads_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one thread asks for again is noted as given on others."""
-    from backpack_core._checkpoints import _Holder, _Unpacked, unpacking_again
+    from backpack_interplay.checkpoints import _Holder, _Unpacked, unpacking_again
 
     monkeypatch.setattr(_Holder, "is_used", True)  # as where a checkpoint has run
     table = _Unpacked()

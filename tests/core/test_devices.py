@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import backpack_core.extensions
+from backpack_checks.dyed import Weights
 from backpack_core import backpack, extend
-from backpack_core.engine.dyed import Weights
 from backpack_core.extensions import BatchGrad
 from tests import oracle
 from tests.cases import Net, names_of_extensions

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from backpack_checks.dye import DyePropagator
 from backpack_core import backpack, extend
-from backpack_core.engine.dye import DyePropagator
 from backpack_core.errors import SampleMixingError, UnsupportedError, UsageError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, DiagGGNMC
 from tests import oracle

@@ -11,13 +11,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from backpack_core import backpack, extend
-from backpack_core.contract import operations
 from backpack_core.errors import BackpackWarning, UsageError
 from backpack_core.extensions import (
     BatchGrad,
     ClippedSumGrad,
     SumGradSquared,
 )
+from backpack_products import operations
 from tests import oracle
 from tests.core.side_by_side import PASSES, Step, conv_net, token_net
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from backpack_checks.dye import DyePropagator
 from backpack_core import backpack, extend
-from backpack_core.engine.dye import DyePropagator
 from backpack_core.errors import SampleMixingError
 from backpack_core.extensions import BatchGrad, ClippedSumGrad
 from tests import oracle

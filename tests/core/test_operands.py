@@ -10,14 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from backpack_checks.dye import DyePropagator
 from backpack_core import Columns
-from backpack_core.contract.affine import AffineProduct
-from backpack_core.contract.columns import ApartColumns, Root
-from backpack_core.contract.lookup import LookupProduct
-from backpack_core.contract.operands import FactoredColumns, by_root
-from backpack_core.contract.product import DenseProduct, SampleProduct, SumProduct
-from backpack_core.contract.scale import ScaleProduct
-from backpack_core.engine.dye import DyePropagator
 from backpack_core.extensions import (
     KFLR,
     BatchDiagGGNExact,
@@ -26,6 +20,12 @@ from backpack_core.extensions import (
     DiagGGNExact,
     SumGradSquared,
 )
+from backpack_operations.operands import FactoredColumns, by_root
+from backpack_products.affine import AffineProduct
+from backpack_products.columns import ApartColumns, Root
+from backpack_products.lookup import LookupProduct
+from backpack_products.product import DenseProduct, SampleProduct, SumProduct
+from backpack_products.scale import ScaleProduct
 from tests import oracle
 from tests.cases import Net, Problem, classification
 

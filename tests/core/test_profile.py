@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from backpack_checks.profile import Summary
 from backpack_core import backpack, extend
 from backpack_core.errors import AutodiffFallbackWarning
 from backpack_core.extensions import HMP, BatchGrad, DiagGGNExact
-from backpack_core.profile import Summary
 
 
 class Shift(nn.Module):

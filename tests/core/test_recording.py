@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from backpack_core import View, backpack, extend, recording, unextend
-from backpack_core.contract.parametric import ParametricRule
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.extensions import BatchGrad
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, edge_of, live_calls, site_at
 from backpack_core.testing import temporary_plugin
+from backpack_products.parametric import ParametricRule
 
 
 def call_of(output: Tensor) -> Call:

@@ -15,17 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from backpack_core import (
-    _checkpoints,
-    backpack,
-    disable,
-    extend,
-    is_extended,
-    memory_budget,
-    set_memory_budget,
-)
+from backpack_core import backpack, disable, extend, is_extended, memory_budget, set_memory_budget
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.extensions import KFAC, BatchGrad, DiagGGNExact, DiagHessian
+from backpack_interplay import checkpoints as _checkpoints
 from tests import oracle
 from tests.cases import Net, Problem, classification
 

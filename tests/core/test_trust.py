@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from backpack_checks import trust
 from backpack_core import backpack, extend, unextend
-from backpack_core.engine import trust
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from backpack_core.record.state import Traits
 from tests.cases import Net

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import SampleProduct
-from backpack_core.contract.operations import batch_sum
+from backpack_products.operations import batch_sum
 from benchmarks import gradient, measure, shares
 from benchmarks.limit import limit, shared_limit
 from benchmarks.peers import FIRST_ORDER

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core.contract.apart import cross_columns
-from backpack_core.contract.columns import Columns
 from backpack_core.extensions import KFRA, DiagGGNExact
 from backpack_core.graph.nodes import vmap_nodes
+from backpack_operations.apart import cross_columns
+from backpack_products.columns import Columns
 from tests import oracle
 from tests.cases import Net, Problem, classification
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import backpack, extend
-from backpack_core.contract.columns import ApartColumns, Columns, Root
-from backpack_core.engine.gradient import PlainGradient
 from backpack_core.engine.schedule import NOTHING, Schedule
 from backpack_core.engine.traversal import Traversal
 from backpack_core.errors import InternalError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
+from backpack_interplay.gradient import PlainGradient
+from backpack_products.columns import ApartColumns, Columns, Root
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("backpack_core", "plugins", "data/backpack_data")

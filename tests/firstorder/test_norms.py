@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from backpack_core import set_memory_budget
-from backpack_core.contract.affine import AffineProduct
-from backpack_core.contract.lookup import LookupProduct
-from backpack_core.contract.product import sum_of
-from backpack_core.contract.rows import Rows
 from backpack_core.tuning import memory_budget
 from backpack_firstorder import contractions, scaled
 from backpack_firstorder.products import norm
 from backpack_firstorder.single import in_single
+from backpack_products.affine import AffineProduct
+from backpack_products.lookup import LookupProduct
+from backpack_products.product import sum_of
+from backpack_products.rows import Rows
 from tests.contract.test_contractions import SHAPES, Lazy, products
 from tests.oracle import assert_close
 

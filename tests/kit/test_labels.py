@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from backpack_core import FirstOrderExtension, SampleProduct
-from backpack_core.contract.operations import dense
 from backpack_core.testing import LABELLED, ExtensionCase, LossCase, Quantity, check_extension
+from backpack_products.operations import dense
 
 
 class PerSample(FirstOrderExtension):

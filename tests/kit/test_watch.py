@@ -24,11 +24,11 @@ from backpack_core import (
     extend,
 )
 from backpack_core import extensions as installed
-from backpack_core.contract.operations import batch_sum, square_sum
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.testing import temporary_plugin
 from backpack_core.testing.watch import Kind, Watch, declared_form, is_fast
+from backpack_products.operations import batch_sum, square_sum
 from tests.kit.layers import Gain, GainRule
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core.contract.affine import AffineProduct
-from backpack_core.contract.parametric import AffineRule, ParametricRule
 from backpack_core.contract.rules import LayerRule
 from backpack_core.record.structure import iter_tensors
 from backpack_core.record.view import View
+from backpack_products.affine import AffineProduct
+from backpack_products.parametric import AffineRule, ParametricRule
 from tests.layers.handmade import make_call
 
 TOLERANCE = 1e-10

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from backpack_core.contract import contractions
 from backpack_core.errors import UnsupportedError
 from backpack_firstorder import contractions as first
 from backpack_layers.conv import ConvRule, ConvTransposeRule, DirectPatches
+from backpack_products import contractions
 from tests import oracle
 from tests.layers.execution import check_rule, record
 

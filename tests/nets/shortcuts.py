@@ -16,10 +16,10 @@ from unittest import mock
 
 from torch import Tensor
 
-from backpack_core.contract.factors import FactorProduct
-from backpack_core.contract.product import SampleProduct
-from backpack_core.graph import bridge
 from backpack_core.record.view import View
+from backpack_operations import bridge
+from backpack_products.factors import FactorProduct
+from backpack_products.product import SampleProduct
 
 _CORE, _FIRST, _SECOND = "backpack_core", "backpack_firstorder", "backpack_secondorder"
 _CONTRACT = f"{_CORE}.contract"

@@ -31,7 +31,7 @@ class ScaleRule(ParametricRule):
 
 NORM = """
 from backpack_core import FirstOrderExtension
-from backpack_core.contract.operations import squared_norm
+from backpack_products.operations import squared_norm
 
 class GradNorm(FirstOrderExtension):
     savefield = "grad_norm"

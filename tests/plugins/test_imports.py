@@ -21,9 +21,19 @@ WITH_ENTRY_POINTS = (
     "backpack_transformers",
 )
 FAMILIES = (*WITH_ENTRY_POINTS, "backpack_capture")
+# What families stand on: each may import those before it, and core.
+LIBRARIES = (
+    "backpack_products",
+    "backpack_operations",
+    "backpack_checks",
+    "backpack_interplay",
+)
 PACKAGES = {
     "backpack_core": ROOT / "backpack_core",
-    **{name: ROOT / "plugins" / name.removeprefix("backpack_") / name for name in FAMILIES},
+    **{
+        name: ROOT / "plugins" / name.removeprefix("backpack_") / name
+        for name in (*LIBRARIES, *FAMILIES)
+    },
 }
 
 
@@ -236,7 +246,7 @@ ALONE = """
 import torch
 from torch import nn
 from backpack_core import FirstOrderExtension, backpack, extend
-from backpack_core.contract.operations import dense
+from backpack_products.operations import dense
 from backpack_core.errors import AutodiffFallbackWarning
 import warnings
 
@@ -292,7 +302,7 @@ DEFINED = """
 from itertools import combinations
 import torch
 from backpack_core import AffineProduct
-from backpack_core.contract import operations as ops
+from backpack_products import operations as ops
 
 DEFINITIONS = {
     ops.dense: lambda m: m,

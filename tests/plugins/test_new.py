@@ -76,7 +76,7 @@ def test_it_is_complete_and_in_style(kind: str, name: str, tmp_path: Path) -> No
 NEIGHBOUR = """
 import torch
 from backpack_core import FirstOrderExtension, LayerRule
-from backpack_core.contract.operations import dense
+from backpack_products.operations import dense
 
 
 class Labels(FirstOrderExtension):

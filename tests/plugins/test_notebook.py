@@ -22,7 +22,7 @@ CELL = """
 import torch
 from torch import nn
 from backpack_core import FirstOrderExtension, ParametricRule, backpack, extend, register
-from backpack_core.contract.operations import dense
+from backpack_products.operations import dense
 
 class Scale(nn.Module):
     def __init__(self):

@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import Extension, FirstOrderExtension, backpack, extend
-from backpack_core.contract.column_propagator import ColumnPropagator
-from backpack_core.contract.operations import dense
 from backpack_core.errors import PluginCodeError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from backpack_core.record.structure import iter_tensors
@@ -23,6 +21,8 @@ from backpack_core.testing import (
     check_rule,
     temporary_plugin,
 )
+from backpack_products.column_propagator import ColumnPropagator
+from backpack_products.operations import dense
 from backpack_secondorder.propagators import LossSqrt
 from tests.plugins.test_declarations import Field, Gain, GainRule, derived
 

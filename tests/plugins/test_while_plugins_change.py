@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import LayerRule, backpack, extend, register, unregister
-from backpack_core.contract.operations import OpenFunction
-from backpack_core.contract.product import DenseProduct, SampleProduct
 from backpack_core.discovery import version_of
 from backpack_core.extensions import BatchGrad
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import _names, registry
+from backpack_products.operations import OpenFunction
+from backpack_products.product import DenseProduct, SampleProduct
 
 pytestmark = pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
 
@@ -114,7 +114,7 @@ def test_the_version_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     version.__annotations__["product"] = DenseProduct
-    monkeypatch.setattr("backpack_core.contract.operations.version_of", slow)
+    monkeypatch.setattr("backpack_products.operations.version_of", slow)
     product = DenseProduct(torch.ones(1, 2, 3))
     assert [which(product) for _ in range(2)] == ["definition", "version"]
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from backpack_core import Columns, backpack, extend
 from backpack_core.errors import BridgeError, UnsupportedError
 from backpack_core.extensions import BatchDiagHessian, DiagGGNExact, DiagHessian
-from backpack_core.graph.alignment import Crossing
+from backpack_operations.alignment import Crossing
 from backpack_secondorder.propagators import LossSqrt
 from tests.cases import Net, Problem, classification
 from tests.contract.products import budget

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from backpack_core.contract import contractions
 from backpack_core.extensions import BatchDiagGGNExact, DiagGGNExact, SqrtGGNExact
+from backpack_products import contractions
 from backpack_secondorder import position_pairs
 from tests import oracle
 from tests.secondorder.problems import Problem

@@ -24,11 +24,11 @@ from backpack_core import (
     SecondOrderExtension,
     View,
 )
-from backpack_core.contract.column_propagator import OutputGradient
 from backpack_core.contract.extension import FailMode, as_subsampling
-from backpack_core.contract.product import Reading
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.plugins.loading import has_rule
+from backpack_products.column_propagator import OutputGradient
+from backpack_products.product import Reading
 
 FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"

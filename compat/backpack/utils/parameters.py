@@ -8,7 +8,7 @@ from torch import Tensor, typename
 from torch.nn import Linear, Module
 
 from backpack_compat.views import parametric_rule_for, view_of
-from backpack_core.contract.operations import per_sample_square_sum, square_sum
+from backpack_products.operations import per_sample_square_sum, square_sum
 
 
 def vector_to_parameter_list(vec: Tensor, parameters: Iterable[Tensor]) -> list[Tensor]:

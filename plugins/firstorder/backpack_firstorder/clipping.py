@@ -14,20 +14,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core import FirstOrderExtension, SampleProduct, memory_budget
-from backpack_core.contract.affine import AffineProduct
 from backpack_core.contract.extension import FailMode
 from backpack_core.contract.loss import Normaliser
 from backpack_core.contract.merging import Part
-from backpack_core.contract.operations import (
-    OpenFunction,
-    as_formed,
-    batch_sum,
-    dense,
-    is_formed,
-    squared_norm,
-    weighted_sum,
-)
-from backpack_core.contract.product import DenseProduct
 from backpack_core.errors import UsageError
 from backpack_core.tuning import READ, WRITE
 from backpack_firstorder import contractions
@@ -42,6 +31,17 @@ from backpack_firstorder.own_loss import (
 from backpack_firstorder.products import norm
 from backpack_firstorder.scaled import Norm, stacked, vector_norm
 from backpack_firstorder.single import in_single
+from backpack_products.affine import AffineProduct
+from backpack_products.operations import (
+    OpenFunction,
+    as_formed,
+    batch_sum,
+    dense,
+    is_formed,
+    squared_norm,
+    weighted_sum,
+)
+from backpack_products.product import DenseProduct
 
 Clipping: TypeAlias = Literal["flat", "per_layer"]
 

@@ -1,6 +1,6 @@
 """Sums, squares and norms of individual gradients, from the factors of an affine product.
 
-Pure functions with the axis letters of ``backpack_core.contract.contractions``. For
+Pure functions with the axis letters of ``backpack_products.contractions``. For
 ``M[v, n] = Σ_s out[v, n, s] ⊗ inp[n, s]`` each returns a reduction of ``M``; ``moments`` returns
 several, from one formation of ``M``.
 """
@@ -10,7 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core.contract.contractions import (
+from backpack_core.recycled import take
+from backpack_core.tuning import READ, SHARED
+from backpack_firstorder.one_column import NOTHING, Moments, moments_of_column
+from backpack_firstorder.scaled import Norm, collected, divisor, largest, vector_norm
+from backpack_products.contractions import (
     add,
     add_squares,
     form,
@@ -22,11 +26,7 @@ from backpack_core.contract.contractions import (
     square_sum,
     sums,
 )
-from backpack_core.contract.rows import Rows, whole
-from backpack_core.recycled import take
-from backpack_core.tuning import READ, SHARED
-from backpack_firstorder.one_column import NOTHING, Moments, moments_of_column
-from backpack_firstorder.scaled import Norm, collected, divisor, largest, vector_norm
+from backpack_products.rows import Rows, whole
 
 
 def moments(

@@ -10,11 +10,11 @@ from torch import Tensor
 from backpack_core import SampleProduct
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.merging import OverBatches, Part
-from backpack_core.contract.operations import batch_sum, square_sum
 from backpack_core.errors import UsageError
 from backpack_firstorder import products  # noqa: F401 - registers its operations
 from backpack_firstorder.single import in_single
 from backpack_firstorder.squares import SquaresExtension
+from backpack_products.operations import batch_sum, square_sum
 
 
 class SumGradSquared(SquaresExtension):

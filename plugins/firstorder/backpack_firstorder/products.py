@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core.contract.affine import AffineProduct, for_weights, reads_formed
-from backpack_core.contract.contractions import is_column
-from backpack_core.contract.factors import FactorProduct
-from backpack_core.contract.lookup import LookupProduct
-from backpack_core.contract.operations import (
+from backpack_core.tuning import SUMMED
+from backpack_firstorder import contractions
+from backpack_firstorder.scaled import Norm, collected, divisor, spread, stacked, vector_norm
+from backpack_products.affine import AffineProduct, for_weights, reads_formed
+from backpack_products.contractions import is_column
+from backpack_products.factors import FactorProduct
+from backpack_products.lookup import LookupProduct
+from backpack_products.operations import (
     OpenFunction,
     Operation,
     as_formed,
@@ -31,12 +34,9 @@ from backpack_core.contract.operations import (
     square_sum,
     squared_norm,
 )
-from backpack_core.contract.product import DenseProduct, SampleProduct, SumProduct
-from backpack_core.contract.rows import Rows
-from backpack_core.contract.scale import ScaleProduct
-from backpack_core.tuning import SUMMED
-from backpack_firstorder import contractions
-from backpack_firstorder.scaled import Norm, collected, divisor, spread, stacked, vector_norm
+from backpack_products.product import DenseProduct, SampleProduct, SumProduct
+from backpack_products.rows import Rows
+from backpack_products.scale import ScaleProduct
 
 
 @Operation

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from backpack_core.contract.contractions import flattened, square_norm_of
 from backpack_core.tuning import CACHE, memory_budget
 from backpack_core.values import at_least_single
+from backpack_products.contractions import flattened, square_norm_of
 
 # Kinds of devices that have no double precision.
 _SINGLE_ONLY = {"mps"}

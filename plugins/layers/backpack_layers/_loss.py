@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from backpack_core.contract.arguments import slots, tensor
 from backpack_core.contract.loss import LossRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
 from backpack_core.values import any_of
+from backpack_layers.arguments import slots, tensor
 
 
 def setting(view: View, name: str) -> Any:

@@ -13,11 +13,11 @@ from torch.autograd.graph import Node
 from torch.nn import MultiheadAttention
 from torch.nn import functional as F
 
-from backpack_core.contract.arguments import arguments, by_slot, slots, tensor, whole_call
-from backpack_core.contract.parametric import AffinePairsRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
+from backpack_layers.arguments import arguments, by_slot, slots, tensor, whole_call
 from backpack_layers.attention_nodes import kept_by_kernel, projection
+from backpack_products.parametric import AffinePairsRule
 
 NAMES = ("query", "key", "value")
 SAVED = (*NAMES, "output")

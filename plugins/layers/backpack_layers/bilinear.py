@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import Bilinear
 
-from backpack_core.contract.arguments import by_slot, tensor
-from backpack_core.contract.parametric import AffineRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
+from backpack_layers.arguments import by_slot, tensor
+from backpack_products.parametric import AffineRule
 
 
 class BilinearRule(AffineRule):

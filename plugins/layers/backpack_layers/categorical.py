@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core.contract.contractions import slices
 from backpack_core.tuning import CACHE, memory_budget
+from backpack_products.contractions import slices
 
 
 def drawn(p: Tensor, samples: int) -> Tensor:

@@ -20,13 +20,13 @@ from torch.nn import (
 )
 from torch.nn.modules.conv import _ConvNd
 
-from backpack_core.contract.affine import AffineProduct
-from backpack_core.contract.operands import Operand, products_at
-from backpack_core.contract.parametric import AffineRule
-from backpack_core.contract.rows import DirectRows
 from backpack_core.record.view import View
 from backpack_layers.layout import require_channels
 from backpack_layers.linear_map import over_columns, transposed
+from backpack_operations.operands import Operand, products_at
+from backpack_products.affine import AffineProduct
+from backpack_products.parametric import AffineRule
+from backpack_products.rows import DirectRows
 
 
 class _ConvolutionRule(AffineRule):

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from backpack_core.contract.parametric import ParametricRule
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.structure import iter_tensors
 from backpack_core.record.view import View
 from backpack_layers.linear_map import LinearMapRule
 from backpack_layers.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
+from backpack_products.parametric import ParametricRule
 
 
 class SumModuleRule(LayerRule):

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag
 
 from backpack_core import LookupProduct
-from backpack_core.contract.arguments import by_slot, optional_tensor, tensor
-from backpack_core.contract.parametric import ProductRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
+from backpack_layers.arguments import by_slot, optional_tensor, tensor
+from backpack_products.parametric import ProductRule
 
 
 class LookupRule(ProductRule):

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn import functional as F
 
-from backpack_core.contract.arguments import tensor
 from backpack_core.errors import UsageError
 from backpack_core.record.view import View
 from backpack_layers._loss import check_arguments, restrict, setting
+from backpack_layers.arguments import tensor
 from backpack_layers.loss_classification import SoftmaxLossRule
 
 Reduction = Literal["mean", "sum", "none"]

@@ -7,10 +7,10 @@ from math import prod
 from torch import Tensor
 from torch.nn import Linear
 
-from backpack_core.contract.parametric import AffineRule
 from backpack_core.record.view import View
 from backpack_layers import operands  # noqa: F401 - registers its products
 from backpack_layers.layout import require_axes
+from backpack_products.parametric import AffineRule
 
 
 class LinearRule(AffineRule):

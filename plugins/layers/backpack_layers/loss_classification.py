@@ -7,7 +7,6 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
-from backpack_core.contract.arguments import tensor
 from backpack_core.contract.loss import LossRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
@@ -21,6 +20,7 @@ from backpack_layers._loss import (
     restrict,
     setting,
 )
+from backpack_layers.arguments import tensor
 from backpack_layers.categorical import drawn
 from backpack_layers.softmax_root import softmax_root
 

@@ -7,7 +7,6 @@ import math
 import torch
 from torch import Tensor, nn
 
-from backpack_core.contract.arguments import arguments, tensor
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
 from backpack_layers._loss import (
@@ -16,6 +15,7 @@ from backpack_layers._loss import (
     broadcast,
     setting,
 )
+from backpack_layers.arguments import arguments, tensor
 
 
 class MSELossRule(ElementwiseLossRule):

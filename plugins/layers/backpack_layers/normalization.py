@@ -26,9 +26,9 @@ from torch.nn import (
 )
 
 from backpack_core import ScaleProduct
-from backpack_core.contract.parametric import ProductRule
 from backpack_core.record.view import View
 from backpack_layers.layout import require_axes, require_channels
+from backpack_products.parametric import ProductRule
 
 
 class NormalizationRule(ProductRule):

@@ -1,6 +1,6 @@
 """Products for parameters that are operands of torch's functions, in factors as at modules.
 
-The other factor is the tensor that autograd saved, see ``backpack_core.contract.operands``.
+The other factor is the tensor that autograd saved, see ``backpack_operations.operands``.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from backpack_core import AffineProduct, DenseProduct, LookupProduct, SampleProduct, ScaleProduct
-from backpack_core.contract.operands import Operand, products_at
-from backpack_core.graph import bridge, nodes
+from backpack_core.graph import nodes
+from backpack_operations import bridge
+from backpack_operations.operands import Operand, products_at
 
 
 @products_at("Mm", "Bmm", "Addmm")

@@ -11,17 +11,17 @@ from torch import Tensor
 from torch.nn import GRU, LSTM, RNN, Module, RNNBase
 from torch.nn.utils.rnn import PackedSequence
 
-from backpack_core.contract.arguments import (
+from backpack_core.errors import UnsupportedError
+from backpack_core.record.view import View
+from backpack_layers.arguments import (
     arguments,
     by_slot,
     slots,
     tensor,
     whole_call,
 )
-from backpack_core.contract.parametric import AffinePairsRule
-from backpack_core.errors import UnsupportedError
-from backpack_core.record.view import View
 from backpack_layers.recurrent_cells import Cell, ElmanCell, GRUCell, LSTMCell, Tables, Weights
+from backpack_products.parametric import AffinePairsRule
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
-from backpack_core.contract.arguments import by_slot, slots, tensor
-from backpack_core.contract.parametric import AffinePairsRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
+from backpack_layers.arguments import by_slot, slots, tensor
 from backpack_layers.recurrent_cells import Cell, ElmanCell, GRUCell, LSTMCell, Tables, Weights
+from backpack_products.parametric import AffinePairsRule
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from backpack_core.contract.product import SumProduct
+from backpack_products.product import SumProduct
 from backpack_secondorder.factors import (
     StructureError,
     WeightSharing,

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from backpack_core import Columns, View
-from backpack_core.contract.columns import ApartColumns, Root, taken_apart
-from backpack_core.contract.contractions import slices
-from backpack_core.contract.parametric import AffineRule
 from backpack_core.record.call import Call, Edge, site_at
 from backpack_core.tuning import memory_budget
+from backpack_products.columns import ApartColumns, Root, taken_apart
+from backpack_products.contractions import slices
+from backpack_products.parametric import AffineRule
 
 # Columns are replaced where D is below this share of C: the factorisation takes about as long as
 # carrying all columns through the head.

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from backpack_core import SecondOrderExtension
 from backpack_core.contract.extension import FailMode, as_subsampling
-from backpack_core.contract.operations import per_sample_square_sum, square_sum
+from backpack_products.operations import per_sample_square_sum, square_sum
 from backpack_secondorder.hessian_reading import HessianReading
 from backpack_secondorder.signed_sqrt import SignedSqrt
 from backpack_secondorder.square_root import as_chunk_size

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from backpack_core import AffineRule
-from backpack_core.contract import contractions
-from backpack_core.contract.affine import AffineProduct
-from backpack_core.contract.bare import BareRule
-from backpack_core.contract.operations import OpenFunction, Operation
-from backpack_core.contract.product import SampleProduct, SumProduct
-from backpack_core.contract.rows import JoinedRows, Rows
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.untouched import held
 from backpack_core.values import memory_of
+from backpack_operations.bare import BareRule
+from backpack_products import contractions
+from backpack_products.affine import AffineProduct
+from backpack_products.operations import OpenFunction, Operation
+from backpack_products.product import SampleProduct, SumProduct
+from backpack_products.rows import JoinedRows, Rows
 from backpack_secondorder import covariances
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
 from backpack_secondorder.kronecker import KroneckerFactors

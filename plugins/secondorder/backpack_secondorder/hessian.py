@@ -11,9 +11,9 @@ from einops import rearrange
 from torch import Tensor
 
 from backpack_core import Columns
-from backpack_core.contract.columns import ApartColumns, Root
-from backpack_core.contract.contractions import flattened, slices
-from backpack_core.contract.operands import FactoredColumns
+from backpack_operations.operands import FactoredColumns
+from backpack_products.columns import ApartColumns, Root
+from backpack_products.contractions import flattened, slices
 from backpack_secondorder.residual import unit_vectors
 from backpack_secondorder.signed import unit_columns
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from backpack_core import SampleProduct, SecondOrderExtension
 from backpack_core.contract.extension import FailMode
-from backpack_core.contract.operations import square_sum
 from backpack_core.errors import UsageError
+from backpack_products.operations import square_sum
 from backpack_secondorder import lookup_factors  # noqa: F401 - registers its operations
 from backpack_secondorder.both_ways import add_columns
 from backpack_secondorder.factors import (

@@ -13,7 +13,7 @@ from einops import rearrange
 from torch import Tensor
 
 from backpack_core import LookupProduct
-from backpack_core.contract.operations import square_sum
+from backpack_products.operations import square_sum
 from backpack_secondorder import covariances
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
 from backpack_secondorder.factors import WeightSharing, eigenvalues_in, kronecker_factors

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from backpack_core import SampleProduct
-from backpack_core.contract.affine import AffineProduct, reads_formed
-from backpack_core.contract.contractions import slices
-from backpack_core.contract.operations import Operation, per_sample_square_sum, square_sum
-from backpack_core.contract.rows import Rows
 from backpack_core.tuning import CACHE, memory_budget
+from backpack_products.affine import AffineProduct, reads_formed
+from backpack_products.contractions import slices
+from backpack_products.operations import Operation, per_sample_square_sum, square_sum
+from backpack_products.rows import Rows
 from backpack_secondorder import sample_squares  # noqa: F401 - registers its version
 
 # Cost of a multiply-add in the small products over columns, and of an entry that is copied or

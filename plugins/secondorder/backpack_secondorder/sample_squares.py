@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core.contract.affine import AffineProduct, for_weights
-from backpack_core.contract.contractions import add_squares, is_empty, pieces, products
-from backpack_core.contract.operations import per_sample_square_sum
-from backpack_core.contract.rows import Rows, whole
+from backpack_products.affine import AffineProduct, for_weights
+from backpack_products.contractions import add_squares, is_empty, pieces, products
+from backpack_products.operations import per_sample_square_sum
+from backpack_products.rows import Rows, whole
 
 
 @for_weights(per_sample_square_sum)

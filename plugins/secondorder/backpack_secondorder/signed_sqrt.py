@@ -27,12 +27,12 @@ from backpack_core import (
     Propagator,
     View,
 )
-from backpack_core.contract.columns import ApartColumns, Root
-from backpack_core.contract.contractions import flattened, slices
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph import nodes
-from backpack_core.graph.alignment import Crossing
 from backpack_core.tuning import memory_budget
+from backpack_operations.alignment import Crossing
+from backpack_products.columns import ApartColumns, Root
+from backpack_products.contractions import flattened, slices
 from backpack_secondorder.hessian import Factored, Hessian
 from backpack_secondorder.hessian_reading import HessianReading, Use
 from backpack_secondorder.node_residual import add_residual

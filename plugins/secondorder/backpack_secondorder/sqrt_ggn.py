@@ -7,7 +7,7 @@ from torch import Tensor
 
 from backpack_core import SampleProduct
 from backpack_core.contract.merging import OverBatches, Part
-from backpack_core.contract.operations import dense
+from backpack_products.operations import dense
 from backpack_secondorder.square_root import ExactExtension, SampledExtension
 
 # Values of batches are concatenated along the samples; the matrix sums the outer products of all.

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from torch.autograd.graph import Node
 
 from backpack_core import View
-from backpack_core.contract.columns import Root
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph import nodes
-from backpack_core.graph.alignment import Crossing
 from backpack_core.graph.order import children_of, reached
+from backpack_operations.alignment import Crossing
+from backpack_products.columns import Root
 from backpack_secondorder.hessian import Hessian
 
 _INSTEAD = (

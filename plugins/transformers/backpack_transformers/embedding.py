@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import Embedding
 
 from backpack_core import LookupProduct, View
-from backpack_core.contract.parametric import ProductRule
 from backpack_core.errors import UnsupportedError
+from backpack_products.parametric import ProductRule
 from backpack_transformers.names import EMBEDDINGS
 from backpack_transformers.probe import output_with
 

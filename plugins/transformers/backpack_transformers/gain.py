@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from backpack_core import ScaleProduct, View
-from backpack_core.contract.parametric import ProductRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.values import any_of, largest
+from backpack_products.parametric import ProductRule
 from backpack_transformers.names import GAINS
 from backpack_transformers.probe import output_with
 

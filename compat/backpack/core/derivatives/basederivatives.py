@@ -26,7 +26,7 @@ from backpack_compat.views import (
     parametric_rule_for,
     rule_for,
 )
-from backpack_core.contract.operations import batch_sum, dense
+from backpack_products.operations import batch_sum, dense
 
 Subsampling = Sequence[int] | None
 

@@ -14,8 +14,8 @@ from backpack_core import (
     View,
 )
 from backpack_core.contract.extension import FailMode, as_subsampling
-from backpack_core.contract.operations import dense, square_sum
 from backpack_core.errors import UnsupportedError
+from backpack_products.operations import dense, square_sum
 from torch import Tensor
 
 

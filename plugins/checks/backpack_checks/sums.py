@@ -1,0 +1,176 @@
+"""Checks, in passes that are measured, that products add up to autograd's gradient.
+
+Whatever is missing from a product, or counted twice, shows here: an operation that met no call, a
+rule of another module, a fault of our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack_core._hooks import hook_leaf_first
+from backpack_core._torch import graph_task_id, metadata_of
+from backpack_core.contract.extension import FirstOrderExtension
+from backpack_core.contract.loss import Normaliser
+from backpack_core.engine.groups import Group
+from backpack_core.errors import UnsupportedError
+from backpack_core.graph.order import behind
+from backpack_core.graph.survey import Survey
+from backpack_operations.refusals import named
+from backpack_products.affine import AffineProduct
+from backpack_products.operations import batch_sum
+from backpack_products.product import SampleProduct, SumProduct
+from backpack_products.scale import ScaleProduct
+
+
+class SumCheck(FirstOrderExtension):
+    """An extension that compares sums at the end of a pass, and stores nothing."""
+
+    savefield = "_backpack_sum"
+    needs = (batch_sum,)
+    is_deferred = True
+
+    def __init__(self, survey: Survey, groups: list[Group]) -> None:
+        """Begin, and have autograd tell its gradients before hooks of others change them.
+
+        Args:
+            survey: What is known about the graph.
+            groups: What was asked for. The check joins the group of individual gradients, or makes
+                one.
+        """
+        super().__init__()
+        self._survey = survey
+        # Under autocast, what is stored in single precision may have been computed in half.
+        self._unit = _unit(call.stored.outputs[index].dtype for call, index in survey.sites)
+        self._task = -1
+        self._incoming: dict[tuple[int, Tensor], Tensor] = {}  # by autograd's graph task
+        self._join(groups)
+        self._handles = [
+            hook_leaf_first(use.parameter, self, SumCheck._hear)
+            for use in survey.uses.values()
+            if use.parameter.is_leaf and use.count
+        ]
+
+    def _join(self, groups: list[Group]) -> None:
+        for lane, group in enumerate(groups):
+            if group.propagator == self.propagator and not group.has_overrides:
+                extensions, needs = (*group.extensions, self), group.needs.union(self.needs)
+                groups[lane] = group._replace(extensions=extensions, needs=needs)
+                return
+        groups.append(Group(self.propagator, (self,), frozenset(self.needs)))
+
+    def leave(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _hear(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Note autograd's gradient, in this pass or in one inside of it."""
+        # A copy: autograd may store the tensor itself as ``.grad``, which others then change.
+        self._incoming[graph_task_id(), parameter] = gradient.detach().clone()
+
+    def read(self, product: SampleProduct) -> tuple[Tensor, Tensor]:
+        """The sum over all samples, and the size of its terms."""
+        if self._task < 0:
+            self._task = graph_task_id()
+        return batch_sum(product)[0].detach(), magnitude(product)
+
+    def finish(
+        self, values: Mapping[Tensor, Any], normalisers: Sequence[Normaliser]
+    ) -> Mapping[Tensor, Any]:
+        """Compare the sums with the gradients.
+
+        Raises:
+            UnsupportedError: They do not add up.
+        """
+        heard = {
+            parameter: gradient
+            for (task, parameter), gradient in self._incoming.items()
+            if task == self._task and not gradient.is_sparse
+        }
+        compared = [
+            (parameter, heard[parameter], total)
+            for parameter, (total, _) in values.items()
+            if parameter in heard and heard[parameter].shape == total.shape
+        ]
+        norms = _numbers(map(_norm, heard.values()))
+        widest, sizes = max(norms, default=0.0), dict(zip(heard, norms, strict=True))
+        terms = dict(zip(values, _numbers(size for _, size in values.values()), strict=True))
+        differences = _numbers(_norm(gradient - total) for _, gradient, total in compared)
+        for (parameter, *tensors), difference in zip(compared, differences, strict=True):
+            unit = max(self._unit, _unit(t.dtype for t in tensors))
+            # Terms may also cancel on the way to the parameter, as in a softmax.
+            size = sizes[parameter], max(terms[parameter], widest / 32)
+            if difference > _allowed(*size, unit):  # what is not finite is not compared
+                unit = max(unit, self._coarsest())
+            if difference > _allowed(*size, unit):
+                raise self._does_not_add_up(parameter, difference, size[0])
+        return {}
+
+    def _coarsest(self) -> float:
+        """The coarsest rounding unit of anything computed in this graph.
+
+        Many normalisations and softmaxes compute in single precision, whatever they are given.
+        """
+        return _unit(
+            metadata_of(node, nr).dtype
+            for node in behind(site.edge.node for site in self._survey.sites.values())
+            for nr in range(len(node._input_metadata))
+        )
+
+    def _does_not_add_up(
+        self, parameter: Tensor, difference: float, size: float
+    ) -> UnsupportedError:
+        return UnsupportedError(
+            f"The gradients of single samples in {named(self._survey, parameter)} do not add up to "
+            f"the gradient that autograd brings: the norm of the difference is {difference:.1e}, "
+            f"that of the gradient {size:.1e}. Either something that depends on the parameter is "
+            "not seen (an operation outside of autograd, a custom autograd.Function, another "
+            "thread), or a layer rule is wrong. check='never' leaves this comparison out; the "
+            "numbers stay wrong. (This is measured: see docs/checks.md.)"
+        )
+
+
+def magnitude(product: SampleProduct) -> Tensor:
+    """The size of the terms of a sum, which may cancel: about ``Σ ‖out‖ ‖inp‖``."""
+    if isinstance(product, SumProduct):
+        return sum(map(magnitude, product.parts), torch.zeros(()))
+    if isinstance(product, AffineProduct | ScaleProduct) and product.inp is not None:
+        inp: Any = product.inp
+        some = min(4, product.samples)
+        size = _norm(inp[0:some]) * sqrt(product.samples / max(1, some))
+        return _norm(product.out) * size
+    out = getattr(product, "out", None)
+    if isinstance(out, Tensor):
+        return _norm(out) * sqrt(out.shape[1:3].numel())
+    # A product without factors.
+    return _norm(product.like) * sqrt(product.like.shape[1:].numel())
+
+
+def _allowed(gradient: float, terms: float, unit: float) -> float:
+    """The difference that rounding may make in a gradient, given the size of its terms."""
+    bound: float = unit**0.7
+    return max(gradient * bound, terms * min(32 * unit, bound))
+
+
+def _unit(dtypes: Iterable[torch.dtype]) -> float:
+    """The coarsest rounding unit of some dtypes."""
+    real = {dtype for dtype in dtypes if dtype.is_floating_point}
+    return max((torch.finfo(dtype).eps for dtype in real), default=0.0)
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    wide = torch.promote_types(tensor.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(tensor.detach(), dtype=wide)
+    return norm
+
+
+def _numbers(scalars: Iterable[Tensor]) -> list[float]:
+    """The values of some tensors, in one transfer from the device."""
+    found = [scalar.reshape(1) for scalar in scalars]
+    return torch.cat([one.to(found[0].device) for one in found]).tolist() if found else []

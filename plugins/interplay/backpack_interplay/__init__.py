@@ -1,0 +1,5 @@
+"""Interplay of backpack-core with checkpoints, torch.compile, and the plain gradient."""
+
+from backpack_core.errors import add_library_folder
+
+add_library_folder(__file__)

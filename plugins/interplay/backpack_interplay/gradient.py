@@ -1,0 +1,273 @@
+"""The plain gradient: autograd's, the sum of products that were read anyway, or none.
+
+Autograd computes the gradient of every weight, a third of a plain pass, and individual gradients
+contain it. A pass can be told by ``inputs=`` what to reach. So the forward pass is as always.
+Autograd is told to reach every call, and every leaf but those whose gradient a product has. At the
+end of the pass these gradients go through autograd's engine, which calls hooks and accumulates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from backpack_checks.trust import known_of
+from backpack_core import _torch
+from backpack_core._hooks import hook_leaf_first
+from backpack_core._torch import Node
+from backpack_core.engine.active import Context
+from backpack_core.engine.groups import Group
+from backpack_core.errors import BackpackWarning, InternalError, UsageError, warn_once
+from backpack_core.graph.nodes import is_leaf
+from backpack_core.graph.order import behind
+from backpack_core.graph.survey import Survey
+from backpack_core.record.call import Edge
+from backpack_products import operations
+from backpack_products.column_propagator import OutputGradient
+from backpack_products.product import SampleProduct
+
+Key = tuple[int, str]  # number of the site in the walk, name of the parameter there
+
+_PRECISE = (torch.float32, torch.float64)  # in half precision, autograd adds up more exactly
+_Candidate = tuple[Tensor, tuple[Key, ...]]  # a parameter, and the keys of its uses
+
+
+class PlainGradient:
+    """Which parameters of one pass get the sum of their product as gradient, and the sums.
+
+    Attributes:
+        group: The extensions of individual gradients, whose products have the sums.
+        needs: What is asked of a product whose sum may be taken.
+        inputs: What to tell autograd, by the names of its arguments.
+    """
+
+    def __init__(self, survey: Survey, group: Group, leaves: Sequence[Node]) -> None:
+        """Decide which parameters autograd leaves out.
+
+        In the passes 1, 2, 4, 8, … of a structure it leaves out none, and the sums are compared
+        with its gradients.
+
+        Args:
+            survey: What is known about the graph.
+            group: The extensions of individual gradients.
+            leaves: Every leaf that autograd would get to.
+        """
+        self.group = group
+        self.needs = group.needs | {operations.batch_sum}
+        self._sums: dict[int, Tensor] = {}
+        trust, found = known_of(survey, group.needs), _candidates(survey)
+        self._summed = trust.summed
+        self._judged = found if trust.is_due() else {}
+        self._left = {
+            number: parameter
+            for number, (parameter, keys) in found.items()
+            if number not in self._judged and self._summed.issuperset(keys)
+        }
+        self._handles = [
+            hook_leaf_first(parameter, self, PlainGradient._judge)
+            for parameter, _ in self._judged.values()
+        ]
+        self.inputs = inputs_without(self._left, survey, leaves) if self._left else {}
+
+    @property
+    def is_judging(self) -> bool:
+        """Whether sums are compared with autograd's gradients in this pass."""
+        return bool(self._judged)
+
+    def wants(self, group: Group, parameter: Tensor) -> bool:
+        """Whether the sum of a parameter's product, as the group reads it, may be taken."""
+        if group.extensions[0] is not self.group.extensions[0]:  # what measures may read along
+            return False
+        number = id(parameter)
+        return number in self._left or number in self._judged
+
+    def take(self, parameter: Tensor, whole: SampleProduct, is_reached: bool) -> None:
+        """Take the sum over samples of a product that the extensions have read.
+
+        Args:
+            parameter: The parameter.
+            whole: The product, of all uses.
+            is_reached: Whether any gradient arrives; if not, autograd stores none.
+        """
+        number = id(parameter)
+        if number in self._judged and not operations.has_free_sum(whole):
+            return
+        if not is_reached:
+            self._left.pop(number, None)
+            return
+        is_known = operations.batch_sum in self.group.needs  # then it may have been stored
+        total = operations.batch_sum(whole).squeeze(0)
+        self._sums[number] = total.clone() if is_known else total
+
+    def _judge(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Compare a sum with autograd's gradient, and trust it from then on, or not."""
+        total, keys = self._sums.pop(id(parameter), None), self._judged[id(parameter)][1]
+        if total is None or not total.numel():
+            return
+        size = float(gradient.detach().abs().max())
+        allowed = size * torch.finfo(gradient.dtype).eps ** 0.6
+        if not float((total - gradient).detach().abs().max()) <= allowed:
+            self._summed.difference_update(keys)
+        elif size:
+            self._summed.update(keys)
+
+    def leave(self) -> None:
+        """The pass is over, by its end or by an error: remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def deliver(self) -> None:
+        """Hand the sums to autograd, which calls hooks and accumulates."""
+        if not self._left.keys() <= self._sums.keys():
+            raise InternalError("A gradient was left out, and nothing was summed for it.")
+        parameters = list(self._left.values())
+        sums = [self._sums.pop(number) for number in self._left]
+        if sums:
+            with torch.enable_grad():
+                root = _Sums.apply(sums, *parameters)  # type: ignore[no-untyped-call]
+            root.backward()
+
+
+class _Sums(torch.autograd.Function):
+    """A number whose gradients are given tensors, which autograd then delivers."""
+
+    @staticmethod
+    def forward(ctx: Any, sums: list[Tensor], *parameters: Tensor) -> Tensor:
+        """Store the gradients."""
+        ctx.sums = sums
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return them and keep no reference, so that autograd stores them without a copy."""
+        sums = tuple(ctx.sums)
+        ctx.sums.clear()
+        return (None, *sums)
+
+
+def narrowed(
+    context: Context, survey: Survey, roots: Sequence[Edge], options: Mapping[str, Any]
+) -> tuple[dict[str, Any], PlainGradient | None]:
+    """What to tell autograd so that it leaves out gradients, and what is done in their place."""
+    if context.gradient == "autograd":
+        return {}, None
+    if context.gradient in ("none", "skipped"):
+        return without_gradients(survey, roots, options), None
+    group = next((g for g in context.groups if _has_individual(g)), None)
+    leaves = None if group is None else leaves_to_narrow(survey, options, roots)
+    if group is None or leaves is None:
+        return {}, None
+    if options.get("create_graph"):
+        _say("create_graph=True asks for gradients with a graph")
+        return {}, None
+    plain = PlainGradient(survey, group, leaves)
+    if plain.is_judging:
+        context.seen.add("measured")
+    return plain.inputs, plain
+
+
+def without_gradients(
+    survey: Survey, edges: Sequence[Edge], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The ``inputs=`` of a pass in which parameters with quantities get no gradient.
+
+    Args:
+        survey: What is known about the graph.
+        edges: What ``backward()`` is called on.
+        options: The arguments of ``backward()``.
+
+    Raises:
+        UsageError: The model is inside DistributedDataParallel.
+    """
+    if any(call.run.is_distributed for call in survey.trained):
+        raise UsageError(
+            "gradient='none' and 'skipped' leave out what DistributedDataParallel waits for: use "
+            "gradient='shared', or pass the model itself, which it wraps, its inputs."
+        )
+    leaves = leaves_to_narrow(survey, options, edges)
+    if leaves is None:
+        return {}
+    left = {number: use.parameter for number, use in survey.uses.items() if use.count}
+    return inputs_without(left, survey, leaves)
+
+
+def inputs_without(
+    left: Mapping[int, Tensor], survey: Survey, leaves: Sequence[Node]
+) -> dict[str, Any]:
+    """The ``inputs=`` of a pass that reaches every call, and every leaf but some.
+
+    Args:
+        left: The parameters to leave out, by ``id``.
+        survey: What is known about the graph.
+        leaves: Every leaf that autograd would get to.
+    """
+    inputs = [node for node in leaves if id(node.variable) not in left]  # type: ignore[attr-defined]
+    if len(inputs) == len(leaves):
+        return {}
+    sites = {(site.edge.node, site.edge.output_nr) for site in survey.sites.values()}
+    places = [*[(node, 0) for node in inputs], *sites]
+    return {"inputs": [GradientEdge(node, number) for node, number in places]}
+
+
+def _candidates(survey: Survey) -> dict[int, _Candidate]:
+    """Parameters whose every use is read by a product, by ``id``."""
+    found: dict[int, _Candidate] = {}
+    sharded = set(map(id, survey.shards))
+    for number, (call, index) in enumerate(survey.sites):
+        dtype = call.stored.outputs[index].dtype
+        for name, parameter, used in survey.trained[call]:
+            is_plain = parameter is used and parameter.is_leaf
+            if is_plain and parameter.dtype is dtype and dtype in _PRECISE:
+                key = id(parameter)
+                keys = found[key][1] if key in found else ()
+                found[key] = parameter, (*keys, (number, name))
+    return {
+        key: (parameter, keys)
+        for key, (parameter, keys) in found.items()
+        if len(keys) == survey.uses[key].count
+        and not (key in survey.bare or survey.uses[key].unruled or key in sharded)
+    }
+
+
+def _has_individual(group: Group) -> bool:
+    """Whether a group forms individual gradients of all samples, at once or in pieces."""
+    return (
+        isinstance(group.propagator, OutputGradient)
+        and group.propagator.subsampling is None
+        and not group.has_overrides
+        and bool(group.needs & {operations.dense, operations.square_sum, operations.squared_norm})
+    )
+
+
+def leaves_to_narrow(
+    survey: Survey, options: Mapping[str, Any], edges: Sequence[Edge]
+) -> list[Node] | None:
+    """Every leaf behind some edges; ``None`` if autograd cannot be told what to reach.
+
+    If the user has told it, that holds.
+    """
+    if options.get("inputs") is not None:
+        return None
+    if survey.viewed:
+        _say("the output of a module was changed in place behind a view of it")
+    elif not survey.is_readable:
+        _say("autograd saves tensors through hooks (a checkpoint does)")
+    else:
+        roots = [edge.node for edge in edges]
+        nodes = behind(roots).union(roots)
+        if not any(type(node) is _torch.REENTRANT for node in nodes):
+            return [node for node in nodes if is_leaf(node)]
+        _say("re-entrant checkpoints take no inputs=")
+    return None
+
+
+def _say(why: str) -> None:
+    warn_once(
+        ("gradient", why),
+        f"Autograd computes every gradient, in spite of backpack(gradient=...): {why}.",
+        BackpackWarning,
+    )

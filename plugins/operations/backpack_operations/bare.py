@@ -1,0 +1,74 @@
+"""Parameters that plain functions use: ``F.linear(x, self.weight)``, a tied weight, a penalty.
+
+Each is treated as a call that returns the parameter itself, so that the engine needs no other way
+of reading. The columns that arrive there, kept apart by sample, are the product.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core._torch import memories_of, version_of
+from backpack_core.contract.rules import LayerRule
+from backpack_core.record.call import Call, Stored
+from backpack_core.record.state import NO_SETTINGS
+from backpack_core.record.untouched import memories
+from backpack_core.record.view import View
+from backpack_operations.operands import FactoredColumns
+from backpack_products.columns import ApartColumns
+from backpack_products.parametric import ParametricRule
+from backpack_products.product import DenseProduct, SampleProduct
+
+
+class BareRule(ParametricRule):
+    """The rule of the identity ``θ ↦ θ``."""
+
+    def covers(self, module: Module, name: str) -> bool:
+        """It covers its only parameter."""
+        return True
+
+    def apart_product(self, view: View, name: str, columns: ApartColumns) -> SampleProduct:
+        """What arrives, in its form."""
+        if not isinstance(columns, FactoredColumns):
+            return DenseProduct(columns.mat)
+        product = columns.product()
+        # Factors may be views of gradients, which autograd hands on.
+        memories(view).update(memories_of(tensor for tensor, _ in product.held()))
+        return product
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        raise AssertionError("nothing lies before a parameter")
+
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        raise AssertionError("a parameter has no samples")
+
+
+class NoRule(LayerRule):
+    """Stands where no rule is installed: what arrives goes through the operations inside."""
+
+    transparent = True
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        raise AssertionError("a transparent rule is never asked to propagate")
+
+
+_RULE = BareRule()
+
+
+def bare_call(module: Module, name: str, parameter: Tensor, provenance: object) -> Call:
+    """The call that stands for a parameter.
+
+    Args:
+        module: The module that owns the parameter.
+        name: Its name there.
+        parameter: The parameter.
+        provenance: Who counts as provider of the rule, for messages.
+    """
+    owned = {name: (parameter, version_of(parameter))}
+    value = parameter.detach()
+    stored = Stored((), {}, (), (value,), (version_of(value),), owned, (name,))
+    thread, training = threading.get_ident(), module.training
+    return Call(module, _RULE, provenance, (), stored, thread, training, NO_SETTINGS)

@@ -1,0 +1,262 @@
+"""Carries columns exactly through autograd nodes that lie between module calls.
+
+Between modules, users write ``x + y``, ``x.view(...)``, attention. The backward formula of each
+such node is linear in the gradient, so calling it under vmap over the columns carries all of them.
+Autograd's engine does two things *around* nodes, which are repeated here: it sums gradients to the
+shape of the tensor they belong to (broadcasting), and casts them to its dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointError
+
+from backpack_core._torch import Node, is_symbolic, metadata_of, quiet_vmap
+from backpack_core.errors import BridgeError, OverwrittenInputError
+from backpack_core.graph import nodes
+from backpack_core.values import largest
+from backpack_interplay.checkpoints import unpacking_again
+
+Mats = dict[int, Tensor]  # [V, *shape] by output of a node, or by position of an edge behind it
+Place: TypeAlias = tuple[Node, int]  # an output of a node
+Formula: TypeAlias = Callable[..., Mats]
+saved_at = unpacking_again  # a block around every reading of what a node saved
+
+
+def push(node: Node, mats: Mats) -> Mats:
+    """Carry columns from a node's outputs to its operands.
+
+    Args:
+        node: An autograd node that autograd has not executed yet.
+        mats: Columns ``[V, *shape]`` at the node's outputs, by output number.
+
+    Returns:
+        Columns by position in ``node.next_functions``; those that are zero may be missing.
+
+    Raises:
+        BridgeError: The node runs a backward pass of its own, draws random numbers, or was
+            compiled.
+    """
+    if nodes.is_leaf(node):
+        return {}
+    if nodes.hands_on(node):
+        return mats
+    return {
+        position: _fit(product, *node.next_functions[position])
+        for position, product in push_unsummed(node, mats).items()
+    }
+
+
+def push_through(
+    order: Iterable[Node], starts: Mapping[Place, Tensor], ends: Container[Place] = ()
+) -> dict[Place, Tensor]:
+    """Carry columns through several nodes.
+
+    Args:
+        order: The nodes, consumers first.
+        starts: Columns ``[V, *shape]`` at some of their outputs.
+        ends: Outputs at which they stop.
+
+    Returns:
+        Columns there, at leaves, and at outputs of nodes that are not in the order.
+    """
+    found = {**starts}
+    for node in order:
+        places = [(node, number) for number in range(len(node._input_metadata))]
+        arrived = {p[1]: found.pop(p) for p in places if p in found and p not in ends}
+        if arrived and nodes.is_leaf(node):
+            found[node, 0] = arrived[0]
+            continue
+        for position, mat in push(node, arrived).items() if arrived else ():
+            place: Any = node.next_functions[position]
+            found[place] = found[place] + mat if place in found else mat
+    return found
+
+
+def push_unsummed(node: Node, mats: Mats) -> Mats:
+    """As :func:`push`, before results are summed to the shapes of broadcast operands."""
+    if nodes.is_compiled(node):
+        raise nodes.refuse(
+            node,
+            "it was compiled by torch.compile, and what is compiled carries one gradient, once",
+            "Run the forward pass inside the block of backpack(...), where compiled code runs as "
+            "it was written.",
+        )
+    columns = [mat.to(metadata_of(node, nr).dtype) for nr, mat in mats.items()]
+    formula = _formula(node, list(mats))
+    with unpacking_again(node):  # autograd reads it after us
+        if nodes.is_vmap_exact(node):
+            return _over_columns(formula, columns)
+        # Some formulas assume that a gradient begins where its memory does.
+        fresh = [mat.clone(memory_format=torch.contiguous_format) for mat in columns]
+        return _checked(formula, fresh)
+
+
+def call(node: Node, grads: Sequence[Tensor | None]) -> Mats:
+    """Call a node on gradients of all its outputs, as autograd does."""
+    known = {nr: gradient for nr, gradient in enumerate(grads) if gradient is not None}
+    with unpacking_again(node):
+        return _formula(node, list(known))(*known.values())
+
+
+def _formula(node: Node, numbers: list[int]) -> Formula:
+    """A node as a function of the gradients at some of its outputs; the others are zero."""
+    edges = node.next_functions
+
+    def formula(*gradients: Tensor) -> dict[int, Tensor]:
+        grads: list[Tensor | None] = [None] * len(node._input_metadata)
+        for number, gradient in zip(numbers, gradients, strict=True):
+            grads[number] = gradient
+        if not nodes.is_function(node):
+            result: Any = _called(node, grads)
+            found = result if isinstance(result, tuple) else (result,)
+            return {i: g for i, g in enumerate(found) if g is not None and edges[i][0] is not None}
+        # Nodes of Python functions are called by apply, which needs zeros filled in.
+        with _WithoutBackward(node):
+            result = node.apply(*nodes.filled(node, grads))  # type: ignore[attr-defined]
+        return dict(_by_edge(node, result if isinstance(result, tuple) else (result,)))
+
+    return formula
+
+
+def _called(node: Node, grads: list[Tensor | None]) -> Any:
+    try:
+        return node(*grads)  # type: ignore[operator]
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise OverwrittenInputError(
+            f"What the operation {nodes.described(node)} has saved was changed in place since, so "
+            f"that it has no derivative, in a plain backward pass either ({error}). Make a new "
+            "tensor (h = h + x in the place of h += x), or change it after backward()."
+        ) from error
+
+
+def _by_edge(node: Node, results: tuple[Any, ...]) -> Iterator[tuple[int, Tensor]]:
+    """What a Python function's backward returned for its arguments, by position of an edge.
+
+    Only tensors have edges, and only those that need a gradient have edges that lead somewhere.
+    """
+    wanted = [i for i, needed in enumerate(node.needs_input_grad) if needed]  # type: ignore[attr-defined]
+    edges = [i for i, (parent, _) in enumerate(node.next_functions) if parent is not None]
+    if len(edges) not in (0, len(wanted)):  # a view that was made without gradients has no edges
+        raise nodes.refuse(node, "some of its arguments have no place in the graph")
+    for argument, position in zip(wanted, edges, strict=False):
+        if argument < len(results) and results[argument] is not None:
+            yield position, results[argument]
+
+
+class _WithoutBackward(TorchFunctionMode):
+    """Refuses ``backward()`` inside a formula: each of our calls would add to ``.grad``."""
+
+    def __init__(self, node: Node) -> None:
+        super().__init__()
+        self._node = node
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let everything else pass."""
+        if func in (Tensor.backward, torch.autograd.backward):
+            raise nodes.refuse(
+                self._node,
+                "it runs a backward pass of its own, which would add to the gradients once more "
+                "(for checkpoints, use torch.utils.checkpoint(use_reentrant=False))",
+            )
+        return func(*args, **(kwargs or {}))
+
+
+def _over_columns(formula: Formula, mats: list[Tensor]) -> Mats:
+    """Call a formula for all columns by vmap, or by a loop where torch cannot batch it."""
+    columns = len(mats[0])
+    if columns == 1:
+        return _one_by_one(formula, mats)
+    if columns == 0:
+        zeros = formula(*(m.new_zeros(m.shape[1:]) for m in mats))
+        return {i: g.new_zeros(0, *g.shape) for i, g in zeros.items()}
+    try:
+        with quiet_vmap():
+            result: Mats = torch.vmap(formula)(*mats)
+    except (BridgeError, CheckpointError):
+        raise  # a loop would ask a checkpoint again, which gives once
+    except RuntimeError:
+        # Some formulas, and most Python autograd.Functions, cannot be batched: a loop is exact.
+        return _one_by_one(formula, mats)
+    return result
+
+
+def _checked(formula: Formula, mats: list[Tensor]) -> Mats:
+    """As :func:`_over_columns`, checked on a random sum of columns, since vmap may be wrong."""
+    if len(mats[0]) < 2 or is_symbolic(mats[0]):
+        return _over_columns(formula, mats)
+    weights = random_weights(mats[0].shape[:1], mats[0].device)
+    sums = [_weighted_sum(weights, mat) for mat in mats]
+    # First, since a checkpoint cannot recompute under vmap, and a node may hide what it saved.
+    expected = formula(*sums)
+    result = _over_columns(formula, mats)
+    size = torch.stack([total.abs().sum() for total in sums]).sum()
+    if result.keys() == expected.keys() and all(
+        agree(weights, product, expected[i], size) for i, product in result.items()
+    ):
+        return result
+    return _one_by_one(formula, mats)
+
+
+def random_weights(shape: torch.Size, device: torch.device) -> Tensor:
+    """Random weights from a generator of our own: Monte-Carlo quantities do not change by them."""
+    generator = torch.Generator(device).manual_seed(0)
+    return 0.5 + torch.rand(shape, generator=generator, dtype=torch.float64, device=device)
+
+
+def _one_by_one(formula: Formula, mats: list[Tensor]) -> Mats:
+    singles = [formula(*[m[v].clone() for m in mats]) for v in range(len(mats[0]))]
+    if len(singles) == 1:
+        return {i: gradient.unsqueeze(0) for i, gradient in singles[0].items()}
+    return {i: torch.stack([single[i] for single in singles]) for i in singles[0]}
+
+
+def _weighted_sum(weights: Tensor, mat: Tensor) -> Tensor:
+    shape = mat.shape[weights.dim() :]
+    flat = mat.reshape(weights.numel(), shape.numel())
+    return (weights.flatten().to(mat.dtype) @ flat).reshape(shape)
+
+
+def agree(weights: Tensor, product: Tensor, expected: Tensor, size: Tensor) -> bool:
+    """Whether ``Σ_v weights[v] product[v]`` is what is expected, but for rounding.
+
+    Args:
+        weights: One for each entry of the leading axes, ``[*lead]``.
+        product: Shape ``[*lead, *]``.
+        expected: Shape ``[*]``.
+        size: Sum of the absolute values of what the product was made from.
+    """
+    if product.shape[weights.dim() :] != expected.shape:
+        return False
+    if is_symbolic(expected):
+        return True
+    total = _weighted_sum(weights, product)
+    # A wrong result differs by as much as the numbers themselves; rounding never does.
+    eps = torch.finfo(total.dtype).eps
+    tolerance = eps**0.5 * largest(expected.abs()) + eps * size
+    close = (total - expected).abs() <= tolerance
+    return bool((close | (total == expected) | (total.isnan() & expected.isnan())).all())
+
+
+def _fit(product: Tensor, node: Any, number: int) -> Tensor:
+    """Sum columns ``[V, *broadcast]`` to ``[V, *shape]`` of an operand, in its dtype."""
+    target = metadata_of(node, number)
+    shape = (len(product), *target.shape)
+    surplus = product.dim() - len(shape)
+    if surplus > 0:
+        product = product.sum(tuple(range(1, 1 + surplus)))
+    axes = tuple(
+        axis for axis in range(1, len(shape)) if shape[axis] == 1 and product.shape[axis] != 1
+    )
+    if axes:
+        product = product.sum(axes, keepdim=True)
+    if product.is_complex() and not target.dtype.is_complex:
+        product = product.real
+    return product.to(target.dtype)

@@ -1,0 +1,168 @@
+"""What is known of a graph, with numbers of its walk in the place of nodes, calls and parameters.
+
+So it can be put in the place of those of another graph with the same key.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch.nn import Module
+
+from backpack_core.graph.parameters import Trained
+from backpack_core.graph.paths import inside
+from backpack_core.graph.survey import Bare, Survey, Use
+from backpack_core.plan.structure import Structure, Unplanned
+from backpack_core.record.call import Call
+from backpack_core.record.owner import owned_by_models, owner_of
+from backpack_operations import faults
+
+
+class Numbered(NamedTuple):
+    """Where samples lie, with numbers in the place of nodes; see :class:`Alignment`.
+
+    Attributes:
+        received: How many rows each output's call received.
+        unusual: Outputs of calls that received data, or have modules inside.
+        tables: Those among them that are tables.
+    """
+
+    positions: tuple[tuple[int, int], ...]
+    before: frozenset[int]
+    apart: frozenset[int]
+    starts: tuple[int, ...]
+    faults: tuple[int, ...]
+    received: tuple[tuple[int, int], ...]
+    unusual: tuple[int, ...]
+    tables: tuple[int, ...]
+
+    @classmethod
+    def of(cls, survey: Survey, structure: Structure) -> Numbered:
+        """The numbers.
+
+        Raises:
+            Unplanned: They do not tell everything.
+        """
+        found, places = survey.alignment, structure.places
+        number = {site: n for n, site in enumerate(structure.sites)}
+        unusual = [(number[site[:2]], site.edge.node in survey.tables) for site in survey.unusual]
+        if found.owned or found.beside:
+            raise Unplanned("rows are in an order that numbers in tensors tell")
+        try:
+            return cls(
+                tuple([(places[place], count) for place, count in found.positions.items()]),
+                frozenset([places[place] for place in found.before]),
+                frozenset([places[place] for place in found.apart]),
+                tuple([structure.between[node] for node in found.starts]),
+                tuple([number[site] for site in found.faults]),
+                tuple([(number[site], rows) for site, rows in survey.received.items()]),
+                tuple([n for n, _ in unusual]),
+                tuple([n for n, is_table in unusual if is_table]),
+            )
+        except KeyError as error:
+            raise Unplanned("samples lie at a place that was not walked to") from error
+
+    def fill(self, survey: Survey, structure: Structure) -> None:
+        """The reverse."""
+        found, places, between = survey.alignment, [*structure.places], [*structure.between]
+        sites, keys = [*structure.sites.values()], [*structure.sites]
+        found.positions = {places[n]: count for n, count in self.positions}
+        found.before, found.apart = (
+            {places[n] for n in self.before},
+            {places[n] for n in self.apart},
+        )
+        found.starts = dict.fromkeys([between[n] for n in self.starts])
+        # Nobody is refused: all that counts is where they are.
+        found.faults = {keys[n]: faults.elsewhere() for n in self.faults}
+        survey.received = {keys[n]: rows for n, rows in self.received}
+        survey.axes = dict.fromkeys(keys, 0)
+        survey.unusual, survey.are_moved = [sites[n] for n in self.unusual], False
+        survey.tables = set().union(*(inside(sites[n]) for n in self.tables))
+
+
+class Loose(NamedTuple):
+    """Parameters that operations use, with numbers in the place of nodes; see :class:`Survey`.
+
+    Attributes:
+        uses: Of each parameter the call, its name there, and how often it is read at calls, used by
+            modules without a rule, and whether it is wanted.
+    """
+
+    leaves: tuple[tuple[int, int], ...]
+    bare: tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...]
+    freed: tuple[tuple[int, tuple[str, ...]], ...]
+    outside: frozenset[int]
+    uses: tuple[tuple[int, int, str, int, int, bool], ...]
+
+    @classmethod
+    def of(cls, survey: Survey, structure: Structure) -> Loose | None:
+        """The numbers; ``None`` if modules with rules own all parameters.
+
+        Raises:
+            Unplanned: They do not tell everything.
+        """
+        if not (survey.bare or survey.leaves or survey.freed):
+            return None
+        node, place = structure.between, structure.places
+        number = {id(own): n for n, own in enumerate(structure.parameters)}
+        first = {call: n for n, (call, _) in reversed([*enumerate(structure.sites)])}
+        at_leaves = Counter(id(own) for own in survey.alignment.leaves.values())
+        owners, model = owned_by_models(), model_of(structure)
+        if any(key not in owners or owner_of(owners[key][0]) is not model for key in survey.bare):
+            raise Unplanned("operations use parameters of another model, or of none")
+        try:
+            return cls(
+                tuple([(place[at], number[id(p)]) for at, p in survey.alignment.leaves.items()]),
+                tuple(
+                    [
+                        (number[key], node[bare.node], tuple([(node[n], i) for n, i in bare.edges]))
+                        for key, bare in survey.bare.items()
+                    ]
+                ),
+                tuple(
+                    [(first[c], tuple([o.name for o in own])) for c, own in survey.freed.items()]
+                ),
+                frozenset([number[key] for key in survey.outside]),
+                tuple(
+                    [
+                        (
+                            *(number[key], first[use.call], use.name),
+                            *(use.count - at_leaves[key], use.unruled, use.is_wanted),
+                        )
+                        for key, use in survey.uses.items()
+                        if use.call in first
+                    ]
+                ),
+            )
+        except KeyError as error:
+            raise Unplanned("a parameter is used where no walk by rules gets to") from error
+
+    def fill(self, survey: Survey, structure: Structure) -> None:
+        """The reverse."""
+        between, places = [*structure.between], [*structure.places]
+        calls, parameters = [call for call, _ in structure.sites], structure.parameters
+        survey.alignment.leaves = {places[at]: parameters[n] for at, n in self.leaves}
+        for n, last, edges in self.bare:
+            ways = dict.fromkeys([(between[node], position) for node, position in edges])
+            survey.bare[id(parameters[n])] = Bare(parameters[n], between[last], ways)
+        survey.freed = {calls[n]: trained_by(calls[n], names) for n, names in self.freed}
+        survey.outside = {id(parameters[n]) for n in self.outside}
+        for n, at, name, count, unruled, is_wanted in self.uses:
+            use = Use(parameters[n], calls[at], name, count, unruled, is_wanted)
+            survey.uses[id(parameters[n])] = use
+        survey.is_shared = any(use.count > 1 for use in survey.uses.values())
+
+
+def trained_by(call: Call, names: Iterable[str]) -> tuple[Trained, ...]:
+    """Parameters of a call, as it used them."""
+    owned = call.stored.owned
+    used = [(name, owned[name][0]) for name in names]
+    return tuple([Trained(name, own, own) for name, own in used])
+
+
+def model_of(structure: Structure) -> Module:
+    """The model that a graph is of, of several that which ran first."""
+    *_, (call, _) = structure.sites  # not the first: a loss may be a new module in each pass
+    return owner_of(call.module)

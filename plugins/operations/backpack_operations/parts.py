@@ -1,0 +1,107 @@
+"""Finds out whether each tensor of a list that a model received is one sample's.
+
+As of bags, sets and graphs of several sizes. Lengths do not tell it from tensors that have samples
+in front, one of which may be as long by chance. The ends do: one entry at a loss for each item of
+the list, and made of nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from backpack_core.graph import nodes
+from backpack_core.graph.survey import Survey
+from backpack_core.record.call import Call, Edge
+from backpack_core.record.owner import is_returned
+from backpack_operations import faults
+from backpack_operations.alignment import Place
+from backpack_operations.data import lengths_of
+from backpack_operations.moves import Numbers, are_elsewhere
+from backpack_operations.owners import Owners
+
+
+def tell_parts(survey: Survey) -> None:
+    """Correct the number of samples, if each of several tensors is one sample's.
+
+    It is a fault of a survey if tensors of several lengths were joined, and may be anything.
+    """
+    samples, calls = survey.batch_size, dict.fromkeys(call for call, _ in survey.received)
+    runs = {id(call.run): call.run for call in calls if not call.run.is_inner}.values()
+    if all(len(run.given) < 2 for run in runs):
+        return
+    fresh = [c for c in calls if not (c.rule.is_loss or any(c.edges[:1]) or not c.stored.inputs)]
+    deepest = max((len(given.path) for run in runs for given in run.given), default=0)
+    readings = list[tuple[int, int | None]]()
+    for depth in range(deepest):
+        counts = {len(group) for run in runs for group in run.groups(depth)}
+        readings += [(n, depth) for n in counts if len(counts) == 1 and _ends(survey, n)]
+    readings = [reading for reading in readings if _may_be(survey, fresh, *reading)]
+    _read(survey, samples, None)
+    lengths = [(call, lengths_of(call)) for call in fresh]
+    ragged = [call for call, known in lengths if len(known) > 1 and samples in known]
+    if not (readings or ragged):
+        return
+    if not any(_fits(survey, *reading) for reading in (*readings, (samples, None))):
+        given = {given.shape[0] for run in runs for given in run.given if given.shape}
+        count = readings[0][0] if readings else samples
+        rows = {call.stored.inputs[0].shape[:1].numel() for call in fresh}
+        if count not in given and not rows <= given:  # items were put together, nothing is as many
+            survey.batch_size = count
+        elif ragged:
+            survey.faults.append((faults.ragged(ragged[0]), None))
+
+
+def _read(survey: Survey, samples: int, depth: int | None) -> None:
+    """Say how many samples there are, and at which depth each item is one, if any is."""
+    survey.batch_size, survey.depth, survey.numbers = samples, depth, {}
+
+
+def _may_be(survey: Survey, fresh: list[Call], samples: int, depth: int | None) -> bool:
+    """Whether modules have received something of each item, as far as that is known."""
+    _read(survey, samples, depth)
+    owners = Owners(survey)
+    known = [numbers for call in fresh if (numbers := owners.of_input(call)) is not None]
+    if not known or len(known) < len(fresh):
+        return True
+    return torch.arange(samples, device="cpu").equal(
+        torch.cat([*map(torch.flatten, known)]).unique()
+    )
+
+
+def _fits(survey: Survey, samples: int, depth: int | None) -> bool:
+    """Whether samples are at the ends one after the other, if they are what is said."""
+    _read(survey, samples, depth)
+    if depth is None and any(n != samples for _, n in _losses(survey)):
+        return False
+    owners, every = Owners(survey), torch.arange(samples, device="cpu")
+    ends = [owners.numbers_at(end) for end in _ends(survey, samples)]
+    survey.numbers = {}
+    return bool(ends) and all(_are(numbers, every) for numbers in ends)
+
+
+def _are(numbers: Numbers | None, samples: Tensor) -> bool:
+    if numbers is None or not numbers.dim() or are_elsewhere(numbers):
+        return False
+    return numbers.flatten().expand(len(samples)).equal(samples)
+
+
+def _losses(survey: Survey) -> list[tuple[Edge, int]]:
+    """What extended losses received, and how many rows that has."""
+    losses = [(call.edges[:1], n) for (call, _), n in survey.received.items() if call.rule.is_loss]
+    return [(edge, n) for (edge,), n in losses if edge is not None]
+
+
+def _ends(survey: Survey, count: int) -> list[Place]:
+    """What extended losses received with so many rows; or what models returned with as many."""
+    ends = [edge[:2] for edge, n in _losses(survey) if n == count]
+    return ends or [end for end in _returned(survey) if nodes.lengths_of(*end)[:1] == (count,)]
+
+
+def _returned(survey: Survey) -> Iterator[Place]:
+    between = {node for node, _ in survey.seen} | {site.edge.node for site in survey.sites.values()}
+    for node in between:
+        numbers = range(len(node._input_metadata))
+        yield from ((node, number) for number in numbers if is_returned(node, number))

@@ -1,0 +1,272 @@
+"""What a backward pass refuses, or warns of, before it computes anything.
+
+An error in the middle of a pass would leave half of the results behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core import _hooks, errors
+from backpack_core._torch import Node, class_of
+from backpack_core.contract.extension import Extension
+from backpack_core.contract.propagator import Propagator
+from backpack_core.graph import nodes
+from backpack_core.graph.order import behind
+from backpack_core.graph.paths import is_factor
+from backpack_core.graph.survey import Survey
+from backpack_core.plugins.registry import registry
+from backpack_core.record.call import Call
+from backpack_core.record.owner import name_of_parameter, owned_by_models, owners_of
+from backpack_core.record.view import View
+from backpack_operations import faults
+from backpack_operations.alignment import Alignment
+from backpack_operations.owners import Owners
+
+
+def refuse_bare(survey: Survey, extensions: Sequence[Extension]) -> None:
+    """Refuse parameters that functions use, if an extension has no quantity for them.
+
+    Warn of parameters that belong to no extended model.
+
+    Args:
+        survey: What is known about the graph.
+        extensions: What was asked for.
+
+    Raises:
+        UnsupportedError: An extension has no quantity of one of them, and has to.
+    """
+    at_leaves = set(map(id, survey.alignment.leaves.values()))
+    owned = owned_by_models()
+    for key, (parameter, node, _) in survey.bare.items():
+        is_known = key in at_leaves
+        missed = [e for e in extensions if not (is_known and e.propagator.keeps_apart)]
+        uses = survey.uses[key].count if key in survey.uses else 0
+        if not missed:
+            continue
+        what, advice = _of_bare(parameter, node, survey)
+        for extension in missed:
+            tolerates = key not in owned or extension.fail_mode in ("warning", "silent")
+            # Of one that a module uses as well, a part would be missing.
+            if extension.needs_every_parameter or not tolerates or uses > is_known:
+                raise errors.UnsupportedError(
+                    f"{what}, where {registry.describe(extension)} cannot be had. {advice}"
+                )
+        if any(key not in owned or e.fail_mode == "warning" for e in missed):
+            text = f"{what}: it gets no quantity. {advice}"
+            errors.warn_once((id(parameter), text), text, errors.UncoveredParameterWarning)
+
+
+def _of_bare(parameter: Tensor, node: Node, survey: Survey) -> tuple[str, str]:
+    """What uses a parameter, and what to do about it, for messages."""
+    use = survey.uses.get(id(parameter))
+    if use is not None and not use.call.rule.covers(use.call.module, use.name):
+        kind = class_of(use.call.module).__name__
+        advice = f"Write a layer rule for {kind}, or freeze the parameter."
+        return f"No layer rule covers {use.name!r} of {use.call.path}", advice
+    lost = _not_extended(parameter, [call.module for call, _ in survey.sites])
+    if nodes.is_compiled(node):
+        advice = (
+            "That part of the graph was compiled by torch.compile, where no module is seen: run "
+            "the forward pass inside the block of backpack(...), where what was compiled runs as "
+            "it was written."
+        )
+    elif lost:
+        advice = (
+            f"{lost} is no extended part of its model: it was put there, or wrapped, after "
+            "extend(model), or unextended. Call extend(model) again."
+        )
+    else:
+        verb = "Call" if id(parameter) in owned_by_models() else "Extend"
+        advice = (
+            f"{verb} the module that it belongs to, make it a parameter of the module whose "
+            "forward() uses it, or freeze it."
+        )
+    which = named(survey, parameter)
+    used = f"{which[0].upper()}{which[1:]} is used by the operation {nodes.name_of(node)!r}"
+    return f"{used} outside of any extended module that owns it", advice
+
+
+def named(survey: Survey, parameter: Tensor) -> str:
+    """A parameter in words, for messages."""
+    name = name_of_parameter([call.module for call, _ in survey.sites], parameter)
+    which = "a parameter" if name is None else f"the parameter {name}"
+    return f"{which} of shape {list(parameter.shape)}"
+
+
+def refuse_misaligned(
+    survey: Survey, alignment: Alignment, propagators: Sequence[Propagator]
+) -> None:
+    """Raise if samples are not on axis 0 at a tensor, and a quantity needs them there.
+
+    Args:
+        survey: What is known about the graph.
+        alignment: Where samples lie in it.
+        propagators: The propagators that were asked for.
+
+    Raises:
+        BackpackError: A quantity needs the samples on axis 0, and they are elsewhere.
+    """
+    for propagator in propagators:
+        if not propagator.per_sample:
+            continue
+        for (call, index), fault in alignment.faults.items():
+            if propagator.only_at_losses and not call.rule.is_loss:
+                continue
+            site = survey.sites[call, index]
+            positions = alignment.positions_of(site)
+            # Before any samples, axis 0 is something else, which the rule would take for them.
+            is_before = (site.edge.node, site.edge.output_nr) in alignment.before
+            is_known = not survey.axes[call, index] or alignment.owned_at(site.edge) is not None
+            is_known &= not (is_before and survey.trained[call])
+            if call.rule.is_loss:
+                edge = call.edges[0]
+                is_known = not call.stored.inputs[0].shape[:1].numel() % alignment.batch_size
+                # The declaration does not say in which order the entries of a loss lie.
+                is_known &= not survey.is_declared or alignment.batch_size == 1
+                is_known &= not Owners(survey).received_elsewhere(call)
+                is_known |= edge is not None and alignment.owned_at(edge) is not None
+            is_split = positions > 1 and propagator.subsampling is not None
+            if not propagator.keeps_apart or not is_known:
+                raise fault
+            if is_split:
+                is_picked = survey.received[call, index] % alignment.batch_size
+                if is_picked and not survey.is_told:
+                    raise fault
+                raise faults.merged_samples(call, 0 if survey.is_told else positions)
+        if alignment.beside and propagator.keeps_apart:
+            raise _beside(survey, *alignment.beside[0])
+
+
+def refuse_beside(survey: Survey, extensions: Sequence[Extension]) -> None:
+    """Raise if a term in ``beside=`` depends on outputs of modules, or an extension needs it.
+
+    Args:
+        survey: What is known about the graph.
+        extensions: What was asked for.
+
+    Raises:
+        UnsupportedError: A term depends on such an output, so that gradients there are not those of
+            the loss alone; or it has a part in what an extension computes.
+    """
+    if not survey.beside:
+        return
+    for extension in extensions:
+        if extension.is_of_everything:
+            raise errors.UnsupportedError(
+                f"{registry.describe(extension)} is of all that backward() is called on, and the "
+                "second derivative of a term that was handed over in beside=[...] is not known to "
+                "any rule. Call backward() on the term outside of the block and add its second "
+                "derivative yourself, or use products with the Hessian (HMP), which have it."
+            )
+    ends = {node for node, _ in survey.beside}
+    found = ends | behind(ends)
+    for site in survey.sites.values():
+        if site.edge.node in found:
+            raise errors.UnsupportedError(
+                f"A term that was handed over in beside=[...] depends on the output of "
+                f"{site.call.path}, whose gradient is the sum of both: what belongs to the loss "
+                "alone is not known. Leave the term out of beside=[...], which adds it to the "
+                "gradients of samples if it is a sum over them; or call backward() on it outside "
+                "of the block."
+            )
+
+
+def _beside(survey: Survey, parameter: Tensor, node: Node) -> errors.UnsupportedError:
+    depends = (
+        f"The number that backward() is called on depends on {named(survey, parameter)} by the "
+        f"operation {nodes.described(node)!r}"
+    )
+    if Owners(survey).are_elsewhere((node, 0)):
+        return errors.UnsupportedError(
+            f"{depends}, whose result has its samples on another axis than the first: they cannot "
+            "be told apart there. Have the model return samples in front, as in "
+            "output.transpose(0, 1)."
+        )
+    if is_factor(survey, parameter):
+        return errors.UnsupportedError(
+            f"The number that backward() is called on is a loss times a factor that depends on "
+            f"{named(survey, parameter)}, as exp(-s) * loss is with a trained s: the loss was "
+            "added up before, so what each sample has in the gradient of the factor is not known. "
+            "Take the sum last, (exp(-s) * losses).mean() with reduction='none', and hand over "
+            "what is added, beside=[s]; or keep the factor out, exp(-s).detach() * loss."
+        )
+    return errors.UnsupportedError(
+        f"{depends}, and not by way of any sample: a term beside the "
+        "loss, as a penalty on weights is. Its gradient belongs to no sample. Hand that term over, "
+        "backpack(..., beside=[term]), and quantities are those of the rest; or call backward() on "
+        "it outside of the block. A single sample needs an axis of samples, too: "
+        "model(x.unsqueeze(0))."
+    )
+
+
+def _not_extended(parameter: Tensor, modules: list[Module]) -> str:
+    """The module that owns a parameter in an extended model, but was not extended itself."""
+    for model in owners_of(modules):
+        for path, part in model.named_modules():
+            own = any(parameter is other for other in part._parameters.values())
+            if own and not _hooks.are_installed(part):
+                return f"{type(part).__name__} {path!r}"
+    return ""
+
+
+def refuse_loss_alone(survey: Survey, extensions: Sequence[Extension]) -> None:
+    """Raise if only losses are extended, although parameters are trained behind them.
+
+    Args:
+        survey: What is known about the graph.
+        extensions: What was asked for.
+
+    Raises:
+        NotExtendedError: There would be no quantity at all.
+    """
+    calls = [call for call, _ in survey.sites]
+    if any(nodes.is_compiled(bare.node) for bare in survey.bare.values()):
+        return  # its modules may be extended all the same
+    if survey.bare and not survey.uses and all(call.rule.is_loss for call in calls):
+        losses = ", ".join(dict.fromkeys(call.path for call in calls))
+        names = ", ".join(type(extension).__name__ for extension in extensions)
+        raise errors.NotExtendedError(
+            f"Only the loss ({losses}) is extended, and {len(survey.bare)} trained parameters "
+            f"behind it belong to no extended module: {names} would compute nothing. Call "
+            "model = extend(model) before the forward pass."
+        )
+
+
+def behind_weights(call: Call, extension: Extension) -> errors.UnsupportedError:
+    """The error if autograd reaches a call by no way that a sample goes.
+
+    Args:
+        call: The call.
+        extension: What was asked for.
+    """
+    return errors.UnsupportedError(
+        f"{registry.describe(extension)} is read at the weights that calls used, and some of them "
+        f"were computed with the output of {call.path}, which backward() therefore reaches: by a "
+        "gradient that was made with create_graph=True (the inner step of MAML, and "
+        "torch.func.functional_call with its result), or by another model that makes weights. "
+        "What belongs to which sample is not known there. Cut the graph: call "
+        "torch.autograd.grad(...) without create_graph=True, or give functional_call "
+        "weight.detach().requires_grad_(); the quantities are stored on the weights that it is "
+        "given."
+    )
+
+
+def changed_gradient(view: View, changed_by: Sequence[Any]) -> errors.UnsupportedError:
+    """The error if hooks change the gradient, which curvature does not follow.
+
+    Args:
+        view: The visit at which it was seen.
+        changed_by: The hooks on the tensor; empty if they are on its node.
+    """
+    names = [getattr(hook, "__qualname__", repr(hook)) for hook in changed_by]
+    where = f"that tensor ({', '.join(names)})" if names else "its autograd node"
+    return errors.UnsupportedError(
+        f"The gradient of the output of {view.path} is changed by a hook on {where}, so "
+        "curvature of the loss is not that of what backward() differentiates. Remove the hook, "
+        "or leave second-order extensions out."
+    )

@@ -1,0 +1,233 @@
+"""Walks the graph of a backward pass before anything is computed, and notes what a survey knows.
+
+Calls with a rule are stepped over, so it costs a visit per call and per node between calls. Inside
+of others a walk knows the calls that it is in, innermost first: a *region*.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from backpack_core._torch import Node, has_memory
+from backpack_core.graph import nodes
+from backpack_core.graph.paths import losses_without_rule
+from backpack_core.graph.survey import Region, Survey, edges_behind
+from backpack_core.record.call import Call, Edge, Site, is_noted, site_at, viewed_at
+from backpack_core.record.owner import is_parameter
+from backpack_core.record.view import View
+from backpack_operations import faults
+from backpack_operations.batch import batch_of, declared_axis, other_run, some_rows
+from backpack_operations.of_weights import has_parameters_given
+from backpack_operations.parts import tell_parts
+from backpack_operations.summed import told_by_sums
+
+_Steps = list[tuple[Edge, Region]]
+
+
+def look_behind(survey: Survey, edges: Iterable[Edge]) -> None:
+    """Walk everything behind some edges; what is known already is not walked again."""
+    edges = [*edges]
+    _walk(survey, [(edge, ()) for edge in edges])
+    for place in survey.inner.keys() & survey.viewed.keys():
+        survey.faults.append((faults.changed_output(survey.inner[place]), None))
+    if not survey.batch_size:
+        survey.losses |= losses_without_rule(survey, edges)
+        runs = (call.run for call, _ in survey.sites if not survey.is_loss(call))
+        if survey.told is None:
+            survey.told = told_by_sums(survey, edges)
+        else:
+            survey.told = survey.told.fitting(run for run in runs if not run.is_inner)
+    if survey.told is not None:
+        survey.batch_size = survey.told.samples
+    elif not survey.batch_size:
+        survey.batch_size, survey.rows = some_rows(survey)
+        if not survey.batch_size:
+            survey.batch_size = batch_of(survey)
+            tell_parts(survey)
+        if (other := other_run(survey)) is not None:
+            survey.faults.append((faults.other_run(*other, survey.batch_size), None))
+
+
+def look_inside(survey: Survey, site: Site) -> None:
+    """Have a call gone through node by node."""
+    survey.axes.update((place, 0) for place in survey.axes if place[0] is site.call)
+    # Behind one of several outputs, some of the operations may be missing.
+    for own in [own for own in survey.sites.values() if own.call is site.call]:
+        _walk(survey, _open(survey, own, survey.regions[site.call]))
+
+
+def _open(survey: Survey, site: Site, region: Region) -> _Steps:
+    """Have nothing read at a call itself; returns where the nodes inside begin."""
+    call = site.call
+    survey.opened.add(call)
+    survey.disown(call)
+    survey.given[call] = ChainMap(_computed(call), survey.handed)
+    return [(site.below, (call, *region))]
+
+
+def _walk(survey: Survey, todo: _Steps) -> None:
+    survey.structure = None
+    while todo:
+        edge, region = todo.pop()
+        if survey.beside and edge[:2] in survey.beside:
+            continue
+        if region:
+            if edge[:2] in survey.given[region[0]]:
+                continue
+            while region and any(e and e[:2] == edge[:2] for e in region[0].edges):
+                region = region[1:]  # its inputs begin; they may have come from anywhere
+        site = None
+        if is_noted(edge.node):
+            _note_views(survey, edge, region)
+            site = survey.site_at(edge)
+        if site is None:
+            todo += _pass(survey, edge.node, region)
+        else:
+            todo += _enter(survey, site, region)
+
+
+def _computed(call: Call) -> dict[tuple[Node, int], Tensor]:
+    """Parameters of a call that are results of a computation, by the output of a node.
+
+    They may be so under ``functional_call``: then they get the quantity, as a leaf would.
+    """
+    stored = call.stored
+    used = (stored.owned[name][0] for name in stored.parameters)
+    return {(node, t.output_nr): t for t in used if (node := t.grad_fn) is not None}
+
+
+# Calls ------------------------------------------------------------------------------------------
+
+
+def _enter(survey: Survey, site: Site, region: Region) -> _Steps:
+    """Enter a call; returns where to go on."""
+    call, index = site.call, site.index
+    if (call, index) in survey.sites or call.is_released:
+        return []
+    survey.sites[call, index] = site
+    survey.regions[call] = region
+    survey.note_uses(call)
+    _check(survey, site)
+    # A rule may leave out a parameter, a call does not own one that it was given as an argument,
+    # and where nothing was received, nothing says which samples there are.
+    is_left = call in survey.freed or not call.edges
+    is_given = has_parameters_given(call) or any(
+        e is not None and e[:2] in survey.handed for e in call.edges
+    )
+    if call.rule.transparent:  # it may be asked for parameters all the same
+        survey.opened.add(call)
+        survey.given[call] = ChainMap(_computed(call), survey.handed)
+        return [(site.below, (call, *region))]
+    # Nor does a rule know rows of another number than it was given: operations inside do.
+    is_moved = survey.received.get((call, index)) == -1 and not survey.trained[call]
+    if call.is_rewired or is_left or is_moved or (is_given and not call.rule.is_loss):
+        survey.axes[call, index] = 0
+        return _open(survey, site, region)
+    return [(edge, region) for edge in call.edges if edge is not None]
+
+
+def _check(survey: Survey, site: Site) -> None:
+    call, index = site.call, site.index
+    rule, stored, module = call.rule, call.stored, call.module
+    output, inputs = stored.outputs[index], stored.inputs
+    for tensor in (output, *inputs):
+        if not has_memory(tensor):
+            raise faults.nested_tensor(f"What {call.path} received or returned")
+        survey.widest = max(survey.widest, tensor.nbytes)
+    view = View(call, index)
+    survey.axes[call, index] = axis = rule.batch_axis(view, index)
+    if not isinstance(axis, int) or not 0 <= axis < max(1, output.dim()):
+        raise faults.no_axis(call, axis, output)
+    survey.is_declared |= declared_axis(call) > 0
+    if rule.mixes_samples(view):
+        further = " If axis 0 holds other things (weights, steps), call a function, not the module."
+        survey.faults.append((faults.mixing(call.path, further), None))
+    if inputs:
+        size = inputs[0].shape[0] if inputs[0].dim() else 0
+        is_moved = bool(output.dim()) and output.shape[axis : axis + 1] != (size,)
+        survey.received[call, index] = -1 if is_moved and not rule.is_loss else size
+    if module._modules and not rule.transparent and (fault := faults.uncovered(call)):
+        raise fault
+    if module._modules or None in call.edges:
+        survey.unusual.append(site)
+
+
+# Nodes ------------------------------------------------------------------------------------------
+
+
+def _pass(survey: Survey, node: Node, region: Region) -> _Steps:
+    """Go through a node between calls; returns where to go on."""
+    # Twice, where it is reached from inside an execution and from outside past its output.
+    if (node, region) in survey.seen:
+        return []
+    survey.seen[node, region] = None
+    further: _Steps = []
+    if nodes.is_nested(node):
+        raise faults.nested_tensor(f"What the operation {nodes.described(node)!r} made", node)
+    if nodes.mixes_samples(node):
+        what = f"The operation {nodes.described(node)!r}"
+        survey.faults.append((faults.mixing(what), node))
+    for position, edge in edges_behind(node):
+        if nodes.is_leaf(edge.node):
+            _note_leaf(survey, edge.node.variable, node, position, region)  # type: ignore[attr-defined]
+            continue
+        given = (survey.given[region[0]] if region else survey.handed).get(edge[:2])
+        if given is not None:
+            _note_leaf(survey, given, node, position, region)
+            continue
+        if edge.level:
+            _see_through(survey, edge)
+            edge = Edge(edge.node, edge.output_nr)
+        if region:
+            _note_use_inside(survey, edge, node, region)
+        further.append((edge, region))
+    return further
+
+
+def _note_leaf(survey: Survey, leaf: Tensor, node: Node, position: int, region: Region) -> None:
+    """Note a parameter, and which enclosing call owns it, if any."""
+    for call in region:
+        if any(leaf is own.parameter for own in survey.trained[call]):
+            survey.owned.setdefault(call, []).append((node, position, leaf))
+            return
+        if any(leaf is own.parameter for own in survey.freed.get(call, ())):
+            break
+    else:
+        survey.outside.add(id(leaf))
+    use = survey.uses.get(id(leaf))
+    if is_parameter(leaf) if use is None else use.is_wanted:
+        survey.note_bare(node, position, leaf)
+
+
+# Views that were changed in place -----------------------------------------------------------------
+
+
+def _note_views(survey: Survey, edge: Edge, region: Region) -> None:
+    """See whether an output is reached past the views of it that modules returned."""
+    place = (edge.node, edge.output_nr)
+    views = () if edge.level or place in survey.viewed else viewed_at(*place)
+    for level, (call, _, layout) in reversed([*enumerate(views, start=1)]):
+        if layout.is_whole and not call.is_released and call not in region:
+            _see_through(survey, Edge(*place, level))
+            break
+
+
+def _see_through(survey: Survey, edge: Edge) -> None:
+    survey.viewed[edge.node, edge.output_nr] = edge
+    for level in range(1, edge.level + 1):
+        site = site_at(Edge(edge.node, edge.output_nr, level))
+        if site is not None:
+            survey.moved.add((site.call, site.index))
+            if (site.call, site.index) in survey.sites:
+                survey.sites[site.call, site.index] = site
+
+
+def _note_use_inside(survey: Survey, edge: Edge, node: Node, region: Region) -> None:
+    """Note what a call computes several outputs from, which may be changed in place later."""
+    for call, *_ in viewed_at(edge.node, edge.output_nr):
+        own = site_at(Edge(node, 0))
+        if call in region and (own is None or own.call is not call):
+            survey.inner.setdefault((edge.node, edge.output_nr), call)

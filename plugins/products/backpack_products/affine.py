@@ -1,0 +1,214 @@
+"""Affine products, ``Σ_s out[v, n, s] ⊗ inp[n, s]``, and the operations on their two factors.
+
+Linear layers, convolutions, recurrent cells and attention give such products. What is read from the
+factors avoids ``[V, N, *θ]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from backpack_products import contractions
+from backpack_products.factors import FactorProduct
+from backpack_products.operations import (
+    as_formed,
+    batch_sum,
+    gram,
+    is_formed,
+    read_together,
+    square_sum,
+    weighted_sum,
+)
+from backpack_products.product import DenseProduct, Piece, SampleProduct, misfit
+from backpack_products.rows import JoinedRows, Rows
+
+R = TypeVar("R")
+
+
+class AffineProduct(FactorProduct):
+    """``Σ_s out[v, n, s, g] ⊗ inp[n, s, g]``: of a weight, or a bias, of an affine map.
+
+    Attributes:
+        out: Columns at the output of the map. Shape ``[V, N, S, G, O]``.
+        inp: What the weight multiplies, ``[N, S, G, I]``; ``None`` for a bias.
+    """
+
+    def __init__(
+        self,
+        out: Tensor,
+        inp: Rows | None,
+        shape: torch.Size,
+        arrange: Callable[[Tensor], Tensor] | None = None,
+        is_own: Tensor | None = None,
+    ) -> None:
+        """Store the factors.
+
+        Args:
+            out: See the class.
+            inp: See the class.
+            shape: Shape of the parameter.
+            arrange: ``[*lead, G, O, I] ↦ [*lead, *θ]`` (for a bias from ``[*lead, G, O]``), where
+                that is no mere reshape.
+            is_own: See the class.
+        """
+        axes, size = out.shape, 1 if inp is None else inp.shape[-1]
+        fits = len(axes) == 5 and (inp is None or inp.shape[:-1] == axes[1:4])
+        if not fits or (arrange is None and axes[3] * axes[4] * size != shape.numel()):
+            of = f", of a parameter {list(shape)}"
+            raise misfit(self, f"[V, N, S, G, O] and [N, S, G, I]{of}", out, inp)
+        super().__init__(axes[0], axes[1], shape, out)
+        self.out, self.inp, self.arrange, self.is_own = out, inp, arrange, is_own
+
+    @property
+    def other(self) -> Rows | None:
+        """The inputs."""
+        return self.inp
+
+    def with_factors(self, out: Tensor, other: Any, is_own: Tensor | None) -> AffineProduct:
+        """Stored in the same order."""
+        return AffineProduct(out, other, self.shape, self.arrange, is_own)
+
+    @property
+    def positions(self) -> int:
+        """``S``."""
+        return self.out.shape[2]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """``(G, O, I)``, for a bias ``(G, O)``."""
+        width = () if self.inp is None else (self.inp.shape[3],)
+        return (*self.out.shape[3:], *width)
+
+    def factors(self, inp: Rows) -> tuple[Tensor, Rows]:
+        """``out`` and ``inp``; as one group if all groups multiply the same input."""
+        is_free = self.out.shape[3] > 1 and self.arrange is None
+        if is_free and isinstance(inp, Tensor) and not inp.stride(2):
+            return self.out.flatten(3).unsqueeze(3), inp[:, :, :1]
+        return self.out, inp
+
+    def to_parameter(self, mat: Tensor) -> Tensor:
+        """``[*lead, G, O, I] → [*lead, *θ]``, for a bias from ``[*lead, G, O]``."""
+        if self.arrange is not None:
+            return self.arrange(mat)
+        width = 2 if self.inp is None else 3
+        return mat.reshape(*mat.shape[:-width], *self.shape)
+
+    def part(self, columns: slice, samples: slice) -> Tensor:
+        """``M`` of some, by a batched product; of all, from the factors as they are."""
+        is_whole = (columns, samples) == (slice(0, self.columns), slice(0, self.samples))
+        if self.inp is None:
+            out = self.out if is_whole else self.out[columns, samples]
+            return self.to_parameter(_over_positions(out))
+        out, inp = self.factors(self.inp)
+        if not is_whole:
+            out, inp = out[columns, samples], inp[samples]
+        return self.to_parameter(contractions.products(out, inp))
+
+    def pieces(self) -> Iterator[Piece]:
+        """``M`` piece by piece, in one buffer."""
+        if self.inp is None:
+            whole = self.to_parameter(_over_positions(self.out))
+            yield slice(0, self.columns), slice(0, self.samples), whole
+            return
+        pieces = contractions.pieces(*self.factors(self.inp))
+        for some, rows, piece in pieces:  # [n, G, v, O, I]
+            yield some, rows, self.to_parameter(piece.permute(2, 0, 1, 3, 4))
+
+    def joined(self, others: Sequence[Any]) -> Rows:
+        """Side by side when they are asked for."""
+        return JoinedRows(*others)
+
+    def has_form_of(self, other: SampleProduct) -> bool:
+        """Whether both map the entries of the factors to the parameter in one order."""
+        if not isinstance(other, AffineProduct) or self.sizes != other.sizes:
+            return False
+        if self.arrange is other.arrange:
+            return True
+        # On the host, where nobody has to wait for them.
+        numbers = torch.arange(prod(self.sizes), device="cpu").reshape(self.sizes)
+        return bool(torch.equal(self.to_parameter(numbers), other.to_parameter(numbers)))
+
+
+def _over_positions(out: Tensor) -> Tensor:
+    """The sum over positions in memory of its own; of one position a copy, which is faster."""
+    return out.squeeze(2).clone() if out.shape[2] == 1 else out.sum(2)
+
+
+def reads_formed(product: AffineProduct) -> bool:
+    """Whether an operation should read the formed ``M`` rather than the factors.
+
+    For a bias, ``M`` is the sum over positions, and nothing is cheaper. For a weight with a single
+    position, contracting the factors costs less even if ``M`` has been formed.
+    """
+    return product.inp is None or (is_formed(product) and product.positions > 1)
+
+
+def _formed(product: AffineProduct) -> DenseProduct:
+    """The product with ``M`` formed; of a bias with one position, which nobody keeps, a view."""
+    if product.inp is None and product.positions == 1 and not is_formed(product):
+        return DenseProduct(product.to_parameter(product.out.squeeze(2)))
+    return as_formed(product)
+
+
+def for_weights(operation: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
+    """Register a version of an operation for weights: a function ``(product, inp, *arguments)``.
+
+    It contracts both factors. Where :func:`reads_formed` says so, ``M`` is read by the operation's
+    definition instead; nor is it called for what :func:`read_together` gives along with others.
+    """
+
+    def register(contract: Callable[..., R]) -> Callable[..., R]:
+        def version(product: AffineProduct, *arguments: Any) -> R:
+            if product.inp is None or reads_formed(product):
+                formed = _formed(product)
+                known = None if arguments else product.results.get((operation,))
+                read: R = operation(formed, *arguments) if known is None else known
+                return read
+            along = read_together(product).get(operation) if operation in product.needs else None
+            if along is not None:
+                return along  # type: ignore[return-value]
+            return contract(product, product.inp, *arguments)
+
+        version.__module__ = contract.__module__
+        operation.register(version)
+        return contract
+
+    return register
+
+
+@for_weights(square_sum)
+def square_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
+    """By :func:`contractions.square_sum`."""
+    return product.to_parameter(contractions.square_sum(*product.factors(inp)))
+
+
+@for_weights(batch_sum)
+def batch_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
+    """By :func:`contractions.sums`."""
+    return product.to_parameter(contractions.sums(*product.factors(inp)))
+
+
+@for_weights(gram)
+def gram_affine(product: AffineProduct, inp: Rows) -> Tensor:
+    """By :func:`contractions.gram`."""
+    return contractions.gram(*product.factors(inp))
+
+
+@for_weights(weighted_sum)
+def weighted_sum_affine(product: AffineProduct, inp: Rows, weights: Tensor) -> Tensor:
+    """A plain weight gradient, of weighted columns."""
+    out, inp = product.factors(inp)
+    if len(weights) == product.columns == 1:
+        each = weights[0, 0, :, None, None, None]
+        if isinstance(inp, Tensor) and inp.numel() < out.numel():  # weigh the smaller one
+            inp = inp * each
+        else:
+            out = out * each
+    else:
+        out = torch.einsum("kvn,vnsgo->knsgo", weights, out)
+    return product.to_parameter(contractions.sums(out, inp))

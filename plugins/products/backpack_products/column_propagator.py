@@ -1,0 +1,174 @@
+"""Propagators that send columns: by transposed Jacobians, and through nodes root by root.
+
+An author writes how the columns start; everything else is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from backpack_core._torch import Node
+from backpack_core.contract.loss import LossRule
+from backpack_core.contract.propagator import Propagator
+from backpack_core.contract.rules import LayerRule, expect
+from backpack_core.errors import UnsupportedError
+from backpack_core.record.view import View
+from backpack_operations.alignment import Crossing
+from backpack_operations.apart import cross_apart, cross_columns, owned_by, put_together
+from backpack_products.columns import ApartColumns, Columns, OwnedColumns, Root, taken_apart
+from backpack_products.parametric import ParametricRule
+from backpack_products.product import SampleProduct
+
+
+class ColumnPropagator(Propagator):
+    """A propagator whose quantity is :class:`~backpack_core.Columns`, pushed by ``Jᵀ``.
+
+    To write:
+        ``start(rule, view)``: columns ``[V, N, *in]`` at the input of a loss.
+    """
+
+    keeps_apart = True
+    sheds_everywhere = False
+
+    def arrive(self, rule: LayerRule, view: View, waiting: Columns | None) -> Columns | None:
+        """The columns in the dtype of the gradient: under autocast, neighbours differ in it."""
+        if rule.is_loss:
+            waiting = super().arrive(rule, view, waiting)
+            found = waiting.blocks.values() if isinstance(waiting, Columns) else [type(waiting)]
+            what = "start has to return Columns.start(name, mat): it gave"
+            for mat in found:
+                expect(view, self, what, mat, view.input_shape)
+        return None if waiting is None else waiting.to(view.dtype)
+
+    def nothing(self, view: View) -> Columns | None:
+        """One column of zeros."""
+        assert view.grad_output is not None
+        return Columns.start("nothing", torch.zeros_like(view.grad_output).unsqueeze(0))
+
+    def propagate(self, rule: LayerRule, view: View, quantity: Columns) -> dict[int, Columns]:
+        """One transposed Jacobian product for all columns."""
+        products = rule.jac_t_mat_prod(view, quantity.flat)
+        return {i: quantity.split(p) for i, p in enumerate(products) if p is not None}
+
+    def products(
+        self, rule: ParametricRule, view: View, names: Sequence[str], quantity: Columns
+    ) -> list[SampleProduct]:
+        """The products of all columns, side by side."""
+        if isinstance(quantity, ApartColumns):
+            products = [rule.apart_product(view, name, quantity) for name in names]
+        else:
+            products = rule.param_products(view, names, quantity.mat)
+        roots = quantity.sizes
+        for product in products:
+            product.roots = roots
+        return products
+
+    def merge(self, first: Columns, second: Columns) -> Columns:
+        """Add blocks of the same root."""
+        return first.merge(second)
+
+    def widen(self, quantity: Columns, batch_size: int) -> Columns:
+        """Zeros for samples that were left out."""
+        return quantity.widened(self.subsampling, batch_size)
+
+    def narrow(self, quantity: Columns) -> Columns:
+        """The chosen samples."""
+        return quantity.chosen(self.subsampling)
+
+    def cross(
+        self, node: Node, quantities: dict[int, Columns], there: Crossing
+    ) -> list[tuple[int, Columns]]:
+        """Call the node under vmap over the columns."""
+        if there.apart or any(isinstance(c, ApartColumns) for c in quantities.values()):
+            return cross_apart(node, quantities, there)
+        return cross_columns(node, quantities)
+
+    def take_apart(self, quantity: Columns, positions: int | Tensor) -> Columns:
+        """Every sample gets columns of its own, with zeros for all others."""
+        if isinstance(quantity, ApartColumns):
+            return quantity
+        owned = owned_by(positions, quantity.mat.shape[1], quantity.mat.device)
+        chosen = self.subsampling if isinstance(positions, Tensor) else None
+        if chosen is None:
+            return OwnedColumns(quantity, owned)
+        if self.travels and len({*chosen}) < len(chosen):  # a sample has columns for each time
+            return OwnedColumns(quantity, owned).formed().chosen(chosen)
+        return OwnedColumns(quantity, owned[list(chosen)])
+
+    def put_together(self, quantity: Columns, positions: int | Tensor) -> Columns:
+        """The samples in one column again; raises if one reaches another."""
+        return Columns({r: put_together(mat, positions) for r, mat in quantity.blocks.items()})
+
+    def split_positions(self, quantity: Columns, turns: Tensor) -> Columns:
+        """Columns of their own for the entries of one sample, zeros at the others."""
+        blocks = {
+            Root(root.name, None, root.scale, turns): taken_apart(mat, turns).flatten(0, 1)
+            for root, mat in quantity.blocks.items()
+        }
+        return Columns(blocks)
+
+    def map(self, quantity: Columns, function: Callable[[Tensor], Tensor]) -> Columns:
+        """Apply the function to all columns at once."""
+        return quantity.map(function)
+
+    def shed(
+        self,
+        rule: LayerRule | None,
+        view: View,
+        quantity: Columns,
+        size: int,
+        is_rooted: bool = False,
+    ) -> tuple[Columns, Iterable[Columns]]:
+        """Chunks of about one size at a loss; nothing later, where others may be added."""
+        return quantity.cut(size) if rule is not None and rule.is_loss else (quantity, ())
+
+
+@dataclass(frozen=True)
+class OutputGradient(ColumnPropagator):
+    """What first-order extensions read: the gradient at the output, as a single column."""
+
+    travels = False
+    _ROOT: ClassVar[Root] = Root("gradient")
+    subsampling: tuple[int, ...] | None = None
+
+    def start(self, rule: LossRule, view: View) -> Columns:
+        """Nothing starts at a loss: autograd carries this quantity."""
+        raise UnsupportedError("The output gradient is autograd's own quantity.")
+
+    def arrive(self, rule: LayerRule, view: View, waiting: Columns | None) -> Columns:
+        """Autograd's gradient; at a tensor without samples, the columns that were kept apart."""
+        if waiting is not None:
+            return waiting.to(view.dtype)
+        assert view.grad_output is not None
+        return Columns({self._ROOT: view.grad_output.unsqueeze(0)})
+
+    def supply(
+        self, quantities: dict[int, Columns], grads: Sequence[Tensor | None]
+    ) -> dict[int, Columns]:
+        """Autograd's gradient, at the last tensors that have samples."""
+        brought = {
+            nr: Columns({self._ROOT: gradient.unsqueeze(0)})
+            for nr, gradient in enumerate(grads)
+            if gradient is not None
+        }
+        return {**brought, **quantities}
+
+    def cross(
+        self, node: Node, quantities: dict[int, Columns], there: Crossing
+    ) -> list[tuple[int, Columns]]:
+        """Go on to tensors without samples only: elsewhere autograd brings the gradient."""
+        if self.subsampling is not None:  # a column for each time that a sample is named
+            chosen = [n % there.batch_size for n in self.subsampling]
+            turns = max(map(chosen.count, chosen), default=1)
+            quantities = {
+                nr: c
+                if isinstance(c, ApartColumns)
+                else Columns({self._ROOT: c.mat.expand(turns, *c.mat.shape[1:])})
+                for nr, c in quantities.items()
+            }
+        return cross_apart(node, quantities, there, keeps_all=False)

@@ -1,0 +1,256 @@
+"""Contractions of ``M`` for layers in weight-sharing form ``y[n, s, g] = W[g] x[n, s, g]``.
+
+Pure functions of ``out`` (columns at the output, ``[V, N, S, G, O]``) and ``inp`` (what the weight
+multiplies, ``[N, S, G, I]``). With ``M[v, n] = Σ_s out[v, n, s] ⊗ inp[n, s]``, of shape ``[V, N, G,
+O, I]``, each returns a reduction of ``M``, which is formed piece by piece or not at all.
+
+A first write to fresh memory takes as long as many multiply-adds. So pieces fit into the cache and
+share a buffer, and patches are made for some samples at a time: ``docs/design/contractions.md``.
+Imports the memory budget, and the memory of earlier results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import TypeGuard
+
+import torch
+from torch import Tensor
+
+from backpack_core.recycled import take
+from backpack_core.tuning import CACHE, DIRECT, LARGE, even_size, memory_budget
+from backpack_products.rows import DirectRows, Rows, whole
+
+
+def products(out: Tensor, inp: Rows) -> Tensor:
+    """``M`` itself. Shape ``[V, N, G, O, I]``."""
+    columns, samples, positions, groups, features = out.shape
+    size = inp.shape[3]
+    if is_empty(out, inp):
+        return out.new_zeros(columns, samples, groups, features, size)
+    shape = columns, samples, groups, features, size
+    if positions == 1:
+        left, right = out.permute(0, 1, 3, 4, 2), whole(inp).transpose(1, 2)
+        is_alike = left.dtype is right.dtype
+        return torch.mul(left, right, out=take(out, shape) if is_alike else None)
+    if torch.is_grad_enabled():
+        found = torch.stack([_batched(piece[None]) @ _right(inp[:]) for piece in out])
+        return found.reshape(shape)
+    if is_column(inp, out):
+        left = out.reshape(samples, positions, features)
+        target = take(out, (samples, features, size))
+        found = torch.bmm(left.mT, inp.reshape(samples, positions, size), out=target)
+        return found.view(1, samples, 1, features, size)
+    result = take(out, shape)
+    result = out.new_empty(shape) if result is None else result
+    for _ in form(out, inp, result):
+        pass
+    return result
+
+
+def is_column(inp: Rows, out: Tensor) -> TypeGuard[Tensor]:
+    """Whether there is one column without groups, plain factors, and no autograd to record."""
+    is_one = isinstance(inp, Tensor) and out.shape[0] == out.shape[3] == 1
+    return is_one and not torch.is_grad_enabled()
+
+
+def form(out: Tensor, inp: Rows, result: Tensor) -> Iterator[tuple[Tensor, int, slice]]:
+    """Form ``M`` in a result; yields each time a column of it, its number, and the new samples."""
+    features, size = result.shape[3:]
+    if len(out) == 1 and _is_direct(inp, 1, out):
+        for _, rows, piece in pieces(out, inp):
+            result[0, rows] = piece.squeeze(2)
+            yield result[0], 0, rows
+        return
+    for rows in row_steps(inp, out.element_size()):
+        right = _right(inp[rows])
+        for column, (piece, target) in enumerate(zip(out[:, rows], result, strict=True)):
+            torch.bmm(_batched(piece[None]), right, out=target[rows].view(-1, features, size))
+            yield target, column, rows
+
+
+def square_sum(out: Tensor, inp: Rows) -> Tensor:
+    """``Σ_v Σ_n M²``. Shape ``[G, O, I]``."""
+    if out.shape[2] == 1 and not is_empty(out, inp):
+        left, right = out.square(), whole(inp).square()  # [V, N, 1, G, O], [N, 1, G, I]
+        left = left.sum(0) if len(left) > 1 else left
+        if right.shape[2] == 1:
+            return torch.mm(left.flatten(0, -2).T, right.flatten(0, 2)).unsqueeze(0)
+        left = left.reshape(-1, *left.shape[-2:])  # [N, G, O]
+        return torch.bmm(left.permute(1, 2, 0), right.squeeze(1).transpose(0, 1))
+    result = out.new_zeros(*out.shape[3:], inp.shape[3])
+    for _, _, piece in pieces(out, inp):
+        result = add_squares(result, piece.transpose(1, 2).flatten(0, 1))
+    return result
+
+
+def add(total: Tensor, rows: Tensor) -> Tensor:
+    """Add ``Σ_k rows[k]`` in place, for ``rows`` ``[K, *]``."""
+    # A product with ones reads each row once, and the total once for all of them.
+    ones = rows.new_ones(len(rows))
+    total.view(-1).addmv_(rows.reshape(len(rows), total.numel()).T, ones)
+    return total
+
+
+def add_squares(total: Tensor, rows: Tensor) -> Tensor:
+    """``total + Σ_k rows[k]²`` for ``rows`` ``[K, *]``; in place unless autograd records."""
+    if torch.is_grad_enabled():
+        return total + rows.square().sum(0)
+    if total.numel() < LARGE:
+        return add(total, rows.square())
+    flat = total.view(-1)
+    for row in rows.reshape(len(rows), -1):
+        flat.addcmul_(row, row)
+    return total
+
+
+def sums(out: Tensor, inp: Rows) -> Tensor:
+    """``Σ_n M``, at the cost of a plain gradient for each column. Shape ``[V, G, O, I]``."""
+    columns, _, _, groups, features = out.shape
+    size = inp.shape[3]
+    if is_empty(out, inp):
+        return out.new_zeros(columns, groups, features, size)
+    if columns == groups == 1 and isinstance(inp, Tensor):
+        return (out.reshape(-1, features).T @ inp.reshape(-1, size)).view(1, 1, features, size)
+    total: Tensor | None = None
+    if isinstance(inp, DirectRows) and not torch.is_grad_enabled():
+        total = inp.total(out)
+        if total is not None:
+            return total
+    for rows in row_steps(inp, out.element_size()):
+        left = out[:, rows].permute(3, 0, 4, 1, 2).reshape(groups, columns * features, -1)
+        right = inp[rows].permute(2, 0, 1, 3).reshape(groups, -1, size)
+        total = torch.bmm(left, right) if total is None else torch.baddbmm(total, left, right)
+    assert total is not None
+    return total.reshape(groups, columns, features, size).transpose(0, 1)
+
+
+def pieces(out: Tensor, inp: Rows, limit: int = CACHE) -> Iterator[tuple[slice, slice, Tensor]]:
+    """``M`` for some columns of some samples at a time, in one buffer: use each before the next.
+
+    All columns of a sample are one matrix product, ``[V·O, S] @ [S, I]``. A piece has at most
+    ``limit`` bytes, or one product.
+
+    Yields:
+        ``(columns, samples, piece)`` with a piece ``[n, G, v, O, I]``, samples outermost.
+    """
+    columns, samples, _, groups, features = out.shape
+    size = inp.shape[3]
+    if is_empty(out, inp):
+        return
+    single = groups * features * size * out.element_size()
+    limit = min(limit, memory_budget())
+    most = max(1, min(columns, limit // single))
+    if _is_direct(inp, most, out):
+        few = even_size(samples, max(1, min(limit, DIRECT) // (single * columns)))
+        for rows, some in product(slices(samples, few), slices(columns, most)):
+            piece = inp.product(out[some, rows], rows)
+            yield some, rows, piece.view(-1, groups, some.stop - some.start, features, size)
+        return
+    few = even_size(samples, max(1, limit // (single * columns)))
+    buffer: Tensor | None = None
+    for rows in row_steps(inp, out.element_size(), few):
+        right = _right(inp[rows])
+        for some in slices(columns, most):
+            left = _batched(out[some, rows])
+            shape = (*left.shape[:2], size)
+            if torch.is_grad_enabled():
+                piece = torch.bmm(left, right)
+            else:
+                if buffer is None:
+                    buffer = out.new_empty(min(few, samples) * groups * most * features * size)
+                piece = buffer[: shape[0] * shape[1] * size].view(shape)
+                torch.bmm(left, right, out=piece)
+            yield some, rows, piece.view(-1, groups, some.stop - some.start, features, size)
+
+
+def row_steps(inp: Rows, itemsize: int, most: int | None = None) -> Iterator[slice]:
+    """Samples whose inputs fit into half of the cache: copying them has a source as well."""
+    samples, *shape = inp.shape
+    # A batched product gives each thread whole samples, and each thread has a cache of its own.
+    threads, single = torch.get_num_threads(), max(1, torch.Size(shape).numel() * itemsize)
+    for_each = max(1, min(CACHE // 2, memory_budget()) // single)
+    fitting = for_each * max(1, min(threads, memory_budget() // (for_each * single)))
+    return slices(samples, fitting if most is None else min(most, fitting))
+
+
+def is_empty(out: Tensor, inp: Rows) -> bool:
+    """Whether there is nothing to sum: no sample, column, position or feature."""
+    return 0 in out.shape or 0 in inp.shape
+
+
+def slices(count: int, step: int) -> Iterator[slice]:
+    """Consecutive parts of ``range(count)``, of one entry at least."""
+    step = max(1, step)
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+def _is_direct(inp: Rows, columns: int, out: Tensor) -> TypeGuard[DirectRows]:
+    # The kernel's result does not carry a graph.
+    return isinstance(inp, DirectRows) and not torch.is_grad_enabled() and inp.suits(columns, out)
+
+
+def _right(inp: Tensor) -> Tensor:
+    """``[n, S, G, I] → [n·G, S, I]``, a view for the usual layouts."""
+    return inp.transpose(1, 2).flatten(0, 1)
+
+
+def _batched(out: Tensor) -> Tensor:
+    """``[v, n, S, G, O] → [n·G, v·O, S]``; several columns are copied in their storage order."""
+    columns, samples, positions, groups, features = out.shape
+    shape = (samples * groups, columns * features)
+    if out.stride(4) == 1:
+        return out.permute(1, 3, 2, 0, 4).reshape(shape[0], positions, shape[1]).transpose(1, 2)
+    return out.permute(1, 3, 0, 4, 2).reshape(*shape, positions)
+
+
+def flattened(tensor: Tensor, axis: int) -> Tensor:
+    """All axes from one on as a single one, also where there are none: a number for each sample."""
+    return tensor.flatten(axis) if tensor.dim() > axis else tensor.unsqueeze(axis)
+
+
+def square_norm_of(mat: Tensor) -> Tensor:
+    """``Σ_k mat[..., k]²``; writes no squares unless autograd records."""
+    if torch.is_grad_enabled():
+        return mat.square().sum(-1)
+    norms: Tensor = torch.linalg.vector_norm(mat, dim=-1)
+    return norms.square_()
+
+
+def gram(out: Tensor, inp: Rows) -> Tensor:
+    """``⟨M[v, n], M[w, m]⟩``, without ``M`` where that is cheaper. Shape ``[V, N, V, N]``."""
+    columns, samples, _, groups, features = out.shape
+    size, count = inp.shape[3], columns * samples
+    if is_empty(out, inp):
+        return out.new_zeros(columns, samples, columns, samples)
+    if is_gram_of_positions_cheaper(out, inp):
+        return _gram_by_positions(out, inp[:])
+    total = out.new_zeros(count, count)
+    step = max(1, memory_budget() // (count * groups * size * out.element_size()))
+    for start in range(0, features, step):
+        some = products(out[..., start : start + step], inp).flatten(0, 1).flatten(1)
+        total = torch.addmm(total, some, some.T)
+    return total.reshape(columns, samples, columns, samples)
+
+
+def is_gram_of_positions_cheaper(out: Tensor, inp: Rows) -> bool:
+    """Whether inner products of ``M`` cost less from those of positions, and these fit."""
+    columns, samples, positions, _, features = out.shape
+    size, count = inp.shape[3], columns * samples
+    rows, pairs = samples * positions, (count * positions) ** 2
+    is_cheaper = pairs * features + rows**2 * size <= count * features * size * (positions + count)
+    return is_cheaper and pairs * out.element_size() <= memory_budget()
+
+
+def _gram_by_positions(out: Tensor, inp: Tensor) -> Tensor:
+    """``Σ_g Σ_s Σ_t ⟨out[v, n, s], out[w, m, t]⟩ ⟨inp[n, s], inp[m, t]⟩``."""
+    columns, samples, positions, groups, _ = out.shape
+    total = out.new_zeros(columns, samples, columns, samples)
+    for group in range(groups):
+        left, right = out[:, :, :, group].flatten(0, 2), inp[:, :, group].flatten(0, 1)
+        outer = (left @ left.T).reshape(2 * (columns, samples, positions))
+        inner = (right @ right.T).reshape(1, samples, positions, 1, samples, positions)
+        total = total + (outer * inner).sum((2, 5))
+    return total

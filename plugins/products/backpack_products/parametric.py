@@ -1,0 +1,243 @@
+"""Rules of layers with parameters: which product extensions read at each of them.
+
+The base classes differ in how much structure they know, and thus in what the product costs.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from reprlib import repr as abridged
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core.contract.rules import LayerRule, expect
+from backpack_core.contract.transposition import transpose
+from backpack_core.errors import ShapeError
+from backpack_core.record.untouched import ask, noted, see_unchanged
+from backpack_core.record.view import View
+from backpack_products.affine import AffineProduct
+from backpack_products.columns import ApartColumns, OwnedColumns
+from backpack_products.operations import dense
+from backpack_products.product import DenseProduct, SampleProduct
+from backpack_products.regrouping import of_owners, regrouped
+from backpack_products.rows import Rows
+
+
+class ParametricRule(LayerRule):
+    """A layer ``x ↦ f(x, θ)`` with parameters.
+
+    Class attributes:
+        params: Names of the parameters the rule covers (dots allowed: ``"out_proj.weight"``).
+            If it has others that are trained, all are read where operations use them.
+        linear_in_params: Names among them in which ``f`` is affine: ``∂²f/∂θ² = 0``.
+
+    To write:
+        ``_jac_t_mat_prod(view, mat)``, as for every :class:`LayerRule`, and
+        ``_param_jac_t_mat_prod(view, name, mat)``: ``J_θᵀ mat`` of one parameter,
+        ``[V, N, *out] → [V, N, *θ]``, not summed over samples.
+    """
+
+    params: ClassVar[tuple[str, ...]] = ()
+    linear_in_params: ClassVar[tuple[str, ...]] = ()
+
+    def parameter_names(self, module: Module) -> tuple[str, ...]:
+        """The covered parameters of a module; override this if they depend on the module."""
+        return self.params
+
+    def param_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
+        """The product at a parameter: ``M[v, n] = J_θ[n]ᵀ mat[v, n]``, in some form.
+
+        Args:
+            view: The forward execution.
+            name: Which parameter ``θ``.
+            mat: Columns at the output. Shape ``[V, N, *out]``.
+
+        Returns:
+            ``M``, of shape ``[V, N, *θ]``. No sum over samples.
+
+        Raises:
+            ShapeError: ``mat`` or the product has the wrong shape.
+        """
+        return self.param_products(view, (name,), mat)[0]
+
+    def param_products(self, view: View, names: Sequence[str], mat: Tensor) -> list[SampleProduct]:
+        """The same of several parameters, for the same columns."""
+        given = mat.shape
+        if given[1:] != view.output_shape:
+            expect(view, self, "_param_product is given", mat, view.output_shape)
+        seen, owned = noted(view, (mat,)), view.stored.owned
+        products = [self._param_product(view, name, mat) for name in names]
+        see_unchanged(view, seen, self, "_param_product")
+        for name, product in zip(names, products, strict=True):
+            if (
+                SampleProduct not in type(product).__mro__
+            ):  # for an abstract class, in half the time
+                raise ShapeError(
+                    f"{type(self).__name__}._param_product returned {abridged(product)} for "
+                    f"{name!r} of {view.path}, expected a SampleProduct."
+                )
+            found = (product.columns, product.samples, *product.shape)
+            its = owned[name][0] if name in owned else view.parameter_itself(name)
+            expected = (given[0], given[1], *its.shape)
+            if found != expected:
+                raise ShapeError(
+                    f"{type(self).__name__} gave a product of shape {list(found)} for {name!r} of "
+                    f"{view.path}, expected [V, N, *{name}] = {list(expected)}."
+                )
+        return products
+
+    def apart_product(self, view: View, name: str, columns: ApartColumns) -> SampleProduct:
+        """The product at a parameter of a call without samples, for columns kept apart.
+
+        Args:
+            view: The forward execution.
+            name: Which parameter ``θ``.
+            columns: At the output.
+
+        Returns:
+            ``M``, of shape ``[V, N, *θ]``.
+        """
+        if isinstance(columns, OwnedColumns):
+            return of_owners(self.param_product(view, name, columns.plain.mat), columns.owned)
+        product = self.param_product(view, name, columns.flat)
+        count, samples = columns.mat.shape[:2]
+        return regrouped(product, count, samples, view.kept)
+
+    def param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        """``M`` of :meth:`param_product`, formed. Shape ``[V, N, *θ]``."""
+        return dense(self.param_product(view, name, mat))
+
+    def param_jac_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        """Parameter Jacobian of each sample, applied to columns that all samples share.
+
+        Args:
+            view: The forward execution.
+            name: Which parameter ``θ``.
+            mat: Columns in parameter space. Shape ``[V, *θ]``.
+
+        Returns:
+            ``J_θ[n] mat[v]``. Shape ``[V, N, *out]``.
+        """
+        shape = (len(mat), *view.output_shape)
+        shared = mat.unsqueeze(1).expand(-1, shape[1], *mat.shape[1:])
+        return transpose(lambda out: self.param_jac_t_mat_prod(view, name, out), shape, shared)
+
+    @abstractmethod
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        """``[V, N, *out] → [V, N, *θ]``."""
+
+    def _param_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
+        """The product for columns ``[V, N, *out]``. Default: ``_param_jac_t_mat_prod`` in parts."""
+        shape, samples = view.parameter_itself(name).shape, range(mat.shape[1])
+
+        def form(columns: slice, rows: slice) -> Tensor:
+            part = view if len(samples[rows]) == len(samples) else view.subsample(samples[rows])
+            some = mat[columns, rows]
+            result = ask(part, self, "_param_jac_t_mat_prod", part, name, some)
+            expected = torch.Size((some.shape[1], *shape))
+            what = f"_param_jac_t_mat_prod of {name!r} returned"
+            expect(view, self, what, result, expected, len(some))
+            found: Tensor = result
+            return found
+
+        return DenseProduct(form=form, mat=mat, shape=shape)
+
+
+class ProductRule(ParametricRule):
+    """A layer that knows its products in another form than the dense one.
+
+    To write:
+        ``_jac_t_mat_prod(view, mat)``, and ``_param_product(view, name, mat)``: columns
+        ``[V, N, *out]`` to a :class:`~backpack_core.SampleProduct` ``[V, N, *θ]``.
+    """
+
+    @abstractmethod
+    def _param_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
+        """The product ``[V, N, *θ]`` for columns ``[V, N, *out]``."""
+
+    def _param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
+        return dense(self._param_product(view, name, mat))
+
+
+class AffinePairsRule(ProductRule):
+    """Every parameter is a weight or a bias of some ``y[n, s, g] = W[g] x[n, s, g] + b[g]``.
+
+    ``y`` need not be the layer's output: it may lie anywhere inside, as the gates of a recurrent
+    cell or the projections of attention do. ``s`` runs over the positions that share the weight
+    (pixels, tokens, time steps), ``g`` over groups. Every extension works on the pair by
+    contractions that avoid ``[V, N, *θ]`` (the form with shared positions: Eschenhagen et al. 2023,
+    arXiv:2311.00636).
+
+    To write:
+        ``_jac_t_mat_prod(view, mat)``, and ``affine_pair(view, name, mat)``: ``y``'s columns
+        ``[V, N, S, G, O]`` and ``x`` ``[N, S, G, I]``. Optional: ``arrangement(view, name)``.
+    """
+
+    @abstractmethod
+    def affine_pair(self, view: View, name: str, mat: Tensor) -> tuple[Tensor, Rows | None]:
+        """What determines the Jacobian of one parameter.
+
+        Args:
+            view: The forward execution.
+            name: Which parameter.
+            mat: Columns at the output. Shape ``[V, N, *out]``.
+
+        Returns:
+            The columns carried back to ``y``, shape ``[V, N, S, G, O]``, and for a weight ``x``,
+            shape ``[N, S, G, I]``; ``None`` for a bias.
+        """
+
+    def arrangement(self, view: View, name: str) -> Callable[[Tensor], Tensor] | None:
+        """How ``[*lead, G, O, I]`` (for a bias ``[*lead, G, O]``) becomes ``[*lead, *θ]``.
+
+        ``None``, the default, is a reshape; a layer that stores its weight otherwise overrides it.
+        """
+        return None
+
+    def _param_product(self, view: View, name: str, mat: Tensor) -> AffineProduct:
+        pair: Any = self.affine_pair(view, name, mat)
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            who, of = f"{type(self).__name__}.affine_pair", f"{name!r} of {view.path}"
+            raise ShapeError(
+                f"{who} returned {abridged(pair)} for {of}, expected a pair: columns "
+                "[V, N, S, G, O] and inputs [N, S, G, I], or None for a bias."
+            )
+        shape = view.parameter_itself(name).shape
+        return AffineProduct(pair[0], pair[1], shape, self.arrangement(view, name))
+
+
+class AffineRule(AffinePairsRule):
+    """A layer ``y[n, s, g] = W[g] x[n, s, g] + b[g]`` in weight-sharing form.
+
+    Linear layers, convolutions and transposed convolutions have this form.
+
+    To write:
+        ``_jac_t_mat_prod(view, mat)``, ``affine_input(view)``: ``[N, S, G, I]``, and
+        ``affine_output(view, mat)``: ``[V, N, *out] → [V, N, S, G, O]``.
+    """
+
+    params = ("weight", "bias")
+    linear_in_params = ("weight", "bias")
+    hessian_is_zero = True
+
+    @abstractmethod
+    def affine_input(self, view: View) -> Rows:
+        """The inputs that the weight multiplies. Shape ``[N, S, G, I]``.
+
+        A layer that has to copy them together (patches of a convolution) returns an object that
+        does so for the samples one asks for, so that the copy is never whole.
+        """
+
+    @abstractmethod
+    def affine_output(self, view: View, mat: Tensor) -> Tensor:
+        """Columns at the output, rearranged: ``[V, N, *out] → [V, N, S, G, O]``."""
+
+    def affine_pair(self, view: View, name: str, mat: Tensor) -> tuple[Tensor, Rows | None]:
+        """The columns at the output, and the inputs."""
+        # Weight and bias have the same columns.
+        out = view.once_per_columns("affine output", mat, lambda: self.affine_output(view, mat))
+        return out, None if name == "bias" else self.affine_input(view)

@@ -1,0 +1,147 @@
+"""Products of calls that had something else than the samples on axis 0.
+
+Either several entries of axis 0 belong to each sample, or none does and columns are kept apart. The
+rule takes those entries for samples, but they are positions: shared by all samples, as rows of a
+table are, or each of one sample, as windows are. What arrives tells which.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack_products.factors import FactorProduct
+from backpack_products.operations import OpenFunction
+from backpack_products.product import DenseProduct, SampleProduct
+
+
+@OpenFunction
+def regrouped(
+    product: SampleProduct, columns: int, samples: int, kept: dict[Any, Any]
+) -> SampleProduct:
+    """A product ``[V, N, *θ]``, from what a rule gave as ``[V · N, B, *θ]`` or ``[V, N · B, *θ]``.
+
+    Args:
+        product: The product of the rule.
+        columns: ``V``.
+        samples: ``N``.
+        kept: What is kept of the call; which samples reach which rows is added.
+
+    Returns:
+        The sum over ``B``, in the same form where that is possible.
+    """
+    count = product.samples if product.columns != columns else product.samples // max(1, samples)
+    is_apart = product.columns != columns
+
+    def form(some: slice, rows: slice) -> Tensor:
+        first, last, _ = rows.indices(samples)
+        whole = slice(0, product.samples)
+        if not is_apart:
+            part = product.part(some, slice(first * count, last * count))
+            found: Tensor = part.unflatten(1, (last - first, count)).sum(2)
+            return found
+        parts = [
+            product.part(slice(v * samples + first, v * samples + last), whole).sum(1)
+            for v in range(*some.indices(columns))
+        ]
+        return torch.stack(parts)
+
+    mat = product.new_zeros(1).expand(columns, samples)
+    return DenseProduct(form=form, mat=mat, shape=product.shape)
+
+
+@regrouped.register
+def _regrouped_factors(
+    product: FactorProduct, columns: int, samples: int, kept: dict[Any, Any]
+) -> SampleProduct:
+    out, other = product.out, product.other
+    is_apart = out.shape[0] != columns
+    count = out.shape[2] * (out.shape[1] if is_apart else out.shape[1] // max(1, samples))
+    out = out.reshape(columns, samples, count, *out.shape[3:])
+    whole = None if other is None else other[slice(0, other.shape[0])].flatten(0, 1)
+    if not is_apart:
+        shown = None if whole is None else whole.unflatten(0, (samples, count))
+        return product.with_factors(out, shown, None)
+    reached = _reached(out, kept)
+    layout = _layout(reached)
+    if layout is not None:
+        before, after = layout
+        own = out.unflatten(2, (before, samples, after)).diagonal(dim1=1, dim2=3)
+        if whole is not None:
+            whole = whole.unflatten(0, (before, samples, after)).movedim(1, 0).flatten(1, 2)
+        return product.with_factors(own.movedim(-1, 1).flatten(2, 3), whole, None)
+    if samples > 1 and bool((reached.sum(0) == 1).all()):  # each row is one sample's
+        own = out[:, reached.int().argmax(0), torch.arange(count)].unsqueeze(2)
+        rows = None if whole is None else whole.unsqueeze(1)
+        return of_owners(product.with_factors(own, rows, None), reached.to(out.device))
+    shown = None if whole is None else whole.expand(samples, *whole.shape)
+    return product.with_factors(out, shown, None)
+
+
+@OpenFunction
+def of_owners(product: SampleProduct, owned: Tensor) -> SampleProduct:
+    """A product ``[V, N, *θ]``, from what a rule gave for rows in no order, ``[V, R, *θ]``.
+
+    Args:
+        product: The product of the rule.
+        owned: Which rows each sample has, ``[N, R]``.
+
+    Returns:
+        For each sample the sum over its rows, in the same form where that is possible.
+    """
+
+    def form(some: slice, samples: slice) -> Tensor:
+        part = product.part(some, slice(0, product.samples))
+        weights = owned[samples].to(part.device, part.dtype)
+        return torch.einsum("nr,vr...->vn...", weights, part)
+
+    mat = product.new_zeros(1).expand(product.columns, len(owned))
+    return DenseProduct(form=form, mat=mat, shape=product.shape)
+
+
+@of_owners.register
+def _factors_of_owners(product: FactorProduct, owned: Tensor) -> SampleProduct:
+    owned = owned.to(product.out.device)
+    counts = owned.sum(1)
+    most = max(1, int(counts.max())) if len(counts) else 1
+    rows = owned.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+    is_there = owned.gather(1, rows)  # a sample with fewer rows has zeros at the others
+
+    def gathered(mat: Tensor, axis: int) -> Tensor:  # [*, R, S, ...] → [*, N, most · S, ...]
+        found = mat.movedim(axis, 0)[rows]
+        mask = is_there.reshape(*is_there.shape, *[1] * (found.dim() - 2))
+        found = torch.where(mask, found, 0)
+        return found.movedim((0, 1), (axis, axis + 1)).flatten(axis + 1, axis + 2)
+
+    other = product.other
+    shown = None if other is None else gathered(other[slice(0, other.shape[0])], 0)
+    is_own = is_there.repeat_interleave(product.out.shape[2], 1)
+    return product.with_factors(gathered(product.out, 1), shown, is_own)
+
+
+def _reached(out: Tensor, kept: dict[Any, Any]) -> Tensor:
+    """Which samples reach which rows, in these columns or in earlier ones. Shape ``[N, B]``."""
+    found = (out.detach() != 0).flatten(3).any(-1).any(0).cpu()
+    key = ("reached", *found.shape)
+    kept[key] = found | kept[key] if key in kept else found
+    reached: Tensor = kept[key]
+    return reached
+
+
+def _layout(reached: Tensor) -> tuple[int, int] | None:
+    """How axis 0 is made of samples, as ``[before, N, after]``; ``None`` if they share its rows.
+
+    A row of a table is reached by all samples that use it. If each row is reached by one sample at
+    most, and in the order of samples, the rows belong to them.
+    """
+    samples, rows = reached.shape
+    used = reached.any(0).nonzero().flatten()
+    if not reached.numel() or rows % samples or reached.sum(0).max() > 1:
+        return None
+    share, owner = rows // samples, reached.int().argmax(0)[used]
+    for after in range(share, 0, -1):
+        if share % after == 0 and torch.equal(used // after % samples, owner):
+            return share // after, after
+    return None
