@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack_core.contract.bases import base
 from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.loss import Normaliser
 from backpack_core.contract.merging import UNDECLARED, Declaration
@@ -26,6 +27,7 @@ from backpack_products.operations import Operation
 FailMode: TypeAlias = Literal["error", "warning", "silent", "autodiff"]
 
 
+@base
 class Extension(ABC):
     """A quantity computed during the backward pass and stored on every parameter.
 
@@ -183,6 +185,7 @@ class Extension(ABC):
         return self.propagator.subsampling
 
 
+@base
 class FirstOrderExtension(Extension):
     """An extension of individual gradients: only autograd's own gradient travels.
 
@@ -206,6 +209,7 @@ class FirstOrderExtension(Extension):
         super().__init__(OutputGradient(as_subsampling(subsampling)), savefield, fail_mode)
 
 
+@base
 class SecondOrderExtension(Extension):
     """An extension of curvature: its propagator starts at an extended loss.
 

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from backpack_core._torch import Node
+from backpack_core.contract.bases import base
 from backpack_core.contract.extension import FailMode, SecondOrderExtension
 from backpack_core.record.view import View
 from backpack_products.column_propagator import OutputGradient
@@ -52,6 +53,7 @@ class GraphReading(ABC):
         """The result for each parameter; called when the backward pass has ended."""
 
 
+@base
 class WholeLoss(OutputGradient):
     """The propagator of graph extensions: nothing travels, and samples may mix."""
 
@@ -63,6 +65,7 @@ class WholeLoss(OutputGradient):
         return self.subsampling is not None
 
 
+@base
 class GraphExtension(SecondOrderExtension):
     """An extension that exists wherever autograd can differentiate twice.
 

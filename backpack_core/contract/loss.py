@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
+from backpack_core.contract.bases import base
 from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.errors import ShapeError, UnsupportedError, UsageError
 from backpack_core.record.structure import map_tensors
@@ -22,6 +23,7 @@ from backpack_core.values import any_of
 Normaliser: TypeAlias = float | Tensor | None  # what a loss divides by; ``None`` for a sum
 
 
+@base
 class LossRule(LayerRule):
     """A loss ``ℓ(x, target)`` that is a sum over samples, with its Hessian in the first input.
 

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from backpack_core._torch import Node
+from backpack_core.contract.bases import base
 from backpack_core.contract.loss import LossRule
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import UnsupportedError
@@ -24,6 +25,7 @@ from backpack_products.parametric import ParametricRule
 from backpack_products.product import Reading
 
 
+@base
 class Propagator(ABC):
     """What travels backwards, and how it starts at a loss.
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import Node
+from backpack_core.contract.bases import base
 from backpack_core.contract.transposition import transpose
 from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.record.untouched import ask
@@ -39,6 +40,7 @@ from backpack_core.record.view import View
 ModuleType = type[Module] | str
 
 
+@base
 class LayerRule(ABC):
     """How a layer ``x ↦ f(x)`` differentiates with respect to its input.
 
@@ -202,6 +204,7 @@ class LayerRule(ABC):
         )
 
 
+@base
 class ElementwiseRule(LayerRule):
     """An activation ``y_i = φ(x_i)`` without parameters: one formula gives every quantity.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from backpack_core import errors
 from backpack_core._torch import class_of
+from backpack_core.contract.bases import is_of_base
 from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
@@ -116,10 +117,10 @@ def values_of(
 
 
 def _asked(propagator: Propagator, method: str) -> Callable[..., Any]:
-    """A method of a rule, a view, and more; what the core does itself needs nobody to watch it."""
+    """A method of a rule, a view, and more; what a base class does needs nobody to watch it."""
     own: Callable[..., Any] = getattr(propagator, method)
-    if getattr(own, "__globals__", {}).get("__name__", "").startswith("backpack_core."):
-        return own  # where it was written, which a wrapper does not take over
+    if is_of_base(own):
+        return own
     return lambda rule, view, *given: ask(view, propagator, method, rule, view, *given)
 
 

@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from difflib import get_close_matches
-from functools import lru_cache
+from functools import cache
 from operator import attrgetter
 from types import FunctionType, NoneType
 from typing import Any
@@ -20,21 +20,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import parametrizations_of
-from backpack_core.contract.extension import Extension
-from backpack_core.contract.graph_extension import GraphExtension
-from backpack_core.contract.loss import LossRule
+from backpack_core.contract.bases import BASES
 from backpack_core.contract.merging import OverBatches
-from backpack_core.contract.propagator import Propagator
-from backpack_core.contract.rules import ElementwiseRule, LayerRule
+from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import PluginError, nearest
 from backpack_products.operations import Operation
-from backpack_products.parametric import AffinePairsRule, ParametricRule
-
-_BASES = (
-    *(LayerRule, ElementwiseRule, ParametricRule, AffinePairsRule, LossRule),
-    *(Extension, GraphExtension, Propagator),
-)
-_CONTRACT = "backpack_core.contract."
+from backpack_products.parametric import ParametricRule
 
 
 def is_module_type(item: Any) -> bool:
@@ -157,15 +148,15 @@ def _has(module: Module, name: str) -> bool:
     return last in parametrizations_of(owner) or hasattr(owner, last)
 
 
-@lru_cache(maxsize=1)
-def _known() -> dict[str, Any]:
+@cache
+def _known(bases: tuple[type, ...]) -> dict[str, Any]:
     """Every attribute of every base class, with its default."""
-    return {n: v for base in _BASES for cls in base.__mro__[-2::-1] for n, v in vars(cls).items()}
+    return {n: v for base in bases for cls in base.__mro__[-2::-1] for n, v in vars(cls).items()}
 
 
 def _own(cls: type) -> dict[str, Any]:
     """What the author's classes declare, the most special class last."""
-    own = [c for c in cls.__mro__[::-1] if not c.__module__.startswith(_CONTRACT)]
+    own = [c for c in cls.__mro__[::-1] if c not in BASES]
     return {name: value for c in own for name, value in vars(c).items() if name[:2] != "__"}
 
 
@@ -173,7 +164,7 @@ def _fault(cls: type, name: str, value: Any) -> Iterator[str]:
     kinds = (property, classmethod, staticmethod, *(() if name in _ITEMS else (type,)))
     if name == "_abc_impl" or isinstance(value, kinds):
         return
-    known = _known()
+    known = _known((*BASES,))
     if name not in known:
         is_method = isinstance(value, FunctionType)
         # `_factor` and `factors` are not misspellings of `factor`.
@@ -184,9 +175,9 @@ def _fault(cls: type, name: str, value: Any) -> Iterator[str]:
             what = f"{name}()" if is_method else f"{name} = {value!r}"
             yield f"{what} is known to no base class: did you mean {close[0]!r}?"
         return
-    bases = [c for c in cls.__mro__ if c.__module__.startswith(_CONTRACT)]
+    bases = [c for c in cls.__mro__ if c in BASES]
     if not any(name in vars(c) for c in bases) and not isinstance(value, FunctionType):
-        has = next(base for base in _BASES if name in dir(base))
+        has = next(base for base in BASES if name in dir(base))
         yield f"{name} = {value!r} means nothing here: it is a declaration of {has.__name__}"
         return
     overridden = next((vars(c)[name] for c in bases if name in vars(c)), None)

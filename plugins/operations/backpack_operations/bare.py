@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import memories_of, version_of
+from backpack_core.contract.bases import base
 from backpack_core.contract.rules import LayerRule
 from backpack_core.record.call import Call, Stored
 from backpack_core.record.state import NO_SETTINGS
@@ -23,6 +24,7 @@ from backpack_products.parametric import ParametricRule
 from backpack_products.product import DenseProduct, SampleProduct
 
 
+@base
 class BareRule(ParametricRule):
     """The rule of the identity ``θ ↦ θ``."""
 
@@ -46,6 +48,7 @@ class BareRule(ParametricRule):
         raise AssertionError("a parameter has no samples")
 
 
+@base
 class NoRule(LayerRule):
     """Stands where no rule is installed: what arrives goes through the operations inside."""
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
+from backpack_core.contract.bases import base
 from backpack_core.contract.loss import LossRule
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, expect
@@ -25,6 +26,7 @@ from backpack_products.parametric import ParametricRule
 from backpack_products.product import SampleProduct
 
 
+@base
 class ColumnPropagator(Propagator):
     """A propagator whose quantity is :class:`~backpack_core.Columns`, pushed by ``Jᵀ``.
 
@@ -128,6 +130,7 @@ class ColumnPropagator(Propagator):
         return quantity.cut(size) if rule is not None and rule.is_loss else (quantity, ())
 
 
+@base
 @dataclass(frozen=True)
 class OutputGradient(ColumnPropagator):
     """What first-order extensions read: the gradient at the output, as a single column."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack_core.contract.bases import base
 from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.contract.transposition import transpose
 from backpack_core.errors import ShapeError
@@ -27,6 +28,7 @@ from backpack_products.regrouping import of_owners, regrouped
 from backpack_products.rows import Rows
 
 
+@base
 class ParametricRule(LayerRule):
     """A layer ``x ↦ f(x, θ)`` with parameters.
 
@@ -147,6 +149,7 @@ class ParametricRule(LayerRule):
         return DenseProduct(form=form, mat=mat, shape=shape)
 
 
+@base
 class ProductRule(ParametricRule):
     """A layer that knows its products in another form than the dense one.
 
@@ -163,6 +166,7 @@ class ProductRule(ParametricRule):
         return dense(self._param_product(view, name, mat))
 
 
+@base
 class AffinePairsRule(ProductRule):
     """Every parameter is a weight or a bias of some ``y[n, s, g] = W[g] x[n, s, g] + b[g]``.
 
@@ -210,6 +214,7 @@ class AffinePairsRule(ProductRule):
         return AffineProduct(pair[0], pair[1], shape, self.arrangement(view, name))
 
 
+@base
 class AffineRule(AffinePairsRule):
     """A layer ``y[n, s, g] = W[g] x[n, s, g] + b[g]`` in weight-sharing form.
 
