@@ -12,16 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_ROOTS = {
-    "backpack_core",
-    "backpack_layers",
-    "backpack_firstorder",
-    "backpack_secondorder",
-    "backpack_products",
-    "backpack_operations",
-    "backpack_checks",
-    "backpack_interplay",
-}
+_NAMES = "core layers firstorder secondorder products operations checks interplay"
+_ROOTS = {f"backpack_{name}" for name in _NAMES.split()}
 _READS = {
     "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_numpy", "argwhere",
     "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount", "masked_select",
