@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from reprlib import repr as abridged
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
 
 ModuleType = type[Module] | str
+MODULE_TYPES: Final = "torch.nn.Module classes or their qualified names ('package.module.Class')"
 
 
 @base
@@ -245,6 +246,13 @@ def _refuse_uncut(view: View, tensor: Tensor) -> None:
             "and whose axis 0 does not hold the samples (an initial state, say), which cannot be "
             "combined with subsampling: detach it, or leave subsampling out."
         )
+
+
+def is_module_type(item: Any) -> bool:
+    """Whether something names a module class: the class, or its qualified name."""
+    if isinstance(item, str):
+        return "." in item and all(part.isidentifier() for part in item.split("."))
+    return isinstance(item, type) and issubclass(item, Module)
 
 
 def expect(

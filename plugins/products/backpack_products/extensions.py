@@ -5,10 +5,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 
-from backpack_core.contract.bases import base, declared, judge
+from backpack_core.contract.bases import base, judge
 from backpack_core.contract.extension import Extension, FailMode
 from backpack_core.errors import UsageError
 from backpack_products.column_propagator import OutputGradient
+from backpack_products.declarations import declared
 from backpack_products.merging import OverBatches
 from backpack_products.values import is_flag
 

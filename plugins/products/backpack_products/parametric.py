@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from backpack_core.contract.bases import ITEMS, NAMES, base, judge
+from backpack_core.contract.bases import base, judge
 from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.contract.transposition import transpose
 from backpack_core.errors import ShapeError, nearest
@@ -238,9 +238,6 @@ class AffineRule(AffinePairsRule):
         # Weight and bias have the same columns.
         out = view.once_per_columns("affine output", mat, lambda: self.affine_output(view, mat))
         return out, None if name == "bias" else self.affine_input(view)
-
-
-ITEMS["linear_in_params"] = NAMES
 
 
 @judge
