@@ -11,11 +11,12 @@ from typing import Any
 from backpack_core.cli.reports import Provided, Report
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.loss import LossRule
-from backpack_core.contract.rules import ElementwiseRule, LayerRule
+from backpack_core.contract.rules import LayerRule
 from backpack_core.discovery import Claim, Plugin, spelled_out
 from backpack_core.errors import PluginVersionError
 from backpack_core.plugins.declarations import described, missing_types
 from backpack_core.plugins.registry import registry
+from backpack_products.elementwise import ElementwiseRule
 
 
 def report(plugin: Plugin) -> Report:

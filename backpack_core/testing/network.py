@@ -17,11 +17,11 @@ from torch.nn import Module, Parameter
 from torch.nn import functional as F
 
 from backpack_core.contract.loss import LossRule
-from backpack_core.contract.rules import ElementwiseRule
 from backpack_core.plugins.registry import CORE, of_rules, registry
 from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_core.record.view import View
 from backpack_core.testing.cases import Arguments, LossCase
+from backpack_products.elementwise import ElementwiseRule
 from backpack_products.parametric import AffineRule, ParametricRule
 
 CLASSES = 2

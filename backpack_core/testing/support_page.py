@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from backpack_core.contract.loss import LossRule
-from backpack_core.contract.rules import ElementwiseRule, LayerRule
+from backpack_core.contract.rules import LayerRule
 from backpack_core.discovery import choose
 from backpack_core.plugins.registry import registry
 from backpack_core.testing.traits import has_second_derivative
+from backpack_products.elementwise import ElementwiseRule
 from backpack_products.parametric import (
     AffinePairsRule,
     AffineRule,

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import (
-    ElementwiseRule,
     GraphExtension,
     GraphReading,
     LayerRule,
@@ -35,6 +34,7 @@ from backpack_products import (
     AffineProduct,
     ColumnPropagator,
     Columns,
+    ElementwiseRule,
     FirstOrderExtension,
     LookupProduct,
     ParametricRule,

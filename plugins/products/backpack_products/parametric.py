@@ -15,7 +15,6 @@ from torch import Tensor
 
 from backpack_core.contract.bases import base, judge
 from backpack_core.contract.rules import LayerRule, expect
-from backpack_core.contract.transposition import transpose
 from backpack_core.errors import ShapeError, nearest
 from backpack_core.record.untouched import ask, noted, see_unchanged
 from backpack_core.record.view import View
@@ -25,6 +24,7 @@ from backpack_products.operations import dense
 from backpack_products.product import DenseProduct, SampleProduct, regrouped
 from backpack_products.regrouping import of_owners
 from backpack_products.rows import Rows
+from backpack_products.transposition import transpose
 
 
 @base

@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack_core import ElementwiseRule, LayerRule, LossRule, Propagator, View, memory_budget
+from backpack_core import LayerRule, LossRule, Propagator, View, memory_budget
 from backpack_core.contract.extension import FailMode
 from backpack_core.contract.reading import Reading
 from backpack_core.errors import UnsupportedError, UsageError
@@ -20,7 +20,7 @@ from backpack_core.graph.nodes import is_leaf, is_linear, refuse, shape_of
 from backpack_core.record.call import Call
 from backpack_operations.alignment import Crossing
 from backpack_operations.bridge import push
-from backpack_products import AffineRule, ParametricRule
+from backpack_products import AffineRule, ElementwiseRule, ParametricRule
 from backpack_products.affine import AffineProduct
 from backpack_products.contractions import flattened
 from backpack_products.extensions import as_subsampling

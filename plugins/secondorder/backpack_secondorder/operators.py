@@ -14,7 +14,6 @@ from torch.autograd.graph import GradientEdge, Node
 
 from backpack_core import LayerRule, LossGraph, LossRule, View
 from backpack_core.contract.propagator import loss_behind_a_loss
-from backpack_core.contract.transposition import somewhere
 from backpack_core.engine.active import suspended
 from backpack_core.engine.losses import nothing_arrived
 from backpack_core.errors import UnsupportedError
@@ -24,6 +23,7 @@ from backpack_core.record.call import SITES, Call, Edge
 from backpack_core.values import is_symbolic, without_autocast
 from backpack_operations.bridge import agree
 from backpack_products.contractions import flattened
+from backpack_products.transposition import somewhere
 from backpack_secondorder.residual import (
     dense_residual,
     diagonal_residual,
