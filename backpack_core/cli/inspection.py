@@ -10,13 +10,13 @@ from typing import Any
 
 from backpack_core.cli.reports import Provided, Report
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.loss import LossRule
 from backpack_core.contract.rules import LayerRule
 from backpack_core.discovery import Claim, Plugin, spelled_out
 from backpack_core.errors import PluginVersionError
 from backpack_core.plugins.declarations import described, missing_types
 from backpack_core.plugins.registry import registry
 from backpack_products.elementwise import ElementwiseRule
+from backpack_products.loss import HessianLossRule
 
 
 def report(plugin: Plugin) -> Report:
@@ -118,8 +118,10 @@ def _broken_rule(rule: LayerRule) -> list[str]:
         method = "_second_derivative_mat_prod"
         if not _overrides(rule, LayerRule, method):
             found.append(f"declares hessian_is_diagonal and has no {method}")
-    samples = isinstance(rule, LossRule) and _overrides(rule, LossRule, "_sqrt_hessian_sampled")
-    if isinstance(rule, LossRule) and rule.likelihood and not samples:
+    samples = isinstance(rule, HessianLossRule) and _overrides(
+        rule, HessianLossRule, "_sqrt_hessian_sampled"
+    )
+    if isinstance(rule, HessianLossRule) and rule.likelihood and not samples:
         found.append(f"declares the likelihood {rule.likelihood!r} and cannot sample from it")
     return found
 

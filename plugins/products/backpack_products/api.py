@@ -7,6 +7,7 @@ from backpack_products.elementwise import ElementwiseRule as ElementwiseRule
 from backpack_products.extensions import FirstOrderExtension as FirstOrderExtension
 from backpack_products.extensions import SecondOrderExtension as SecondOrderExtension
 from backpack_products.lookup import LookupProduct as LookupProduct
+from backpack_products.loss import HessianLossRule as HessianLossRule
 from backpack_products.parametric import AffinePairsRule as AffinePairsRule
 from backpack_products.parametric import AffineRule as AffineRule
 from backpack_products.parametric import ParametricRule as ParametricRule
