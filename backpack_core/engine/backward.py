@@ -34,7 +34,7 @@ from backpack_core.graph.paths import fault_in
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, Kept, Site
 from backpack_core.record.view import View
-from backpack_core.recycled import drop
+from backpack_core.replaced import replaced
 from backpack_core.values import without_autocast
 from backpack_interplay.gradient import PlainGradient, narrowed
 from backpack_operations import refusals
@@ -357,7 +357,7 @@ class BackwardPass:
             self._sums.leave()
         if self._sink.plain is not None:
             self._sink.plain.leave()
-        drop()
+        replaced.drop()
         for hook in self.schedule.hooks:
             hook.remove()
         for task in [t for t, p in self.context.passes.items() if p is self]:

@@ -111,7 +111,7 @@ BELOW = {
         "contract",
         "plan",
         "plugins",
-        "recycled",
+        "replaced",
         "tuning",
         "values",
     },
