@@ -98,7 +98,7 @@ PRIVATE_OF_TORCH = {"_torch", "_checkpoints", "_hooks"}
 BELOW = {
     "record": {"_torch", "_checkpoints", "errors", "remember"},
     "graph": {"_torch", "_checkpoints", "errors", "record", "values"},
-    "contract": {"_torch", "discovery", "errors", "record", "graph", "values"},
+    "contract": {"_torch", "discovery", "errors", "record", "graph"},
     "plan": {"_torch", "record", "graph"},
     "plugins": {"_torch", "discovery", "errors", "record", "contract", "remember"},
     "engine": {

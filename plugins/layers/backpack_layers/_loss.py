@@ -15,9 +15,9 @@ from torch import Tensor
 
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
-from backpack_core.values import any_of
 from backpack_layers.arguments import slots, tensor
 from backpack_products.loss import HessianLossRule
+from backpack_products.values import any_of
 
 
 def setting(view: View, name: str) -> Any:

@@ -14,7 +14,7 @@ from backpack_core.contract.rules import expect
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
-from backpack_core.values import any_of
+from backpack_products.values import any_of
 
 
 @base

@@ -20,11 +20,12 @@ from backpack_core.errors import UnsupportedError
 from backpack_core.graph.nodes import is_function
 from backpack_core.graph.order import behind
 from backpack_core.record.call import SITES, Call, Edge
-from backpack_core.values import is_symbolic, without_autocast
+from backpack_core.values import without_autocast
 from backpack_operations.bridge import agree
 from backpack_products import HessianLossRule
 from backpack_products.contractions import flattened
 from backpack_products.transposition import somewhere
+from backpack_products.values import is_symbolic
 from backpack_secondorder.residual import (
     dense_residual,
     diagonal_residual,
