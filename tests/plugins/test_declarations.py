@@ -19,6 +19,7 @@ from backpack_core.errors import (
     UsageError,
 )
 from backpack_core.extensions import DiagGGNExact
+from backpack_core.plugins import declarations
 from backpack_core.plugins.registry import registry
 from backpack_core.testing import RuleCase, check_rule, temporary_plugin
 from backpack_core.testing.fake_distribution import FakeDistribution
@@ -331,3 +332,17 @@ def test_conflict_is_told_apart() -> None:
     plugins.ensure_loaded()
     with pytest.raises(PluginConflictError):
         register(AT_REGISTRATION["a field of another extension"][0])
+
+
+def test_a_library_judges_what_its_classes_declare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says of a class is said with what core says."""
+    asked: list[type] = []
+
+    def judged(cls: type) -> list[str]:
+        asked.append(cls)
+        return ["its weight is not known"]
+
+    monkeypatch.setattr(declarations, "JUDGES", [judged])
+    with pytest.raises(PluginError, match=r"Slip .*: its weight is not known; module_types must n"):
+        register(derived(GainRule, module_types=()))
+    assert [cls.__name__ for cls in asked] == ["Slip"]
