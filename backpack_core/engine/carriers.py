@@ -18,9 +18,9 @@ from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.loading import blocked, missing
 from backpack_core.plugins.registry import registry
+from backpack_core.record.storage import storage
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
-from backpack_products.computed import at_leaf
 from backpack_products.product import Reading, SampleProduct
 from backpack_products.regrouping import regrouped
 
@@ -63,7 +63,7 @@ class RuleCarrier(Carrier):
             reading.is_measured = view.is_measured
         at = dict(zip(names, found, strict=True))
         return [
-            at[name] if parameter is used else at_leaf(at[name], used, parameter)
+            at[name] if parameter is used else storage().at_leaf(at[name], used, parameter)
             for name, parameter, used in trained
         ]
 

@@ -17,6 +17,7 @@ from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule
+from backpack_core.record.storage import Storage
 
 PROJECT = "backpack"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -75,8 +76,11 @@ def backpack_run(run: Any) -> Any:
 
 
 @hookspec(firstresult=True)
-def backpack_storage() -> Any:
-    """Return where tensors of a call are kept."""
+def backpack_storage() -> Storage | None:
+    """Return where tensors of a call are kept that torch itself does something with.
+
+    Called when the plugin is registered; core asks the object from then on.
+    """
 
 
 @hookspec

@@ -26,6 +26,7 @@ from backpack_core.plugins import hookspecs
 from backpack_core.plugins.declarations import described, missing_types
 from backpack_core.plugins.hookspecs import PROJECT
 from backpack_core.plugins.registry import Contribution, contributions, hook_of, registry
+from backpack_core.record import storage
 
 API_VERSION = 2
 # For plugins that do not say; nothing older was published.
@@ -61,9 +62,16 @@ def enter(obj: Any, provenance: Provenance) -> None:
     try:
         manager.register(obj, _key(provenance))
         registry.add(_collect(obj), provenance)
+        _settle(obj)
     except BaseException:
         withdraw(provenance)
         raise
+
+
+def _settle(obj: Any) -> None:
+    """Ask for what passes would otherwise have to ask for, after a plugin has come or gone."""
+    if hasattr(obj, "backpack_storage"):
+        storage.use(hooks.backpack_storage())
 
 
 def _collect(obj: Any) -> list[Contribution]:
@@ -213,5 +221,5 @@ def unregister(plugin: Any) -> None:
 def withdraw(provenance: Provenance) -> None:
     """Take back everything that a plugin contributed."""
     if manager.has_plugin(_key(provenance)):
-        manager.unregister(name=_key(provenance))
+        _settle(manager.unregister(name=_key(provenance)))
     registry.remove(provenance)

@@ -73,12 +73,12 @@ def test_sources_import_no_plugin(package: str) -> None:
 
 
 # Where torch's private interface is used.
-PRIVATE_OF_TORCH = {"_torch", "_checkpoints", "_hooks"}
+PRIVATE_OF_TORCH = {"_torch", "_hooks"}
 
 # What each room of the core may import, besides torch.
 BELOW = {
-    "record": {"_torch", "_checkpoints", "errors", "remember"},
-    "graph": {"_torch", "_checkpoints", "errors", "record", "values"},
+    "record": {"_torch", "errors", "remember"},
+    "graph": {"_torch", "errors", "record", "values"},
     "contract": {
         *("_torch", "_hooks", "discovery", "errors", "record", "graph"),
         *("tuning", "values", "remember", "recycled"),
@@ -87,7 +87,6 @@ BELOW = {
     "plugins": {"_torch", "discovery", "errors", "record", "contract", "remember"},
     "engine": {
         "_torch",
-        "_checkpoints",
         "_hooks",
         "errors",
         "record",

@@ -14,12 +14,12 @@ from backpack_core import AffineRule, Columns, ParametricRule, View
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.nodes import name_of
 from backpack_core.graph.order import behind
-from backpack_core.graph.parameters import nonlinear_between
 from backpack_core.tuning import column_budget
+from backpack_interplay.computed import ComputedProduct
+from backpack_interplay.leaves import nonlinear_between
 from backpack_operations.bare import BareRule
 from backpack_products.affine import AffineProduct
 from backpack_products.columns import ApartColumns, Root
-from backpack_products.computed import ComputedProduct
 from backpack_products.product import Reading, SampleProduct, sum_of
 from backpack_secondorder.hessian import Hessian, add
 from backpack_secondorder.position_pairs import diagonal, sample_diagonals

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from backpack_core.graph.parameters import pull_back
+from backpack_interplay.leaves import pull_back
 from backpack_products.product import DenseProduct, Reading, SampleProduct
 
 
