@@ -212,14 +212,6 @@ def trouble(
     output.say(entry(error))
 
 
-@app.command()
-def demo() -> None:
-    """Compute gradients and curvature of a small net on real data, and compare with autograd."""
-    from backpack_core.demo import main as run
-
-    raise typer.Exit(run())
-
-
 def _make(kind: str, name: str, folder: Path, author: str) -> None:
     from backpack_core.cli import output
     from backpack_core.cli.scaffold import create
