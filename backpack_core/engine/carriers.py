@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from backpack_core import errors
@@ -11,6 +12,7 @@ from backpack_core.contract.bases import is_of_base
 from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
+from backpack_core.contract.reading import Reading
 from backpack_core.engine.active import Context
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place
@@ -21,8 +23,6 @@ from backpack_core.plugins.registry import registry
 from backpack_core.record.storage import storage
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
-from backpack_products.product import Reading, SampleProduct
-from backpack_products.regrouping import regrouped
 
 
 class RuleCarrier(Carrier):
@@ -55,7 +55,7 @@ class RuleCarrier(Carrier):
         if not is_list or False in [isinstance(reading, Reading) for reading in found]:
             raise self._wrong("products", found, view, f"a list with a reading for each of {names}")
         if view.positions > 1:
-            found = [self._regrouped(view, reading) for reading in found]
+            found = [each.of_samples(self._survey.batch_size, view.kept) for each in found]
         beside: dict[Any, Any] = {}
         for name, reading in zip(names, found, strict=True):
             reading.name, reading.module, reading.rule = name, module, type(rule)
@@ -63,17 +63,9 @@ class RuleCarrier(Carrier):
             reading.is_measured = view.is_measured
         at = dict(zip(names, found, strict=True))
         return [
-            at[name] if parameter is used else storage().at_leaf(at[name], used, parameter)
-            for name, parameter, used in trained
+            at[own.name] if own.parameter is own.used else _at_leaf(at[own.name], own)
+            for own in trained
         ]
-
-    def _regrouped(self, view: View, reading: Reading) -> Reading:
-        """A product of several entries for each sample, as one of samples."""
-        if not isinstance(reading, SampleProduct):
-            return reading
-        product = regrouped(reading, reading.columns, self._survey.batch_size, view.kept)
-        product.roots = reading.roots
-        return product
 
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
         """By the propagator; a loss hands its quantity to its first input as it is."""
@@ -114,6 +106,14 @@ def values_of(
                 "instead, or leave the carrier out."
             )
         yield found
+
+
+def _at_leaf(reading: Reading, own: Trained) -> Reading:
+    """The reading at a leaf, from that of the parameter that was computed from it."""
+    leaf, source = own.parameter, own.used
+    pull = partial(storage().pull_back, source=source, leaf=leaf)
+    found: Reading = reading.at_leaf(source, leaf, pull)
+    return found.placed_as(reading)
 
 
 def _asked(propagator: Propagator, method: str) -> Callable[..., Any]:

@@ -20,12 +20,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import parametrizations_of
-from backpack_core.contract.bases import BASES
-from backpack_core.contract.merging import OverBatches
+from backpack_core.contract.bases import BASES, ITEMS, JUDGES, declared
+from backpack_core.contract.operation import Operation
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import PluginError, nearest
-from backpack_products.operations import Operation
-from backpack_products.parametric import ParametricRule
 
 
 def is_module_type(item: Any) -> bool:
@@ -36,14 +34,8 @@ def is_module_type(item: Any) -> bool:
 
 
 _TYPES = "torch.nn.Module classes or their qualified names ('package.module.Class')"
-_NAMES = "names of parameters", lambda item: isinstance(item, str) and bool(item)
-# The types of the entries of declared tuples.
-_ITEMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "module_types": (_TYPES, is_module_type),
-    "params": _NAMES,
-    "linear_in_params": _NAMES,
-    "needs": ("operations", lambda item: isinstance(item, Operation)),
-}
+ITEMS["module_types"] = _TYPES, is_module_type
+ITEMS["needs"] = "operations", lambda item: isinstance(item, Operation)
 
 
 def faults(cls: type) -> list[str]:
@@ -55,20 +47,12 @@ def faults(cls: type) -> list[str]:
     Returns:
         A sentence for each fault; none if all is well.
     """
-    found = [text for name, value in _own(cls).items() for text in _fault(cls, name, value)]
+    found = [text for name, value in declared(cls).items() for text in _fault(cls, name, value)]
     if issubclass(cls, LayerRule) and not getattr(cls, "module_types", ()):
         found.append(f"module_types must name {_TYPES}. Got ()")
     if issubclass(cls, LayerRule) and (fault := _call_fault(cls, 0)):
         found.append(f"a rule is made without arguments, as {cls.__name__}(): {fault}")
-    own, params = vars(cls).get("linear_in_params", ()), getattr(cls, "params", ())
-    if issubclass(cls, ParametricRule) and isinstance(own, tuple) and isinstance(params, tuple):
-        fixed = cls.parameter_names is ParametricRule.parameter_names
-        found += [
-            f"linear_in_params names {name!r}, which is not in params{nearest(name, params)}"
-            for name in own
-            if fixed and name not in params
-        ]
-    return found
+    return [*found, *(text for judge in JUDGES for text in judge(cls))]
 
 
 def refuse(cls: type) -> None:
@@ -100,7 +84,7 @@ def missing_params(rule: LayerRule, module: Module) -> str:
     A rule may serve several types, and some may lack a bias. So a missing parameter is a fault only
     if the module has others that the rule leaves out: it may have meant one of those.
     """
-    if type(rule).parameter_names is not ParametricRule.parameter_names:
+    if type(rule).parameter_names is not LayerRule.parameter_names:
         return ""
     params = rule.parameter_names(module)
     missing = [name for name in params if not _has(module, name)]
@@ -154,14 +138,8 @@ def _known(bases: tuple[type, ...]) -> dict[str, Any]:
     return {n: v for base in bases for cls in base.__mro__[-2::-1] for n, v in vars(cls).items()}
 
 
-def _own(cls: type) -> dict[str, Any]:
-    """What the author's classes declare, the most special class last."""
-    own = [c for c in cls.__mro__[::-1] if c not in BASES]
-    return {name: value for c in own for name, value in vars(c).items() if name[:2] != "__"}
-
-
 def _fault(cls: type, name: str, value: Any) -> Iterator[str]:
-    kinds = (property, classmethod, staticmethod, *(() if name in _ITEMS else (type,)))
+    kinds = (property, classmethod, staticmethod, *(() if name in ITEMS else (type,)))
     if name == "_abc_impl" or isinstance(value, kinds):
         return
     known = _known((*BASES,))
@@ -198,8 +176,8 @@ def _call_fault(function: Callable[..., Any], count: int) -> str:
 
 
 def _wrong_kind(name: str, value: Any, default: Any) -> Iterator[str]:
-    if name in _ITEMS:
-        what, accepts = _ITEMS[name]
+    if name in ITEMS:
+        what, accepts = ITEMS[name]
         wrong = [v for v in value if not accepts(v)] if isinstance(value, tuple) else [value]
         one = value.__name__ if isinstance(value, type) else repr(value)
         if isinstance(value, tuple) and wrong:
@@ -211,10 +189,6 @@ def _wrong_kind(name: str, value: Any, default: Any) -> Iterator[str]:
         yield f"{name} must be a {type(default).__name__}. Got {value!r}"
     elif name == "degree" and not isinstance(value, (int, float, NoneType)):
         yield f"degree must be a number, or None. Got {value!r}"
-    elif name == "over_batches" and value not in ("sum", "concatenate"):
-        if not isinstance(value, OverBatches) and not callable(value):
-            what = "'sum', 'concatenate', a function of two tensors, or an OverBatches"
-            yield f"over_batches must be {what}. Got {value!r}"
     elif name == "savefield" and value and not value.isidentifier():
         yield f"savefield must be a Python identifier. Got {value!r}"
     elif name == "savefield" and hasattr(Tensor, value or "-"):

@@ -122,11 +122,16 @@ class Storage:
                 raise _missing(f"The parameter {name!r}, which a hook computes from others,")
         return {}
 
-    def at_leaf(self, reading: Any, source: Tensor, leaf: Tensor) -> Any:
-        """The reading at a leaf, from that of the parameter ``source`` that was computed from it.
+    def pull_back(self, mat: Tensor, source: Tensor, leaf: Tensor) -> Tensor:
+        """Columns at a leaf ``[K, *leaf]``, from those at what was computed from it.
+
+        Args:
+            mat: Shape ``[K, *source]``.
+            source: The parameter that a module computed.
+            leaf: One of its leaves.
 
         Raises:
-            UnsupportedError: It exists at the computed parameter only.
+            BridgeError: An operation on the way cannot be called for columns.
         """
         raise _missing("A parameter that is computed from others")
 

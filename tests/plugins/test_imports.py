@@ -244,7 +244,8 @@ def test_there_are_entry_points_of_every_family() -> None:
 ALONE = """
 import torch
 from torch import nn
-from backpack_core import FirstOrderExtension, backpack, extend
+from backpack_core import backpack, extend
+from backpack_products import FirstOrderExtension
 from backpack_products.operations import dense
 from backpack_core.errors import AutodiffFallbackWarning
 import warnings
@@ -300,7 +301,7 @@ def test_core_says_what_to_install(tmp_path: Path) -> None:
 DEFINED = """
 from itertools import combinations
 import torch
-from backpack_core import AffineProduct
+from backpack_products import AffineProduct
 from backpack_products import operations as ops
 
 DEFINITIONS = {

@@ -14,8 +14,8 @@ from backpack_core.record.call import Stored
 from backpack_core.record.execution import Execution
 from backpack_core.record.storage import Storage, Taken
 from backpack_core.record.view import View
-from backpack_interplay import checkpoints, compiled, computed, parametrized, shards
-from backpack_interplay.leaves import leaves_behind
+from backpack_interplay import checkpoints, compiled, parametrized, shards
+from backpack_interplay.leaves import leaves_behind, pull_back
 from backpack_interplay.replay import output_again
 from backpack_interplay.saving import Unpacked, through_hooks
 
@@ -75,9 +75,9 @@ class Interplay(Storage):
         found = parametrized.computed(module, names, execution)
         return {name: (tensor, leaves_behind(tensor)) for name, tensor in found.items()}
 
-    def at_leaf(self, reading: Any, source: Tensor, leaf: Tensor) -> Any:
+    def pull_back(self, mat: Tensor, source: Tensor, leaf: Tensor) -> Tensor:
         """By the nodes of the computation."""
-        return computed.at_leaf(reading, source, leaf)
+        return pull_back(mat, source, leaf)
 
     def shards_in(self, models: Iterable[Module]) -> dict[Tensor, Tensor]:
         """Those of ``fully_shard``."""

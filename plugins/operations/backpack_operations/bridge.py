@@ -20,7 +20,7 @@ from backpack_core._torch import Node, is_symbolic, metadata_of, quiet_vmap
 from backpack_core.errors import BridgeError, OverwrittenInputError
 from backpack_core.graph import nodes
 from backpack_core.record.storage import storage
-from backpack_core.values import largest
+from backpack_products.values import largest
 
 Mats = dict[int, Tensor]  # [V, *shape] by output of a node, or by position of an edge behind it
 Place: TypeAlias = tuple[Node, int]  # an output of a node
