@@ -1,18 +1,14 @@
 """The base classes that plugins derive from: core's own, and those that libraries add for authors.
 
 What a plugin's class declares is judged by them, and what they do themselves needs nobody to watch.
-A library that declares more adds a judge of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Final, TypeAlias, TypeVar
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 C = TypeVar("C", bound=type)
-
-# Says what is wrong with a class, a sentence for each fault.
-Judge: TypeAlias = Callable[[type], Iterable[str]]
 
 NAMES: Final = "names of parameters", lambda item: isinstance(item, str) and bool(item)
 # The types of the entries of declared tuples: in words, and a function that accepts one.
@@ -20,19 +16,11 @@ ITEMS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {"params": NAMES}
 
 BASES: Final[dict[type, None]] = {}  # in the order in which they were defined
 
-JUDGES: Final[list[Judge]] = []
-
 
 def base(cls: C) -> C:
     """Mark a class as one that plugins derive from."""
     BASES[cls] = None
     return cls
-
-
-def judge(function: Judge) -> Judge:
-    """Ask a function about every class that is registered."""
-    JUDGES.append(function)
-    return function
 
 
 def declared(cls: type) -> dict[str, Any]:

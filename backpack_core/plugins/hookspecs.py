@@ -84,5 +84,11 @@ def backpack_storage() -> Storage | None:
 
 
 @hookspec
-def backpack_validate(kind: type) -> Iterable[str]:  # type: ignore[empty-body]
-    """Return what is wrong with a class that is being registered, a sentence for each fault."""
+def backpack_validate(  # type: ignore[empty-body]
+    kind: type, module: Module | None, by_hand: bool
+) -> Iterable[str]:
+    """Return what is wrong with a class, a sentence for each fault, which is then refused.
+
+    Called for a class that is being registered, ``by_hand`` or of an installed package; and for
+    that of a rule with the first ``module`` of a type that it speaks for.
+    """
