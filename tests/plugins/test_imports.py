@@ -72,7 +72,6 @@ def tier_of(package: str) -> set[str]:
 FOR_ALL = ("testing", "cli")
 AGAINST = {
     "backpack_core": {"backpack_operations", "backpack_checks", "backpack_interplay"},
-    "backpack_operations": {"backpack_interplay"},
 }
 
 
