@@ -44,9 +44,9 @@ class Taken(ABC):
 
 
 class Storage:
-    """Where tensors are kept; as it stands here, in memory, which is all that core can.
+    """Where tensors are kept: by these methods, in memory, as they are.
 
-    Every method that cannot do so raises :class:`MissingPluginError`, and says what to install.
+    Where that is not all that there is to do, they raise :class:`MissingPluginError`.
     """
 
     def block(self) -> AbstractContextManager[Any]:
@@ -60,7 +60,7 @@ class Storage:
 
         And whether the hooks give a tensor that they took to us, and to autograd once more.
         """
-        raise _missing("A forward pass in which hooks take what autograd saves, as a checkpoint's")
+        raise _missing("A forward pass whose saved tensors go through hooks, as in a checkpoint,")
 
     def open(self, stored: Stored) -> Taken:
         """What gets the tensors of a call back, in one visit; it has ``saved``."""
