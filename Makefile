@@ -48,7 +48,7 @@ $(STAMP): $(PYPROJECTS) constraints.txt
 # One thread: its tensors are small, and more only compete for cores that others use.
 demo: export OMP_NUM_THREADS := 1
 demo: $(STAMP) ## run the demonstration
-	$(BIN)/python -m backpack_core.demo
+	$(BIN)/python examples/demo.py
 
 # One thread for each worker: more only compete for the same cores.
 test: export OMP_NUM_THREADS := 1

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from threading import Lock
+from threading import Lock, local
 from types import FrameType
 from typing import Any
 
@@ -259,26 +259,6 @@ def hands_on(kind: type) -> bool:
     return f"{function.__module__}.{function.__qualname__}" in _HANDING_ON if function else False
 
 
-def shards_in(model: Module) -> dict[Tensor, Tensor]:
-    """Parameters of which this process holds a part, by the whole parameter that layers run with.
-
-    ``fully_shard`` puts the whole ones in place while layers run. Empty where torch does not tell:
-    results then stay on the whole ones.
-    """
-    if "torch.distributed.fsdp" not in sys.modules:
-        return {}
-    found: dict[Tensor, Tensor] = {}
-    for module in model.modules():
-        if hasattr(type(module), "_get_fsdp_state"):
-            state: Any = module._get_fsdp_state()  # type: ignore[operator]
-            one = getattr(state, "_fsdp_param_group", None)
-            groups = getattr(state, "_fsdp_param_groups", [] if one is None else [one])
-            for parameter in [p for group in groups for p in group.fsdp_params]:
-                if hasattr(parameter, "_unsharded_param"):
-                    found[parameter._unsharded_param] = parameter.sharded_param
-    return found
-
-
 def node_type(name: str) -> type | None:
     """The type of torch's own nodes with a name; ``None`` if this version has none."""
     found: type | None = getattr(torch._C._functions, name, None)
@@ -298,14 +278,6 @@ def parametrizations_of(module: Module) -> dict[str, Module]:
     return dict(table.items())
 
 
-def cached_tensor(module: Module, name: str) -> Tensor | None:
-    """The parametrized tensor that ``torch.nn.utils.parametrize.cached()`` holds, if any."""
-    if not getattr(parametrize, "_cache_enabled", 0):
-        return None
-    found: Tensor = getattr(module, name)
-    return found
-
-
 def class_of(module: Module) -> type[Module]:
     """A module's class; where torch derived one for parametrizations, the original."""
     if "parametrizations" not in module._modules:
@@ -323,3 +295,43 @@ def quiet_vmap() -> Iterator[None]:
         yield
     finally:
         functorch._set_vmap_fallback_warning_enabled(True)
+
+
+def _watched() -> Callable[[bool], tuple[Any, Any] | None]:
+    """The hooks that autograd's saved tensors go through, where torch does not tell (2.6)."""
+    autograd: Any = torch._C._autograd
+    push, pop = (
+        autograd._push_saved_tensors_default_hooks,
+        autograd._pop_saved_tensors_default_hooks,
+    )
+    here = local()  # as torch's own stack of them
+
+    def pushed(*hooks: Any) -> None:
+        push(*hooks)
+        here.__dict__.setdefault("stack", []).append(hooks)
+
+    def popped() -> None:
+        pop()
+        if here.__dict__.get("stack"):  # else those were there before
+            here.stack.pop()
+
+    autograd._push_saved_tensors_default_hooks = pushed
+    autograd._pop_saved_tensors_default_hooks = popped
+    return lambda _: (here.__dict__.get("stack") or (None,))[-1]
+
+
+_top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+if _top_hooks is None:
+    _top_hooks = _watched()
+
+
+def saving_hooks() -> tuple[Any, ...] | None:
+    """The hooks that autograd's saved tensors go through now; empty where torch does not tell.
+
+    Asked for every call that is recorded.
+    """
+    try:
+        found: tuple[Any, ...] | None = _top_hooks(False)
+    except TypeError:  # it is not public, and its arguments have changed before
+        return ()
+    return found

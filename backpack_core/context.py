@@ -6,10 +6,11 @@ The arguments are checked here, so that the engine gets a request that makes sen
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from reprlib import repr as abridged
 from types import TracebackType
-from typing import get_args
+from typing import Any, get_args
 
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
@@ -24,10 +25,10 @@ from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedEr
 from backpack_core.plugins.declarations import refuse
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.record.call import edge_of
+from backpack_core.record.storage import storage
 from backpack_core.record.switch import is_disabled
 from backpack_core.record.view import View
 from backpack_core.remember import remembered
-from backpack_interplay.compiled import refuse_inside, uncompiled
 from backpack_operations.told import Samples, told
 
 _CHECKS, _GRADIENTS = get_args(Check), get_args(Gradient)
@@ -122,6 +123,7 @@ class backpack:
         asked = extension_hook, debug, check, retain_graph, _edges_of(beside), observer, gradient
         self._begin = partial(Context, extensions, *asked, said, keep_results, self._profile)
         self._entered: list[Context] = []
+        self._around: list[AbstractContextManager[Any]] = []
 
     def summary(self) -> Summary:
         """What each extension took at each module so far: rule or autodiff, time, bytes.
@@ -146,16 +148,17 @@ class backpack:
         Raises:
             UsageError: The thread is inside ``disable()``, or inside a compiled function.
         """
-        refuse_inside()
+        ensure_loaded()
+        block = storage().block()
         if is_disabled():
             raise UsageError(
                 "backpack(...) was entered inside disable(): nothing is recorded there, so no "
                 "quantity could be computed. Leave the disable() block first."
             )
-        ensure_loaded()
         context = self._begin(*group(self._extensions, self._profile), history=self._profile.passes)
-        uncompiled.__enter__()
+        block.__enter__()
         entry.__enter__()
+        self._around.append(block)
         self._entered.append(context)
         push(context)
         return self
@@ -177,7 +180,7 @@ class backpack:
         context = self._entered.pop()
         pop(context)
         entry.__exit__(exc_type, exc, traceback)
-        uncompiled.__exit__(exc_type, exc, traceback)
+        self._around.pop().__exit__(exc_type, exc, traceback)
         if isinstance(exc, CheckpointError) and context.extensions:
             raise BridgeError(
                 "A quantity was carried through an operation inside checkpoint("

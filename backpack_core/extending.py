@@ -21,9 +21,9 @@ from backpack_core.engine.active import logger
 from backpack_core.errors import UsageError
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.plugins.registry import registry
-from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner, model_runs
+from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner
 from backpack_core.record.state import OUR_ATTRIBUTES, TRAITS_ATTRIBUTE
-from backpack_interplay.checkpoints import let_checkpoints_give_again
+from backpack_core.record.storage import storage
 
 M = TypeVar("M", bound=Module)
 
@@ -58,7 +58,6 @@ def extend(module: M, *, debug: bool = False, batch_axis: int | Mapping[str, int
             f"extend(...) takes an instance of torch.nn.Module. Got {abridged(given)}.{hint}"
         )
     ensure_loaded()
-    let_checkpoints_give_again(model_runs)
     owner = Owner(module, _axes(module, batch_axis))
     module.__dict__[OWNER_ATTRIBUTE] = owner
     if not registry.resolve(module).rule.is_loss:  # a loss receives no input of the model
@@ -135,7 +134,7 @@ def _extend(module: Module, path: str, owner: Owner, debug: bool) -> None:
         module.__dict__.setdefault(TRAITS_ATTRIBUTE)
         if debug:
             logger.info("extend: %s '%s'", type(module).__name__, path)
-    for part in parametrizations_of(module).values():
-        recording.install_at_parametrization(part)
+    if parametrizations_of(module):
+        storage().extend(module)
     for name, child in children:
         _extend(child, f"{path}.{name}" if path else name, owner, debug)

@@ -12,9 +12,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from functools import cache, partial
-from threading import get_ident, local
+from threading import get_ident
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,10 +21,9 @@ from torch.nn import Module
 
 from backpack_core import _hooks, _torch
 from backpack_core._hooks import hook_first
-from backpack_core._torch import Node, cached_tensor, parametrizations_of
+from backpack_core._torch import Node, parametrizations_of
 from backpack_core.engine.hooks import OutputHook
-from backpack_core.errors import UnsupportedError, UsageError
-from backpack_core.graph.parameters import leaves_behind
+from backpack_core.errors import UsageError
 from backpack_core.plugins.registry import FALLBACK, Resolved, registry
 from backpack_core.record.call import NOTHING, Call, attach, attach_viewed, put_in_order
 from backpack_core.record.execution import (
@@ -37,17 +35,15 @@ from backpack_core.record.execution import (
     simple_node,
 )
 from backpack_core.record.owner import OWNER_ATTRIBUTE, Owner, run_of_model
-from backpack_core.record.saving import through_hooks
 from backpack_core.record.state import (
     TRAITS_ATTRIBUTE,
     Traits,
-    computed_in_hooks,
     noted_of,
     tensors_of,
 )
+from backpack_core.record.storage import storage
 from backpack_core.record.structure import in_order, iter_tensors, map_tensors, tensors_in
 from backpack_core.record.switch import is_recording
-from backpack_interplay.checkpoints import saving_hook
 
 
 class _Hook(partial[Any]):
@@ -75,19 +71,6 @@ class _Hook(partial[Any]):
         return self.func.__name__
 
 
-class _Computing(local):
-    """Of this thread: for which execution what computes a parameter does, and under which name.
-
-    Behind them stands the same of the execution around it, where a module calls itself.
-    """
-
-    def __init__(self) -> None:
-        self.known: WeakKeyDictionary[Module, tuple[Execution, str, Any]] = WeakKeyDictionary()
-
-
-_computing = _Computing()
-
-
 def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The forward pre-hook: notes what only this moment can tell, in place of the keywords."""
     if not is_recording() or not _hooks.take_places(module):
@@ -95,12 +78,8 @@ def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     execution = Execution(kwargs, tensors_in(args, in_order(module, kwargs) if kwargs else kwargs))
     if _hooks.HOOKS_OF_ALL:
         execution.place = _hooks.PlaceOfAll(before_hooks_of_all)
-    if module._modules:
-        known = _computing.known
-        for name, computing in parametrizations_of(module).items():
-            install_at_parametrization(computing)  # which may be younger than ``extend``
-            outer = known.get(computing) if _torch.running_calls(module) > 1 else None
-            known[computing] = execution, name, outer
+    if module._modules and parametrizations_of(module):
+        storage().begin(module, execution)
     return args, execution
 
 
@@ -116,12 +95,8 @@ def after_forward(
         kwargs = Execution(kwargs, ())
     if kwargs.is_recorded:
         return None
-    if module._modules:
-        for computing in parametrizations_of(module).values():
-            execution, _, outer = _computing.known.pop(computing, (kwargs, "", None))
-            kwargs.computed = execution.computed
-            if outer is not None:
-                _computing.known[computing] = outer
+    if module._modules and parametrizations_of(module):
+        storage().end(module, kwargs)
     if not torch.is_grad_enabled():
         return None
     replaced = _record(module, args, result, kwargs)
@@ -157,36 +132,6 @@ def after_model(module: Module, args: Any, kwargs: Any, result: Any) -> None:
 def _owner_of_model(module: Module) -> Owner | None:
     owner = None if torch.compiler.is_compiling() else module.__dict__.get(OWNER_ATTRIBUTE)
     return owner if owner is not None and owner.module is module else None
-
-
-def before_parametrization(module: Module, args: Any, kwargs: Any) -> None:
-    """The forward pre-hook of what computes a parameter: nothing."""
-
-
-def install_at_parametrization(computing: Module) -> None:
-    """Put the hooks on what computes a parameter, if they are not there."""
-    if not _hooks.are_installed(computing):
-        _hooks.install(computing, before_parametrization, after_parametrization)
-
-
-def after_parametrization(module: Module, args: Any, kwargs: Any, result: Any) -> None:
-    """The forward hook of what computes a parameter: notes which tensor the module got.
-
-    Raises:
-        UnsupportedError: It computed another one before, in the same forward pass.
-    """
-    execution, name, _ = _computing.known.get(module, (None, "", None))
-    if execution is None or not isinstance(result, Tensor):
-        return
-    if execution.computed is None:
-        execution.computed = {}
-    known = execution.computed.setdefault(name, result)
-    if known is not result and not torch.equal(known, result):
-        raise UnsupportedError(
-            f"The parametrization of {name!r} gave two values in one forward pass (it draws random "
-            "numbers, or keeps a state), so what the module computed is unknown. Use "
-            "torch.nn.utils.parametrize.cached()."
-        )
 
 
 def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execution) -> Any:
@@ -261,10 +206,10 @@ def _call(
     before = what.versions
     noted: Any
     noted = args, kwargs, inputs, detached, before, counts, owned, parameters, computed, frozen
-    thread, hook = get_ident(), saving_hook()
-    run = run_of_model(module, thread)
-    if hook is not None:
-        noted = through_hooks(put_in_order(noted))
+    thread, is_readable = get_ident(), _torch.saving_hooks() is None
+    run, gives_again = run_of_model(module, thread), is_readable
+    if not is_readable:
+        noted, gives_again = storage().keep(put_in_order(noted))
         run = run.shown_by(inputs, noted.inputs)
     return Call(
         module,
@@ -277,8 +222,8 @@ def _call(
         traits.settings,
         run,
         what.is_rewired,
-        hook is None,
-        hook is None or hook.gives_again,
+        is_readable,
+        gives_again,
     )
 
 
@@ -295,21 +240,16 @@ def _tensors(
     module: Module, resolved: Resolved, execution: Execution
 ) -> tuple[dict[str, Tensor | None], int | tuple[str, ...], Mapping[str, tuple[Tensor, ...]]]:
     """Tensors of a module; which are parameters, or how many of the first; what some come from."""
-    computing = parametrizations_of(module)
     if resolved.is_fallback:
-        inside = [n for n, _ in module.named_parameters()] if computing else []
+        inside = parametrizations_of(module) and [n for n, _ in module.named_parameters()]
         more = tuple(n for n in inside if n.startswith("parametrizations."))
         return *tensors_of(module, more), NOTHING
     owned, count = tensors_of(module, _nested(resolved.params))
-    found = computed_in_hooks(module, resolved.params)
-    for name in computing:
-        tensor = (execution.computed or {}).get(name, cached_tensor(module, name))
-        if tensor is not None:
-            found[name] = tensor
-    computed = {name: leaves_behind(tensor) for name, tensor in found.items()}
+    found = storage().computed(module, resolved.params, execution)
+    computed = {name: leaves for name, (_, leaves) in found.items()}
     behind = {id(leaf) for leaves in computed.values() for leaf in leaves}
     names = tuple(owned)[:count]
-    owned.update(found)
+    owned.update((name, tensor) for name, (tensor, _) in found.items())
     remaining = [n for n in names if id(owned[n]) not in behind]
     return owned, (*remaining, *computed), computed
 

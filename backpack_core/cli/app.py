@@ -173,20 +173,22 @@ def explain(
 ) -> None:
     """Say for each parameter which rule computes a quantity, in which form, and what it costs.
 
-    Costs are relative to the gradient of the same layer, as counted by the benchmarks.
+    Costs are relative to the gradient of the same layer, as counted by the benchmarks. Then what a
+    backward pass does, step by step.
 
     Example: `backpack explain mypackage.nets:make -e KFAC`
     """
     from backpack_core.cli import output
-    from backpack_core.cli.explain import HEADER, UNKNOWN, WITH_COUNTS, explained
+    from backpack_core.cli.explain import HEADER, NO_PLAN, UNKNOWN, WITH_COUNTS, explained
 
-    rows = explained(model, extension)
+    rows, plan = explained(model, extension)
     if as_json:
         output.print_json([dict(zip(HEADER, row, strict=True)) for row in rows])
     else:
         output.print_table(HEADER, rows, output.width())
         if any(UNKNOWN in row for row in rows):
             typer.echo(f"\n{UNKNOWN}: not counted. {WITH_COUNTS}")
+        typer.echo(f"\n{NO_PLAN if plan is None else plan}")
 
 
 def _errors(incomplete: str) -> list[str]:
@@ -210,14 +212,6 @@ def trouble(
     from backpack_core.cli.trouble import trouble as entry
 
     output.say(entry(error))
-
-
-@app.command()
-def demo() -> None:
-    """Compute gradients and curvature of a small net on real data, and compare with autograd."""
-    from backpack_core.demo import main as run
-
-    raise typer.Exit(run())
 
 
 def _make(kind: str, name: str, folder: Path, author: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,31 +13,49 @@ from backpack_core.cli.counts import EXACT, Layer, of_module, result_size, work
 from backpack_core.cli.support import Given, build, classes, judge, trial
 from backpack_core.contract.extension import Extension
 from backpack_core.extending import extend, unextend
+from backpack_core.plan.plan import Plan, plans
 from backpack_core.plugins.registry import registry
 from backpack_core.testing.watch import declared_form
 
 HEADER = ("parameter", "rule", "form", "multiply-adds", "bytes", "faster")
 
 UNKNOWN = "?"
+NO_PLAN = (
+    "There is no plan of a backward pass: none was run, which takes a loss, inputs and a target, "
+    "or none can be made. After a pass, block.summary() says why."
+)
 WITH_COUNTS = "Weights of affine layers are, where the factory returns inputs and target."
 
 
-def explained(target: str, name: str) -> list[list[str]]:
-    """A row for each trained parameter.
+class Explanation(NamedTuple):
+    """How a quantity is computed in a net.
+
+    Attributes:
+        rows: A row for each trained parameter, with the columns of ``HEADER``.
+        plan: What a backward pass does, step by step; ``None`` where there is no plan.
+    """
+
+    rows: list[list[str]]
+    plan: Plan | None
+
+
+def explained(target: str, name: str) -> Explanation:
+    """How a quantity is computed at each parameter, and the plan of a pass.
 
     Args:
         target: ``"module:factory"``; see :func:`~backpack_core.cli.support.model_report`.
         name: The extension.
 
     Returns:
-        The parameter, its rule, the form in which it is read, multiply-adds beyond the gradient's
-        and bytes of the result, both relative to the gradient of the layer (``?`` where no data
-        were given, or nobody counted), and what would make it faster.
+        In each row the parameter, its rule, the form in which it is read, multiply-adds beyond the
+        gradient's and bytes of the result, both relative to the gradient of the layer (``?`` where
+        no data were given, or nobody counted), and what would make it faster.
     """
     extension = classes((name,))[name]
     given = build(target)
     refused = trial(given, extension)
     model = given.modules[0]
+    plan = plans.latest(model)
     layers, columns = _layers(given)
     extend(model)
     rows = []
@@ -50,7 +68,7 @@ def explained(target: str, name: str) -> list[list[str]]:
             costs = _costs(layers.get(module, []), name, parameter, given, columns)
             words = _words(module, own, extension, cell, refused or why)
             rows.append([full, *words[:2], *costs, words[2]])
-    return rows
+    return Explanation(rows, plan)
 
 
 def _parameters(module: Module) -> list[tuple[str, Tensor]]:

@@ -13,7 +13,8 @@ from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
 from backpack_core.discovery import Claim, Plugin, spelled_out
 from backpack_core.errors import PluginVersionError
-from backpack_core.plugins.declarations import described, missing_types
+from backpack_core.plugins.declarations import described
+from backpack_core.plugins.manager import hooks
 from backpack_core.plugins.registry import registry
 from backpack_products.elementwise import ElementwiseRule
 from backpack_products.loss import HessianLossRule
@@ -54,7 +55,8 @@ def _missing_types(rule: type[LayerRule]) -> Iterator[tuple[str, bool]]:
                 yield f"module_types names {name!r}: {error}", True
             else:
                 absent.setdefault(library, []).append(str(name))
-    yield from ((fault, True) for fault in missing_types(rule))
+    answers = hooks.backpack_validate(kind=rule, module=None, by_hand=True)
+    yield from ((fault, True) for answer in answers for fault in answer)
     for library, (first, *others) in absent.items():
         more = f" and {len(others)} more of {library}" if others else ""
         yield f"module_types names {first!r}{more}: {library} is not installed", False

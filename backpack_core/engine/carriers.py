@@ -16,10 +16,11 @@ from backpack_core.contract.reading import Reading
 from backpack_core.engine.active import Context
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place
-from backpack_core.graph.parameters import Trained, pull_back
+from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.loading import blocked, missing
 from backpack_core.plugins.registry import registry
+from backpack_core.record.storage import storage
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
 
@@ -110,7 +111,7 @@ def values_of(
 def _at_leaf(reading: Reading, own: Trained) -> Reading:
     """The reading at a leaf, from that of the parameter that was computed from it."""
     leaf, source = own.parameter, own.used
-    pull = partial(pull_back, source=source, leaf=leaf)
+    pull = partial(storage().pull_back, source=source, leaf=leaf)
     found: Reading = reading.at_leaf(source, leaf, pull)
     return found.placed_as(reading)
 

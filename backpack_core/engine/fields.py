@@ -13,12 +13,13 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core._torch import Node, shards_in
+from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.registry import FALLBACK
 from backpack_core.record.call import Edge, Site
 from backpack_core.record.owner import owned_by_models, owners_of
+from backpack_core.record.storage import storage
 from backpack_core.replaced import replaced
 from backpack_operations.bare import bare_call
 
@@ -66,8 +67,7 @@ def clear(
     if offers and len(models) == 1 and plan is not None and before[0][0] is plan:
         parameters: Iterable[Tensor | None] = [use.parameter for use in survey.uses.values()]
     else:
-        shards = [shards_in(model) for model in models]
-        survey.shards.update(chain(*(found.items() for found in shards)))
+        survey.shards.update(storage().shards_in(models))
         modules = chain(*(model.modules() for model in models))
         parameters = chain(*(m._parameters.values() for m in modules), survey.shards.values())
     for parameter in parameters:
@@ -83,13 +83,9 @@ def stored_by_others(models: Iterable[Module]) -> None:
 
 
 def hand_over(survey: Survey, extensions: Iterable[Extension]) -> None:
-    """Copy results from whole parameters to the shards that this process holds."""
-    fields = [extension.savefield for extension in extensions]
-    models = owners_of(call.module for call in survey.trained) if survey.shards else ()
-    shown = {id(parameter) for model in models for parameter in model.parameters()}
-    for whole, held in survey.shards.items():
-        for field in fields:
-            if field in whole.__dict__:
-                setattr(held, field, whole.__dict__[field])
-                if id(whole) not in shown:  # it is, with set_reshard_after_backward(False)
-                    del whole.__dict__[field]
+    """Give results of whole parameters to the shards that this process holds, if there are any."""
+    if survey.shards:
+        models = owners_of(call.module for call in survey.trained)
+        shown = {id(parameter) for model in models for parameter in model.parameters()}
+        fields = [extension.savefield for extension in extensions]
+        storage().hand_over(survey.shards, shown, fields)

@@ -9,7 +9,9 @@ saves time: small chunks reuse memory that the allocator holds.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any
 
 from backpack_core._torch import Node
 from backpack_core.engine.groups import Group
@@ -19,9 +21,9 @@ from backpack_core.engine.traversal import Traversal
 from backpack_core.graph.order import ranks
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Kept, Site
+from backpack_core.record.storage import storage
 from backpack_core.record.structure import iter_tensors
 from backpack_core.tuning import column_budget, memory_budget
-from backpack_interplay.checkpoints import Recomputed
 
 
 @dataclass(eq=False)
@@ -40,7 +42,9 @@ class Chunks:
     kept: Kept
     partial: Values
     _ranks: dict[Node, int] = field(default_factory=dict)
-    _recomputed: Recomputed = field(default_factory=Recomputed)
+    _within: Callable[[int], AbstractContextManager[Any]] = field(
+        default_factory=lambda: storage().chunks()
+    )
 
     def size(self, lane: int, device: str) -> int | None:
         """How many columns may travel at once, on a type of device; ``None`` for all."""
@@ -69,7 +73,7 @@ class Chunks:
         schedule = RankSchedule(self.survey, self.groups, self._ranks)
         sink = ChunkSink(self.survey)
         traversal = Traversal(schedule, sink)
-        with self._recomputed.within(memory_budget()):
+        with self._within(memory_budget()):
             begin(traversal)
             schedule.run(lambda site: self._visit(traversal, lane, site))
         sink.add_to(self.partial)

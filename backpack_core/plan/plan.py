@@ -75,16 +75,18 @@ class Plan:
         """Whether it counts entries of axes, and so holds for equal shapes only."""
         return self.alignment is not None or self.loose is not None
 
-    def __str__(self) -> str:
-        """The steps, one on a line."""
+    def __repr__(self) -> str:
+        """The steps, a line for each, in the order of the walk."""
+        lines = [("step", "at", "what happens")]
         steps = zip(self.calls, self.trained, self.opened, strict=True)
-        width = max(map(len, self.calls), default=0)
-        lines = [f"{'call':<{width}}  what happens there"]
-        for path, names, is_opened in steps:
-            what = [f"read {', '.join(names)}"] if names else []
-            what += ["go through its operations"] if is_opened else []
-            lines.append(f"{path:<{width}}  {'; '.join(what) or 'by its rule'}")
-        return "\n".join(lines)
+        for number, (path, names, is_opened) in enumerate(steps, 1):
+            read = f"read {', '.join(names)}; " if names else ""
+            way = "through its operations" if is_opened else "by its rule"
+            lines.append((str(number), path, f"{read}go on {way}"))
+        width = max(len(path) for _, path, _ in lines)
+        text = "\n".join([f"{number:<4}  {path:<{width}}  {what}" for number, path, what in lines])
+        more = "\nFor these shapes: what lies between modules is known, too."
+        return text + more * self.counts
 
 
 class Planned(NamedTuple):
@@ -157,6 +159,12 @@ class Plans:
             known, lengths = self._known[model], [*structure.lengths]
             known[asked, structure.key] = Planned(plan, lengths[plan.batch_size])
             _shorten(known)
+
+    def latest(self, model: Module) -> Plan | None:
+        """The plan of a model that was made last, if there is one."""
+        found = [*self._plans.get(model, NONE).values()]
+        found += [each.plan for each in self._known.get(model, NONE).values()]
+        return found[-1] if found else None
 
     def forget(self, model: Module) -> None:
         """Forget the plans of a model."""

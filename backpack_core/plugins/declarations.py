@@ -1,55 +1,75 @@
-"""Checks a plugin's class before it is used. Imports no plugin.
+"""Refuses a plugin's class that cannot be used as it is declared.
 
-Libraries add judges of what classes declare: see ``contract/bases.py``.
+The base classes are the table: an attribute with a value is a declaration, and its default shows
+its type. What only helps an author is asked of plugins (``backpack_validate``). Imports no plugin.
 """
 
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Iterator
-from difflib import get_close_matches
-from operator import attrgetter
+from functools import cache
+from types import NoneType
+from typing import Any
 
+from torch import Tensor
 from torch.nn import Module
 
-from backpack_core._torch import parametrizations_of
-from backpack_core.contract.bases import JUDGES, call_fault
-from backpack_core.contract.rules import MODULE_TYPES, LayerRule
+from backpack_core.contract.bases import BASES, ITEMS, declared
+from backpack_core.contract.operation import Operation
+from backpack_core.contract.rules import MODULE_TYPES, LayerRule, is_module_type
 from backpack_core.errors import PluginError, nearest
+from backpack_core.plugins.manager import hooks
+
+ITEMS["module_types"] = MODULE_TYPES, is_module_type
+ITEMS["needs"] = "operations", lambda item: isinstance(item, Operation)
 
 
-def faults(cls: type) -> list[str]:
-    """What is wrong with a rule, extension or propagator.
-
-    Args:
-        cls: A class derived from one of core's base classes.
-
-    Returns:
-        A sentence for each fault; none if all is well.
-    """
-    found = [text for judge in JUDGES for text in judge(cls)]
-    if issubclass(cls, LayerRule):
-        if not getattr(cls, "module_types", ()):
-            found.append(f"module_types must name {MODULE_TYPES}. Got ()")
-        if fault := call_fault(cls, 0):
-            found.append(f"a rule is made without arguments, as {cls.__name__}(): {fault}")
-    return found
-
-
-def refuse(cls: type) -> None:
+def refuse(cls: type, by_hand: bool = False) -> None:
     """Raise if a rule, extension or propagator cannot be used as it is declared.
 
+    Args:
+        cls: A class derived from one of the base classes.
+        by_hand: Whether it is registered by its author, at work.
+
     Raises:
-        PluginError: It is abstract, or has :func:`faults`.
+        PluginError: It is abstract, a declaration is of the wrong kind, or a plugin that validates
+            classes finds a fault.
     """
     missing = getattr(cls, "__abstractmethods__", ())
     if missing:
         near = nearest(min(missing), vars(cls)) or "."
         raise PluginError(f"{cls.__name__} does not implement {', '.join(sorted(missing))}{near}")
-    found = faults(cls)
+    found = [text for name, value in declared(cls).items() for text in _fault(cls, name, value)]
+    if issubclass(cls, LayerRule) and not getattr(cls, "module_types", ()):
+        found.append(f"module_types must name {MODULE_TYPES}. Got ()")
     if found:
-        raise PluginError(f"{described(cls)}: {'; '.join(found)}.".replace("?.", "?"))
+        raise _error(cls, "", found)
+    validate(cls, by_hand=by_hand)
+
+
+def validate(
+    cls: type, module: Module | None = None, by_hand: bool = False, who: object = ""
+) -> None:
+    """Raise if a plugin that validates classes finds a fault.
+
+    Args:
+        cls: The class.
+        module: The first module of a type that it, a rule, speaks for.
+        by_hand: Whether it is registered by its author, at work.
+        who: Who provided it, for the message.
+
+    Raises:
+        PluginError: One does.
+    """
+    answers = hooks.backpack_validate(kind=cls, module=module, by_hand=by_hand)
+    found = [text for answer in answers for text in answer]
+    if found:
+        raise _error(cls, f" of {who}" if who else "", found)
+
+
+def _error(cls: type, who: str, found: list[str]) -> PluginError:
+    return PluginError(f"{described(cls)}{who}: {'; '.join(found)}.".replace("?.", "?"))
 
 
 def described(cls: type) -> str:
@@ -60,55 +80,38 @@ def described(cls: type) -> str:
         return f"{cls.__qualname__} of {cls.__module__}"
 
 
-def missing_params(rule: LayerRule, module: Module) -> str:
-    """What is wrong with the ``params`` of a rule at a module, or an empty string.
-
-    A rule may serve several types, and some may lack a bias. So a missing parameter is a fault only
-    if the module has others that the rule leaves out: it may have meant one of those.
-    """
-    if type(rule).parameter_names is not LayerRule.parameter_names:
-        return ""
-    params = rule.parameter_names(module)
-    missing = [name for name in params if not _has(module, name)]
-    left_out = [name for name, _ in module.named_parameters() if name not in params]
-    if not missing or not left_out:
-        return ""
-    near = [name for name in missing if get_close_matches(name, left_out, 1, 0.6)]
-    if not near and len(missing) < len(params):
-        return ""
-    name = (near or missing)[0]
-    return (
-        f"params names {name!r}, which a {type(module).__qualname__} does not have; it has "
-        f"{', '.join(left_out)}{nearest(name, left_out)}"
-    )
+def known() -> dict[str, Any]:
+    """Every attribute of every base class, with its default."""
+    return _known((*BASES,))
 
 
-def missing_types(rule: type[LayerRule]) -> Iterator[str]:
-    """Names in ``module_types`` of classes that a package does not have; it has to be imported.
-
-    Args:
-        rule: The class of the rule.
-
-    Yields:
-        What is wrong with each. Of what is not imported, nothing is known.
-    """
-    for name in rule.module_types:
-        package, _, attribute = name.rpartition(".") if isinstance(name, str) else ("", "", "")
-        module = sys.modules.get(package)
-        is_whole = module and not getattr(module.__spec__, "_initializing", False)
-        if is_whole and not hasattr(module, attribute):
-            near = nearest(attribute, dir(module))
-            yield (
-                f"module_types names {name!r}: module {package} is importable and has no such "
-                f"class{near}"
-            )
+@cache
+def _known(bases: tuple[type, ...]) -> dict[str, Any]:
+    return {n: v for base in bases for cls in base.__mro__[-2::-1] for n, v in vars(cls).items()}
 
 
-def _has(module: Module, name: str) -> bool:
-    """Whether a module has a parameter; one that is computed is not computed for this."""
-    path, _, last = name.rpartition(".")
-    try:
-        owner = attrgetter(path)(module) if path else module
-    except AttributeError:
-        return False
-    return last in parametrizations_of(owner) or hasattr(owner, last)
+def _fault(cls: type, name: str, value: Any) -> Iterator[str]:
+    kinds = (property, classmethod, staticmethod, *(() if name in ITEMS else (type,)))
+    bases = [vars(c) for c in cls.__mro__ if c in BASES]
+    if not isinstance(value, kinds) and any(name in base for base in bases):
+        yield from _wrong_kind(name, value, known()[name])
+
+
+def _wrong_kind(name: str, value: Any, default: Any) -> Iterator[str]:
+    if name in ITEMS:
+        what, accepts = ITEMS[name]
+        wrong = [v for v in value if not accepts(v)] if isinstance(value, tuple) else [value]
+        one = value.__name__ if isinstance(value, type) else repr(value)
+        if isinstance(value, tuple) and wrong:
+            yield f"{name} must be a tuple of {what}. Got {value!r}, with {wrong[0]!r}"
+        elif wrong:
+            alone = f": write {name} = ({one},)" if accepts(value) else ""
+            yield f"{name} must be a tuple of {what}. Got {value!r}{alone}"
+    elif isinstance(default, (bool, str)) and not isinstance(value, type(default)):
+        yield f"{name} must be a {type(default).__name__}. Got {value!r}"
+    elif name == "degree" and not isinstance(value, (int, float, NoneType)):
+        yield f"degree must be a number, or None. Got {value!r}"
+    elif name == "savefield" and value and not value.isidentifier():
+        yield f"savefield must be a Python identifier. Got {value!r}"
+    elif name == "savefield" and hasattr(Tensor, value or "-"):
+        yield f"savefield {value!r} would hide torch.Tensor.{value} of the parameters"

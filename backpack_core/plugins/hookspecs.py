@@ -17,6 +17,7 @@ from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule
+from backpack_core.record.storage import Storage
 
 PROJECT = "backpack"
 hookspec = pluggy.HookspecMarker(PROJECT)
@@ -29,6 +30,7 @@ OF_PASSES: Final = frozenset(
         "backpack_operation",
         "backpack_run",
         "backpack_storage",
+        "backpack_validate",
     }
 )
 
@@ -74,5 +76,19 @@ def backpack_run(run: Any) -> Any:
 
 
 @hookspec(firstresult=True)
-def backpack_storage() -> Any:
-    """Return where tensors of a call are kept."""
+def backpack_storage() -> Storage | None:
+    """Return where tensors of a call are kept that torch itself does something with.
+
+    Called when the plugin is registered; core asks the object from then on.
+    """
+
+
+@hookspec
+def backpack_validate(  # type: ignore[empty-body]
+    kind: type, module: Module | None, by_hand: bool
+) -> Iterable[str]:
+    """Return what is wrong with a class, a sentence for each fault, which is then refused.
+
+    Called for a class that is being registered, ``by_hand`` or of an installed package; and for
+    that of a rule with the first ``module`` of a type that it speaks for.
+    """

@@ -66,7 +66,8 @@ def load_all(
     with lock:
         _loading = True
         try:
-            for plugin in known_plugins():
+            # Libraries first: they may have a say about what others register.
+            for plugin in sorted(known_plugins(), key=lambda plugin: not plugin.users):
                 if before is not None:
                     before(plugin)
                 load(plugin)

@@ -10,10 +10,6 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
-import pluggy
-
-from backpack_core.contract.extension import Extension
-from backpack_core.contract.rules import LayerRule
 from backpack_core.discovery import Provenance
 from backpack_core.errors import (
     PluginConflictError,
@@ -23,18 +19,17 @@ from backpack_core.errors import (
     nearest,
 )
 from backpack_core.plugins import hookspecs
-from backpack_core.plugins.declarations import described, missing_types
 from backpack_core.plugins.hookspecs import PROJECT
+from backpack_core.plugins.manager import hooks as hooks
+from backpack_core.plugins.manager import manager as manager
 from backpack_core.plugins.registry import Contribution, contributions, hook_of, registry
+from backpack_core.record import storage
 
 API_VERSION = 2
 # For plugins that do not say; nothing older was published.
 FIRST_API = 2
 SUPPORTED_API = frozenset({2})
 
-manager = pluggy.PluginManager(PROJECT)
-manager.add_hookspecs(hookspecs)
-hooks = manager.hook  # which a pass calls
 # Held while the registry is changed.
 lock = threading.RLock()
 
@@ -60,13 +55,20 @@ def enter(obj: Any, provenance: Provenance) -> None:
         add_library_folder(source)
     try:
         manager.register(obj, _key(provenance))
-        registry.add(_collect(obj), provenance)
+        registry.add(_collect(obj, by_hand=not provenance.distribution), provenance)
+        _settle(obj)
     except BaseException:
         withdraw(provenance)
         raise
 
 
-def _collect(obj: Any) -> list[Contribution]:
+def _settle(obj: Any) -> None:
+    """Ask for what passes would otherwise have to ask for, after a plugin has come or gone."""
+    if hasattr(obj, "backpack_storage"):
+        storage.use(hooks.backpack_storage())
+
+
+def _collect(obj: Any, by_hand: bool) -> list[Contribution]:
     """Call the hooks of one plugin, and check what they return; a class stands for itself."""
     own_hook = hook_of(obj)
     found: dict[str, Any] = {} if own_hook is None else {own_hook: [obj]}
@@ -85,7 +87,8 @@ def _collect(obj: Any) -> list[Contribution]:
             f"{obj!r} provides nothing: name a class derived from LayerRule, Extension or "
             "Propagator, or a module with functions marked by backpack_core.hookimpl."
         )
-    return [c for hook, items in found.items() for item in items for c in contributions(hook, item)]
+    given = ((hook, item) for hook, items in found.items() for item in items)
+    return [each for pair in given for each in contributions(*pair, by_hand)]
 
 
 def declared_api(obj: Any) -> set[int]:
@@ -155,7 +158,6 @@ def register(obj: Any, name: str | None = None) -> Any:
             withdraw(provenance)
         try:
             enter(obj, provenance)
-            _check_alone(obj)
         except BaseException:
             withdraw(provenance)
             if known is not None:
@@ -169,22 +171,6 @@ def _is_rerun(known: Any, obj: Any) -> bool:
     are_classes = isinstance(known, type) and isinstance(obj, type) and known is not obj
     names = {(each.__module__, each.__qualname__) for each in (known, obj)} if are_classes else ()
     return len(names) == 1 and known.__module__ == "__main__"
-
-
-def _check_alone(obj: Any) -> None:
-    """Checks that only help an author at work: unknown names, and a field that is in use."""
-    if not isinstance(obj, type):
-        return
-    if issubclass(obj, LayerRule):
-        for fault in missing_types(obj):
-            raise PluginError(f"{described(obj)}: {fault}.".replace("?.", "?"))
-    if issubclass(obj, Extension):
-        other = registry.saves_under(obj)
-        if other is not None:
-            raise PluginConflictError(
-                f"{described(obj)}: savefield {obj.savefield!r} is that of {other.value.__name__} "
-                f"of {other.provenance} already: choose another name."
-            )
 
 
 def name_of(obj: Any) -> str:
@@ -213,5 +199,5 @@ def unregister(plugin: Any) -> None:
 def withdraw(provenance: Provenance) -> None:
     """Take back everything that a plugin contributed."""
     if manager.has_plugin(_key(provenance)):
-        manager.unregister(name=_key(provenance))
+        _settle(manager.unregister(name=_key(provenance)))
     registry.remove(provenance)

@@ -20,7 +20,7 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, ModuleType, is_module_type
 from backpack_core.discovery import Claim, Provenance, choose, class_named, spelled_out
 from backpack_core.errors import PluginError
-from backpack_core.plugins.declarations import described, missing_params, refuse
+from backpack_core.plugins.declarations import refuse, validate
 from backpack_core.plugins.sameness import methods_behind, same_maps
 from backpack_operations.bare import NoRule
 
@@ -106,16 +106,14 @@ class Registry:
 
         Raises:
             PluginConflictError: Several distributions claim the type.
-            PluginError: The rule speaks of parameters that the module does not have.
+            PluginError: A plugin that validates rules finds a fault of this one.
         """
         kind, cache = class_of(module), self._rule_cache
         found = cache.get(kind)
         if found is None:
             found = self.resolve_type(kind)
-            fault = missing_params(found.rule, module)
-            if fault:
-                who = f"{described(type(found.rule))} of {found.provenance}"
-                raise PluginError(f"{who}: {fault}.".replace("?.", "?"))
+            if not found.is_fallback:
+                validate(type(found.rule), module, who=found.provenance)
             cache[kind] = found
         if found.methods.isdisjoint(module.__dict__):
             return found
@@ -207,8 +205,13 @@ def _is_class_of(base: type, obj: object) -> bool:
     return isinstance(obj, type) and issubclass(obj, base)
 
 
-def contributions(hook: str, item: Any) -> list[Contribution]:
+def contributions(hook: str, item: Any, by_hand: bool) -> list[Contribution]:
     """The registry's entries for one object that a hook returned.
+
+    Args:
+        hook: The name of the hook.
+        item: The object.
+        by_hand: Whether it is registered by its author, at work.
 
     Raises:
         PluginError: It is not of the kind that the hook promises.
@@ -218,7 +221,7 @@ def contributions(hook: str, item: Any) -> list[Contribution]:
         if _is_class_of(Extension, kind) and is_module_type(module) and callable(carrier):
             return [("overrides", (kind, module), carrier)]
     if hook_of(item) == hook:
-        refuse(item)
+        refuse(item, by_hand)
         is_rule = issubclass(item, LayerRule)
         return of_rules([item]) if is_rule else [(_KINDS[hook][0], item.__name__, item)]
     raise PluginError(f"{hook} returned {item!r}, which is not what the hook asks for.")

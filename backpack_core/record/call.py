@@ -23,7 +23,6 @@ from backpack_core.errors import ReleasedIOError
 from backpack_core.record.owner import PATH_ATTRIBUTE
 from backpack_core.record.run import NO_RUN, Run
 from backpack_core.record.state import Settings
-from backpack_interplay.checkpoints import SavedTensor
 
 SITES: Final = "backpack_core.sites"
 VIEWED: Final = "backpack_core.viewed"
@@ -110,7 +109,7 @@ class Stored(NamedTuple):
     owned: dict[str, tuple[Tensor, int]]
     parameters: tuple[str, ...]
     computed: Mapping[str, tuple[Tensor, ...]] = NOTHING
-    saved: tuple[SavedTensor | None, ...] = ()
+    saved: tuple[Any, ...] = ()
     frozen: Sequence[str] = ()
 
 

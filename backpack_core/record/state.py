@@ -81,15 +81,6 @@ def noted_of(
     return versions, frozen or ()  # the collector of garbage need not look at empty ones
 
 
-def computed_in_hooks(module: Module, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """Parameters that a forward pre-hook computed from others and left as plain attributes."""
-    attributes = module.__dict__
-    if attributes.keys().isdisjoint(names):
-        return {}
-    found = {name: attributes[name] for name in names if name in attributes}
-    return {n: t for n, t in found.items() if isinstance(t, Tensor) and t.grad_fn is not None}
-
-
 def _nested(module: Module, name: str) -> Tensor | None:
     try:
         found = attrgetter(name)(module)

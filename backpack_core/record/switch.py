@@ -8,7 +8,7 @@ from torch import is_grad_enabled
 from torch.compiler import is_compiling
 
 from backpack_core._torch import peek_transform, tracing_state
-from backpack_interplay.checkpoints import is_computed_again
+from backpack_core.record.storage import storage
 
 _disabled: dict[int, int] = {}  # how many blocks each thread is in
 
@@ -47,5 +47,5 @@ def is_recording() -> bool:
         and peek_transform() is None
         and tracing_state() is None
         # A checkpoint that recomputes has to do what it did at first.
-        and not (_disabled and is_disabled() and not is_computed_again())
+        and not (_disabled and is_disabled() and not storage().is_computed_again())
     )

@@ -19,9 +19,8 @@ from torch.nn import Module
 from backpack_core._torch import Node, version_of
 from backpack_core.errors import OverwrittenInputError, UsageError
 from backpack_core.record.call import Call, Stored
-from backpack_core.record.replay import output_again
-from backpack_core.record.saving import Taken, read
 from backpack_core.record.state import as_it_was
+from backpack_core.record.storage import Taken, read, storage
 from backpack_core.record.structure import as_index, map_tensors
 
 T = TypeVar("T")
@@ -88,7 +87,7 @@ class View:
         self._whole: View | None = None
         self.counted: list[tuple[Tensor, int]] | None = None
         self.memories: set[int] | None = None
-        self.taken = Taken(self.stored) if self.stored.saved else None
+        self.taken: Taken | None = storage().open(self.stored) if self.stored.saved else None
         self.indices: tuple[int, ...] | None = None
         self._pick: Any = None
         if axis and grad_output is not None:
@@ -209,7 +208,7 @@ class View:
         if slot not in self._tensors:
             tensor = read(self, slot, "output")
             if self.is_differentiable:
-                tensor = output_again(self.full, tensor)
+                tensor = storage().output_again(self.full, tensor)
             self._tensors[slot] = self._cast(self._cut(tensor.movedim(self.axis, 0)))
         return self._tensors[slot]
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from backpack_core.plugins import loading, registration
 from backpack_core.plugins.registry import registry
+from backpack_core.record import storage
 
 FAMILIES = ("backpack-plugin-layers", "backpack-plugin-firstorder", "backpack-plugin-secondorder")
 
@@ -55,4 +56,5 @@ def reset() -> None:
         for table in registry.tables:
             table.clear()
         registry.forget()
+        storage.use(None)
         loading._plugins, loading._loaded = None, False

@@ -9,8 +9,8 @@ from torch import Tensor, distributed
 from torch.nn import Module
 
 from backpack_core import Extension
-from backpack_core._torch import shards_in
 from backpack_core.errors import UnsupportedError, UsageError
+from backpack_interplay.shards import shards_in
 from backpack_products.merging import declaration
 
 

@@ -417,6 +417,6 @@ def test_a_plan_prints_its_steps() -> None:
     model = _model()
     _warm(model)
     (plan,) = plans._plans[model].values()
-    text = str(plan)
-    assert "Linear 'first'" in text
-    assert "read weight, bias" in text
+    assert repr(plan).splitlines()[0].split() == ["step", "at", "what", "happens"]
+    assert "Linear 'first'" in repr(plan)
+    assert "read weight, bias; go on by its rule" in repr(plan)

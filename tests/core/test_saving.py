@@ -15,10 +15,17 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from backpack_core import backpack, disable, extend, is_extended, memory_budget, set_memory_budget
+from backpack_core import (
+    _torch,
+    backpack,
+    disable,
+    extend,
+    is_extended,
+    memory_budget,
+    set_memory_budget,
+)
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.extensions import KFAC, BatchGrad, DiagGGNExact, DiagHessian
-from backpack_interplay import checkpoints as _checkpoints
 from tests import oracle
 from tests.cases import Net, Problem, classification
 
@@ -320,8 +327,8 @@ def test_hooks_are_known_where_torch_does_not_tell(monkeypatch: pytest.MonkeyPat
     autograd = torch._C._autograd
     for name in ("_push_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks"):
         monkeypatch.setattr(autograd, name, getattr(autograd, name))  # to have it back
-    top = _checkpoints._watched()
-    monkeypatch.setattr(_checkpoints, "_top_hooks", top)
+    top = _torch._watched()
+    monkeypatch.setattr(_torch, "_top_hooks", top)
     outer, inner = (lambda t: t, lambda t: t), (lambda t: 2 * t, lambda t: t / 2)
     with saved_tensors_hooks(*outer):
         with saved_tensors_hooks(*inner):

@@ -227,7 +227,7 @@ def complete(words: str, site: Path, shell: str = "bash") -> list[str]:
     [
         (
             "backpack ",
-            ["plugins", "doctor", "support", "explain", "trouble", "demo", "update", "new"],
+            ["plugins", "doctor", "support", "explain", "trouble", "update", "new"],
         ),
         ("backpack pl", ["plugins"]),
         ("backpack new ", ["layer", "extension", "propagator"]),

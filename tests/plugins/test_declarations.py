@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import Extension, LayerRule, backpack, extend, plugins, register, unregister
+from backpack_core import (
+    Extension,
+    LayerRule,
+    backpack,
+    extend,
+    hookimpl,
+    plugins,
+    register,
+    unregister,
+)
 from backpack_core.cli.doctor import examine
 from backpack_core.errors import (
     PluginCodeError,
@@ -19,7 +29,6 @@ from backpack_core.errors import (
     UsageError,
 )
 from backpack_core.extensions import DiagGGNExact
-from backpack_core.plugins import declarations
 from backpack_core.plugins.registry import registry
 from backpack_core.testing import RuleCase, check_rule, temporary_plugin
 from backpack_core.testing.fake_distribution import FakeDistribution
@@ -147,6 +156,42 @@ def test_found_at_registration(name: str) -> None:
     assert "?." not in str(caught.value)
     with pytest.raises(PluginError, match="No plugin named"):
         unregister("Slip")  # nothing of it stays behind
+
+
+class Strict:
+    """A plugin that finds fault with every class."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    @hookimpl
+    def backpack_validate(self, kind: type, module: nn.Module | None, by_hand: bool) -> list[str]:
+        """Note what is asked, and refuse rules at modules."""
+        self.asked.append((kind, module, by_hand))
+        return [] if module is None else ["it is too general"]
+
+
+def test_plugins_have_a_say_when_a_class_is_registered_and_at_the_first_module() -> None:
+    plugins.ensure_loaded()
+    model, strict = Gain(), Strict()
+    with temporary_plugin(strict, GainRule):
+        assert strict.asked == [(GainRule, None, True)]
+        with pytest.raises(PluginError, match=r"GainRule .* of 'GainRule .*: it is too general\."):
+            extend(model)
+    assert strict.asked[1:] == [(GainRule, model, False)]
+
+
+def test_core_alone_refuses_wrong_kinds_and_gives_no_advice(monkeypatch: Any) -> None:
+    plugins.ensure_loaded()
+    alone = SimpleNamespace(backpack_validate=lambda **_: [])
+    monkeypatch.setattr("backpack_core.plugins.declarations.hooks", alone)
+    with temporary_plugin(derived(GainRule, hesian_is_zero=True)):
+        pass
+    for name in ("a flag that is none", "a string for a tuple", "a field of torch"):
+        kind, expected = AT_REGISTRATION[name]
+        with pytest.raises(PluginError, match="Slip") as caught:
+            register(kind)
+        assert expected in str(caught.value)
 
 
 @pytest.mark.parametrize("types", [(Gain, f"{__name__}.Gain"), (Gain, Gain)])
@@ -332,17 +377,3 @@ def test_conflict_is_told_apart() -> None:
     plugins.ensure_loaded()
     with pytest.raises(PluginConflictError):
         register(AT_REGISTRATION["a field of another extension"][0])
-
-
-def test_a_library_judges_what_its_classes_declare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it says of a class is said with what core says."""
-    asked: list[type] = []
-
-    def judged(cls: type) -> list[str]:
-        asked.append(cls)
-        return ["its weight is not known"]
-
-    monkeypatch.setattr(declarations, "JUDGES", [judged])
-    with pytest.raises(PluginError, match=r"Slip .*: its weight is not known; module_types must n"):
-        register(derived(GainRule, module_types=()))
-    assert [cls.__name__ for cls in asked] == ["Slip"]

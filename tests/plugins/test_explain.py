@@ -150,29 +150,29 @@ def test_near_misses(call: Callable[[], Any], error: type[Exception], says: str)
 
 
 def test_explain() -> None:
-    rows = {row[0]: row[1:] for row in explained("nets_to_explain:plain", "KFAC")}
+    rows = {row[0]: row[1:] for row in explained("nets_to_explain:plain", "KFAC").rows}
     rule, form, times, size, faster = rows["3.weight"]
     assert rule.startswith("LinearRule of backpack-plugin-layers")
     assert (form, faster) == ("AffineProduct, contracted", "")
     layer = Layer(1, 36, 3, 1, 111, False)
     expected = 1 + (work(layer, "KFAC", 1) or 0) / (3 * layer.product)
     assert (times, size) == (f"{expected:.2f}", f"{(36**2 + 3**2) / 108:.2f}")
-    rows = {row[0]: row[1:] for row in explained("nets_to_explain:make", "KFAC")}
+    rows = {row[0]: row[1:] for row in explained("nets_to_explain:make", "KFAC").rows}
     assert rows["3.weight"][:2] == ["automatic", "refused"]
 
 
 def test_explain_says_what_would_be_faster() -> None:
-    rows = {row[0]: row[1:] for row in explained("nets_to_explain:make", "BatchGrad")}
+    rows = {row[0]: row[1:] for row in explained("nets_to_explain:make", "BatchGrad").rows}
     assert rows["3.weight"][0] == "automatic"
     assert "install a plugin with a rule for Own" in rows["3.weight"][-1]
     assert rows["4.weight"][3] == "8.00"  # as many gradients as samples
-    exact = {row[0]: row[1:] for row in explained("nets_to_explain:make", "DiagGGNExact")}
+    exact = {row[0]: row[1:] for row in explained("nets_to_explain:make", "DiagGGNExact").rows}
     assert "one column" in exact["4.weight"][-1]
     assert float(exact["0.weight"][2]) > float(rows["0.weight"][2]) > 1
 
 
 def test_explain_counts_the_columns_of_the_root() -> None:
-    rows = {row[0]: row[1:] for row in explained("nets_to_explain:plain", "DiagGGNExact")}
+    rows = {row[0]: row[1:] for row in explained("nets_to_explain:plain", "DiagGGNExact").rows}
     layer = Layer(1, 36, 3, 1, 111, False)  # a root of the loss has a column less than classes
     expected = 1 + (work(layer, "DiagGGNExact", 2) or 0) / (3 * layer.product)
     assert rows["3.weight"][2] == f"{expected:.2f}"
@@ -191,6 +191,24 @@ def test_plugins_are_folded() -> None:
     found = {line[0]: line[2] for line in lines}
     assert "75 rules" in found["backpack-plugin-layers"]
     assert len(lines) < 10 < len(listing.rows(reports))
+
+
+def test_the_plan_of_a_pass_is_shown() -> None:
+    result = CliRunner().invoke(app, ["explain", "nets_to_explain:plain", "-e", "KFAC"])
+    assert result.exit_code == 0, result.output
+    assert result.output.endswith(
+        "step  at                what happens\n"
+        "1     CrossEntropyLoss  go on by its rule\n"
+        "2     Linear '3'        read weight, bias; go on by its rule\n"
+        "3     Flatten '2'       go on by its rule\n"
+        "4     ReLU '1'          go on by its rule\n"
+        "5     Conv2d '0'        read weight, bias; go on by its rule\n"
+    )
+
+
+def test_without_data_there_is_no_plan() -> None:
+    result = CliRunner().invoke(app, ["explain", "nets_to_explain:norm", "-e", "BatchGrad"])
+    assert "There is no plan of a backward pass" in result.output
 
 
 def test_what_is_not_counted_is_explained() -> None:

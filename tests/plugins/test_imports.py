@@ -72,7 +72,6 @@ def tier_of(package: str) -> set[str]:
 FOR_ALL = ("testing", "cli")
 AGAINST = {
     "backpack_core": {"backpack_operations", "backpack_checks", "backpack_interplay"},
-    "backpack_operations": {"backpack_interplay"},
 }
 
 
@@ -92,18 +91,17 @@ def test_sources_import_those_before_them(package: str) -> None:
 
 
 # Where torch's private interface is used.
-PRIVATE_OF_TORCH = {"_torch", "_checkpoints", "_hooks"}
+PRIVATE_OF_TORCH = {"_torch", "_hooks"}
 
 # What each room of the core may import, besides torch.
 BELOW = {
-    "record": {"_torch", "_checkpoints", "errors", "remember"},
-    "graph": {"_torch", "_checkpoints", "errors", "record", "values"},
+    "record": {"_torch", "errors", "remember"},
+    "graph": {"_torch", "errors", "record", "values"},
     "contract": {"_torch", "discovery", "errors", "record", "graph"},
     "plan": {"_torch", "record", "graph"},
     "plugins": {"_torch", "discovery", "errors", "record", "contract", "remember"},
     "engine": {
         "_torch",
-        "_checkpoints",
         "_hooks",
         "errors",
         "record",

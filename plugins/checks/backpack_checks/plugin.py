@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from backpack_checks.advice import backpack_validate as backpack_validate
 from backpack_core import hookimpl
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -22,7 +22,8 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import checkpoint as torch_checkpoint
 
-from backpack_core._torch import Node, peek_transform
+from backpack_core._torch import Node, peek_transform, saving_hooks
+from backpack_core.record.owner import model_runs
 
 _unpacking = threading.local()
 
@@ -46,16 +47,11 @@ class _Holder(getattr(torch_checkpoint, "_Holder", object)):  # type: ignore[mis
         _Holder.is_used = True
 
 
-def let_checkpoints_give_again(model_runs: Callable[[], bool]) -> None:
-    """Have later checkpoints give saved tensors to us and to autograd.
-
-    Args:
-        model_runs: Whether an extended model runs on this thread, and is recorded.
-    """
+def let_checkpoints_give_again() -> None:
+    """Have later checkpoints give saved tensors to us and to autograd."""
     if hasattr(torch_checkpoint, "_Holder"):
         torch_checkpoint._Holder = _Holder  # type: ignore[misc]
         torch_checkpoint._recomputation_hook = _run_again  # type: ignore[misc,assignment]
-        CheckpointFunction.model_runs = staticmethod(model_runs)
         torch_checkpoint.CheckpointFunction = CheckpointFunction  # type: ignore[misc]
 
 
@@ -178,43 +174,13 @@ class _Hook(NamedTuple):
         return not self.is_foreign and getattr(torch_checkpoint, "_Holder", None) is _Holder
 
 
-def _watched() -> Callable[[bool], tuple[Any, Any] | None]:
-    """The hooks that autograd's saved tensors go through, where torch does not tell (2.6)."""
-    autograd: Any = torch._C._autograd
-    push, pop = (
-        autograd._push_saved_tensors_default_hooks,
-        autograd._pop_saved_tensors_default_hooks,
-    )
-    here = threading.local()  # as torch's own stack of them
-
-    def pushed(*hooks: Any) -> None:
-        push(*hooks)
-        here.__dict__.setdefault("stack", []).append(hooks)
-
-    def popped() -> None:
-        pop()
-        if here.__dict__.get("stack"):  # else those were there before
-            here.stack.pop()
-
-    autograd._push_saved_tensors_default_hooks = pushed
-    autograd._pop_saved_tensors_default_hooks = popped
-    return lambda _: (here.__dict__.get("stack") or (None,))[-1]
-
-
-# Asked for every call that is recorded.
-_top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-if _top_hooks is None:
-    _top_hooks = _watched()
-
-
 def saving_hook() -> _Hook | None:
     """The hook that autograd's saved tensors go through now; ``None`` if there is none."""
-    try:
-        hooks = _top_hooks(False)
-    except TypeError:  # it is not public, and its arguments have changed before
-        return _Hook(None, None, True)
+    hooks = saving_hooks()
     if hooks is None:
         return None
+    if not hooks:
+        return _Hook(None, None, True)
     pack = inspect.unwrap(hooks[0])
     if getattr(pack, "__module__", "") != torch_checkpoint.__name__:
         return _Hook(None, None, True)
@@ -259,8 +225,6 @@ class CheckpointFunction(_Reentrant):  # type: ignore[misc]
     goes.
     """
 
-    model_runs: Callable[[], bool] = staticmethod(lambda: False)
-
     @classmethod
     def apply(cls, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
         """Run with ``use_reentrant=False`` inside an extended model; elsewhere as torch would."""
@@ -281,9 +245,9 @@ class CheckpointFunction(_Reentrant):  # type: ignore[misc]
         frame = None if hook is None else hook.frame
         if hook is not None and hook.task is not None:
             return hasattr(frame, _INNER)
-        if cls.model_runs() and frame is not None:
+        if model_runs() and frame is not None:
             setattr(frame, _INNER, True)
-        return cls.model_runs()
+        return model_runs()
 
 
 def unpack(saved: SavedTensor) -> Tensor:

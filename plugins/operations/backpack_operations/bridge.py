@@ -19,13 +19,12 @@ from torch.utils.checkpoint import CheckpointError
 from backpack_core._torch import Node, is_symbolic, metadata_of, quiet_vmap
 from backpack_core.errors import BridgeError, OverwrittenInputError
 from backpack_core.graph import nodes
-from backpack_interplay.checkpoints import unpacking_again
+from backpack_core.record.storage import storage
 from backpack_products.values import largest
 
 Mats = dict[int, Tensor]  # [V, *shape] by output of a node, or by position of an edge behind it
 Place: TypeAlias = tuple[Node, int]  # an output of a node
 Formula: TypeAlias = Callable[..., Mats]
-saved_at = unpacking_again  # a block around every reading of what a node saved
 
 
 def push(node: Node, mats: Mats) -> Mats:
@@ -89,7 +88,7 @@ def push_unsummed(node: Node, mats: Mats) -> Mats:
         )
     columns = [mat.to(metadata_of(node, nr).dtype) for nr, mat in mats.items()]
     formula = _formula(node, list(mats))
-    with unpacking_again(node):  # autograd reads it after us
+    with storage().reading(node):  # autograd reads it after us
         if nodes.is_vmap_exact(node):
             return _over_columns(formula, columns)
         # Some formulas assume that a gradient begins where its memory does.
@@ -100,7 +99,7 @@ def push_unsummed(node: Node, mats: Mats) -> Mats:
 def call(node: Node, grads: Sequence[Tensor | None]) -> Mats:
     """Call a node on gradients of all its outputs, as autograd does."""
     known = {nr: gradient for nr, gradient in enumerate(grads) if gradient is not None}
-    with unpacking_again(node):
+    with storage().reading(node):
         return _formula(node, list(known))(*known.values())
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from backpack_core._torch import Node, metadata_of
 from backpack_core.discovery import version_of
 from backpack_core.graph import nodes
-from backpack_operations import bridge
+from backpack_core.record.storage import storage
 from backpack_products.affine import AffineProduct
 from backpack_products.columns import ApartColumns, Columns, Root, require_one_form
 from backpack_products.factors import FactorProduct
@@ -160,7 +160,7 @@ def operand_product(
     if not mat.dtype.is_floating_point or mat.dtype != metadata_of(child, number).dtype:
         return None
     operand = Operand(node, position, nodes.shape_of(child, number), is_apart)
-    with bridge.saved_at(node):
+    with storage().reading(node):
         product = version_of(_MAKERS[name], f"products_at/{name}")(operand, mat)
     if product is None or (product.columns, product.samples) == (count, samples):
         return product

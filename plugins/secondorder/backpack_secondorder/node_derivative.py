@@ -18,11 +18,11 @@ from torch.autograd.graph import Node
 
 from backpack_core.graph import nodes
 from backpack_core.graph.order import consumers_first, reached
-from backpack_core.graph.parameters import beside_pass
 from backpack_core.record.call import Edge, site_at
 from backpack_core.record.view import View
 from backpack_operations import bridge
 from backpack_operations.alignment import Place
+from backpack_operations.own_pass import beside_pass
 from backpack_secondorder.torch_errors import explained
 
 

@@ -6,20 +6,15 @@ shapes, types and devices. The numbers are unpacked when a rule reads them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from backpack_core._torch import version_of
-from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.call import Stored
+from backpack_core.record.storage import Taken
 from backpack_core.record.structure import map_tensors
 from backpack_interplay.checkpoints import SavedTensor, save, unpack
-
-if TYPE_CHECKING:
-    from backpack_core.record.view import View
 
 
 def through_hooks(stored: Stored) -> Stored:
@@ -39,34 +34,8 @@ def through_hooks(stored: Stored) -> Stored:
     return _replaced(stored, stands)._replace(saved=saved)
 
 
-def read(view: View, slot: int, what: str) -> Tensor:
-    """An input or output of a call with its numbers; slots count inputs first.
-
-    Raises:
-        OverwrittenInputError: It was changed in place since the forward pass.
-    """
-    stored = view.stored
-    tensor, version = (*stored.inputs, *stored.outputs)[slot], stored.versions[slot]
-    is_changed = version_of(tensor) != version
-    if view.taken is not None and stored.saved[slot] is not None:
-        tensor = view.taken.tensor(slot)
-        # The version of a copy counts from zero; that of a recomputed tensor, as at first.
-        is_changed = version_of(tensor) > version
-    if is_changed:
-        raise OverwrittenInputError(
-            f"{view.path}: its {what} was changed in place after it was stored, so derivatives "
-            "would be computed from overwritten memory. Use an out-of-place operation, or "
-            "clone the tensor before changing it."
-        )
-    return tensor
-
-
-class Taken:
-    """The tensors of a call that were unpacked during a visit.
-
-    Attributes:
-        found: The tensors, by slot.
-    """
+class Unpacked(Taken):
+    """The tensors of a call that were unpacked during a visit."""
 
     __slots__ = ("_stored", "found")
 
@@ -74,20 +43,26 @@ class Taken:
         self._stored = stored
         self.found: dict[int, Tensor] = {}
 
-    def tensor(self, slot: int) -> Tensor:
-        """Unpack one, once; slots count inputs first."""
+    def tensor(self, slot: int) -> tuple[Tensor, bool]:
+        """Unpack one, once, and compare its version."""
+        tensor, stored = self._unpacked(slot), self._stored
+        version, known = version_of(tensor), stored.versions[slot]
+        # The version of a copy counts from zero; that of a recomputed tensor, as at first.
+        return tensor, version != known if stored.saved[slot] is None else version > known
+
+    def values(self) -> Stored:
+        """Unpack all that are left."""
+        stored = self._stored
+        tensors = (*stored.inputs, *stored.outputs)
+        found = {id(tensor): self._unpacked(slot) for slot, tensor in enumerate(tensors)}
+        return _replaced(stored, found)
+
+    def _unpacked(self, slot: int) -> Tensor:
         if slot not in self.found:
             stored, saved = self._stored, self._stored.saved[slot]
             kept = (*stored.inputs, *stored.outputs)[slot]
             self.found[slot] = kept if saved is None else unpack(saved)
         return self.found[slot]
-
-    def values(self) -> Stored:
-        """The call's tensors, all with their numbers."""
-        stored = self._stored
-        tensors = (*stored.inputs, *stored.outputs)
-        found = {id(tensor): self.tensor(slot) for slot, tensor in enumerate(tensors)}
-        return _replaced(stored, found)
 
 
 def _replaced(stored: Stored, by: dict[int, Tensor]) -> Stored:
