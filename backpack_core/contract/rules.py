@@ -205,6 +205,16 @@ class LayerRule(ABC):
 
 
 @base
+class NoRule(LayerRule):
+    """Stands where no rule is installed: what arrives goes through the operations inside."""
+
+    transparent = True
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        raise AssertionError("a transparent rule is never asked to propagate")
+
+
+@base
 class ElementwiseRule(LayerRule):
     """An activation ``y_i = φ(x_i)`` without parameters: one formula gives every quantity.
 

@@ -17,12 +17,13 @@ from torch.nn import Module
 from backpack_checks.dye import DyePropagator
 from backpack_checks.dyed import Judge, Question, Weights
 from backpack_core._torch import is_symbolic
-from backpack_core.graph import nodes
-from backpack_core.graph.paths import reached_past_losses
+from backpack_core.graph.nodes import is_leaf
 from backpack_core.graph.survey import Survey
 from backpack_core.plan.plan import plans
 from backpack_core.record.call import Edge
 from backpack_core.record.owner import owner_of
+from backpack_operations import nodes
+from backpack_operations.paths import reached_past_losses
 
 MOST: Final = 100  # structures of one model, those that were seen last
 
@@ -84,7 +85,7 @@ class Measurement:
             number
             for number, (place, site) in enumerate(self._survey.sites.items())
             if place not in self.dye.settled
-            and not (place[0].rule.is_loss or nodes.is_leaf(site.edge.node))
+            and not (place[0].rule.is_loss or is_leaf(site.edge.node))
         }
         still |= {-1} if self.dye.is_cut else set()
         self._trust.open_sites = still if self._before is None else still & self._before

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from backpack_core import AffineProduct, DenseProduct, LookupProduct, SampleProduct, ScaleProduct
-from backpack_core.graph import nodes
-from backpack_operations import bridge
+from backpack_operations import bridge, nodes
 from backpack_operations.operands import Operand, products_at
 
 

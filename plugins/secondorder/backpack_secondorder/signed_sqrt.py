@@ -28,8 +28,8 @@ from backpack_core import (
     View,
 )
 from backpack_core.errors import UnsupportedError
-from backpack_core.graph import nodes
 from backpack_core.tuning import memory_budget
+from backpack_operations import nodes
 from backpack_operations.alignment import Crossing
 from backpack_products.columns import ApartColumns, Root
 from backpack_products.contractions import flattened, slices
