@@ -12,9 +12,9 @@ import argparse
 import torch
 from torch import Tensor, nn
 
-from backpack_core import AffineProduct, FirstOrderExtension, backpack, extend
+from backpack_core import backpack, extend
 from backpack_layers.conv import DirectPatches, Patches
-from backpack_products import contractions
+from backpack_products import AffineProduct, FirstOrderExtension, contractions
 from backpack_products.rows import Rows
 from benchmarks.measure import alternate
 

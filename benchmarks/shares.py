@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backpack_core import FirstOrderExtension, SampleProduct, backpack, extend, extensions
+from backpack_core import backpack, extend, extensions
+from backpack_products import FirstOrderExtension, SampleProduct
 from backpack_products.operations import batch_sum, has_free_sum
 from benchmarks.limit import limit, shared_limit
 from benchmarks.measure import CLOCKS, SETTLED, alternate, forget

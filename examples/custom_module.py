@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from backpack import extensions as before
 from backpack.extensions.firstorder.base import FirstOrderModuleExtension
 from backpack.extensions.module_extension import ModuleExtension
-from backpack_core import ParametricRule, View, backpack, extend
+from backpack_core import View, backpack, extend
 from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
 from backpack_core.testing import temporary_plugin
+from backpack_products import ParametricRule
 
 
 class Gain(nn.Module):

@@ -18,7 +18,7 @@ from torch.nn import Module, Parameter
 from backpack_core import _hooks, plugins
 from backpack_core.cli import output
 from backpack_core.context import backpack
-from backpack_core.contract.extension import Extension, FirstOrderExtension
+from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.loss import LossRule
 from backpack_core.contract.rules import LayerRule
@@ -28,6 +28,7 @@ from backpack_core.extending import extend
 from backpack_core.plugins.registry import Resolved, registry
 from backpack_core.testing.watch import declared_form, is_fast
 from backpack_products.affine import AffineProduct
+from backpack_products.extensions import FirstOrderExtension
 from backpack_products.parametric import ParametricRule
 
 

@@ -5,7 +5,6 @@ An extension is *what travels backwards* (its propagator) times *what is read at
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
@@ -17,12 +16,9 @@ from torch.nn import Module
 from backpack_core.contract.bases import base
 from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.loss import Normaliser
-from backpack_core.contract.merging import UNDECLARED, Declaration
+from backpack_core.contract.operation import Operation
 from backpack_core.contract.propagator import Propagator
 from backpack_core.errors import UsageError
-from backpack_core.values import is_flag
-from backpack_products.column_propagator import OutputGradient
-from backpack_products.operations import Operation
 
 FailMode: TypeAlias = Literal["error", "warning", "silent", "autodiff"]
 
@@ -60,8 +56,8 @@ class Extension(ABC):
         without_degree: If ``degree`` is ``None``: what to do instead of scaling a value, as a
             sentence.
         over_batches: How values of disjoint batches combine: ``"sum"``, ``"concatenate"`` (samples
-            on axis 0), a function of two tensors, or what :mod:`~backpack_core.contract.merging`
-            has for values that are no single tensor. By default, they do not.
+            on axis 0), a function of two tensors, or what :mod:`backpack_products.merging` has for
+            values that are no single tensor. By default, they do not.
 
     Attributes:
         propagator: What travels backwards for this extension.
@@ -73,8 +69,8 @@ class Extension(ABC):
             rule, by module type; for this instance only.
 
     To write:
-        ``read(product)``: the value of one parameter, from ``M[v, n]``. An ``__init__`` calls
-        ``super().__init__(...)``.
+        ``read(product)``: the value of one parameter, from what the propagator found there. An
+        ``__init__`` calls ``super().__init__(...)``.
     """
 
     savefield: str = ""
@@ -91,7 +87,7 @@ class Extension(ABC):
     is_of_everything: ClassVar[bool] = False
     degree: float | None = None
     without_degree: ClassVar[str] = "it declares none. Scale the loss instead."
-    over_batches: Declaration = UNDECLARED
+    over_batches: Any = None
     chunk_size: int | None = None
 
     def __init__(
@@ -143,8 +139,8 @@ class Extension(ABC):
         """Compute the quantity of one parameter.
 
         Args:
-            product: ``M[v, n] = J_θ[n]ᵀ mat[v, n]``, a :class:`~backpack_core.SampleProduct`, or
-                another reading of the propagator.
+            product: What the propagator found there: ``M[v, n] = J_θ[n]ᵀ mat[v, n]`` in some form,
+                or another :class:`~backpack_core.Reading`.
 
         Returns:
             The value to store; not to share memory with anything. Only the engine writes to
@@ -185,67 +181,9 @@ class Extension(ABC):
         return self.propagator.subsampling
 
 
-@base
-class FirstOrderExtension(Extension):
-    """An extension of individual gradients: only autograd's own gradient travels.
-
-    To write:
-        ``read(product)``, with a single column: ``V = 1``.
-    """
-
-    def __init__(
-        self,
-        subsampling: Sequence[int] | None = None,
-        savefield: str | None = None,
-        fail_mode: FailMode = "autodiff",
-    ) -> None:
-        """Store the settings.
-
-        Args:
-            subsampling: Indices of the samples to take; default: all.
-            savefield: Name of the attribute on parameters; default: the class's.
-            fail_mode: See :class:`Extension`.
-        """
-        super().__init__(OutputGradient(as_subsampling(subsampling)), savefield, fail_mode)
-
-
-@base
-class SecondOrderExtension(Extension):
-    """An extension of curvature: its propagator starts at an extended loss.
-
-    To write:
-        ``read(product)``, and an ``__init__`` that calls ``super().__init__(propagator)``.
-    """
-
-
 def _has_hash(propagator: Propagator) -> bool:
     try:
         hash(propagator)
     except TypeError:
         return False
     return True
-
-
-def as_subsampling(indices: Sequence[int] | None) -> tuple[int, ...] | None:
-    """Normalise a ``subsampling`` argument.
-
-    Args:
-        indices: Indices of samples, or ``None``. A sample counts as often as it is named.
-
-    Returns:
-        A tuple of integers, or ``None``.
-
-    Raises:
-        UsageError: The argument is no sequence of integers, or is empty.
-    """
-    if indices is None:
-        return None
-    try:
-        result = tuple(operator.index(i) for i in indices)
-    except TypeError:
-        raise UsageError(f"subsampling must be a sequence of integers. Got {indices!r}.") from None
-    if any(map(is_flag, indices)):
-        raise UsageError(f"subsampling takes indices of samples, not a mask. Got {indices!r}.")
-    if not result:
-        raise UsageError("subsampling is empty: name at least one sample, or pass None for all.")
-    return result

@@ -14,9 +14,12 @@ from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.contract.bases import base
-from backpack_core.contract.extension import FailMode, SecondOrderExtension
+from backpack_core.contract.extension import Extension, FailMode
+from backpack_core.contract.loss import LossRule
+from backpack_core.contract.propagator import Propagator
+from backpack_core.contract.reading import Reading
+from backpack_core.contract.rules import LayerRule
 from backpack_core.record.view import View
-from backpack_products.column_propagator import OutputGradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,19 +57,37 @@ class GraphReading(ABC):
 
 
 @base
-class WholeLoss(OutputGradient):
+@dataclass(frozen=True)
+class WholeLoss(Propagator):
     """The propagator of graph extensions: nothing travels, and samples may mix."""
 
+    travels = False
+    keeps_apart = True
     only_at_losses = True
+    subsampling: tuple[int, ...] | None = None
 
     @property
     def per_sample(self) -> bool:  # type: ignore[override]  # not of the class here
         """True with ``subsampling``: the chosen samples have to be separate."""
         return self.subsampling is not None
 
+    def start(self, rule: LossRule, view: View) -> Any:
+        """Never called, as the others: the loss is read as a whole."""
+        raise AssertionError("nothing travels")
+
+    def propagate(self, rule: LayerRule, view: View, quantity: Any) -> dict[int, Any]:
+        """Never called."""
+        raise AssertionError("nothing travels")
+
+    def products(
+        self, rule: Any, view: View, names: Sequence[str], quantity: Any
+    ) -> Sequence[Reading]:
+        """Never called."""
+        raise AssertionError("nothing travels")
+
 
 @base
-class GraphExtension(SecondOrderExtension):
+class GraphExtension(Extension):
     """An extension that exists wherever autograd can differentiate twice.
 
     Samples may influence each other, and functions may use parameters. The graph of the pass stays

@@ -15,13 +15,12 @@ from torch import Tensor
 from backpack_core._torch import Node
 from backpack_core.contract.bases import base
 from backpack_core.contract.loss import LossRule
+from backpack_core.contract.reading import Reading
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.nodes import refuse
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
-from backpack_products.parametric import ParametricRule
-from backpack_products.product import Reading
 
 
 @base
@@ -93,12 +92,12 @@ class Propagator(ABC):
 
     @abstractmethod
     def products(
-        self, rule: ParametricRule, view: View, names: Sequence[str], quantity: Any
+        self, rule: Any, view: View, names: Sequence[str], quantity: Any
     ) -> Sequence[Reading]:
         """What extensions read at parameters; the engine says on it where each stands.
 
         Args:
-            rule: The layer's rule.
+            rule: The layer's rule; of which class, it is for the propagator to see.
             view: The forward execution.
             names: Which parameters.
             quantity: The quantity at the call's output.

@@ -5,26 +5,22 @@ used by every extension. Public methods check shapes; a rule author writes the m
 starts with an underscore. Axis letters: ``V`` columns, ``N`` samples, ``S`` shared positions,
 ``G`` groups, ``I`` and ``O`` features per group.
 
-Which base class to take:
+Which base class to take; ``backpack_products.parametric`` has those of layers with parameters:
 
-===================== ================================================================== ===========
-base                  what to write                                                      gives
-===================== ================================================================== ===========
-:class:`LayerRule`    ``_jac_t_mat_prod``                                                propagation
-:class:`ParametricRule` + ``params``, ``_param_jac_t_mat_prod``                           parameters
-:class:`ElementwiseRule` ``derivative``, ``second_derivative``                            Hessians
-:class:`ProductRule`  ``_param_product``: a product in a form that is not formed          fast paths
-:class:`AffineRule`   ``affine_input``, ``affine_output`` (+ ``_jac_t_mat_prod``)        fast paths
-:class:`AffinePairsRule` ``affine_pair`` (+ ``_jac_t_mat_prod``): affine maps inside     fast paths
-:class:`LossRule`     ``_sqrt_hessian`` and relatives                                    a start
-===================== ================================================================== ===========
+======================== ============================================ ===========
+base                     what to write                                gives
+======================== ============================================ ===========
+:class:`LayerRule`       ``_jac_t_mat_prod``                          propagation
+:class:`ElementwiseRule` ``derivative``, ``second_derivative``        Hessians
+:class:`LossRule`        ``_sqrt_hessian`` and relatives              a start
+======================== ============================================ ===========
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from reprlib import repr as abridged
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -38,6 +34,7 @@ from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
 
 ModuleType = type[Module] | str
+MODULE_TYPES: Final = "torch.nn.Module classes or their qualified names ('package.module.Class')"
 
 
 @base
@@ -47,6 +44,8 @@ class LayerRule(ABC):
     Class attributes:
         module_types: The module classes this rule speaks for, as classes or as qualified names
             (``"package.module.Class"``), so that a rule need not import a heavy library.
+        params: Names of the parameters the rule covers (dots allowed: ``"out_proj.weight"``).
+            If there are others that are trained, all are read where operations use them.
         transparent: The rule leaves propagation to the autograd graph inside the module: then
             ``_jac_t_mat_prod`` is never called, and modules inside are visited on their own.
         hessian_is_zero: ``∂²f/∂x²`` vanishes (almost everywhere), for several inputs that of all
@@ -65,6 +64,7 @@ class LayerRule(ABC):
     """
 
     module_types: ClassVar[tuple[ModuleType, ...]] = ()
+    params: ClassVar[tuple[str, ...]] = ()
     transparent: ClassVar[bool] = False
     hessian_is_zero: ClassVar[bool] = False
     hessian_is_diagonal: ClassVar[bool] = False
@@ -100,8 +100,8 @@ class LayerRule(ABC):
         return 0
 
     def parameter_names(self, module: Module) -> tuple[str, ...]:
-        """The parameters of a module that the rule covers."""
-        return ()
+        """The covered parameters of a module; override this if they depend on the module."""
+        return self.params
 
     def node_inside(self, view: View) -> Node | None:
         """The node where the gradient for the parameters of :attr:`reads_inside` arrives.
@@ -256,6 +256,13 @@ def _refuse_uncut(view: View, tensor: Tensor) -> None:
             "and whose axis 0 does not hold the samples (an initial state, say), which cannot be "
             "combined with subsampling: detach it, or leave subsampling out."
         )
+
+
+def is_module_type(item: Any) -> bool:
+    """Whether something names a module class: the class, or its qualified name."""
+    if isinstance(item, str):
+        return "." in item and all(part.isidentifier() for part in item.split("."))
+    return isinstance(item, type) and issubclass(item, Module)
 
 
 def expect(

@@ -28,6 +28,7 @@ from backpack_core.engine.planning import Planning
 from backpack_core.engine.schedule import HookSchedule
 from backpack_core.engine.sink import FieldSink
 from backpack_core.engine.sweep import Chunks
+from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, Kept, Site
 from backpack_core.record.view import View
 from backpack_core.recycled import drop
@@ -93,7 +94,7 @@ class BackwardPass:
         self._graph = graph or GraphPass(whole if outer is None else (), ())
         asked = [*(group.propagator for group in groups), *(e.propagator for e in whole)]
         self.between = between().of(context, asked)
-        self.survey = self.between.survey
+        self.survey: Survey = self.between.survey
         self._of_losses = losses.curvature_of_losses(groups, whole)
         self._divided = [e for e in context.extensions if e.needs_normalisers]
         self._question = Question(
@@ -172,7 +173,7 @@ class BackwardPass:
             self._only_reads = not (any(asks) or any(travel) or self._divided or context.debug)
             return
         keeping = [group.propagator.keeps_apart for group in self.groups]
-        if keeping and all(keeping) and not self.survey.beside:
+        if keeping and all(keeping) and not context.beside:
             self._sums = SumCheck(self.survey, self.groups)
         dye, lane = self.measurement.dye, len(self.groups)
         self.groups.append(Group(dye))

@@ -119,7 +119,7 @@ class Between(ABC, Generic[S]):
 
     @abstractmethod
     def numbered(self, structure: Structure) -> Any:
-        """What was found out besides calls, with numbers in the place of nodes; ``None`` if nothing.
+        """What was found out besides calls, with numbers in the place of nodes, or ``None``.
 
         Raises:
             Unplanned: Numbers do not tell everything.

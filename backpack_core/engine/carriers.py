@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from backpack_core import errors
@@ -11,14 +12,12 @@ from backpack_core.contract.bases import is_of_base
 from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
+from backpack_core.contract.reading import Reading
 from backpack_core.engine.groups import Group
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
-from backpack_products.computed import at_leaf
-from backpack_products.product import Reading, SampleProduct
-from backpack_products.regrouping import regrouped
 
 
 class RuleCarrier(Carrier):
@@ -51,7 +50,7 @@ class RuleCarrier(Carrier):
         if not is_list or False in [isinstance(reading, Reading) for reading in found]:
             raise self._wrong("products", found, view, f"a list with a reading for each of {names}")
         if view.positions > 1:
-            found = [self._regrouped(view, reading) for reading in found]
+            found = [each.of_samples(self._survey.batch_size, view.kept) for each in found]
         beside: dict[Any, Any] = {}
         for name, reading in zip(names, found, strict=True):
             reading.name, reading.module, reading.rule = name, module, type(rule)
@@ -59,17 +58,16 @@ class RuleCarrier(Carrier):
             reading.is_measured = view.is_measured
         at = dict(zip(names, found, strict=True))
         return [
-            at[name] if parameter is used else at_leaf(at[name], used, parameter)
-            for name, parameter, used in trained
+            at[own.name] if own.parameter is own.used else self._at_leaf(at[own.name], own)
+            for own in trained
         ]
 
-    def _regrouped(self, view: View, reading: Reading) -> Reading:
-        """A product of several entries for each sample, as one of samples."""
-        if not isinstance(reading, SampleProduct):
-            return reading
-        product = regrouped(reading, reading.columns, self._survey.batch_size, view.kept)
-        product.roots = reading.roots
-        return product
+    def _at_leaf(self, reading: Reading, own: Trained) -> Reading:
+        """The reading at a leaf, from that of the parameter that was computed from it."""
+        leaf, source = own.parameter, own.used
+        pull = partial(self._survey.pull_back, source=source, leaf=leaf)
+        found: Reading = reading.at_leaf(source, leaf, pull)
+        return found.placed_as(reading)
 
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
         """By the propagator; a loss hands its quantity to its first input as it is."""
@@ -134,6 +132,7 @@ def tolerates(extension: Extension, view: View, name: str, error: errors.Unsuppo
 
 
 def leaves_out(extension: Extension, key: tuple[object, ...], text: str) -> bool:
+    """Whether an extension leaves a parameter out, as its ``fail_mode`` says; or warns of it."""
     if extension.fail_mode == "warning":
         errors.warn_once(key, text, errors.BackpackWarning)
     return extension.fail_mode in ("warning", "silent")

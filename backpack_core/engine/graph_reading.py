@@ -17,6 +17,7 @@ from backpack_core.engine.between import Between
 from backpack_core.engine.groups import Watch
 from backpack_core.engine.location import place, place_between
 from backpack_core.errors import PluginCodeError, UsageError
+from backpack_core.graph.survey import Survey
 from backpack_core.record.view import View
 
 
@@ -60,10 +61,14 @@ class GraphPass:
         self, between: Between[Any], watch: Watch
     ) -> Iterator[tuple[Extension, Mapping[Tensor, Any]]]:
         """The results by extension and parameter."""
-        survey = between.survey
+        survey: Survey = between.survey
         parameters = tuple(survey.parameters().values()) if self._readings else ()
         graph = LossGraph(
-            self._roots, self._gradients, parameters, between.nonlinear, is_measured=survey.is_measured
+            self._roots,
+            self._gradients,
+            parameters,
+            between.nonlinear,
+            is_measured=survey.is_measured,
         )
         for extension, reading in self._readings:
             try:

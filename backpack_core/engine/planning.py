@@ -97,9 +97,7 @@ class Planning:
             plans.keep(self._asked, self._structure, self._plan)
 
 
-def _recognised(
-    context: Context, between: Between[Any], roots: Sequence[Edge]
-) -> Structure | None:
+def _recognised(context: Context, between: Between[Any], roots: Sequence[Edge]) -> Structure | None:
     """The structure of the graph; ``None`` if no module is in it.
 
     Raises:

@@ -19,6 +19,7 @@ from backpack_core._torch import Node
 from backpack_core.engine.between import Between
 from backpack_core.engine.groups import Group
 from backpack_core.errors import InternalError
+from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, Site
 from backpack_core.values import without_autocast
 
@@ -53,7 +54,8 @@ class Schedule(ABC):
     """
 
     def __init__(self, between: Between[Any], groups: Sequence[Group]) -> None:
-        self.between, self.survey = between, between.survey
+        self.between = between
+        self.survey: Survey = between.survey
         self.groups = groups
         self._at_sites: dict[tuple[Call, int, int], Waiting] = {}
         self.at_nodes: dict[Node, dict[int, dict[int, Any]]] = {}

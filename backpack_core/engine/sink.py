@@ -15,6 +15,7 @@ from torch import Tensor
 from backpack_core import _torch
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.loss import Normaliser
+from backpack_core.contract.reading import Reading
 from backpack_core.engine.carriers import tolerates, wants_unruled
 from backpack_core.engine.graph_reading import see_values
 from backpack_core.engine.groups import Group
@@ -27,7 +28,6 @@ from backpack_core.record.call import Site
 from backpack_core.record.untouched import memories, noted, owned, see_unchanged
 from backpack_core.record.view import View
 from backpack_interplay.gradient import PlainGradient
-from backpack_products.product import Reading
 
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
 Uses = tuple[Tensor, list[Reading]]  # a parameter, and what was found at each of its uses

@@ -18,6 +18,7 @@ from backpack_core.engine.groups import Group
 from backpack_core.engine.schedule import RankSchedule
 from backpack_core.engine.sink import ChunkSink, Values
 from backpack_core.graph.order import ranks
+from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Kept, Site
 from backpack_core.record.structure import iter_tensors
 from backpack_core.tuning import column_budget, memory_budget
@@ -47,7 +48,8 @@ class Chunks:
 
     def size(self, lane: int, device: str) -> int | None:
         """How many columns may travel at once, on a type of device; ``None`` for all."""
-        survey, group = self.between.survey, self.groups[lane]
+        group = self.groups[lane]
+        survey: Survey = self.between.survey
         extensions = () if group.has_overrides else group.extensions
         if not extensions or not all(e.columns_add for e in extensions):
             return None

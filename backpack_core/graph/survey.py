@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from backpack_core._torch import Node
+from backpack_core.errors import InternalError
 from backpack_core.graph.parameters import Trained, complex_parameter, trained_in
 from backpack_core.record.call import Call, Edge, Kept, Site, site_at
 from backpack_core.record.view import View
@@ -129,6 +130,14 @@ class Survey:
         view.is_checked = not self.is_planned
         view.is_measured = self.is_measured
         return view
+
+    def pull_back(self, mat: Tensor, source: Tensor, leaf: Tensor) -> Tensor:
+        """Columns at a leaf, ``[K, *leaf]``, from those at a tensor that was computed from it.
+
+        Raises:
+            InternalError: Here, as no chain has such parameters.
+        """
+        raise InternalError("A parameter was computed, which nobody has asked for.")
 
     def parameters(self) -> dict[int, Tensor]:
         """Those that are read, by ``id``."""

@@ -1,53 +1,26 @@
-"""Checks what a plugin's class declares, before it is used.
+"""Checks a plugin's class before it is used. Imports no plugin.
 
-The base classes are the table: an attribute with a value is a declaration, and its default shows
-its type. An author's class may add attributes of its own. A name that resembles a known one raises,
-since it is a misspelling that nobody would notice. Imports no plugin.
+Libraries add judges of what classes declare: see ``contract/bases.py``.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from difflib import get_close_matches
-from functools import cache
 from operator import attrgetter
-from types import FunctionType, NoneType
-from typing import Any
 
-from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import parametrizations_of
-from backpack_core.contract.bases import BASES
-from backpack_core.contract.merging import OverBatches
-from backpack_core.contract.rules import LayerRule
+from backpack_core.contract.bases import JUDGES, call_fault
+from backpack_core.contract.rules import MODULE_TYPES, LayerRule
 from backpack_core.errors import PluginError, nearest
-from backpack_products.operations import Operation
-from backpack_products.parametric import ParametricRule
-
-
-def is_module_type(item: Any) -> bool:
-    """Whether something names a module class: the class, or its qualified name."""
-    if isinstance(item, str):
-        return "." in item and all(part.isidentifier() for part in item.split("."))
-    return isinstance(item, type) and issubclass(item, Module)
-
-
-_TYPES = "torch.nn.Module classes or their qualified names ('package.module.Class')"
-_NAMES = "names of parameters", lambda item: isinstance(item, str) and bool(item)
-# The types of the entries of declared tuples.
-_ITEMS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "module_types": (_TYPES, is_module_type),
-    "params": _NAMES,
-    "linear_in_params": _NAMES,
-    "needs": ("operations", lambda item: isinstance(item, Operation)),
-}
 
 
 def faults(cls: type) -> list[str]:
-    """What is wrong with the declarations of a rule, extension or propagator.
+    """What is wrong with a rule, extension or propagator.
 
     Args:
         cls: A class derived from one of core's base classes.
@@ -55,19 +28,12 @@ def faults(cls: type) -> list[str]:
     Returns:
         A sentence for each fault; none if all is well.
     """
-    found = [text for name, value in _own(cls).items() for text in _fault(cls, name, value)]
-    if issubclass(cls, LayerRule) and not getattr(cls, "module_types", ()):
-        found.append(f"module_types must name {_TYPES}. Got ()")
-    if issubclass(cls, LayerRule) and (fault := _call_fault(cls, 0)):
-        found.append(f"a rule is made without arguments, as {cls.__name__}(): {fault}")
-    own, params = vars(cls).get("linear_in_params", ()), getattr(cls, "params", ())
-    if issubclass(cls, ParametricRule) and isinstance(own, tuple) and isinstance(params, tuple):
-        fixed = cls.parameter_names is ParametricRule.parameter_names
-        found += [
-            f"linear_in_params names {name!r}, which is not in params{nearest(name, params)}"
-            for name in own
-            if fixed and name not in params
-        ]
+    found = [text for judge in JUDGES for text in judge(cls)]
+    if issubclass(cls, LayerRule):
+        if not getattr(cls, "module_types", ()):
+            found.append(f"module_types must name {MODULE_TYPES}. Got ()")
+        if fault := call_fault(cls, 0):
+            found.append(f"a rule is made without arguments, as {cls.__name__}(): {fault}")
     return found
 
 
@@ -100,7 +66,7 @@ def missing_params(rule: LayerRule, module: Module) -> str:
     A rule may serve several types, and some may lack a bias. So a missing parameter is a fault only
     if the module has others that the rule leaves out: it may have meant one of those.
     """
-    if type(rule).parameter_names is not ParametricRule.parameter_names:
+    if type(rule).parameter_names is not LayerRule.parameter_names:
         return ""
     params = rule.parameter_names(module)
     missing = [name for name in params if not _has(module, name)]
@@ -146,76 +112,3 @@ def _has(module: Module, name: str) -> bool:
     except AttributeError:
         return False
     return last in parametrizations_of(owner) or hasattr(owner, last)
-
-
-@cache
-def _known(bases: tuple[type, ...]) -> dict[str, Any]:
-    """Every attribute of every base class, with its default."""
-    return {n: v for base in bases for cls in base.__mro__[-2::-1] for n, v in vars(cls).items()}
-
-
-def _own(cls: type) -> dict[str, Any]:
-    """What the author's classes declare, the most special class last."""
-    own = [c for c in cls.__mro__[::-1] if c not in BASES]
-    return {name: value for c in own for name, value in vars(c).items() if name[:2] != "__"}
-
-
-def _fault(cls: type, name: str, value: Any) -> Iterator[str]:
-    kinds = (property, classmethod, staticmethod, *(() if name in _ITEMS else (type,)))
-    if name == "_abc_impl" or isinstance(value, kinds):
-        return
-    known = _known((*BASES,))
-    if name not in known:
-        is_method = isinstance(value, FunctionType)
-        # `_factor` and `factors` are not misspellings of `factor`.
-        alike = [other for other in known if (other[0] == "_") == (name[0] == "_")]
-        alike = [other for other in alike if other.rstrip("s") != name.rstrip("s")]
-        close = get_close_matches(name, alike, 1, 0.92 if is_method else 0.8)
-        if close:
-            what = f"{name}()" if is_method else f"{name} = {value!r}"
-            yield f"{what} is known to no base class: did you mean {close[0]!r}?"
-        return
-    bases = [c for c in cls.__mro__ if c in BASES]
-    if not any(name in vars(c) for c in bases) and not isinstance(value, FunctionType):
-        has = next(base for base in BASES if name in dir(base))
-        yield f"{name} = {value!r} means nothing here: it is a declaration of {has.__name__}"
-        return
-    overridden = next((vars(c)[name] for c in bases if name in vars(c)), None)
-    if isinstance(value, FunctionType) and isinstance(overridden, FunctionType):
-        asked = inspect.signature(overridden)
-        if fault := _call_fault(value, len(asked.parameters)):
-            yield f"{name} is called as {name}{asked}: {fault}"
-    yield from _wrong_kind(name, value, known[name])
-
-
-def _call_fault(function: Callable[..., Any], count: int) -> str:
-    """Why a function cannot be called with so many arguments, or an empty string."""
-    try:
-        inspect.signature(function).bind(*[None] * count)
-    except TypeError as error:
-        return str(error)
-    return ""
-
-
-def _wrong_kind(name: str, value: Any, default: Any) -> Iterator[str]:
-    if name in _ITEMS:
-        what, accepts = _ITEMS[name]
-        wrong = [v for v in value if not accepts(v)] if isinstance(value, tuple) else [value]
-        one = value.__name__ if isinstance(value, type) else repr(value)
-        if isinstance(value, tuple) and wrong:
-            yield f"{name} must be a tuple of {what}. Got {value!r}, with {wrong[0]!r}"
-        elif wrong:
-            alone = f": write {name} = ({one},)" if accepts(value) else ""
-            yield f"{name} must be a tuple of {what}. Got {value!r}{alone}"
-    elif isinstance(default, (bool, str)) and not isinstance(value, type(default)):
-        yield f"{name} must be a {type(default).__name__}. Got {value!r}"
-    elif name == "degree" and not isinstance(value, (int, float, NoneType)):
-        yield f"degree must be a number, or None. Got {value!r}"
-    elif name == "over_batches" and value not in ("sum", "concatenate"):
-        if not isinstance(value, OverBatches) and not callable(value):
-            what = "'sum', 'concatenate', a function of two tensors, or an OverBatches"
-            yield f"over_batches must be {what}. Got {value!r}"
-    elif name == "savefield" and value and not value.isidentifier():
-        yield f"savefield must be a Python identifier. Got {value!r}"
-    elif name == "savefield" and hasattr(Tensor, value or "-"):
-        yield f"savefield {value!r} would hide torch.Tensor.{value} of the parameters"

@@ -29,7 +29,6 @@ OF_PASSES: Final = frozenset(
         "backpack_operation",
         "backpack_run",
         "backpack_storage",
-        "backpack_validate",
     }
 )
 
@@ -81,8 +80,3 @@ def backpack_run(run: Any) -> Any:
 @hookspec(firstresult=True)
 def backpack_storage() -> Any:
     """Return where tensors of a call are kept."""
-
-
-@hookspec
-def backpack_validate(kind: type) -> Iterable[str]:  # type: ignore[empty-body]
-    """Return what is wrong with a class that is being registered, a sentence for each fault."""

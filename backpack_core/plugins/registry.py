@@ -17,10 +17,10 @@ from backpack_core._torch import class_of
 from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
-from backpack_core.contract.rules import LayerRule, ModuleType, NoRule
+from backpack_core.contract.rules import LayerRule, ModuleType, NoRule, is_module_type
 from backpack_core.discovery import Claim, Provenance, choose, class_named, spelled_out
 from backpack_core.errors import PluginError
-from backpack_core.plugins.declarations import described, is_module_type, missing_params, refuse
+from backpack_core.plugins.declarations import described, missing_params, refuse
 from backpack_core.plugins.sameness import methods_behind, same_maps
 
 CORE = Provenance("core", "backpack-core", "")

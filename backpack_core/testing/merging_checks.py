@@ -10,13 +10,13 @@ from torch.nn import Module
 
 from backpack_core.context import backpack
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.merging import Part, Refused, declaration
 from backpack_core.record.structure import iter_tensors
 from backpack_core.testing.cases import ExtensionCase
 from backpack_core.testing.checks import of_extension
 from backpack_core.testing.compare import close, require
 from backpack_core.testing.extension_checks import compare_values, problem_of
 from backpack_core.testing.extensions_run import Problem, forget
+from backpack_products.merging import Part, Refused, declaration
 
 HALVES = slice(0, 1), slice(1, None)
 

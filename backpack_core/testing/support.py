@@ -18,7 +18,7 @@ import torch
 from torch.nn import Module
 
 from backpack_core import _hooks
-from backpack_core.contract.extension import Extension, FirstOrderExtension
+from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import BackpackError
@@ -32,6 +32,7 @@ from backpack_core.testing.network import BoundLoss, Shrink, SoftmaxLoss, instal
 from backpack_core.testing.network_checks import build_net
 from backpack_core.testing.reference import Reference
 from backpack_core.testing.watch import Kind, Watch
+from backpack_products.extensions import FirstOrderExtension
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from backpack_core import ColumnPropagator, Columns, Extension, Propagator, View
+from backpack_core import Extension, Propagator, View
 from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.contract.rules import expect
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.parameters import Trained
 from backpack_core.record.untouched import ask
+from backpack_products import ColumnPropagator, Columns
 from backpack_secondorder.hessian import Hessian
 from backpack_secondorder.signed_sqrt import SignedSqrt
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backpack_core import Columns, LossRule, View
+from backpack_core import LossRule, View
+from backpack_products import Columns
 from backpack_secondorder.propagators import LossSqrt, MixedSqrt
 
 

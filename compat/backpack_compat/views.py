@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core import AffineRule, LayerRule, LossRule, ParametricRule, View
+from backpack_core import LayerRule, LossRule, View
 from backpack_core._torch import version_of
 from backpack_core.errors import SampleMixingError, StoredIOError, UnsupportedError
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, Edge, Stored
+from backpack_products import AffineRule, ParametricRule
 
 Grads = Any  # tuple[Tensor, ...] | None
 

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 from backpack_core import Extension, backpack, extend, is_extended, unextend
-from backpack_core.contract.merging import OverBatches, declaration
 from backpack_core.engine.active import Check
 from backpack_core.errors import BackpackWarning, UsageError
 from backpack_core.record.owner import OWNER_ATTRIBUTE
@@ -32,6 +31,7 @@ from backpack_data.state import over_batches
 from backpack_data.states import States
 from backpack_data.weights import Weights, joint
 from backpack_interplay.compiled import uncompiled
+from backpack_products.merging import OverBatches, declaration
 
 Loss = Callable[[Any, Any], Tensor]
 Given: TypeAlias = tuple[float | None] | None  # what the user says that a loss divides by

@@ -10,13 +10,13 @@ from torch import distributed
 from torch.nn import Module
 
 from backpack_core import Extension, backpack
-from backpack_core.contract.merging import declaration
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_data.exchange import reduce, reported
 from backpack_data.shards import carriers, has_shards, placed
 from backpack_data.state import listed, over_batches
 from backpack_data.states import States
 from backpack_data.weights import Weights, joint
+from backpack_products.merging import declaration
 
 
 class combined:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from backpack_core.contract.merging import declaration
 from backpack_core.errors import BackpackError, UsageError
 from backpack_data.processes import FAILED, LostProcessError, failed
 from backpack_data.state import LINEAR, State
 from backpack_data.states import Place, States
 from backpack_data.weights import require_proportional
+from backpack_products.merging import declaration
 
 Name = tuple[Place, str]  # place, and part of the value
 

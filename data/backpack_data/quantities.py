@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from backpack_core import Extension
-from backpack_core.contract.merging import OverBatches, declaration
 from backpack_core.discovery import choose
 from backpack_core.errors import MissingPluginError, UsageError
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_data import files
 from backpack_data.shards import whole
+from backpack_products.merging import OverBatches, declaration
 
 Place = tuple[str, str]
 

@@ -9,10 +9,10 @@ import torch
 from torch.nn import Module
 
 from backpack_core import Extension
-from backpack_core.contract.merging import Refused, declaration
 from backpack_core.errors import UsageError
 from backpack_data.shards import carriers
 from backpack_data.state import listed
+from backpack_products.merging import Refused, declaration
 
 
 class Scaler(Protocol):

@@ -10,8 +10,8 @@ from torch.nn import Module
 
 from backpack_core import Extension
 from backpack_core._torch import shards_in
-from backpack_core.contract.merging import declaration
 from backpack_core.errors import UnsupportedError, UsageError
+from backpack_products.merging import declaration
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -1,6 +1,6 @@
 """The value of one extension at one parameter for some batches, scaled so that batches add up.
 
-How its parts combine is what an extension declares, see :mod:`backpack_core.contract.merging`.
+How its parts combine is what an extension declares, see :mod:`backpack_products.merging`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from backpack_core import Extension, backpack
-from backpack_core.contract.merging import OverBatches, Part, declaration
 from backpack_core.errors import ShapeError, UnsupportedError
-from backpack_core.values import at_least_single
+from backpack_products.merging import OverBatches, Part, declaration
+from backpack_products.values import at_least_single
 
 LINEAR = ("sum", "mean")  # ways in which values are added up
 

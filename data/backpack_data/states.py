@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core import Extension
-from backpack_core.contract.merging import declaration
 from backpack_core.errors import UnsupportedError
 from backpack_data import files
 from backpack_data.shards import carriers, in_dtype_of
 from backpack_data.state import State
 from backpack_data.weights import Weights, joint, require_proportional
+from backpack_products.merging import declaration
 
 Place = tuple[str, str]  # path of a parameter, field
 

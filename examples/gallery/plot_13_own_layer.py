@@ -18,10 +18,11 @@ from torch import Tensor, nn
 
 from backpack import extensions as before
 from backpack.extensions.firstorder.base import FirstOrderModuleExtension
-from backpack_core import ParametricRule, View, backpack, extend
+from backpack_core import View, backpack, extend
 from backpack_core.errors import AutodiffFallbackWarning
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from backpack_core.testing import temporary_plugin
+from backpack_products import ParametricRule
 
 
 class Bump(nn.Module):

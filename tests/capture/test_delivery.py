@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from backpack_capture import CaptureWarning, capture
-from backpack_core import FirstOrderExtension, SampleProduct, backpack, disable, extend
+from backpack_core import backpack, disable, extend
 from backpack_core.errors import BackpackError
 from backpack_core.extensions import KFAC, BatchGrad, ClippedSumGrad, Variance
+from backpack_products import FirstOrderExtension, SampleProduct
 from backpack_products.operations import dense
 from tests.capture.nets import NETS, mlp
 from tests.capture.twins import Twins, same

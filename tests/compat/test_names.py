@@ -17,8 +17,9 @@ from backpack.core.derivatives import DERIVATIVES
 from backpack.extensions.backprop_extension import BackpropExtension
 from backpack.extensions.curvature import Curvature
 from backpack.submodules import submodule
-from backpack_core import Extension, FirstOrderExtension
+from backpack_core import Extension
 from backpack_core import extensions as core
+from backpack_products import FirstOrderExtension
 from tests.compat.names import names
 
 TOP = ["backpack", "extend", "disable", "extensions", "memory_cleanup", "hook_store_io",

@@ -331,7 +331,7 @@ def test_pchmp_mode() -> None:
 
 
 def test_accumulation_of_a_built_in_extension() -> None:
-    from backpack_core import Columns
+    from backpack_products import Columns
 
     first, second = Columns.start("one", torch.ones(1, 2)), Columns.start("two", torch.ones(3, 2))
     both = extensions.DiagGGNExact().accumulate_backpropagated_quantities(first, second)

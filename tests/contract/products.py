@@ -9,14 +9,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from backpack_core import (
+from backpack_core import memory_budget, set_memory_budget
+from backpack_products import (
     AffineProduct,
     DenseProduct,
     LookupProduct,
     SampleProduct,
     ScaleProduct,
-    memory_budget,
-    set_memory_budget,
 )
 from backpack_products.columns import Root
 from backpack_products.product import sum_of

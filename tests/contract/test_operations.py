@@ -9,14 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import (
-    AffineProduct,
-    Extension,
-    FirstOrderExtension,
-    LookupProduct,
-    Operation,
-    SampleProduct,
-)
+from backpack_core import Extension, Operation
 from backpack_core.extensions import (
     BatchDiagGGNExact,
     BatchGrad,
@@ -26,8 +19,14 @@ from backpack_core.extensions import (
     Variance,
 )
 from backpack_firstorder import contractions as norms
+from backpack_products import (
+    AffineProduct,
+    FirstOrderExtension,
+    LookupProduct,
+    SampleProduct,
+    contractions,
+)
 from backpack_products import affine as forms
-from backpack_products import contractions
 from backpack_products.operations import (
     batch_sum,
     dense,

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import SampleProduct, extend, memory_budget
+from backpack_core import extend, memory_budget
 from backpack_firstorder.products import inner, norm
 from backpack_firstorder.single import in_single
+from backpack_products import SampleProduct
 from backpack_products import operations as ops
 from tests.contract.products import FORMS, SAMPLES, budget
 from tests.oracle import assert_close

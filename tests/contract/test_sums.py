@@ -8,19 +8,20 @@ import pytest
 import torch
 from torch import nn
 
-from backpack_core import (
+from backpack_core import extend
+from backpack_core.contract.reading import Reading
+from backpack_core.errors import UnsupportedError
+from backpack_products import (
     AffineProduct,
     DenseProduct,
     LookupProduct,
     SampleProduct,
     ScaleProduct,
     SumProduct,
-    extend,
 )
-from backpack_core.errors import UnsupportedError
 from backpack_products.columns import ApartColumns, Columns, Root
 from backpack_products.operations import dense, square_sum, squared_norm
-from backpack_products.product import PlacedProduct, Reading, sum_of
+from backpack_products.product import PlacedProduct, sum_of
 from tests.contract.products import (
     FIRST,
     SECOND,

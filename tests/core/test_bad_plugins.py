@@ -11,26 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import (
-    AffinePairsRule,
-    AffineProduct,
-    ColumnPropagator,
-    Columns,
     ElementwiseRule,
-    FirstOrderExtension,
     GraphExtension,
     GraphReading,
     LayerRule,
-    LookupProduct,
     LossRule,
-    ParametricRule,
-    ProductRule,
     Propagator,
-    SampleProduct,
-    ScaleProduct,
-    SecondOrderExtension,
     View,
     backpack,
 )
+from backpack_core.contract.reading import Reading
 from backpack_core.errors import (
     PluginCodeError,
     PluginError,
@@ -40,8 +30,20 @@ from backpack_core.errors import (
 )
 from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact
 from backpack_core.testing import temporary_plugin
+from backpack_products import (
+    AffinePairsRule,
+    AffineProduct,
+    ColumnPropagator,
+    Columns,
+    FirstOrderExtension,
+    LookupProduct,
+    ParametricRule,
+    ProductRule,
+    SampleProduct,
+    ScaleProduct,
+    SecondOrderExtension,
+)
 from backpack_products.operations import dense, square_sum
-from backpack_products.product import Reading
 from tests.cases import classification
 from tests.core.test_bad_use import Shift, message
 

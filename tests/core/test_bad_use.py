@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack_core import (
-    FirstOrderExtension,
-    SampleProduct,
     backpack,
     disable,
     extend,
@@ -33,6 +31,7 @@ from backpack_core.errors import (
     UsageError,
 )
 from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC
+from backpack_products import FirstOrderExtension, SampleProduct
 from backpack_products.operations import dense
 from tests.cases import Problem, classification
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import ParametricRule, backpack, extend
+from backpack_core import backpack, extend
 from backpack_core.errors import (
     OverwrittenInputError,
 )
 from backpack_core.extensions import KFRA, BatchGrad, DiagGGNExact, DiagHessian
 from backpack_core.testing import temporary_plugin
+from backpack_products import ParametricRule
 from tests.cases import Net, classification
 
 

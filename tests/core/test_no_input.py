@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from backpack_core import ParametricRule
 from backpack_core.testing import temporary_plugin
+from backpack_products import ParametricRule
 from tests.cases import Net, classification
 
 

@@ -90,7 +90,7 @@ CASES = [
 ]
 # Whose samples a copy of the model's input holds is seen by comparing it: where quantities are kept
 # apart, shapes depend on it.
-ALLOWED = {"graph/data.py:_of_copy"}
+ALLOWED = {"data.py:_of_copy"}
 # How many columns there are depends on whether the Hessian of the loss has a real root.
 OF_ROOTS = {"contract/loss.py:_root_scale", "_loss.py:real_sqrt"}
 ALLOWED_IN = {"DiagHessian": OF_ROOTS, "BatchDiagHessian": OF_ROOTS}

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack_checks.dye import DyePropagator
-from backpack_core import Columns
 from backpack_core.extensions import (
     KFLR,
     BatchDiagGGNExact,
@@ -21,6 +20,7 @@ from backpack_core.extensions import (
     SumGradSquared,
 )
 from backpack_operations.operands import FactoredColumns, by_root
+from backpack_products import Columns
 from backpack_products.affine import AffineProduct
 from backpack_products.columns import ApartColumns, Root
 from backpack_products.lookup import LookupProduct

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from backpack_core import Columns, backpack, extend
+from backpack_core import backpack, extend
 from backpack_core.extensions import DiagGGNExact
+from backpack_products import Columns
 from backpack_secondorder.propagators import LossSqrt
 from tests.cases import Net
 

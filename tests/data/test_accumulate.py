@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from backpack_core import FirstOrderExtension, extend, is_extended
+from backpack_core import extend, is_extended
 from backpack_core.errors import (
     MissingPluginError,
     NotAnExtensionError,
@@ -34,6 +34,7 @@ from backpack_core.extensions import (
     Variance,
 )
 from backpack_data import Quantities, accumulate, combined
+from backpack_products import FirstOrderExtension
 from tests.data.problems import (
     DETERMINISTIC,
     assert_same,

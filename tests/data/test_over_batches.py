@@ -8,8 +8,8 @@ import pytest
 
 from backpack.extensions import builtin
 from backpack_core import Extension
-from backpack_core.contract.merging import UNDECLARED, declaration
 from backpack_core.testing.extensions_run import installed_factories
+from backpack_products.merging import UNDECLARED, declaration
 
 
 def incumbents() -> list[Extension]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import SampleProduct
+from backpack_products import SampleProduct
 from backpack_products.operations import batch_sum
 from benchmarks import gradient, measure, shares
 from benchmarks.limit import limit, shared_limit

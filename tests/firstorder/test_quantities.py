@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from backpack_core import backpack, memory_budget, set_memory_budget
-from backpack_core.contract.extension import FirstOrderExtension
 from backpack_core.extensions import (
     BatchDotGrad,
     BatchGrad,
@@ -17,6 +16,7 @@ from backpack_core.extensions import (
     SumGradSquared,
     Variance,
 )
+from backpack_products.extensions import FirstOrderExtension
 from tests.firstorder.problems import NETS, gradients, make
 
 

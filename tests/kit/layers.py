@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack_core import AffineRule, ElementwiseRule, LayerRule, ParametricRule, View
+from backpack_core import ElementwiseRule, LayerRule, View
 from backpack_core.testing import RuleCase
+from backpack_products import AffineRule, ParametricRule
 
 
 class Gain(Module):

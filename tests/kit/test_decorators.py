@@ -57,7 +57,7 @@ def test_expected_failures_are_reported_and_strict(pytester: pytest.Pytester) ->
     pytester.makepyfile(
         CASES
         + """
-from backpack_core import AffineRule
+from backpack_products import AffineRule
 from backpack_layers.linear import LinearRule
 
 class Other(nn.Linear):

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core import LayerRule, ProductRule, SampleProduct, View
+from backpack_core import LayerRule, View
 from backpack_core.testing import RuleCase, check_rule
+from backpack_products import ProductRule, SampleProduct
 from backpack_products.operations import batch_sum, dense, square_sum
 from tests.kit.layers import (
     Centre,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import FirstOrderExtension, SampleProduct, SecondOrderExtension, View
+from backpack_core import View
 from backpack_core.errors import UsageError
 from backpack_core.extensions import EKFAC, GGNMP, HMP, KFLR, KFRA, PCHMP, GGNGram
 from backpack_core.testing import (
@@ -25,6 +25,7 @@ from backpack_core.testing import (
 from backpack_core.testing.network import SoftmaxLoss
 from backpack_core.testing.quantities import quantity_of
 from backpack_layers.loss_regression import MSELossRule
+from backpack_products import FirstOrderExtension, SampleProduct, SecondOrderExtension
 from backpack_products.operations import dense, square_sum, squared_norm
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
 from backpack_secondorder.factors import kronecker_factors

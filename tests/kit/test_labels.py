@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core import FirstOrderExtension, SampleProduct
 from backpack_core.testing import LABELLED, ExtensionCase, LossCase, Quantity, check_extension
+from backpack_products import FirstOrderExtension, SampleProduct
 from backpack_products.operations import dense
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from backpack_core import FirstOrderExtension
-from backpack_core.contract.merging import OverBatches, Part, Refused
 from backpack_core.testing import ExtensionCase, Quantity, check_extension
+from backpack_products import FirstOrderExtension
+from backpack_products.merging import OverBatches, Part, Refused
 from backpack_products.operations import batch_sum
 
 CHECKS = ("degree", "two_halves_mean", "two_halves_sum")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from backpack_core import ParametricRule, View
+from backpack_core import View
 from backpack_core.testing import RuleCase, check_rule
+from backpack_products import ParametricRule
 
 
 class SpectralConv(nn.Module):

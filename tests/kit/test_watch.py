@@ -9,25 +9,21 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import (
-    AffineProduct,
-    DenseProduct,
-    Extension,
-    FirstOrderExtension,
-    LookupProduct,
-    Operation,
-    ProductRule,
-    SampleProduct,
-    ScaleProduct,
-    View,
-    backpack,
-    extend,
-)
+from backpack_core import Extension, Operation, View, backpack, extend
 from backpack_core import extensions as installed
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.testing import temporary_plugin
 from backpack_core.testing.watch import Kind, Watch, declared_form, is_fast
+from backpack_products import (
+    AffineProduct,
+    DenseProduct,
+    FirstOrderExtension,
+    LookupProduct,
+    ProductRule,
+    SampleProduct,
+    ScaleProduct,
+)
 from backpack_products.operations import batch_sum, square_sum
 from tests.kit.layers import Gain, GainRule
 

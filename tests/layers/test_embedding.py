@@ -9,10 +9,10 @@ import torch
 from handmade import assert_equal, check_input, check_parameters, columns, draw, make_view
 from torch import Tensor, nn
 
-from backpack_core import LookupProduct
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
 from backpack_layers.embedding import EmbeddingBagRule, EmbeddingRule, LookupRule
+from backpack_products import LookupProduct
 from backpack_products.operations import batch_sum, dense, square_sum, squared_norm
 
 NUM, DIM = 5, 3

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from backpack_core import SampleProduct
 from backpack_core.errors import UnsupportedError
 from backpack_core.extensions import BatchGrad
+from backpack_products import SampleProduct
 from tests import oracle
 from tests.nets import quantities
 from tests.nets.asked import draw_terms

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backpack_core import Columns, Extension, backpack
+from backpack_core import Extension, backpack
 from backpack_core.errors import BackpackError
 from backpack_core.extensions import (
     KFAC,
@@ -28,6 +28,7 @@ from backpack_core.extensions import (
     SumGradSquared,
     Variance,
 )
+from backpack_products import Columns
 from backpack_secondorder import propagators
 from tests.nets.draw import draw
 from tests.nets.losses import LOSSES

@@ -11,7 +11,7 @@ from backpack_core.cli.reports import Report
 
 SCALE = """
 import torch
-from backpack_core import ParametricRule
+from backpack_products import ParametricRule
 
 class ScaleModule(torch.nn.Module):
     def __init__(self):
@@ -30,7 +30,7 @@ class ScaleRule(ParametricRule):
 """
 
 NORM = """
-from backpack_core import FirstOrderExtension
+from backpack_products import FirstOrderExtension
 from backpack_products.operations import squared_norm
 
 class GradNorm(FirstOrderExtension):
@@ -51,7 +51,8 @@ class LinearRule(LayerRule):
 """
 
 HALF = """
-from backpack_core import FirstOrderExtension, hookimpl
+from backpack_core import hookimpl
+from backpack_products import FirstOrderExtension
 
 class Half(FirstOrderExtension):
     savefield = "half_way"

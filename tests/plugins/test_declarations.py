@@ -9,17 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import (
-    Extension,
-    FirstOrderExtension,
-    LayerRule,
-    ParametricRule,
-    backpack,
-    extend,
-    plugins,
-    register,
-    unregister,
-)
+from backpack_core import Extension, LayerRule, backpack, extend, plugins, register, unregister
 from backpack_core.cli.doctor import examine
 from backpack_core.errors import (
     PluginCodeError,
@@ -32,6 +22,7 @@ from backpack_core.extensions import DiagGGNExact
 from backpack_core.plugins.registry import registry
 from backpack_core.testing import RuleCase, check_rule, temporary_plugin
 from backpack_core.testing.fake_distribution import FakeDistribution
+from backpack_products import FirstOrderExtension, ParametricRule
 
 from sick import loaded_here  # isort: skip
 
@@ -102,10 +93,10 @@ AT_REGISTRATION = {
         derived(
             LayerRule,
             module_types=(Gain,),
-            params=("weight",),
+            linear_in_params=("weight",),
             _jac_t_mat_prod=lambda self, view, mat: mat,
         ),
-        "params = ('weight',) means nothing here: it is a declaration of ParametricRule",
+        "linear_in_params = ('weight',) means nothing here: it is a declaration of ParametricRule",
     ),
     "linear in what it does not cover": (
         derived(GainRule, linear_in_params=("wieght",)),
@@ -326,7 +317,7 @@ def test_doctor_looks_for_libraries(doctor: Any) -> None:
 
 def test_doctor_looks_for_fields(doctor: Any) -> None:
     found = doctor(
-        "from backpack_core import FirstOrderExtension\n"
+        "from backpack_products import FirstOrderExtension\n"
         "class Mine(FirstOrderExtension):\n"
         "    savefield = 'grad_batch'\n"
         "    def read(self, product):\n        return product.samples\n",

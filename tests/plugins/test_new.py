@@ -75,7 +75,8 @@ def test_it_is_complete_and_in_style(kind: str, name: str, tmp_path: Path) -> No
 
 NEIGHBOUR = """
 import torch
-from backpack_core import FirstOrderExtension, LayerRule
+from backpack_core import LayerRule
+from backpack_products import FirstOrderExtension
 from backpack_products.operations import dense
 
 

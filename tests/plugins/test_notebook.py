@@ -21,7 +21,8 @@ from backpack_core.testing.isolation import reset
 CELL = """
 import torch
 from torch import nn
-from backpack_core import FirstOrderExtension, ParametricRule, backpack, extend, register
+from backpack_core import backpack, extend, register
+from backpack_products import FirstOrderExtension, ParametricRule
 from backpack_products.operations import dense
 
 class Scale(nn.Module):
@@ -85,7 +86,7 @@ def test_a_cell_that_fails_leaves_the_class_that_was(notebook: Any) -> None:
 
 
 def test_elsewhere_it_is_a_conflict() -> None:
-    source = "from backpack_core import FirstOrderExtension\n"
+    source = "from backpack_products import FirstOrderExtension\n"
     source += "class Mine(FirstOrderExtension):\n    savefield = 'mine'\n"
     source += "    def read(self, product):\n        return product.samples\n"
     spaces: list[dict[str, Any]] = [{"__name__": "a_package"}, {"__name__": "a_package"}]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import Extension, FirstOrderExtension, backpack, extend
+from backpack_core import Extension, backpack, extend
 from backpack_core.errors import PluginCodeError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from backpack_core.record.structure import iter_tensors
@@ -21,6 +21,7 @@ from backpack_core.testing import (
     check_rule,
     temporary_plugin,
 )
+from backpack_products import FirstOrderExtension
 from backpack_products.column_propagator import ColumnPropagator
 from backpack_products.operations import dense
 from backpack_secondorder.propagators import LossSqrt

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import LayerRule, backpack, extend, register, unregister
+from backpack_core.contract.operation import OpenFunction
 from backpack_core.discovery import version_of
 from backpack_core.extensions import BatchGrad
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import _names, registry
-from backpack_products.operations import OpenFunction
 from backpack_products.product import DenseProduct, SampleProduct
 
 pytestmark = pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import SecondOrderExtension, backpack, extend
+from backpack_core import backpack, extend
 from backpack_core.errors import UsageError
 from backpack_core.extensions import (
     KFLR,
@@ -18,7 +18,7 @@ from backpack_core.extensions import (
     SqrtGGNMC,
 )
 from backpack_layers.linear import LinearRule
-from backpack_products import contractions
+from backpack_products import SecondOrderExtension, contractions
 from backpack_products.rows import Rows
 from tests import oracle
 from tests.secondorder.problems import NETS, SETTINGS, make

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backpack_core import Columns
+from backpack_products import Columns
 from backpack_secondorder.hessian import Factored, Hessian
 from tests.oracle import assert_close
 

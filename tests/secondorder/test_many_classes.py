@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack_core import SampleProduct, backpack, extend
+from backpack_core import backpack, extend
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.extensions import (
     EKFAC,
@@ -25,6 +25,7 @@ from backpack_core.extensions import (
 from backpack_data.state import over_batches
 from backpack_layers.linear import LinearRule
 from backpack_layers.softmax_root import softmax_root
+from backpack_products import SampleProduct
 from backpack_products.operations import square_sum
 from backpack_secondorder import diag_ggn
 from backpack_secondorder.propagators import LossSqrt, MixedSqrt, truncated

@@ -15,10 +15,11 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from backpack_core import Columns, backpack, extend
+from backpack_core import backpack, extend
 from backpack_core.errors import BridgeError, UnsupportedError
 from backpack_core.extensions import BatchDiagHessian, DiagGGNExact, DiagHessian
 from backpack_operations.alignment import Crossing
+from backpack_products import Columns
 from backpack_secondorder.propagators import LossSqrt
 from tests.cases import Net, Problem, classification
 from tests.contract.products import budget

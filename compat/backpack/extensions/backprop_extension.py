@@ -14,21 +14,14 @@ from torch.nn import Module
 
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
-from backpack_core import (
-    Extension,
-    FirstOrderExtension,
-    GraphExtension,
-    LayerRule,
-    LossRule,
-    Propagator,
-    SecondOrderExtension,
-    View,
-)
-from backpack_core.contract.extension import FailMode, as_subsampling
+from backpack_core import Extension, GraphExtension, LayerRule, LossRule, Propagator, View
+from backpack_core.contract.extension import FailMode
+from backpack_core.contract.reading import Reading
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.plugins.loading import has_rule
+from backpack_products import FirstOrderExtension, SecondOrderExtension
 from backpack_products.column_propagator import OutputGradient
-from backpack_products.product import Reading
+from backpack_products.extensions import as_subsampling
 
 FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"

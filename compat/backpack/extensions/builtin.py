@@ -19,8 +19,8 @@ from backpack.extensions.hbp_options import (
 from backpack.extensions.strategies import extension_by
 from backpack_compat.roots import EveryColumn
 from backpack_core import Extension
-from backpack_core.contract.extension import as_subsampling
 from backpack_firstorder import individual, moments
+from backpack_products.extensions import as_subsampling
 from backpack_secondorder import diag_ggn, diag_hessian, kfac, kfra, products, sqrt_ggn
 from backpack_secondorder.factors import kronecker_factors
 from backpack_secondorder.propagators import LossSqrt

@@ -32,7 +32,6 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.graph.nodes import described, is_leaf
-from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge
 from backpack_core.record.view import View
 from backpack_operations import nodes
@@ -40,6 +39,7 @@ from backpack_operations.alignment import Crossing
 from backpack_operations.apart import cross_columns
 from backpack_operations.batch import is_doubtful
 from backpack_operations.owners import Owners
+from backpack_operations.survey import GraphSurvey
 from backpack_products.columns import Columns, Root
 from backpack_products.parametric import ParametricRule
 
@@ -63,7 +63,7 @@ class DyePropagator(Propagator):
     per_sample = True
     starts_everywhere = True
 
-    def __init__(self, judge: Judge, survey: Survey) -> None:
+    def __init__(self, judge: Judge, survey: GraphSurvey) -> None:
         """Begin.
 
         Args:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from backpack_core._hooks import hook_leaf_first
 from backpack_core._torch import graph_task_id, metadata_of
-from backpack_core.contract.extension import FirstOrderExtension
 from backpack_core.contract.loss import Normaliser
 from backpack_core.engine.groups import Group
 from backpack_core.errors import UnsupportedError
@@ -23,6 +22,7 @@ from backpack_core.graph.order import behind
 from backpack_core.graph.survey import Survey
 from backpack_operations.refusals import named
 from backpack_products.affine import AffineProduct
+from backpack_products.extensions import FirstOrderExtension
 from backpack_products.operations import batch_sum
 from backpack_products.product import SampleProduct, SumProduct
 from backpack_products.scale import ScaleProduct

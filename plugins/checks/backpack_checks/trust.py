@@ -24,6 +24,7 @@ from backpack_core.record.call import Edge
 from backpack_core.record.owner import owner_of
 from backpack_operations import nodes
 from backpack_operations.paths import reached_past_losses
+from backpack_operations.survey import GraphSurvey
 
 MOST: Final = 100  # structures of one model, those that were seen last
 
@@ -71,6 +72,7 @@ class Measurement:
     def __init__(
         self, survey: Survey, roots: Sequence[Edge], trust: Trust, question: Question
     ) -> None:
+        assert isinstance(survey, GraphSurvey)  # as :func:`trust_in` has seen
         # Extended losses say where samples are. For their curvature, any other term is an error.
         guesses = 1 if question.is_of_losses or reached_past_losses(survey, roots) is None else 2
         weights = Weights(survey.batch_size, trust.passes, guesses)
@@ -101,6 +103,8 @@ def trust_in(survey: Survey, check: str, question: Question) -> Trust | None:
     """
     if check == "never" or not survey.sites or not any(question):
         return None
+    if not isinstance(survey, GraphSurvey):
+        return None  # nobody knows what is between calls
     shown = (call.stored.outputs[index] for call, index in survey.sites)
     return None if any(map(is_symbolic, shown)) else known_of(survey, question)
 
@@ -141,5 +145,6 @@ def _structure(survey: Survey) -> tuple[object, ...]:
         stored = call.stored
         axes = [tuple(map(is_batch, t.shape)) for t in (*stored.inputs, stored.outputs[index])]
         calls.append((call.path, index, call.training, *axes))
-    between = [(sys.intern(node.name()), *nodes.settings_of(node)) for node, _ in survey.seen]
+    seen = survey.seen if isinstance(survey, GraphSurvey) else ()
+    between = [(sys.intern(node.name()), *nodes.settings_of(node)) for node, _ in seen]
     return (*calls, *between)

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core import FirstOrderExtension, SampleProduct, memory_budget
+from backpack_core import memory_budget
 from backpack_core.contract.extension import FailMode
 from backpack_core.contract.loss import Normaliser
-from backpack_core.contract.merging import Part
+from backpack_core.contract.operation import OpenFunction
 from backpack_core.errors import UsageError
-from backpack_core.tuning import READ, WRITE
 from backpack_firstorder import contractions
 from backpack_firstorder.own_loss import (
     UNLESS_TOLD,
@@ -31,9 +30,10 @@ from backpack_firstorder.own_loss import (
 from backpack_firstorder.products import norm
 from backpack_firstorder.scaled import Norm, stacked, vector_norm
 from backpack_firstorder.single import in_single
+from backpack_products import FirstOrderExtension, SampleProduct
 from backpack_products.affine import AffineProduct
+from backpack_products.merging import Part
 from backpack_products.operations import (
-    OpenFunction,
     as_formed,
     batch_sum,
     dense,
@@ -42,6 +42,7 @@ from backpack_products.operations import (
     weighted_sum,
 )
 from backpack_products.product import DenseProduct
+from backpack_products.tuning import READ, WRITE
 
 Clipping: TypeAlias = Literal["flat", "per_layer"]
 

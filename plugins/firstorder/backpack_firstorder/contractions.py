@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from backpack_core.recycled import take
-from backpack_core.tuning import READ, SHARED
 from backpack_firstorder.one_column import NOTHING, Moments, moments_of_column
 from backpack_firstorder.scaled import Norm, collected, divisor, largest, vector_norm
 from backpack_products.contractions import (
@@ -27,6 +26,7 @@ from backpack_products.contractions import (
     sums,
 )
 from backpack_products.rows import Rows, whole
+from backpack_products.tuning import READ, SHARED
 
 
 def moments(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from backpack_core import FirstOrderExtension, SampleProduct
-from backpack_core.contract.merging import SUM
 from backpack_firstorder.products import norm
 from backpack_firstorder.single import in_single
 from backpack_firstorder.squares import SquaresExtension, warn_of_range
+from backpack_products import FirstOrderExtension, SampleProduct
+from backpack_products.merging import SUM
 from backpack_products.operations import dense, gram, squared_norm
 
 

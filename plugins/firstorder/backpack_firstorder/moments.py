@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from backpack_core import SampleProduct
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.merging import OverBatches, Part
 from backpack_core.errors import UsageError
 from backpack_firstorder import products  # noqa: F401 - registers its operations
 from backpack_firstorder.single import in_single
 from backpack_firstorder.squares import SquaresExtension
+from backpack_products import SampleProduct
+from backpack_products.merging import OverBatches, Part
 from backpack_products.operations import batch_sum, square_sum
 
 

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from backpack_core.tuning import CACHE, PIECE, even_size, memory_budget
+from backpack_core.tuning import memory_budget
 from backpack_firstorder.scaled import Norm, collected, vector_norm
+from backpack_products.tuning import CACHE, PIECE, even_size
 
 
 class Moments(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core.tuning import SUMMED
+from backpack_core.contract.operation import OpenFunction, Operation
 from backpack_firstorder import contractions
 from backpack_firstorder.scaled import Norm, collected, divisor, spread, stacked, vector_norm
 from backpack_products.affine import AffineProduct, for_weights, reads_formed
@@ -22,8 +22,6 @@ from backpack_products.contractions import is_column
 from backpack_products.factors import FactorProduct
 from backpack_products.lookup import LookupProduct
 from backpack_products.operations import (
-    OpenFunction,
-    Operation,
     as_formed,
     batch_sum,
     formed,
@@ -37,6 +35,7 @@ from backpack_products.operations import (
 from backpack_products.product import DenseProduct, SampleProduct, SumProduct
 from backpack_products.rows import Rows
 from backpack_products.scale import ScaleProduct
+from backpack_products.tuning import SUMMED
 
 
 @Operation

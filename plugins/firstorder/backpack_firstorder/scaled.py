@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from backpack_core.tuning import CACHE, memory_budget
-from backpack_core.values import at_least_single
+from backpack_core.tuning import memory_budget
 from backpack_products.contractions import flattened, square_norm_of
+from backpack_products.tuning import CACHE
+from backpack_products.values import at_least_single
 
 # Kinds of devices that have no double precision.
 _SINGLE_ONLY = {"mps"}

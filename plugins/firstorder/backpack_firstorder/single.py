@@ -7,12 +7,12 @@ from functools import singledispatch
 import torch
 from torch import Tensor
 
-from backpack_core.values import at_least_single, is_half
 from backpack_products.affine import AffineProduct
 from backpack_products.lookup import LookupProduct
 from backpack_products.product import DenseProduct, SampleProduct, SumProduct
 from backpack_products.rows import Rows
 from backpack_products.scale import ScaleProduct
+from backpack_products.values import at_least_single, is_half
 
 
 def in_single(product: SampleProduct) -> SampleProduct:

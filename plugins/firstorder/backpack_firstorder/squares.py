@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core import FirstOrderExtension
 from backpack_core.errors import RangeWarning, warn_once
 from backpack_core.values import any_of
+from backpack_products import FirstOrderExtension
 
 
 class SquaresExtension(FirstOrderExtension):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core.tuning import CACHE, memory_budget
+from backpack_core.tuning import memory_budget
 from backpack_products.contractions import slices
+from backpack_products.tuning import CACHE
 
 
 def drawn(p: Tensor, samples: int) -> Tensor:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import Embedding, EmbeddingBag
 
-from backpack_core import LookupProduct
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
 from backpack_layers.arguments import by_slot, optional_tensor, tensor
+from backpack_products import LookupProduct
 from backpack_products.parametric import ProductRule
 
 

@@ -25,9 +25,9 @@ from torch.nn import (
     SyncBatchNorm,
 )
 
-from backpack_core import ScaleProduct
 from backpack_core.record.view import View
 from backpack_layers.layout import require_axes, require_channels
+from backpack_products import ScaleProduct
 from backpack_products.parametric import ProductRule
 
 

@@ -8,9 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core import AffineProduct, DenseProduct, LookupProduct, SampleProduct, ScaleProduct
 from backpack_operations import bridge, nodes
 from backpack_operations.operands import Operand, products_at
+from backpack_products import (
+    AffineProduct,
+    DenseProduct,
+    LookupProduct,
+    SampleProduct,
+    ScaleProduct,
+)
 
 
 @products_at("Mm", "Bmm", "Addmm")

@@ -23,7 +23,9 @@ from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_inside
 
 
-def align(alignment: Alignment, survey: GraphSurvey, roots: list[Edge], can_keep_apart: bool) -> None:
+def align(
+    alignment: Alignment, survey: GraphSurvey, roots: list[Edge], can_keep_apart: bool
+) -> None:
     """Find out where the samples lie, and have calls gone through whose rules do not fit.
 
     Args:

@@ -19,6 +19,8 @@ from backpack_core._torch import Node
 from backpack_core.errors import BackpackError
 from backpack_core.record.call import Call, Edge, Site
 from backpack_operations import faults, nodes
+from backpack_operations.apart import cross_apart, cross_columns
+from backpack_products.columns import ApartColumns, Columns
 
 Place = tuple[Node, int]  # an output of a node
 
@@ -54,6 +56,27 @@ class Crossing(NamedTuple):
     grads: Sequence[Tensor | None] = ()
     size: Callable[[], int | None] = lambda: None
     carry: Callable[[list[tuple[int, Any]]], None] = lambda part: None
+
+    def push(
+        self, node: Node, quantities: Mapping[int, Columns], keeps_all: bool = True
+    ) -> list[tuple[int, Columns]]:
+        """Push columns through the node, apart by sample where they are kept so.
+
+        Args:
+            node: An autograd node that autograd has not executed yet.
+            quantities: Columns at the node's outputs, by output number.
+            keeps_all: Whether to return columns as well that are not kept apart behind the node.
+
+        Returns:
+            Pairs (position in ``node.next_functions``, columns there).
+
+        Raises:
+            BridgeError: The node cannot be called for columns.
+        """
+        are_apart = any(isinstance(columns, ApartColumns) for columns in quantities.values())
+        if keeps_all and not self.apart and not are_apart:
+            return cross_columns(node, quantities)
+        return cross_apart(node, quantities, self, keeps_all)
 
 
 @dataclass

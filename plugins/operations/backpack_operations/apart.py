@@ -7,73 +7,23 @@ A plain sum over samples would lose whose the columns were. So they are kept apa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.errors import SampleMixingError
 from backpack_core.graph.nodes import refuse
 from backpack_core.tuning import memory_budget
-from backpack_core.values import largest
 from backpack_operations import bridge
-from backpack_operations.alignment import Crossing
 from backpack_operations.operands import FactoredColumns, by_root, operand_product
-from backpack_products.columns import ApartColumns, Columns, Root, taken_apart
+from backpack_products.apart import owned_by, put_together, taken_apart
+from backpack_products.columns import ApartColumns, Columns, Root
 from backpack_products.contractions import slices
 from backpack_products.regrouping import of_owners
 
-
-def owned_by(positions: int | Tensor, rows: int, device: torch.device) -> Tensor:
-    """Which entries of axis 0 each sample has, ``[N, R]``.
-
-    Args:
-        positions: How many, side by side, ``R = N · positions``; or which they are.
-        rows: ``R``.
-        device: For the result.
-    """
-    if isinstance(positions, Tensor):
-        return positions
-    every = torch.eye(rows // positions, dtype=torch.bool, device=device)
-    return every.repeat_interleave(positions, 1)
-
-
-def put_together(mat: Tensor, positions: int | Tensor) -> Tensor:
-    """The reverse of :func:`taken_apart`: ``[V, N, R, *] → [V, R, *]``.
-
-    Each sample's entries are taken from its own columns; those of other samples have to be zero
-    there.
-
-    Args:
-        mat: Columns of every sample apart, at a tensor that has samples.
-        positions: How many entries each sample has, ``R = N · positions``, or which they are, ``[N,
-            R]``; zero if the tensor has none, so that columns are added.
-
-    Returns:
-        The sum over the second axis.
-
-    Raises:
-        SampleMixingError: Something of one sample reaches the entries of another.
-    """
-    total, count = mat.sum(1), mat.shape[1]
-    if isinstance(positions, int) and not positions:
-        return total
-    owned = owned_by(positions, mat.shape[2], mat.device) if mat.dim() > 2 else mat.new_empty(0)
-    if not mat.numel() or owned.shape != (count, mat.shape[2]):
-        return total
-    owned = owned.to(mat.device).reshape(*owned.shape, *[1] * (mat.dim() - 3))
-    own = torch.where(owned, mat, 0).sum(1)
-    rest = mat.abs().sum(1) - own.abs()
-    if bool((largest(rest) > largest(total.abs()) * torch.finfo(mat.dtype).eps ** 0.6).any()):
-        raise SampleMixingError(
-            "What is computed from weights alone, or holds samples on another axis than the first, "
-            "depends on several samples after all: something of one sample reaches another one. "
-            "Quantities of single samples do not exist. If another axis is as long as the batch by "
-            "chance, say where samples lie, extend(model, batch_axis=...), or take another number "
-            "of them. Where several rows are one sample, as atoms of a molecule, say so: "
-            "backpack(..., samples=index)."
-        )
-    return own
+if TYPE_CHECKING:
+    from backpack_operations.alignment import Crossing  # which asks these functions
 
 
 def cross_apart(

@@ -50,9 +50,7 @@ class Operations(Between[GraphSurvey]):
 
     traversal = GraphTraversal
 
-    def __init__(
-        self, context: Context, asked: Sequence[Propagator], survey: GraphSurvey
-    ) -> None:
+    def __init__(self, context: Context, asked: Sequence[Propagator], survey: GraphSurvey) -> None:
         super().__init__(context, asked, survey)
         self._crossings = Crossings(survey)
         self._walked: list[Edge] = []
@@ -199,9 +197,7 @@ class Operations(Between[GraphSurvey]):
             run.visit(site, grads[output_nr], changed_by)
         self._crossings.cross(run.schedule, node, grads)  # its hooks are running already
 
-    def visit_views(
-        self, run: BackwardPass, node: Node, grads: dict[int, Tensor | None]
-    ) -> None:
+    def visit_views(self, run: BackwardPass, node: Node, grads: dict[int, Tensor | None]) -> None:
         """Visit calls that returned views of a node's outputs, overwritten in place afterwards."""
         for site, layout in self.survey.views_of(node):
             if site.edge.output_nr in grads and site.call not in self._viewed:

@@ -92,7 +92,9 @@ class Crossings:
                     crossed = list(quantities.items())
                 else:
                     is_reached = grads and group.propagator.sheds_everywhere
-                    here = self._reached(schedule, lane, node, grads, there) if is_reached else there
+                    here = (
+                        self._reached(schedule, lane, node, grads, there) if is_reached else there
+                    )
                     crossed = group.propagator.cross(node, quantities, here) if quantities else []
             except Exception as error:
                 place_between(error, self._survey, group.first, node)

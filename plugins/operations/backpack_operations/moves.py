@@ -16,9 +16,9 @@ from torch import Tensor
 
 from backpack_core._torch import Node, metadata_of
 from backpack_core.errors import BackpackError
-from backpack_core.graph.parameters import beside_pass
 from backpack_operations import nodes
 from backpack_operations.bridge import push
+from backpack_operations.pulled import beside_pass
 
 # For each entry of a tensor the sample that it belongs to, -1 for none. An axis along which all
 # entries belong to the same has length one.

@@ -22,8 +22,7 @@ from backpack_products.affine import AffineProduct
 from backpack_products.columns import ApartColumns, Columns, Root, require_one_form
 from backpack_products.factors import FactorProduct
 from backpack_products.operations import dense
-from backpack_products.product import DenseProduct, SampleProduct, sum_of
-from backpack_products.regrouping import regrouped
+from backpack_products.product import DenseProduct, SampleProduct, regrouped, sum_of
 
 
 class Operand(NamedTuple):

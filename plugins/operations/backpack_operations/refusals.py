@@ -16,6 +16,7 @@ from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.graph.nodes import described, name_of
 from backpack_core.graph.order import behind
+from backpack_core.graph.survey import Survey
 from backpack_core.plugins.registry import registry
 from backpack_core.record.owner import name_of_parameter, owned_by_models, owners_of
 from backpack_operations import faults, nodes
@@ -88,7 +89,7 @@ def _of_bare(parameter: Tensor, node: Node, survey: GraphSurvey) -> tuple[str, s
     return f"{used} outside of any extended module that owns it", advice
 
 
-def named(survey: GraphSurvey, parameter: Tensor) -> str:
+def named(survey: Survey, parameter: Tensor) -> str:
     """A parameter in words, for messages."""
     name = name_of_parameter([call.module for call, _ in survey.sites], parameter)
     which = "a parameter" if name is None else f"the parameter {name}"

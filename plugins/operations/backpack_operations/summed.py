@@ -15,12 +15,12 @@ from torch import Tensor
 from backpack_core._torch import Node, metadata_of
 from backpack_core.graph.nodes import is_leaf
 from backpack_core.graph.order import reached
-from backpack_core.graph.parameters import beside_pass
 from backpack_core.record.call import Edge
 from backpack_core.record.owner import is_returned
 from backpack_operations import nodes
 from backpack_operations.bridge import push
 from backpack_operations.of_weights import Origins
+from backpack_operations.pulled import beside_pass
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.told import Told
 

@@ -19,6 +19,7 @@ from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, Layout, Site, site_at, viewed_at
 from backpack_core.record.owner import owned_by_models, results_handed_over
 from backpack_operations.alignment import Alignment
+from backpack_operations.pulled import pull_back
 from backpack_operations.told import Told
 
 Region = tuple[Call, ...]  # calls that have no rule for propagation, each inside of the next
@@ -159,6 +160,10 @@ class GraphSurvey(Survey):
         for own in self.uncovered(call) if self.freed else ():
             is_alone = not {*call.module._modules.keys()} - {"parametrizations"}
             self.use_of(call, own).unruled += is_alone
+
+    def pull_back(self, mat: Tensor, source: Tensor, leaf: Tensor) -> Tensor:
+        """Through the operations between them."""
+        return pull_back(mat, source, leaf)
 
     def parameters(self) -> dict[int, Tensor]:
         """Those that are read, and those of extended models that operations use."""

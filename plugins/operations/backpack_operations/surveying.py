@@ -187,7 +187,9 @@ def _pass(survey: GraphSurvey, node: Node, region: Region) -> _Steps:
     return further
 
 
-def _note_leaf(survey: GraphSurvey, leaf: Tensor, node: Node, position: int, region: Region) -> None:
+def _note_leaf(
+    survey: GraphSurvey, leaf: Tensor, node: Node, position: int, region: Region
+) -> None:
     """Note a parameter, and which enclosing call owns it, if any."""
     for call in region:
         if any(leaf is own.parameter for own in survey.trained[call]):

@@ -17,7 +17,7 @@ from backpack_operations.survey import GraphSurvey
 
 
 def refuse_other_terms(
-    survey: GraphSurvey, roots: Sequence[Edge], extensions: list[Extension], is_inside: bool
+    survey: GraphSurvey, roots: Sequence[Edge], extensions: Sequence[Extension], is_inside: bool
 ) -> None:
     """Raise unless ``backward()`` is called on a weighted sum of extended losses only.
 

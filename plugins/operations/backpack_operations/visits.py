@@ -138,9 +138,7 @@ class GraphTraversal(Traversal):
             quantity = self._of_samples(view, group.propagator, quantity)
         super().read(lane, view, carrier, quantity, trained)
 
-    def _at_output(
-        self, propagator: Propagator, site: Site, view: View, arrived: Waiting
-    ) -> Any:
+    def _at_output(self, propagator: Propagator, site: Site, view: View, arrived: Waiting) -> Any:
         """What arrived, as a quantity at the call's output with samples in front."""
         wide, own = arrived
         if own is not None and view.axis:

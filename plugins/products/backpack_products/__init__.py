@@ -1,5 +1,25 @@
 """Products for backpack-core plugins: columns, and forms of individual Jacobians."""
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from backpack_core.errors import add_library_folder
 
+if TYPE_CHECKING:
+    from backpack_products.api import *  # noqa: F403
+
 add_library_folder(__file__)
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded when asked for, so that a single module of this package costs no more than itself.
+    if not name[:1].isupper() or name not in vars(import_module("backpack_products.api")):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module("backpack_products.api"), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *vars(import_module("backpack_products.api"))})

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,16 +19,15 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
-from backpack_operations.alignment import Crossing
-from backpack_operations.apart import cross_apart, cross_columns, owned_by, put_together
-from backpack_products.columns import ApartColumns, Columns, OwnedColumns, Root, taken_apart
+from backpack_products.apart import owned_by, put_together, taken_apart
+from backpack_products.columns import ApartColumns, Columns, OwnedColumns, Root
 from backpack_products.parametric import ParametricRule
 from backpack_products.product import SampleProduct
 
 
 @base
 class ColumnPropagator(Propagator):
-    """A propagator whose quantity is :class:`~backpack_core.Columns`, pushed by ``Jᵀ``.
+    """A propagator whose quantity is :class:`~backpack_products.Columns`, pushed by ``Jᵀ``.
 
     To write:
         ``start(rule, view)``: columns ``[V, N, *in]`` at the input of a loss.
@@ -58,9 +57,19 @@ class ColumnPropagator(Propagator):
         return {i: quantity.split(p) for i, p in enumerate(products) if p is not None}
 
     def products(
-        self, rule: ParametricRule, view: View, names: Sequence[str], quantity: Columns
+        self, rule: Any, view: View, names: Sequence[str], quantity: Columns
     ) -> list[SampleProduct]:
-        """The products of all columns, side by side."""
+        """The products of all columns, side by side.
+
+        Raises:
+            UnsupportedError: The rule covers parameters, and has no products.
+        """
+        if not isinstance(rule, ParametricRule):
+            raise UnsupportedError(
+                f"{type(rule).__name__} covers {', '.join(names)} of {view.path}, and has no "
+                "products there: derive it from backpack_products.ParametricRule, or leave the "
+                "extension out."
+            )
         if isinstance(quantity, ApartColumns):
             products = [rule.apart_product(view, name, quantity) for name in names]
         else:
@@ -83,12 +92,11 @@ class ColumnPropagator(Propagator):
         return quantity.chosen(self.subsampling)
 
     def cross(
-        self, node: Node, quantities: dict[int, Columns], there: Crossing
+        self, node: Node, quantities: dict[int, Columns], there: Any
     ) -> list[tuple[int, Columns]]:
-        """Call the node under vmap over the columns."""
-        if there.apart or any(isinstance(c, ApartColumns) for c in quantities.values()):
-            return cross_apart(node, quantities, there)
-        return cross_columns(node, quantities)
+        """By what knows the operations between modules, which calls the node under vmap."""
+        crossed: list[tuple[int, Columns]] = there.push(node, quantities)
+        return crossed
 
     def take_apart(self, quantity: Columns, positions: int | Tensor) -> Columns:
         """Every sample gets columns of its own, with zeros for all others."""
@@ -162,7 +170,7 @@ class OutputGradient(ColumnPropagator):
         return {**brought, **quantities}
 
     def cross(
-        self, node: Node, quantities: dict[int, Columns], there: Crossing
+        self, node: Node, quantities: dict[int, Columns], there: Any
     ) -> list[tuple[int, Columns]]:
         """Go on to tensors without samples only: elsewhere autograd brings the gradient."""
         if self.subsampling is not None:  # a column for each time that a sample is named
@@ -174,4 +182,5 @@ class OutputGradient(ColumnPropagator):
                 else Columns({self._ROOT: c.mat.expand(turns, *c.mat.shape[1:])})
                 for nr, c in quantities.items()
             }
-        return cross_apart(node, quantities, there, keeps_all=False)
+        crossed: list[tuple[int, Columns]] = there.push(node, quantities, keeps_all=False)
+        return crossed

@@ -1,7 +1,7 @@
 """Columns at a tensor: the quantity that most propagators send backwards.
 
 They remember the root that started them, since columns of one root are added where branches meet,
-before anything is squared. Imports ``tuning`` only.
+before anything is squared.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from backpack_core.errors import InternalError
-from backpack_core.tuning import even_size
+from backpack_products.apart import taken_apart
+from backpack_products.tuning import even_size
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -201,20 +202,6 @@ class OwnedColumns(ApartColumns):
     def formed(self) -> ApartColumns:
         """As a tensor for each root."""
         return ApartColumns(self.blocks)
-
-
-def taken_apart(mat: Tensor, owned: Tensor) -> Tensor:
-    """For each sample, the columns with zeros at the entries of all others.
-
-    Args:
-        mat: Shape ``[V, R, *]``.
-        owned: Which entries each sample has, ``[N, R]``.
-
-    Returns:
-        Shape ``[V, N, R, *]``.
-    """
-    owned = owned.to(mat.device).reshape(*owned.shape, *[1] * (mat.dim() - 2))
-    return torch.where(owned, mat.unsqueeze(1), 0)
 
 
 def require_one_form(first: Columns, second: Columns) -> None:

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from backpack_core.recycled import take
-from backpack_core.tuning import CACHE, DIRECT, LARGE, even_size, memory_budget
+from backpack_core.tuning import memory_budget
 from backpack_products.rows import DirectRows, Rows, whole
+from backpack_products.tuning import CACHE, DIRECT, LARGE, even_size
 
 
 def products(out: Tensor, inp: Rows) -> Tensor:

@@ -1,121 +1,22 @@
-"""Operations: functions of a product that may have faster versions for its form.
+"""Operations on products: their definitions, through ``product.pieces()``.
 
-An operation keeps its result on the product, for other extensions. It is not a method, so that
-anybody can add a new one: write its definition through ``product.pieces()``, and register a
-contraction for the forms that allow one. Definitions are here, with the versions for sums;
-contractions of factors stand with the forms that have them.
-
-    @Operation
-    def largest(product: SampleProduct) -> Tensor: ...
-
-    @largest.register
-    def largest_affine(product: AffineProduct) -> Tensor: ...
+A form that allows a contraction has a version of its own. Those for sums are here; contractions of
+factors stand with the forms that have them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import reduce, update_wrapper
+from collections.abc import Iterator, Mapping
+from functools import reduce
 from math import prod
-from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
-from backpack_core.discovery import spelled_out, version_of
-from backpack_core.errors import PluginError
-from backpack_core.tuning import LARGE
+from backpack_core.contract.operation import OpenFunction, Operation
 from backpack_products import contractions
 from backpack_products.product import DenseProduct, Piece, SampleProduct, SumProduct
-
-R = TypeVar("R")
-
-
-class OpenFunction(Generic[R]):
-    """A function of a product, to which anybody may add versions for single forms.
-
-    Two versions for one form, from two packages, are a conflict. It raises when such a product is
-    met, unless :func:`backpack_core.prefer` chooses.
-    """
-
-    def __init__(self, definition: Callable[..., R]) -> None:
-        """Take the definition, which works for every form."""
-        self.definition = definition
-        self._versions: dict[type, dict[str, Callable[..., R]]] = {}  # by form and package
-        self._found: dict[type, Callable[..., R]] = {}  # the function for a form, once known
-        self.__name__ = ""
-        update_wrapper(self, definition)
-
-    def register(self, version: Callable[..., R]) -> Callable[..., R]:
-        """Use a function for the form, or forms, that its first argument is annotated with.
-
-        Raises:
-            PluginError: It is annotated with none.
-        """
-        form = next(iter(get_type_hints(version).values()), None)
-        for each in get_args(form) or (form,):
-            if not (isinstance(each, type) and issubclass(each, SampleProduct)):
-                raise PluginError(
-                    f"{self.__name__}.register takes a function whose first argument is annotated "
-                    f"with a form, as (product: AffineProduct). Got {version!r}, with {each!r}."
-                )
-            self._versions.setdefault(each, {})[version.__module__.partition(".")[0]] = version
-        self._found = {}  # what another thread is looking up meanwhile goes into the old one
-        return version
-
-    def has_version(self, form: type[SampleProduct]) -> bool:
-        """Whether a form has a version besides the definition."""
-        return not self._versions.keys().isdisjoint(form.__mro__)
-
-    def _version_for(self, form: type) -> Callable[..., R]:
-        """The function to call for a form.
-
-        Raises:
-            PluginConflictError: Several packages have one, and none is preferred.
-        """
-        known = self._found
-        its = next(filter(self._versions.__contains__, form.__mro__), None)
-        versions = {"": self.definition} if its is None else self._versions[its]
-        found = version_of(versions, f"{self.__name__}/{spelled_out(its or form)}")
-        if len(versions) == 1:  # else a preference decides, which may change
-            known[form] = found
-        return found
-
-    def __call__(self, product: SampleProduct, *arguments: Any) -> R:
-        """The result for a product."""
-        form = type(product)
-        return (self._found.get(form) or self._version_for(form))(product, *arguments)
-
-    def __repr__(self) -> str:
-        """The name."""
-        return f"<operation {self.__name__}>"
-
-    def __reduce__(self) -> str:
-        """Copies and pickles refer to the one object of that name."""
-        return self.__name__
-
-
-class Operation(OpenFunction[R]):
-    """An open function whose result is kept on the product.
-
-    Further arguments have to be hashable values (a setting). A function of further tensors is an
-    :class:`OpenFunction`.
-    """
-
-    def __call__(self, product: SampleProduct, *settings: Any) -> R:
-        """The result for a product: computed once, and not to be changed."""
-        key, form = (self, *settings), type(product)
-        results = product.results
-        result: R | None = results.get(key)
-        if result is None:
-            version = self._found.get(form) or self._version_for(form)
-            result = results[key] = version(product, *settings)
-            if isinstance(result, Tensor):
-                product.made += ((result, result._version),)
-        return result
-
-
-# Definitions --------------------------------------------------------------------------------------
+from backpack_products.tuning import LARGE
 
 
 @Operation

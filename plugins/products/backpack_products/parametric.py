@@ -6,25 +6,24 @@ The base classes differ in how much structure they know, and thus in what the pr
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from reprlib import repr as abridged
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
-from backpack_core.contract.bases import base
+from backpack_core.contract.bases import base, judge
 from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.contract.transposition import transpose
-from backpack_core.errors import ShapeError
+from backpack_core.errors import ShapeError, nearest
 from backpack_core.record.untouched import ask, noted, see_unchanged
 from backpack_core.record.view import View
 from backpack_products.affine import AffineProduct
 from backpack_products.columns import ApartColumns, OwnedColumns
 from backpack_products.operations import dense
-from backpack_products.product import DenseProduct, SampleProduct
-from backpack_products.regrouping import of_owners, regrouped
+from backpack_products.product import DenseProduct, SampleProduct, regrouped
+from backpack_products.regrouping import of_owners
 from backpack_products.rows import Rows
 
 
@@ -33,9 +32,7 @@ class ParametricRule(LayerRule):
     """A layer ``x ↦ f(x, θ)`` with parameters.
 
     Class attributes:
-        params: Names of the parameters the rule covers (dots allowed: ``"out_proj.weight"``).
-            If it has others that are trained, all are read where operations use them.
-        linear_in_params: Names among them in which ``f`` is affine: ``∂²f/∂θ² = 0``.
+        linear_in_params: Names among ``params`` in which ``f`` is affine: ``∂²f/∂θ² = 0``.
 
     To write:
         ``_jac_t_mat_prod(view, mat)``, as for every :class:`LayerRule`, and
@@ -43,12 +40,7 @@ class ParametricRule(LayerRule):
         ``[V, N, *out] → [V, N, *θ]``, not summed over samples.
     """
 
-    params: ClassVar[tuple[str, ...]] = ()
     linear_in_params: ClassVar[tuple[str, ...]] = ()
-
-    def parameter_names(self, module: Module) -> tuple[str, ...]:
-        """The covered parameters of a module; override this if they depend on the module."""
-        return self.params
 
     def param_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
         """The product at a parameter: ``M[v, n] = J_θ[n]ᵀ mat[v, n]``, in some form.
@@ -155,7 +147,7 @@ class ProductRule(ParametricRule):
 
     To write:
         ``_jac_t_mat_prod(view, mat)``, and ``_param_product(view, name, mat)``: columns
-        ``[V, N, *out]`` to a :class:`~backpack_core.SampleProduct` ``[V, N, *θ]``.
+        ``[V, N, *out]`` to a :class:`~backpack_products.SampleProduct` ``[V, N, *θ]``.
     """
 
     @abstractmethod
@@ -246,3 +238,18 @@ class AffineRule(AffinePairsRule):
         # Weight and bias have the same columns.
         out = view.once_per_columns("affine output", mat, lambda: self.affine_output(view, mat))
         return out, None if name == "bias" else self.affine_input(view)
+
+
+@judge
+def _not_among_params(cls: type) -> Iterator[str]:
+    """What is wrong with ``linear_in_params``, where ``params`` is all that there is."""
+    if not issubclass(cls, ParametricRule):
+        return
+    own: object = vars(cls).get("linear_in_params", ())
+    params: object = cls.params
+    is_fixed = cls.parameter_names is LayerRule.parameter_names
+    if not (is_fixed and isinstance(own, tuple) and isinstance(params, tuple)):
+        return
+    for name in own:
+        if name not in params:
+            yield f"linear_in_params names {name!r}, which is not in params{nearest(name, params)}"

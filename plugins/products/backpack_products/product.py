@@ -32,92 +32,16 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
-from backpack_core.errors import ShapeError, UnsupportedError
-from backpack_core.record.call import path_of
-from backpack_core.record.untouched import Versions, held
-from backpack_core.tuning import CACHE, memory_budget
+from backpack_core.contract.operation import OpenFunction
+from backpack_core.contract.reading import Reading
+from backpack_core.errors import ShapeError
+from backpack_core.tuning import memory_budget
 from backpack_products.columns import Root
 from backpack_products.contractions import slices
+from backpack_products.tuning import CACHE
 
 Piece = tuple[slice, slice, Tensor]  # columns, samples, M[columns, samples]
-# Set by the engine.
-_PLACE = ("name", "module", "rule", "needs", "kept", "beside", "is_measured")
-
-
-class Reading:
-    """What extensions read at a parameter; a product, unless the propagator makes another one.
-
-    Attributes:
-        shape: Shape of the parameter, ``[*θ]``.
-        name: The name of the parameter in its module.
-        module: The module.
-        rule: The class of the rule that made it, for messages.
-        needs: The operations that extensions will ask for, so that one can serve another.
-        is_measured: Whether extensions may look at values, as :attr:`View.is_measured` says.
-        results: What operations have computed, for whoever asks next.
-        made: The tensors among the results, with their versions.
-        kept: What was computed from the call alone, for all of its columns.
-        beside: What the parameters of a call share for the same columns.
-    """
-
-    name: str = ""
-    module: Module | None = None
-    rule: type = object
-    needs: frozenset[Any] = frozenset()
-    is_measured: bool = True
-
-    def __init__(self, shape: torch.Size) -> None:
-        self.shape = shape
-        self.results: dict[Any, Any] = {}
-        self.made: list[tuple[Tensor, int]] = []
-        self.kept: dict[Any, Any] = {}
-        self.beside: dict[Any, Any] = {}
-
-    @property
-    def path(self) -> str:
-        """The path of the module, for messages."""
-        return "" if self.module is None else path_of(self.module)
-
-    def placed_as(self, other: Reading) -> Self:
-        """This reading, with the place (module, name, rule) of another one."""
-        for name in _PLACE:
-            setattr(self, name, getattr(other, name))
-        return self
-
-    def held(self) -> Versions:
-        """The tensors that it is made of, with their versions."""
-        return held(self)
-
-    def lasting(self) -> Any:
-        """The reading in a form that outlives the graph of the pass. Default: itself."""
-        return self
-
-    def at_leaf(self, source: Tensor, leaf: Tensor) -> Any:
-        """The reading at a leaf that the module's parameter ``source`` was computed from.
-
-        Raises:
-            UnsupportedError: It exists for parameters that a module uses as they are.
-        """
-        raise UnsupportedError(
-            f"The parameter {self.name!r} of {self.path} is computed from others (by a "
-            f"parametrization, or in a hook), and {type(self).__name__} exists for parameters "
-            "that a module uses as they are. Remove the parametrization, or leave the extension "
-            "out."
-        )
-
-    def join(self, others: Sequence[Any]) -> Any:
-        """One reading for a parameter with several uses, from this one and those of later visits.
-
-        Raises:
-            UnsupportedError: It has no meaning.
-        """
-        raise UnsupportedError(
-            f"The parameter {self.name!r} of {self.path} is used {1 + len(others)} times, and "
-            f"{type(self).__name__} has no meaning there: leave the extension out, or untie the "
-            "parameter."
-        )
 
 
 def misfit(form: SampleProduct, expected: str, *factors: Any) -> ShapeError:
@@ -170,6 +94,18 @@ class SampleProduct(Reading, ABC):
     def join(self, others: Sequence[SampleProduct]) -> SampleProduct:
         """The sum of products for several uses, over all their columns."""
         return sum_of([self, *others])
+
+    def of_samples(self, samples: int, kept: dict[Any, Any]) -> SampleProduct:
+        """The sum over the entries of each sample, in the same form where that is possible."""
+        product = regrouped(self, self.columns, samples, kept)
+        product.roots = self.roots
+        return product
+
+    def at_leaf(
+        self, source: Tensor, leaf: Tensor, pull: Callable[[Tensor], Tensor]
+    ) -> SampleProduct:
+        """Pulled back through the graph of the computation when it is formed."""
+        return ComputedProduct(self, leaf, pull)
 
     def plus(self, others: Sequence[SampleProduct]) -> tuple[SampleProduct, list[SampleProduct]]:
         """The sum with those of some products of the same columns that have this form; the rest.
@@ -315,3 +251,66 @@ def sum_of(parts: Sequence[SampleProduct]) -> SampleProduct:
     result = merged[0] if len(merged) == 1 else SumProduct(merged)
     result.roots = roots
     return result
+
+
+class ComputedProduct(SampleProduct):
+    """``Jᵀ M``: the product of a leaf, with ``M`` the product of what was computed from it.
+
+    A parametrization computes a parameter from leaves, or a hook before the forward. The layer rule
+    knows the computed tensor only, but results belong on the leaves.
+    """
+
+    def __init__(
+        self, product: SampleProduct, leaf: Tensor, pull: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Store the product of the computed tensor, and what carries columns back to the leaf."""
+        super().__init__(product.columns, product.samples, leaf.shape, product.like)
+        self.roots = product.roots
+        self._product = product
+        self._pull = pull
+
+    def part(self, columns: slice, samples: slice) -> Tensor:
+        """Pulled back through the graph of the computation, for all columns and samples at once."""
+        mat = self._product.part(columns, samples)
+        product: Tensor = self._pull(mat.flatten(0, 1)).unflatten(0, mat.shape[:2])
+        return product
+
+    def lasting(self) -> SampleProduct:
+        """The formed product: the graph of the computation goes with the pass."""
+        values = self.part(slice(0, self.columns), slice(0, self.samples))
+        return DenseProduct(values).placed_as(self)
+
+
+@OpenFunction
+def regrouped(
+    product: SampleProduct, columns: int, samples: int, kept: dict[Any, Any]
+) -> SampleProduct:
+    """A product ``[V, N, *θ]``, from what a rule gave as ``[V · N, B, *θ]`` or ``[V, N · B, *θ]``.
+
+    Args:
+        product: The product of the rule.
+        columns: ``V``.
+        samples: ``N``.
+        kept: What is kept of the call; which samples reach which rows is added.
+
+    Returns:
+        The sum over ``B``, in the same form where that is possible.
+    """
+    count = product.samples if product.columns != columns else product.samples // max(1, samples)
+    is_apart = product.columns != columns
+
+    def form(some: slice, rows: slice) -> Tensor:
+        first, last, _ = rows.indices(samples)
+        whole = slice(0, product.samples)
+        if not is_apart:
+            part = product.part(some, slice(first * count, last * count))
+            found: Tensor = part.unflatten(1, (last - first, count)).sum(2)
+            return found
+        parts = [
+            product.part(slice(v * samples + first, v * samples + last), whole).sum(1)
+            for v in range(*some.indices(columns))
+        ]
+        return torch.stack(parts)
+
+    mat = product.new_zeros(1).expand(columns, samples)
+    return DenseProduct(form=form, mat=mat, shape=product.shape)

@@ -12,44 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backpack_core.contract.operation import OpenFunction
 from backpack_products.factors import FactorProduct
-from backpack_products.operations import OpenFunction
-from backpack_products.product import DenseProduct, SampleProduct
-
-
-@OpenFunction
-def regrouped(
-    product: SampleProduct, columns: int, samples: int, kept: dict[Any, Any]
-) -> SampleProduct:
-    """A product ``[V, N, *θ]``, from what a rule gave as ``[V · N, B, *θ]`` or ``[V, N · B, *θ]``.
-
-    Args:
-        product: The product of the rule.
-        columns: ``V``.
-        samples: ``N``.
-        kept: What is kept of the call; which samples reach which rows is added.
-
-    Returns:
-        The sum over ``B``, in the same form where that is possible.
-    """
-    count = product.samples if product.columns != columns else product.samples // max(1, samples)
-    is_apart = product.columns != columns
-
-    def form(some: slice, rows: slice) -> Tensor:
-        first, last, _ = rows.indices(samples)
-        whole = slice(0, product.samples)
-        if not is_apart:
-            part = product.part(some, slice(first * count, last * count))
-            found: Tensor = part.unflatten(1, (last - first, count)).sum(2)
-            return found
-        parts = [
-            product.part(slice(v * samples + first, v * samples + last), whole).sum(1)
-            for v in range(*some.indices(columns))
-        ]
-        return torch.stack(parts)
-
-    mat = product.new_zeros(1).expand(columns, samples)
-    return DenseProduct(form=form, mat=mat, shape=product.shape)
+from backpack_products.product import DenseProduct, SampleProduct, regrouped
 
 
 @regrouped.register

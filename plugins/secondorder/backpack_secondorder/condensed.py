@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backpack_core import Columns, View
+from backpack_core import View
 from backpack_core.record.call import Call, Edge, site_at
 from backpack_core.tuning import memory_budget
-from backpack_products.columns import ApartColumns, Root, taken_apart
+from backpack_products import Columns
+from backpack_products.apart import taken_apart
+from backpack_products.columns import ApartColumns, Root
 from backpack_products.contractions import slices
 from backpack_products.parametric import AffineRule
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core.tuning import SYMMETRIC
 from backpack_products.contractions import row_steps, slices
 from backpack_products.rows import DirectRows, Rows
+from backpack_products.tuning import SYMMETRIC
 
 # From this many vectors on, forming half of a symmetric product and mirroring it is faster.
 MANY = 256

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from backpack_core import SampleProduct
+from backpack_products import SampleProduct
 from backpack_products.operations import per_sample_square_sum, square_sum
 from backpack_secondorder.position_pairs import diagonal, sample_diagonals
 from backpack_secondorder.square_root import ExactExtension, SampledExtension

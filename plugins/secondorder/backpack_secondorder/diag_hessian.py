@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from backpack_core import SecondOrderExtension
-from backpack_core.contract.extension import FailMode, as_subsampling
+from backpack_core.contract.extension import FailMode
+from backpack_products import SecondOrderExtension
+from backpack_products.extensions import as_subsampling
 from backpack_products.operations import per_sample_square_sum, square_sum
 from backpack_secondorder.hessian_reading import HessianReading
 from backpack_secondorder.signed_sqrt import SignedSqrt

@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from backpack_core import SampleProduct
-from backpack_core.contract.extension import Extension, as_subsampling
+from backpack_core.contract.extension import Extension
 from backpack_core.errors import ShapeError, UsageError
+from backpack_products import SampleProduct
+from backpack_products.extensions import as_subsampling
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
 from backpack_secondorder.factors import (
     WeightSharing,

@@ -8,14 +8,13 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from backpack_core import AffineRule
+from backpack_core.contract.operation import OpenFunction, Operation
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.untouched import held
 from backpack_core.values import memory_of
 from backpack_operations.bare import BareRule
-from backpack_products import contractions
+from backpack_products import AffineRule, contractions
 from backpack_products.affine import AffineProduct
-from backpack_products.operations import OpenFunction, Operation
 from backpack_products.product import SampleProduct, SumProduct
 from backpack_products.rows import JoinedRows, Rows
 from backpack_secondorder import covariances

@@ -9,13 +9,14 @@ from functools import cached_property, reduce
 import torch
 from torch import Tensor
 
-from backpack_core import SampleProduct, SecondOrderExtension
-from backpack_core.contract.extension import FailMode, as_subsampling
+from backpack_core.contract.extension import FailMode
 from backpack_core.contract.loss import Normaliser
-from backpack_core.contract.merging import Refused
 from backpack_core.errors import UsageError
 from backpack_core.values import without_autocast
+from backpack_products import SampleProduct, SecondOrderExtension
 from backpack_products.columns import Root
+from backpack_products.extensions import as_subsampling
+from backpack_products.merging import Refused
 from backpack_products.operations import gram, weighted_sum
 from backpack_secondorder.linalg import eigh
 from backpack_secondorder.propagators import LossSqrt

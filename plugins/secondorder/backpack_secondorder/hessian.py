@@ -10,8 +10,8 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from backpack_core import Columns
 from backpack_operations.operands import FactoredColumns
+from backpack_products import Columns
 from backpack_products.columns import ApartColumns, Root
 from backpack_products.contractions import flattened, slices
 from backpack_secondorder.residual import unit_vectors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,17 +10,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack_core import AffineRule, Columns, ParametricRule, View
+from backpack_core import Reading, View
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.nodes import name_of
 from backpack_core.graph.order import behind
-from backpack_core.graph.parameters import nonlinear_between
 from backpack_core.tuning import column_budget
 from backpack_operations.bare import BareRule
+from backpack_operations.pulled import nonlinear_between
+from backpack_products import AffineRule, Columns, ParametricRule
 from backpack_products.affine import AffineProduct
 from backpack_products.columns import ApartColumns, Root
-from backpack_products.computed import ComputedProduct
-from backpack_products.product import Reading, SampleProduct, sum_of
+from backpack_products.product import ComputedProduct, SampleProduct, sum_of
 from backpack_secondorder.hessian import Hessian, add
 from backpack_secondorder.position_pairs import diagonal, sample_diagonals
 from backpack_secondorder.signed import diagonal_square_sum, signed_square_sum
@@ -31,7 +31,8 @@ class Use(NamedTuple):
     """One use of a parameter: a layer that is linear in it, with the Hessian at its output.
 
     Attributes:
-        computed: The layer's parameter and the leaf that is asked for, if these are two.
+        computed: The leaf that is asked for, if the layer's parameter is another, and what carries
+            columns back to it.
         formed: What the columns of each root are there, if the computation has lost its graph.
     """
 
@@ -39,7 +40,7 @@ class Use(NamedTuple):
     view: View
     name: str
     hessian: Hessian
-    computed: tuple[Tensor, Tensor] | None = None
+    computed: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None
     formed: Mapping[Root, SampleProduct] | None = None
 
     def lasting(self) -> Use:
@@ -70,14 +71,16 @@ class HessianReading(Reading):
         """Store the uses."""
         first = uses[0]
         known = first.computed or (first.view.parameter_itself(first.name),)
-        super().__init__(known[-1].shape)
+        super().__init__(known[0].shape)
         self._uses = tuple(uses)
 
     def lasting(self) -> HessianReading:
         """What is computed from leaves is carried there."""
         return HessianReading([use.lasting() for use in self._uses]).placed_as(self)
 
-    def at_leaf(self, source: Tensor, leaf: Tensor) -> HessianReading:
+    def at_leaf(
+        self, source: Tensor, leaf: Tensor, pull: Callable[[Tensor], Tensor]
+    ) -> HessianReading:
         """Columns go back to the leaf, where the computation is linear in it.
 
         Raises:
@@ -90,7 +93,7 @@ class HessianReading(Reading):
                 "derivative, which belongs to the Hessian, is not carried. Use DiagHMP, or the "
                 "generalised Gauss-Newton matrix (DiagGGNExact), or remove the parametrization."
             )
-        return HessianReading([use._replace(computed=(source, leaf)) for use in self._uses])
+        return HessianReading([use._replace(computed=(leaf, pull)) for use in self._uses])
 
     def join(self, others: Sequence[HessianReading]) -> HessianReading:
         """All uses together: contributions of one root are added before they are squared.

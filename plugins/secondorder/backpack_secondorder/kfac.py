@@ -7,9 +7,9 @@ from typing import Literal, TypeAlias, TypeVar, get_args
 
 from torch import Tensor
 
-from backpack_core import SampleProduct, SecondOrderExtension
 from backpack_core.contract.extension import FailMode
 from backpack_core.errors import UsageError
+from backpack_products import SampleProduct, SecondOrderExtension
 from backpack_products.operations import square_sum
 from backpack_secondorder import lookup_factors  # noqa: F401 - registers its operations
 from backpack_secondorder.both_ways import add_columns

@@ -12,26 +12,19 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack_core import (
-    AffineRule,
-    ElementwiseRule,
-    LayerRule,
-    LossRule,
-    ParametricRule,
-    Propagator,
-    View,
-    memory_budget,
-)
-from backpack_core.contract.extension import FailMode, as_subsampling
+from backpack_core import ElementwiseRule, LayerRule, LossRule, Propagator, View, memory_budget
+from backpack_core.contract.extension import FailMode
+from backpack_core.contract.reading import Reading
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.graph.nodes import is_leaf, refuse
 from backpack_core.record.call import Call
 from backpack_operations.alignment import Crossing
 from backpack_operations.bridge import push
 from backpack_operations.nodes import is_linear, shape_of
+from backpack_products import AffineRule, ParametricRule
 from backpack_products.affine import AffineProduct
 from backpack_products.contractions import flattened
-from backpack_products.product import Reading
+from backpack_products.extensions import as_subsampling
 from backpack_secondorder.factors import WeightSharing, kept_input_covariance, parameter_order
 from backpack_secondorder.hessian import add
 from backpack_secondorder.kfac import MatrixExtension, as_weight_sharing

@@ -12,7 +12,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from backpack_core import LookupProduct
+from backpack_products import LookupProduct
 from backpack_products.operations import square_sum
 from backpack_secondorder import covariances
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis

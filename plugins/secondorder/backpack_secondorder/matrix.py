@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from backpack_core.contract.reading import Reading
 from backpack_core.errors import ShapeError, UsageError
-from backpack_core.values import at_least_single
-from backpack_products.product import Reading
+from backpack_products.values import at_least_single
 
 if TYPE_CHECKING:
     from backpack_secondorder.eigenbasis import KroneckerEigenbasis

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from backpack_core.contract.merging import OverBatches, Part
+from backpack_products.merging import OverBatches, Part
 from backpack_secondorder.kronecker import matrix_from_state
 from backpack_secondorder.matrix import CurvatureMatrix
 

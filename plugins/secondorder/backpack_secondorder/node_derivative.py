@@ -18,11 +18,11 @@ from torch.autograd.graph import Node
 
 from backpack_core.graph.nodes import is_leaf, refuse
 from backpack_core.graph.order import consumers_first, reached
-from backpack_core.graph.parameters import beside_pass
 from backpack_core.record.call import Edge, site_at
 from backpack_core.record.view import View
 from backpack_operations import bridge, nodes
 from backpack_operations.alignment import Place
+from backpack_operations.pulled import beside_pass
 from backpack_secondorder.torch_errors import explained
 
 

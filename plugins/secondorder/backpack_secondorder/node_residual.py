@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack_core import Columns
 from backpack_core.graph.nodes import refuse
 from backpack_core.tuning import column_budget, memory_budget
 from backpack_operations import nodes
 from backpack_operations.alignment import Crossing, Place
+from backpack_products import Columns
 from backpack_products.columns import Root
 from backpack_products.contractions import slices
 from backpack_secondorder.hessian import Hessian

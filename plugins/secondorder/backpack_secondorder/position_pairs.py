@@ -11,12 +11,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core import SampleProduct
-from backpack_core.tuning import CACHE, memory_budget
+from backpack_core.contract.operation import Operation
+from backpack_core.tuning import memory_budget
+from backpack_products import SampleProduct
 from backpack_products.affine import AffineProduct, reads_formed
 from backpack_products.contractions import slices
-from backpack_products.operations import Operation, per_sample_square_sum, square_sum
+from backpack_products.operations import per_sample_square_sum, square_sum
 from backpack_products.rows import Rows
+from backpack_products.tuning import CACHE
 from backpack_secondorder import sample_squares  # noqa: F401 - registers its version
 
 # Cost of a multiply-add in the small products over columns, and of an entry that is copied or

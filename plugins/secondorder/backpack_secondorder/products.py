@@ -13,10 +13,11 @@ from typing import Any, ClassVar, Literal, NoReturn
 from torch import Tensor
 
 from backpack_core import GraphExtension, GraphReading, LossGraph, View
-from backpack_core.contract.extension import FailMode, as_subsampling
-from backpack_core.contract.merging import Refused
+from backpack_core.contract.extension import FailMode
 from backpack_core.errors import SampleMixingError, ShapeError, UsageError
 from backpack_core.graph.nodes import refuse
+from backpack_products.extensions import as_subsampling
+from backpack_products.merging import Refused
 from backpack_secondorder.operators import (
     CurvatureOperator,
     HessianOperator,

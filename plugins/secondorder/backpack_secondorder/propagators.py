@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from backpack_core import ColumnPropagator, Columns, Extension, LayerRule, LossRule, View
+from backpack_core import Extension, LayerRule, LossRule, View
 from backpack_core.errors import UsageError, ZeroCurvatureWarning, warn_once
-from backpack_core.values import at_least_single, is_flag
+from backpack_products import ColumnPropagator, Columns
+from backpack_products.values import at_least_single, is_flag
 from backpack_secondorder.condensed import HeadRoot, at_head, condensed, split_at_head
 
 _BEHIND_HEAD = "columns behind the head"

@@ -9,8 +9,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from backpack_core import Columns, ElementwiseRule, LayerRule, View
+from backpack_core import ElementwiseRule, LayerRule, View
 from backpack_core.errors import UnsupportedError
+from backpack_products import Columns
 from backpack_secondorder.linalg import eigh
 
 Residual: TypeAlias = Literal["exact", "clip", "abs"]

@@ -18,19 +18,12 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack_core import (
-    Columns,
-    ElementwiseRule,
-    LayerRule,
-    LossRule,
-    ParametricRule,
-    Propagator,
-    View,
-)
+from backpack_core import ElementwiseRule, LayerRule, LossRule, Propagator, View
 from backpack_core.errors import UnsupportedError
 from backpack_core.tuning import memory_budget
 from backpack_operations import nodes
 from backpack_operations.alignment import Crossing
+from backpack_products import Columns, ParametricRule
 from backpack_products.columns import ApartColumns, Root
 from backpack_products.contractions import flattened, slices
 from backpack_secondorder.hessian import Factored, Hessian

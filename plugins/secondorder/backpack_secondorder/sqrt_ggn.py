@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core import SampleProduct
-from backpack_core.contract.merging import OverBatches, Part
+from backpack_products import SampleProduct
+from backpack_products.merging import OverBatches, Part
 from backpack_products.operations import dense
 from backpack_secondorder.square_root import ExactExtension, SampledExtension
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from backpack_core import SecondOrderExtension
-from backpack_core.contract.extension import FailMode, as_subsampling
-from backpack_core.contract.merging import OverBatches
+from backpack_core.contract.extension import FailMode
+from backpack_products import SecondOrderExtension
+from backpack_products.extensions import as_subsampling
+from backpack_products.merging import OverBatches
 from backpack_secondorder.propagators import LossSqrt, as_count
 
 

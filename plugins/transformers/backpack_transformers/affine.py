@@ -7,8 +7,9 @@ from collections.abc import Callable
 from einops import rearrange
 from torch import Tensor
 
-from backpack_core import AffineRule, View
+from backpack_core import View
 from backpack_core.errors import UnsupportedError
+from backpack_products import AffineRule
 
 
 class TokenwiseRule(AffineRule):

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import Embedding
 
-from backpack_core import LookupProduct, View
+from backpack_core import View
 from backpack_core.errors import UnsupportedError
+from backpack_products import LookupProduct
 from backpack_products.parametric import ProductRule
 from backpack_transformers.names import EMBEDDINGS
 from backpack_transformers.probe import output_with

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core import ScaleProduct, View
+from backpack_core import View
 from backpack_core.errors import UnsupportedError
-from backpack_core.values import any_of, largest
+from backpack_core.values import any_of
+from backpack_products import ScaleProduct
 from backpack_products.parametric import ProductRule
+from backpack_products.values import largest
 from backpack_transformers.names import GAINS
 from backpack_transformers.probe import output_with
 

@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from backpack_core import (
-    ColumnPropagator,
-    Columns,
-    LossRule,
-    SampleProduct,
-    SecondOrderExtension,
-    View,
-)
-from backpack_core.contract.extension import FailMode, as_subsampling
+from backpack_core import LossRule, View
+from backpack_core.contract.extension import FailMode
 from backpack_core.errors import UnsupportedError
+from backpack_products import ColumnPropagator, Columns, SampleProduct, SecondOrderExtension
+from backpack_products.extensions import as_subsampling
 from backpack_products.operations import dense, square_sum
 from torch import Tensor
 

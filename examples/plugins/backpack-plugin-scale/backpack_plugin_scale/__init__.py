@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from backpack_core import ParametricRule, View
+from backpack_core import View
+from backpack_products import ParametricRule
 from torch import Tensor, nn
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from backpack_core import FirstOrderExtension, SampleProduct
 from backpack_core.errors import UnsupportedError
+from backpack_products import FirstOrderExtension, SampleProduct
 from backpack_products.operations import batch_sum, square_sum
 from torch import Tensor
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from backpack_core.contract.extension import Extension
+from backpack_core.contract.extension import Extension
 
 Way: TypeAlias = Literal["sum", "mean", "concatenate", "same"] | Callable[[Tensor, Tensor], Tensor]
 
@@ -120,16 +119,14 @@ UNDECLARED = Refused(
 )
 _WORDS = {"sum": SUM, "concatenate": CONCATENATE}
 
-Declaration: TypeAlias = (
-    OverBatches | Literal["sum", "concatenate"] | Callable[[Tensor, Tensor], Tensor]
-)
-
 
 def declaration(extension: Extension) -> OverBatches:
     """What an extension declares; it may be a refusal."""
-    found = extension.over_batches
+    found: Any = extension.over_batches
+    if found is None:
+        return UNDECLARED
     if getattr(found, "__self__", None) is extension:  # a function in the class is no method
-        found = found.__func__  # type: ignore[union-attr]
+        found = found.__func__
     if isinstance(found, OverBatches):
         return found
     return _WORDS[found] if isinstance(found, str) else OverBatches({"": Part(found)})

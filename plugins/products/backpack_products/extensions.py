@@ -1,0 +1,82 @@
+"""Extensions that read products: of individual gradients, and of curvature."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+
+from backpack_core.contract.bases import base, judge
+from backpack_core.contract.extension import Extension, FailMode
+from backpack_core.errors import UsageError
+from backpack_products.column_propagator import OutputGradient
+from backpack_products.declarations import declared
+from backpack_products.merging import OverBatches
+from backpack_products.values import is_flag
+
+
+@base
+class FirstOrderExtension(Extension):
+    """An extension of individual gradients: only autograd's own gradient travels.
+
+    To write:
+        ``read(product)``, with a single column: ``V = 1``.
+    """
+
+    def __init__(
+        self,
+        subsampling: Sequence[int] | None = None,
+        savefield: str | None = None,
+        fail_mode: FailMode = "autodiff",
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            subsampling: Indices of the samples to take; default: all.
+            savefield: Name of the attribute on parameters; default: the class's.
+            fail_mode: See :class:`Extension`.
+        """
+        super().__init__(OutputGradient(as_subsampling(subsampling)), savefield, fail_mode)
+
+
+@base
+class SecondOrderExtension(Extension):
+    """An extension of curvature: its propagator starts at an extended loss.
+
+    To write:
+        ``read(product)``, and an ``__init__`` that calls ``super().__init__(propagator)``.
+    """
+
+
+def as_subsampling(indices: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Normalise a ``subsampling`` argument.
+
+    Args:
+        indices: Indices of samples, or ``None``. A sample counts as often as it is named.
+
+    Returns:
+        A tuple of integers, or ``None``.
+
+    Raises:
+        UsageError: The argument is no sequence of integers, or is empty.
+    """
+    if indices is None:
+        return None
+    try:
+        result = tuple(operator.index(i) for i in indices)
+    except TypeError:
+        raise UsageError(f"subsampling must be a sequence of integers. Got {indices!r}.") from None
+    if any(map(is_flag, indices)):
+        raise UsageError(f"subsampling takes indices of samples, not a mask. Got {indices!r}.")
+    if not result:
+        raise UsageError("subsampling is empty: name at least one sample, or pass None for all.")
+    return result
+
+
+@judge
+def _no_way_to_combine(cls: type) -> Iterator[str]:
+    """What is wrong with the declaration of an extension's class."""
+    value = declared(cls).get("over_batches", "sum") if issubclass(cls, Extension) else "sum"
+    is_known = isinstance(value, OverBatches) or callable(value)
+    if not is_known and value not in ("sum", "concatenate"):
+        what = "'sum', 'concatenate', a function of two tensors, or an OverBatches"
+        yield f"over_batches must be {what}. Got {value!r}"
