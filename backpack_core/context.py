@@ -18,7 +18,8 @@ from torch.utils.checkpoint import CheckpointError
 from backpack_checks.profile import Profile, Summary
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
-from backpack_core.engine.active import Check, Context, ExtensionHook, Gradient, pop, push
+from backpack_core.engine.active import Check, Context, ExtensionHook, Gradient, Samples, pop, push
+from backpack_core.engine.chain import between
 from backpack_core.engine.groups import group
 from backpack_core.engine.hooks import entry
 from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
@@ -29,7 +30,6 @@ from backpack_core.record.storage import storage
 from backpack_core.record.switch import is_disabled
 from backpack_core.record.view import View
 from backpack_core.remember import remembered
-from backpack_operations.told import Samples, told
 
 _CHECKS, _GRADIENTS = get_args(Check), get_args(Gradient)
 
@@ -119,7 +119,7 @@ class backpack:
                 raise UsageError(f"{name} is one of {', '.join(known)}. Got {word!r}.")
         self._extensions = extensions
         self._profile = Profile()
-        said = None if samples is None else told(samples)
+        said = None if samples is None else _told(samples)
         asked = extension_hook, debug, check, retain_graph, _edges_of(beside), observer, gradient
         self._begin = partial(Context, extensions, *asked, said, keep_results, self._profile)
         self._entered: list[Context] = []
@@ -210,6 +210,11 @@ def _refuse_nothing(context: Context) -> None:
             "the forward pass; where only inputs are (a prompt, an image), call backward() outside "
             "of the block, or make them parameters of an extended module."
         )
+
+
+def _told(samples: Samples) -> Any:
+    ensure_loaded()
+    return between().told(samples)
 
 
 _refuse = remembered(refuse)  # extensions need not be registered

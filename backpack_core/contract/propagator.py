@@ -21,7 +21,6 @@ from backpack_core.errors import UnsupportedError
 from backpack_core.graph.nodes import refuse
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
-from backpack_operations.alignment import Crossing
 
 
 @base
@@ -150,16 +149,15 @@ class Propagator(ABC):
             f"{self!r} cannot be added over branches: the net must be a chain of modules."
         )
 
-    def cross(
-        self, node: Node, quantities: dict[int, Any], there: Crossing
-    ) -> list[tuple[int, Any]]:
+    def cross(self, node: Node, quantities: dict[int, Any], there: Any) -> list[tuple[int, Any]]:
         """Carry quantities through an autograd node that lies between module calls.
 
         Args:
             node: The autograd node, not yet executed.
             quantities: What arrived, by output number of the node, for the whole batch.
-            there: Where samples lie. If residuals may be added here, it has the gradients at the
-                node, and takes what does not fit into memory.
+            there: Where samples lie, as the library says that knows operations. If residuals may be
+                added here, it has the gradients at the node, and takes what does not fit into
+                memory.
 
         Returns:
             Pairs (position in ``node.next_functions``, quantity).

@@ -154,6 +154,16 @@ class LayerRule(ABC):
         )
 
 
+@base
+class NoRule(LayerRule):
+    """Stands where no rule is installed: what arrives goes through the operations inside."""
+
+    transparent = True
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        raise AssertionError("a transparent rule is never asked to propagate")
+
+
 def _refuse_uncut(view: View, tensor: Tensor) -> None:
     """Raise if columns of some samples go to an input that the view does not cut to these."""
     if tensor.requires_grad:

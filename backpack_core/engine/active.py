@@ -11,13 +11,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 from weakref import WeakValueDictionary
 
+from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import Node
@@ -25,10 +26,10 @@ from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.engine.groups import Group, Watch, unwatched
 from backpack_core.record.view import View
-from backpack_operations.told import Told
 
 ExtensionHook = Callable[[Module], None]
 Check = Literal["first", "always", "never"]
+Samples: TypeAlias = Tensor | Sequence[int | Tensor]
 Gradient = Literal["autograd", "shared", "none", "skipped"]
 
 logger = logging.getLogger("backpack_core")
@@ -69,7 +70,7 @@ class Context:
     beside: frozenset[tuple[Node, int]] = frozenset()
     observer: Callable[[View], None] | None = None
     gradient: Gradient = "autograd"
-    told: Told | None = None
+    told: Any = None
     keeps_results: bool = False
     watch: Watch = unwatched
     groups: tuple[Group, ...] = ()

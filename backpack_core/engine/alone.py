@@ -15,7 +15,6 @@ from torch import Tensor
 from backpack_core._torch import LeafNode, Node
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.schedule import RankSchedule
-from backpack_core.graph import nodes
 from backpack_core.graph.order import ranks
 from backpack_core.record.call import Site
 from backpack_core.values import without_autocast
@@ -40,7 +39,7 @@ def carry_all(
         return False
     (gradient,) = gradients
     found.is_running = found.is_alone = True
-    schedule: Any = RankSchedule(found.survey, found.groups, order)
+    schedule: Any = RankSchedule(found.between, found.groups, order)
     found.schedule = found.traversal.schedule = schedule
 
     def visit(site: Site) -> None:
@@ -64,8 +63,8 @@ def _order(found: BackwardPass, options: Mapping[str, Any]) -> dict[Node, int] |
     if context.gradient != "skipped" or not found.is_outermost or not groups:
         return None
     readers = found.measurement, context.graph_extensions, context.extension_hook, context.beside
-    apart = survey.alignment.starts, survey.leaves, survey.bare, survey.shards
-    if any(readers) or any(apart) or options.get("create_graph"):
+    is_needed = found.between.needs_autograd or survey.shards
+    if any(readers) or is_needed or options.get("create_graph"):
         return None
     if any(group.propagator.needs_gradient or group.has_overrides for group in groups):
         return None
@@ -74,8 +73,6 @@ def _order(found: BackwardPass, options: Mapping[str, Any]) -> dict[Node, int] |
     if site is None or len(found.roots) > 1 or losses != [site.call]:
         return None
     if site.call.stored.outputs[site.index].numel() != 1:
-        return None
-    if any(nodes.is_function(node) and not nodes.hands_on(node) for node, _ in survey.seen):
         return None
     is_distributed = any(call.run.is_distributed for call in survey.trained)
     if is_distributed or leaves_to_narrow(survey, options, found.roots) is None:

@@ -12,34 +12,28 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from backpack_checks.dyed import Question
 from backpack_checks.sums import SumCheck
 from backpack_checks.trust import Measurement, Trust, trust_in
-from backpack_core._torch import Node, current_node, keeps_graph
+from backpack_core._torch import keeps_graph
 from backpack_core.engine import losses
 from backpack_core.engine.active import Context, log_visit
-from backpack_core.engine.carriers import ask_without_rule
-from backpack_core.engine.fields import add_leaves, clear, hand_over
+from backpack_core.engine.chain import between
+from backpack_core.engine.fields import clear, hand_over
 from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place, place_between
 from backpack_core.engine.planning import Planning
-from backpack_core.engine.schedule import HookSchedule, when_reached
+from backpack_core.engine.schedule import HookSchedule
 from backpack_core.engine.sink import FieldSink
 from backpack_core.engine.sweep import Chunks
-from backpack_core.engine.traversal import Traversal
-from backpack_core.graph.paths import fault_in
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, Kept, Site
 from backpack_core.record.view import View
 from backpack_core.replaced import replaced
 from backpack_core.values import without_autocast
 from backpack_interplay.gradient import PlainGradient, narrowed
-from backpack_operations import refusals
-from backpack_operations.aligning import align
-from backpack_operations.surveying import look_behind
 
 Grads = Sequence[Tensor | None]
 
@@ -50,14 +44,17 @@ class BackwardPass:
     Attributes:
         context: What was asked for.
         survey: What is known about the graph.
+        between: What lies between its calls.
         groups: What travels: the context's groups, and the dye.
         schedule: Where quantities wait.
+        sink: Where results go.
         traversal: Reads and sends.
         measurement: What measures where samples are; ``None`` where that is known.
         visiting: What rules see of the call that is visited now.
         is_outermost: Whether it was begun in no hook of another pass.
         is_running: Whether autograd has begun.
         is_alone: Whether it does not go; see ``alone.py``.
+        is_differentiable: Whether it makes a graph of its own.
     """
 
     def __init__(
@@ -84,10 +81,9 @@ class BackwardPass:
         """
         self.context = context
         self.roots = [*roots]
-        self.survey = Survey(context.beside, context.tells_samples, context.told)
         self.visiting: View | None = None
         self.is_running = self.is_alone = False
-        self._is_differentiable = self._only_reads = False
+        self.is_differentiable = self._only_reads = False
         self.is_outermost = outer is None
         self._clears: bool = outer is None or (is_part and outer._clears)
         # A part of one in which there is nothing else is measured as if it were alone.
@@ -96,25 +92,24 @@ class BackwardPass:
         groups, whole = context.groups, context.graph_extensions
         # A pass inside another one has no part in what that is read as a whole.
         self._graph = graph or GraphPass(whole if outer is None else (), ())
-        self._asked = [*(group.propagator for group in groups), *(e.propagator for e in whole)]
+        asked = [*(group.propagator for group in groups), *(e.propagator for e in whole)]
+        self.between = between().of(context, asked)
+        self.survey: Survey = self.between.survey
         self._of_losses = losses.curvature_of_losses(groups, whole)
         self._divided = [e for e in context.extensions if e.needs_normalisers]
         self._question = Question(
-            any(propagator.per_sample for propagator in self._asked),
+            any(propagator.per_sample for propagator in asked),
             bool(whole) or any(group.propagator.travels for group in groups),
             bool(self._of_losses),
         )
         self._kept: Kept = {}
-        self._viewed: set[Call] = set()
-        self._looked_at: dict[Module, None] = {}
         self._release_last: list[Call] = []
         self.groups = list(context.groups)
         self._is_part = is_part
-        self._sink: FieldSink = FieldSink(self.survey, outer._sink if outer else None, is_part)
-        self._walked: list[Edge] = []
-        chunks = Chunks(self.survey, self.groups, self._kept, self._sink.partial)
+        self.sink: FieldSink = FieldSink(self.survey, outer.sink if outer else None, is_part)
+        chunks = Chunks(self.between, self.groups, self._kept, self.sink.partial)
         self.schedule = HookSchedule(chunks, context.passes)
-        self.traversal = Traversal(self.schedule, self._sink, chunks)
+        self.traversal = self.between.traversal(self.schedule, self.sink, chunks)
         self.measurement: Measurement | None = None
         self._sums: SumCheck | None = None
         self._trust: Trust | None = None
@@ -122,12 +117,12 @@ class BackwardPass:
         if not (groups or whole):
             return
         is_known = self._is_announced and self.is_outermost
-        self._planning = planning = Planning(context, self.survey, roots if is_known else ())
+        self._planning = planning = Planning(context, self.between, roots if is_known else ())
         if not self._take_plan(planning):
             self._look_around(roots)
             if gradients or whole or not self.is_outermost:  # else more may come
-                losses.refuse_other_terms(self.survey, roots, self._of_losses, outer is not None)
-                losses.refuse_unknown_normaliser(self.survey, roots, self._divided)
+                terms = self._of_losses, self._divided
+                self.between.refuse_terms(roots, *terms, outer is not None)
         self._begin_measuring(roots, gradients)
         planning.make(self._trust)
 
@@ -137,20 +132,16 @@ class BackwardPass:
         known = planning.take(any(self._question))
         if known is None:
             return False
-        for node in survey.alignment.starts:
-            self.schedule.await_node(node)
-        for node in add_leaves(survey):
-            when_reached(node, self, BackwardPass._reach_leaf, self.schedule)
+        self.between.attend(self)
         context.seen.update(["ran", "trained"])
-        clear(survey, context.extensions, self._sink.new, context.keeps_results, known)
+        clear(survey, context.extensions, self.sink.new, context.keeps_results, known)
         return True
 
     def _look_around(self, edges: list[Edge]) -> None:
         """Walk the graph behind some edges, and raise for what cannot be right there."""
-        survey, viewed = self.survey, {node for node, _ in self.survey.viewed}
-        is_first = not survey.sites
+        survey, is_first = self.survey, not self.survey.sites
         try:
-            look_behind(survey, edges)
+            self.between.look_behind(edges)
         except Exception as error:
             place_between(error, survey, None)
             raise
@@ -159,35 +150,13 @@ class BackwardPass:
             of_loss = self.context.graph_extensions and all(c.rule.is_loss for c, _ in survey.sites)
             is_some = survey.uses or survey.bare or of_loss
             self.context.seen.update(["ran", "trained"] if is_some else ["ran"])
-        refusals.refuse_beside(survey, self.context.extensions)
-        ask_without_rule(survey, self.context)
-        fault = fault_in(survey) if self._question.is_per_sample else None
-        if fault is not None:
-            raise fault
-        self._align(edges)
-        if survey.sites and survey.bare:
-            if self.context.groups and is_first:
-                refusals.refuse_loss_alone(survey, self.context.extensions)
-            refusals.refuse_bare(survey, self.context.extensions)
+        self.between.see_through(edges)
         if not is_first:
-            self._sink.refuse_late_uses()
-        for node in {node for node, _ in survey.viewed} - viewed:
-            when_reached(node, self, BackwardPass._reach_viewed, self.schedule)
+            self.sink.refuse_late_uses()
+        self.between.attend(self)
         if is_first and self._clears:
             keeps = self.context.keeps_results
-            clear(survey, self.context.extensions, self._sink.new, keeps)
-
-    def _align(self, edges: list[Edge]) -> None:
-        """Find out where samples lie, and what has to be kept apart."""
-        alignment = self.survey.alignment
-        known = {*alignment.starts}
-        self._walked += edges
-        align(alignment, self.survey, self._walked, all(p.keeps_apart for p in self._asked))
-        refusals.refuse_misaligned(self.survey, alignment, self._asked)
-        for node in alignment.starts.keys() - known:
-            self.schedule.await_node(node)
-        for node in add_leaves(self.survey):
-            when_reached(node, self, BackwardPass._reach_leaf, self.schedule)
+            clear(survey, self.context.extensions, self.sink.new, keeps)
 
     def _begin_measuring(self, roots: list[Edge], gradients: Sequence[Tensor | None]) -> None:
         """Have the dye travel, too, if this structure is not known to be right."""
@@ -204,7 +173,7 @@ class BackwardPass:
             self._only_reads = not (any(asks) or any(travel) or self._divided or context.debug)
             return
         keeping = [group.propagator.keeps_apart for group in self.groups]
-        if keeping and all(keeping) and not self.survey.beside:
+        if keeping and all(keeping) and not context.beside:
             self._sums = SumCheck(self.survey, self.groups)
         dye, lane = self.measurement.dye, len(self.groups)
         self.groups.append(Group(dye))
@@ -216,7 +185,7 @@ class BackwardPass:
         """What to tell autograd, as ``gradient=`` says; ``options`` are those of ``backward()``."""
         if not self.is_outermost or not self.survey.sites:
             return {}
-        found, self._sink.plain = narrowed(self.context, self.survey, self.roots, options)
+        found, self.sink.plain = narrowed(self.context, self.survey, self.roots, options)
         return found
 
     # Visits --------------------------------------------------------------------------------------
@@ -228,10 +197,8 @@ class BackwardPass:
         """
         survey = self.survey
         site = survey.sites.get((call, index)) if self._only_reads else None
-        if site is None or survey.trained[call] or survey.leaves or survey.viewed:
+        if site is None or survey.trained[call] or self.between.is_watched(site):
             return False
-        if survey.alignment.apart or not survey.alignment.positions_of(site):
-            return False  # what belongs to which sample is looked at there
         self._let_go(call)
         return True
 
@@ -243,44 +210,23 @@ class BackwardPass:
             grads: The gradients that autograd goes on with at its node; ``None`` for zero.
             changed_by: Hooks of the user's on the tensor, if it was changed by one or another.
         """
-        node, output_nr, _ = site.edge
-        viewed, moved, place = self.survey.viewed, self.survey.moved, site[:2]
-        if not (moved and place in moved and place in self.survey.sites):
-            if (node, output_nr) in viewed:
-                self._visit_views(node, {output_nr: grads[output_nr]})
-            self.visit(site, grads[output_nr], changed_by)
-        self.schedule.cross(node, grads)  # its hooks are running already
-
-    def _reach_viewed(self, grads: Grads) -> None:
-        self._visit_views(current_node(), dict(enumerate(grads)))
-        self.schedule.reach(grads)
-
-    def _visit_views(self, node: Node, grads: dict[int, Tensor | None]) -> None:
-        """Visit calls that returned views of a node's outputs, overwritten in place afterwards."""
-        for site, layout in self.survey.views_of(node):
-            if site.edge.output_nr in grads and site.call not in self._viewed:
-                self._viewed.add(site.call)
-                grad = grads[site.edge.output_nr]
-                seen = None if grad is None else layout.look_through(grad.unsqueeze(0)).squeeze(0)
-                self.visit(site, seen, None)
+        self.between.reach(self, site, grads, changed_by)
 
     def visit(self, site: Site, grad: Tensor | None, changed_by: Sequence[Any] | None) -> None:
         """Everything that happens at one output of one call."""
         call, context = site.call, self.context
         is_asked = bool(self.groups or context.graph_extensions)
-        if self.survey.leaves:  # nobody can ask when autograd is through
-            self._sink.look_ahead()
         if is_asked and (call, site.index) not in self.survey.sites:
             if self._is_announced and not call.is_released:
-                raise refusals.behind_weights(call, context.extensions[0])
+                raise losses.behind_weights(call, context.extensions[0])
             self._look_around([site.edge])
-        view = self._view(site, grad)
-        self._is_differentiable = view.is_differentiable
+        view = self.view(site, grad)
+        self.is_differentiable = view.is_differentiable
         if context.observer is not None:
             context.observer(view)
         if is_asked:
             if changed_by is not None and self._question.is_curvature:
-                raise refusals.changed_gradient(view, changed_by)
+                raise losses.changed_gradient(view, changed_by)
             # What is read off the graph as a whole needs no rule.
             if self._question.is_per_sample and self.survey.asks_rule(call):
                 try:
@@ -289,7 +235,7 @@ class BackwardPass:
                     place(error, view, None)
                     raise
             if self._divided and call.rule.is_loss and view.is_reached:
-                self._sink.normalisers.append(losses.normaliser_for(self._divided[0], view))
+                self.sink.normalisers.append(losses.normaliser_for(self._divided[0], view))
             for lane in range(len(self.groups)):
                 self.traversal.visit(lane, site, view)
             if context.graph_extensions:
@@ -301,7 +247,7 @@ class BackwardPass:
         self.visiting = None
         self._let_go(call)
 
-    def _view(self, site: Site, grad: Tensor | None) -> View:
+    def view(self, site: Site, grad: Tensor | None) -> View:
         """What rules see at an output."""
         is_reached = grad is not None or self.is_alone
         if not is_reached:
@@ -324,39 +270,12 @@ class BackwardPass:
 
     # The end -------------------------------------------------------------------------------------
 
-    def _reach_leaf(self, grads: Grads) -> None:
-        """Autograd is at a parameter that operations use: all that was sent to it is there."""
-        for number, gradient in enumerate(grads):
-            self._visit_leaf(current_node(), number, gradient)
-
-    def _visit_leaf(self, node: Node, number: int, gradient: Tensor | None) -> None:
-        site = self.survey.leaves.get((node, number))
-        if site is None:
-            return
-        (own,) = self.survey.trained[site.call]
-        sent = self.schedule.waiting_at(site)
-        if sent or self._sink.waits_for(own.parameter):
-            view = self._view(site, gradient)
-            for lane in sent:
-                self.traversal.visit(lane, site, view)
-            self._sink.end(view, own.parameter)  # nothing else is sent to it
-            self.visiting, self._looked_at[site.call.module] = None, None
-
-    def _visit_leaves(self) -> None:
-        """Those that autograd does not get to, as it only brings their gradients."""
-        with torch.set_grad_enabled(self._is_differentiable), without_autocast():
-            for place in self.survey.leaves:
-                self._visit_leaf(*place, None)
-        if self.context.extension_hook is not None:
-            for module in self._looked_at:
-                self.context.extension_hook(module)
-
     def leave(self) -> None:
         """The pass is over, however it ended."""
         if self._sums is not None:
             self._sums.leave()
-        if self._sink.plain is not None:
-            self._sink.plain.leave()
+        if self.sink.plain is not None:
+            self.sink.plain.leave()
         replaced.drop()
         for hook in self.schedule.hooks:
             hook.remove()
@@ -368,24 +287,25 @@ class BackwardPass:
         self.leave()
         for call in self._release_last:
             call.release()
-        self._visit_leaves()
+        with torch.set_grad_enabled(self.is_differentiable), without_autocast():
+            self.between.end(self)
         self.traversal.see_end()
-        self._sink.see_end()
+        self.sink.see_end()
         if self.measurement is not None:
             self.measurement.settle()
         if self._planning is not None:
             self._planning.keep()
         if self._is_part:
             return
-        with torch.set_grad_enabled(self._is_differentiable), without_autocast():
-            finished = self._sink.finished()
-            results = self._graph.results(self.survey, self.context.watch)
+        with torch.set_grad_enabled(self.is_differentiable), without_autocast():
+            finished = self.sink.finished()
+            results = self._graph.results(self.between, self.context.watch)
             for extension, values in (*finished, *results):
                 for parameter, value in values.items():
                     setattr(parameter, extension.savefield, value)
         hand_over(self.survey, self.context.extensions)
-        if self._sink.plain is not None:
-            self._deliver(self._sink.plain)
+        if self.sink.plain is not None:
+            self._deliver(self.sink.plain)
 
     def _deliver(self, plain: PlainGradient) -> None:
         """Hand on what is shared; passes that hooks on parameters begin are inside of this one."""

@@ -13,13 +13,9 @@ from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.reading import Reading
-from backpack_core.engine.active import Context
 from backpack_core.engine.groups import Group
-from backpack_core.engine.location import place
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey
-from backpack_core.plugins.loading import blocked, missing
-from backpack_core.plugins.registry import registry
 from backpack_core.record.storage import storage
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
@@ -124,67 +120,9 @@ def _asked(propagator: Propagator, method: str) -> Callable[..., Any]:
     return lambda rule, view, *given: ask(view, propagator, method, rule, view, *given)
 
 
-def ask_without_rule(survey: Survey, context: Context) -> None:
-    """Leave out parameters of modules without a rule that no extension wants.
-
-    Raises:
-        MissingPluginError: An extension does not take them, and says so.
-    """
-    for call in survey.freed:
-        if not any(survey.uses[id(own.parameter)].unruled for own in survey.uncovered(call)):
-            continue
-        module = call.module
-        is_wanted = bool(context.graph_extensions)
-        for group in context.groups:
-            for extension in group.extensions:
-                if group.has_overrides and registry.override(extension, module):
-                    continue
-                try:
-                    is_wanted |= _takes(extension, View(call))
-                except Exception as error:
-                    place(error, View(call), extension)
-                    raise
-        if not is_wanted:
-            survey.leave_out(call)
-
-
 def wants_unruled(extension: Extension) -> bool:
     """Whether an extension has a value for parameters of modules without a rule."""
     return extension.fail_mode not in ("warning", "silent")
-
-
-def _takes(extension: Extension, view: View) -> bool:
-    """Whether an extension takes the parameters of a module, as its ``fail_mode`` says.
-
-    Raises:
-        MissingPluginError: It does not, and says so.
-    """
-    kind = class_of(view.call.module)
-    name, full_name = kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
-    if extension.fail_mode == "error":
-        raise missing(
-            f"No layer rule covers the parameters of {view.path}, and fail_mode is 'error'. "
-            f"Install a plugin that knows {name}, or write a layer rule.",
-            name,
-        )
-    if extension.needs_every_parameter and extension.fail_mode != "autodiff":
-        raise errors.UnsupportedError(
-            f"No layer rule covers the parameters of {view.path}, and fail_mode is "
-            f"{extension.fail_mode!r}: {type(extension).__name__} means nothing without them. Use "
-            "fail_mode='autodiff', freeze them, or write a layer rule."
-        )
-    mine = type(extension)
-    text = f"{view.path} has no layer rule: {mine.__name__} leaves it out (a {full_name})."
-    if _leaves_out(extension, (kind, mine), text):
-        return False
-    errors.warn_once(
-        (kind,),
-        f"{view.path} has no layer rule: the parameters of {full_name} are looked at where "
-        "operations use them, which is exact, but a rule may be faster. Install a plugin that "
-        f"knows {name} (backpack-plugin-layers covers torch.nn), or write a layer rule.{blocked()}",
-        errors.AutodiffFallbackWarning,
-    )
-    return True
 
 
 def tolerates(extension: Extension, view: View, name: str, error: errors.UnsupportedError) -> bool:
@@ -192,10 +130,11 @@ def tolerates(extension: Extension, view: View, name: str, error: errors.Unsuppo
     if extension.needs_every_parameter:
         return False
     key = (type(view.call.module), type(extension), name)
-    return _leaves_out(extension, key, f"{view.path}: {error}")
+    return leaves_out(extension, key, f"{view.path}: {error}")
 
 
-def _leaves_out(extension: Extension, key: tuple[object, ...], text: str) -> bool:
+def leaves_out(extension: Extension, key: tuple[object, ...], text: str) -> bool:
+    """Whether an extension leaves a parameter out, as its ``fail_mode`` says; or warns of it."""
     if extension.fail_mode == "warning":
         errors.warn_once(key, text, errors.BackpackWarning)
     return extension.fail_mode in ("warning", "silent")

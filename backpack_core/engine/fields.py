@@ -13,28 +13,11 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.graph.survey import Survey
-from backpack_core.plugins.registry import FALLBACK
-from backpack_core.record.call import Edge, Site
-from backpack_core.record.owner import owned_by_models, owners_of
+from backpack_core.record.owner import owners_of
 from backpack_core.record.storage import storage
 from backpack_core.replaced import replaced
-from backpack_operations.bare import bare_call
-
-
-def add_leaves(survey: Survey) -> set[Node]:
-    """Have the survey know the parameters at which samples are kept apart; returns their nodes."""
-    leaves = [item for item in survey.alignment.leaves.items() if item[0] not in survey.leaves]
-    known = owned_by_models() if leaves else {}
-    for place, parameter in leaves:
-        use = survey.uses.get(id(parameter))
-        module, name = known[id(parameter)] if use is None else (use.call.module, use.name)
-        call = bare_call(module, name, parameter, FALLBACK.provenance)
-        survey.add_leaf(Site(call, 0, Edge(*place)))
-    return {node for (node, _), _ in leaves}
-
 
 # Under which plan and names the last pass over a model stored results.
 _last: WeakKeyDictionary[Module, tuple[Hashable, list[str]]] = WeakKeyDictionary()

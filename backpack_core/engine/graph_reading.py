@@ -6,7 +6,6 @@ They see every visit, and get the graph when autograd is through.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from functools import partial
 from reprlib import repr as abridged
 from typing import Any
 
@@ -14,11 +13,10 @@ from torch import Tensor
 
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension, GraphReading, LossGraph
+from backpack_core.engine.between import Between
 from backpack_core.engine.groups import Watch
 from backpack_core.engine.location import place, place_between
 from backpack_core.errors import PluginCodeError, UsageError
-from backpack_core.graph.parameters import complex_parameter
-from backpack_core.graph.paths import nonlinear
 from backpack_core.graph.survey import Survey
 from backpack_core.record.view import View
 
@@ -60,13 +58,17 @@ class GraphPass:
                 raise
 
     def results(
-        self, survey: Survey, watch: Watch
+        self, between: Between[Any], watch: Watch
     ) -> Iterator[tuple[Extension, Mapping[Tensor, Any]]]:
         """The results by extension and parameter."""
-        parameters = _parameters(survey) if self._readings else ()
-        through = partial(nonlinear, survey)
+        survey: Survey = between.survey
+        parameters = tuple(survey.parameters().values()) if self._readings else ()
         graph = LossGraph(
-            self._roots, self._gradients, parameters, through, is_measured=survey.is_measured
+            self._roots,
+            self._gradients,
+            parameters,
+            between.nonlinear,
+            is_measured=survey.is_measured,
         )
         for extension, reading in self._readings:
             try:
@@ -98,13 +100,3 @@ def _begun(extension: GraphExtension) -> GraphReading:
             f"{type(extension).__name__}.begin has to return a GraphReading. Got {reading!r:.80}."
         )
     return reading
-
-
-def _parameters(survey: Survey) -> tuple[Tensor, ...]:
-    """The parameters that calls use, and those of extended models that functions use."""
-    found = {n: use.parameter for n, use in survey.uses.items() if use.count}
-    for parameter, *_ in survey.bare_of_models():
-        if parameter.is_complex():
-            raise complex_parameter(f"of shape {list(parameter.shape)}")
-        found[id(parameter)] = parameter
-    return tuple(found.values())

@@ -22,7 +22,6 @@ from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.schedule import guarded
 from backpack_core.errors import UnsupportedError, UsageError
-from backpack_core.graph import nodes
 from backpack_core.record.call import Call, Edge, Site, edge_of
 
 
@@ -161,8 +160,7 @@ def begin(
             "backward() was called inside inference_mode(), where gradients do not note changes in "
             "place, which quantities rely on. Leave inference_mode() first."
         )
-    may_begin = any(nodes.is_function(node) for node, _ in found.survey.seen)
-    return found if found.survey.sites or may_begin else None
+    return found if found.survey.sites or found.between.may_begin_passes else None
 
 
 # Noted while a pass that was seen is under way. What begins in it is seen by hooks alone.

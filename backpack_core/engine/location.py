@@ -14,7 +14,6 @@ import torch
 from backpack_core import errors
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
-from backpack_core.graph.paths import sources
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.registry import registry
 from backpack_core.record.view import View
@@ -38,7 +37,7 @@ def place_between(
         node: The operation; ``None`` to take the one that the error names.
     """
     at = error.node if node is None and isinstance(error, errors.BridgeError) else node
-    paths = [] if at is None else sources(survey, at)
+    paths = [] if at is None else survey.sources(at)
     _place(error, extension, f", after {', '.join(paths)}" if paths else "")
 
 

@@ -1,22 +1,20 @@
-"""What quantities of extended losses refuse: anything that is no weighted sum of these."""
+"""What starts at extended losses, and what a pass refuses at a visit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
+from typing import Any
 
 from backpack_core import errors
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.loss import Normaliser, normaliser_of
 from backpack_core.engine.groups import Group
-from backpack_core.engine.location import place, place_between
-from backpack_core.graph import nodes
-from backpack_core.graph.paths import nonlinear_above, reached_past_losses
-from backpack_core.graph.survey import Survey
+from backpack_core.engine.location import place
 from backpack_core.plugins.loading import missing
 from backpack_core.plugins.registry import registry
-from backpack_core.record.call import Edge
+from backpack_core.record.call import Call
 from backpack_core.record.view import View
 
 
@@ -26,83 +24,6 @@ def curvature_of_losses(
     """The extensions whose quantity is the curvature of extended losses."""
     started = [g.extensions for g in groups if g.propagator.travels and not g.has_overrides]
     return [*chain(*started), *(extension for extension in whole if extension.is_of_losses)]
-
-
-def refuse_other_terms(
-    survey: Survey, roots: Sequence[Edge], extensions: list[Extension], is_inside: bool
-) -> None:
-    """Raise unless ``backward()`` is called on a weighted sum of extended losses only.
-
-    Args:
-        survey: What is known about the graph.
-        roots: What ``backward()`` is called on.
-        extensions: Those whose quantity belongs to the extended losses.
-        is_inside: Whether it was called in a hook of another pass.
-
-    Raises:
-        NotExtendedError: There is no extended loss.
-        UnsupportedError: A term leads to the net past all extended losses, or something nonlinear
-            lies above them.
-    """
-    if not extensions:
-        return
-    node = nonlinear_above(survey, roots)
-    if node is not None:
-        raise errors.UnsupportedError(
-            f"The operation {nodes.described(node)!r} is applied to an extended loss before "
-            "backward() is called, and is not known to be linear: curvature would need its second "
-            "derivative. Call backward() on the loss itself, or on a weighted sum of losses."
-        )
-    site = reached_past_losses(survey, roots)
-    if site is None:
-        return
-    if not any(call.rule.is_loss for call, _ in survey.sites):
-        name = type(extensions[0]).__name__
-        error = nothing_arrived(View(*next(iter(survey.sites))), name)
-        if is_inside:
-            error = errors.UnsupportedError(
-                f"{name} does not go through a hook or a function's own backward() that calls "
-                "autograd, as implicit layers, solvers and re-entrant checkpoints do. Write "
-                "checkpoint(..., use_reentrant=False), and differentiate the steps of a solver "
-                "(odeint, not odeint_adjoint); first-order extensions follow a hook."
-            )
-        place_between(error, survey, extensions[0])
-        raise error
-    raise errors.UnsupportedError(
-        f"{registry.describe(extensions[0])} belongs to the extended losses, and what backward() "
-        f"is called on depends on the output of {site.call.path} by a term beside them, which no "
-        "loss rule knows. Extend the loss as a whole, or call backward() on the other term outside "
-        "of the block."
-    )
-
-
-def refuse_unknown_normaliser(
-    survey: Survey, roots: Sequence[Edge], extensions: Sequence[Extension]
-) -> None:
-    """Raise unless extended losses alone say what the number divides by that is differentiated.
-
-    Args:
-        survey: What is known about the graph.
-        roots: What ``backward()`` is called on.
-        extensions: Those that need it.
-
-    Raises:
-        UsageError: It is no weighted sum of extended losses.
-    """
-    if not extensions:
-        return
-    if not any(call.rule.is_loss for call, _ in survey.sites):
-        why = "no extended loss took part"
-    elif (node := nonlinear_above(survey, roots)) is not None:
-        why = f"the operation {nodes.described(node)!r}, applied to one, is not known to be linear"
-    elif (site := reached_past_losses(survey, roots)) is not None:
-        why = f"a term beside extended losses depends on the output of {site.call.path}"
-    else:
-        return
-    raise errors.UsageError(
-        f"{registry.describe(extensions[0])} needs to know what the loss divides by, and {why}. "
-        f"{extensions[0].unless_told}"
-    )
 
 
 def normaliser_for(extension: Extension, view: View) -> Normaliser:
@@ -139,4 +60,39 @@ def nothing_arrived(view: View, name: str) -> Exception:
         "torch.nn, and compute the loss with it; a functional loss cannot be seen. If this is the "
         "derivative of something else (torch.autograd.grad, of an output), compute it outside of "
         "the block."
+    )
+
+
+def behind_weights(call: Call, extension: Extension) -> errors.UnsupportedError:
+    """The error if autograd reaches a call by no way that a sample goes.
+
+    Args:
+        call: The call.
+        extension: What was asked for.
+    """
+    return errors.UnsupportedError(
+        f"{registry.describe(extension)} is read at the weights that calls used, and some of them "
+        f"were computed with the output of {call.path}, which backward() therefore reaches: by a "
+        "gradient that was made with create_graph=True (the inner step of MAML, and "
+        "torch.func.functional_call with its result), or by another model that makes weights. "
+        "What belongs to which sample is not known there. Cut the graph: call "
+        "torch.autograd.grad(...) without create_graph=True, or give functional_call "
+        "weight.detach().requires_grad_(); the quantities are stored on the weights that it is "
+        "given."
+    )
+
+
+def changed_gradient(view: View, changed_by: Sequence[Any]) -> errors.UnsupportedError:
+    """The error if hooks change the gradient, which curvature does not follow.
+
+    Args:
+        view: The visit at which it was seen.
+        changed_by: The hooks on the tensor; empty if they are on its node.
+    """
+    names = [getattr(hook, "__qualname__", repr(hook)) for hook in changed_by]
+    where = f"that tensor ({', '.join(names)})" if names else "its autograd node"
+    return errors.UnsupportedError(
+        f"The gradient of the output of {view.path} is changed by a hook on {where}, so "
+        "curvature of the loss is not that of what backward() differentiates. Remove the hook, "
+        "or leave second-order extensions out."
     )

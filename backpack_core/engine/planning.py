@@ -7,33 +7,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from typing import Any
 
 from backpack_checks.trust import Trust
 from backpack_core.engine.active import Context
+from backpack_core.engine.between import Between
 from backpack_core.errors import InternalError
-from backpack_core.graph.survey import Survey
 from backpack_core.plan.plan import Plan, Planned, plans
 from backpack_core.plan.structure import Structure, Unplanned
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge
+from backpack_core.record.owner import results_handed_over
 
 
 class Planning:
     """The plan of one pass."""
 
-    def __init__(self, context: Context, survey: Survey, roots: Sequence[Edge]) -> None:
+    def __init__(self, context: Context, between: Between[Any], roots: Sequence[Edge]) -> None:
         """Recognise the graph.
 
         Args:
             context: What was asked for.
-            survey: What will be known about the graph; nothing yet.
+            between: What lies between calls; nothing is known yet.
             roots: What ``backward()`` was called on; empty if that is not known.
         """
-        self._context, self._survey = context, survey
+        self._context, self._between = context, between
         self._plan: Plan | None = None  # to be kept
         self._structure: Structure | None = None
         try:
-            self._structure = _recognised(context, survey, roots)
+            self._structure = _recognised(context, between, roots)
         except Unplanned as why:
             context.history[f"surveyed: {why}"] += 1
 
@@ -61,7 +63,8 @@ class Planning:
                 return None
             trust.passes += 1
         self._context.history["planned before"] += 1
-        known.fill(self._survey, self._structure)
+        known.fill(self._between.survey, self._structure)
+        self._between.fill(known.plan.numbers, self._structure)
         return known
 
     def make(self, trust: Trust | None) -> None:
@@ -73,11 +76,12 @@ class Planning:
         Raises:
             InternalError: It is not.
         """
-        history, known = self._context.history, self._known
-        if self._structure is None or self._survey.is_planned or not self._survey.uses:
+        history, known, survey = self._context.history, self._known, self._between.survey
+        if self._structure is None or survey.is_planned or not survey.uses:
             return
         try:
-            plan = Plan.of(self._survey, self._structure, trust)
+            numbers = self._between.numbered(self._structure)
+            plan = Plan.of(survey, self._structure, numbers, trust)
         except Unplanned as why:
             history[f"surveyed: {why}"] += 1
             return
@@ -93,7 +97,7 @@ class Planning:
             plans.keep(self._asked, self._structure, self._plan)
 
 
-def _recognised(context: Context, survey: Survey, roots: Sequence[Edge]) -> Structure | None:
+def _recognised(context: Context, between: Between[Any], roots: Sequence[Edge]) -> Structure | None:
     """The structure of the graph; ``None`` if no module is in it.
 
     Raises:
@@ -104,7 +108,7 @@ def _recognised(context: Context, survey: Survey, roots: Sequence[Edge]) -> Stru
     if context.beside or context.told is not None:
         what = "beside" if context.beside else "samples"
         raise Unplanned(f"{what}=... says something of this pass alone")
-    if survey.handed:
+    if results_handed_over():
         raise Unplanned("weights are handed over")
-    structure = Structure(roots)
+    structure = Structure(roots, between.facts_of)
     return structure if structure.sites else None

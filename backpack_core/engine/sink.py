@@ -21,7 +21,7 @@ from backpack_core.engine.graph_reading import see_values
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place, place_between
 from backpack_core.errors import InternalError, ShapeError, UnsupportedError
-from backpack_core.graph import nodes
+from backpack_core.graph.nodes import is_leaf
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Site
@@ -336,6 +336,6 @@ class FieldSink(Sink):
 
 def _is_reached(site: Site) -> bool:
     """Whether autograd gets there, or to the parameter that it stands for."""
-    if nodes.is_leaf(site.edge.node):
+    if is_leaf(site.edge.node):
         return _torch.will_get_gradient(site.edge.node.variable)  # type: ignore[attr-defined]
     return _torch.will_execute(site.edge.node)

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from backpack_core._torch import Node
+from backpack_core.engine.between import Between
 from backpack_core.engine.groups import Group
 from backpack_core.engine.schedule import RankSchedule
 from backpack_core.engine.sink import ChunkSink, Values
-from backpack_core.engine.traversal import Traversal
 from backpack_core.graph.order import ranks
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Kept, Site
@@ -25,19 +25,22 @@ from backpack_core.record.storage import storage
 from backpack_core.record.structure import iter_tensors
 from backpack_core.tuning import column_budget, memory_budget
 
+if TYPE_CHECKING:
+    from backpack_core.engine.traversal import Traversal
+
 
 @dataclass(eq=False)
 class Chunks:
     """Sends chunks of columns during one backward pass.
 
     Attributes:
-        survey: What is known about the graph.
+        between: What lies between calls, and what is known about the graph.
         groups: The groups whose quantities are sent.
         kept: What was computed from calls alone, for all columns that pass through them.
         partial: The results of the chunks so far, combined.
     """
 
-    survey: Survey
+    between: Between[Any]
     groups: Sequence[Group]
     kept: Kept
     partial: Values
@@ -48,7 +51,8 @@ class Chunks:
 
     def size(self, lane: int, device: str) -> int | None:
         """How many columns may travel at once, on a type of device; ``None`` for all."""
-        survey, group = self.survey, self.groups[lane]
+        group = self.groups[lane]
+        survey: Survey = self.between.survey
         extensions = () if group.has_overrides else group.extensions
         if not extensions or not all(e.columns_add for e in extensions):
             return None
@@ -70,9 +74,9 @@ class Chunks:
         """
         if node not in self._ranks:
             self._ranks = ranks(node)
-        schedule = RankSchedule(self.survey, self.groups, self._ranks)
-        sink = ChunkSink(self.survey)
-        traversal = Traversal(schedule, sink)
+        schedule = RankSchedule(self.between, self.groups, self._ranks)
+        sink = ChunkSink(self.between.survey)
+        traversal = self.between.traversal(schedule, sink)
         with self._within(memory_budget()):
             begin(traversal)
             schedule.run(lambda site: self._visit(traversal, lane, site))
@@ -80,8 +84,8 @@ class Chunks:
 
     def _visit(self, traversal: Traversal, lane: int, site: Site) -> None:
         call = site.call
-        view = self.survey.view(site, self.kept)
-        if self.survey.asks_rule(call):
+        view = self.between.survey.view(site, self.kept)
+        if self.between.survey.asks_rule(call):
             call.rule.check(view)
         traversal.visit(lane, site, view)
         # Keep what depends on the call alone for the next chunk, as far as memory allows; but not

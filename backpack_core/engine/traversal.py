@@ -10,37 +10,26 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from backpack_core._torch import Node
 from backpack_core.contract.carrier import Carrier
-from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.carriers import RuleCarrier, values_of
-from backpack_core.engine.groups import Group
 from backpack_core.engine.inside import Later, read_here
 from backpack_core.engine.location import place
 from backpack_core.engine.losses import nothing_arrived
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Sink
-from backpack_core.errors import (
-    InternalError,
-    OverwrittenInputError,
-    SampleMixingError,
-)
+from backpack_core.errors import InternalError
 from backpack_core.graph.parameters import Trained
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge, Site
 from backpack_core.record.view import View
-from backpack_operations.bare import BareRule
-from backpack_operations.owners import turns_of
 
 if TYPE_CHECKING:
     from backpack_core.engine.sweep import Chunks  # which make traversals
 
 
 class Traversal:
-    """What happens when a call is visited.
+    """What happens when a call is visited; a library may add steps for other graphs than chains.
 
     Attributes:
         schedule: What waits where, for every group.
@@ -70,27 +59,16 @@ class Traversal:
         try:
             if view.positions and propagator.subsampling is not None:
                 view = view.subsample(propagator.subsampling)
-            carrier = self._carriers.get(lane) or self._carrier(lane, view)
+            carrier = self._carriers.get(lane) or self.carrier(lane, view)
             arrived = self.schedule.take(lane, site)
-            waiting = None if arrived is NOTHING else self._at_output(group, site, view, arrived)
-            quantity = carrier.arrive(view, waiting)
-            if view.positions > 1 and call.rule.is_loss and propagator.travels:
-                quantity = propagator.split_positions(quantity, turns_of(self.survey, call))
+            quantity = self.arrive(lane, site, view, carrier, arrived)
             if quantity is None and not view.is_reached:
                 quantity = propagator.nothing(view)
             if quantity is None and not carrier.starts(view):
                 raise nothing_arrived(view, type(group.first).__name__)
             is_shared = self.survey.is_shared and quantity is not None
             whole = propagator.rooted(quantity) if is_shared else quantity
-            if not view.positions and propagator.keeps_apart:
-                self._see_apart(view, propagator, quantity)
-            if group.extensions:
-                is_late = call.rule.reads_inside and arrived is NOTHING
-                trained = self.survey.trained[call]
-                here = read_here(self, lane, view, carrier, whole) if is_late else trained
-                self.read(lane, view, carrier, whole, here)
-            if self.survey.alignment.apart and self._sends_apart(lane, site):
-                self._send_apart(lane, site, view, carrier, quantity)
+            self.look(lane, site, view, carrier, quantity, whole, arrived)
             if not propagator.travels:
                 return
             if site.layout is None and not view.axis:  # else what is below has another shape
@@ -103,6 +81,37 @@ class Traversal:
             place(error, view, group.first)
             raise
 
+    def arrive(self, lane: int, site: Site, view: View, carrier: Carrier, arrived: Waiting) -> Any:
+        """What arrived, as a quantity at the call's output."""
+        return carrier.arrive(view, arrived.own)
+
+    def look(
+        self,
+        lane: int,
+        site: Site,
+        view: View,
+        carrier: Carrier,
+        quantity: Any,
+        whole: Any,
+        arrived: Waiting,
+    ) -> None:
+        """Let extensions read: at the output, or where autograd brings the gradient inside.
+
+        Args:
+            lane: Which group.
+            site: The place.
+            view: What a rule sees of the call.
+            carrier: Who answers for the module.
+            quantity: The quantity at the output.
+            whole: The same, in the form in which uses of a parameter are added.
+            arrived: What was sent there.
+        """
+        if self.groups[lane].extensions:
+            is_late = site.call.rule.reads_inside and arrived is NOTHING
+            trained = self.survey.trained[site.call]
+            here = read_here(self, lane, view, carrier, whole) if is_late else trained
+            self.read(lane, view, carrier, whole, here)
+
     def send(
         self,
         lane: int,
@@ -112,152 +121,26 @@ class Traversal:
         quantity: Any,
         arrived: Waiting = NOTHING,
     ) -> None:
-        """Send the quantity on to the inputs of the call, or into the graph inside it."""
-        call, propagator = site.call, self.groups[lane].propagator
-        is_rule = not carrier.gives_values
-        goes_inside = call in self.survey.opened
-        if is_rule and (propagator.starts_everywhere if call.rule.is_loss else goes_inside):
-            self._send_below(lane, site, quantity, arrived)
-            return
-        if not any(call.edges):
+        """Send the quantity on to the inputs of the call."""
+        edges = site.call.edges
+        if not any(edges):
             return  # nothing before this call wants the quantity
-        try:
-            watch, kind = self.groups[lane].watch, type(carrier.speaker)
-            inputs = watch(call.module, kind, "sent", carrier.send, view, quantity)
-            if is_rule and not call.rule.is_loss and self.chunks is not None:
-                self._add_residuals(lane, site, view, inputs, self.chunks)
-        except OverwrittenInputError:
-            # Autograd kept its own copy: go through the node that made the output.
-            self._send_below(lane, site, quantity, arrived)
-            return
-        for position, arriving in inputs.items():
-            edge = call.edges[position]
-            # What is kept apart has been sent there; the dye only passes.
-            is_sent = propagator.keeps_apart or not propagator.starts_everywhere
-            is_apart = edge is not None and self.survey.alignment.is_apart(edge)
-            if edge is not None and not (is_sent and is_apart):
-                if view.positions:
-                    self.schedule.deliver(lane, edge, own=arriving)
-                elif not self.survey.alignment.is_apart(site.edge):
-                    self.schedule.deliver(lane, edge, wide=arriving)  # nothing was left out
-                else:
-                    wide = propagator.widen(arriving, self.survey.batch_size)
-                    entries = self.survey.alignment.entries_at(edge)
-                    self.schedule.deliver(lane, edge, wide=propagator.put_together(wide, entries))
+        for position, arriving in self.sent(lane, site, view, carrier, quantity).items():
+            edge = edges[position]
+            if edge is not None:
+                self.schedule.deliver(lane, edge, own=arriving)
 
-    def _at_output(self, group: Group, site: Site, view: View, arrived: Waiting) -> Any:
-        """What arrived, as a quantity at the call's output with samples in front."""
-        propagator, (wide, own) = group.propagator, arrived
-        if own is not None and view.axis:
-            own = propagator.map(own, lambda mat: mat.movedim(1 + view.axis, 1))
-        if wide is None:
-            return own
-        if site.layout is not None:
-            wide = propagator.map(wide, site.layout.look_through)
-        if view.axis:
-            wide = propagator.map(wide, lambda mat: mat.movedim(1 + view.axis, 1))
-        if view.positions or self.survey.alignment.is_apart(site.edge):
-            wide = propagator.narrow(wide)  # else samples lie elsewhere
-        return wide if own is None else propagator.merge(own, wide)
-
-    def _of_samples(self, view: View, propagator: Propagator, quantity: Any) -> Any:
-        """What is read off: of every sample apart, where rows are in no order but owned by some."""
-        owned = self.survey.alignment.owned_of(self.survey.sites[view.call, view.index])
-        if owned is None or quantity is None or not propagator.keeps_apart:
-            return quantity
-        return propagator.take_apart(quantity, owned)
-
-    def _sends_apart(self, lane: int, site: Site) -> bool:
-        """Whether something has to be kept apart behind a call, or seen to be where it ends."""
-        call, alignment = site.call, self.survey.alignment
-        if call.rule.is_loss:
-            return False
-        if call in self.survey.opened:
-            # The nodes inside see to it, from the last that have samples on.
-            return alignment.is_apart(site.edge)
-        ends = alignment.is_apart(site.edge) and not self.groups[lane].propagator.travels
-        return any(edge is not None and (ends or alignment.is_apart(edge)) for edge in call.edges)
-
-    def _send_apart(
+    def sent(
         self, lane: int, site: Site, view: View, carrier: Carrier, quantity: Any
-    ) -> None:
-        """Send what is kept apart by sample to the inputs that have none."""
-        propagator, call = self.groups[lane].propagator, site.call
-        if not propagator.keeps_apart or quantity is None:
-            return
-        if call in self.survey.opened:
-            if propagator.travels:
-                return
-            if site.layout is None:
-                self.schedule.deliver(lane, site.below, own=quantity)
-            else:
-                wide = propagator.widen(quantity, self.survey.batch_size)
-                wide = propagator.map(wide, site.layout.look_back)
-                self.schedule.deliver(lane, site.below, wide=wide)
-            return
-        if view.positions:  # of all samples: inputs without any cannot be cut
-            view, wide = view.full, propagator.widen(quantity, self.survey.batch_size)
-            quantity = propagator.take_apart(wide, view.positions)
-        else:
-            quantity = self._of_samples(view, propagator, quantity)
-        is_wide = bool(view.positions)
-        for position, arriving in carrier.send(view, quantity).items():
-            edge = call.edges[position]
-            if edge is None:
-                continue
-            if self.survey.alignment.is_apart(edge):
-                own, wide = (None, arriving) if is_wide else (arriving, None)
-                self.schedule.deliver(lane, edge, wide=wide, own=own)
-            elif not view.positions and not propagator.travels:  # which is seen to be right
-                propagator.put_together(arriving, self.survey.alignment.entries_at(edge))
-
-    def _send_below(self, lane: int, site: Site, quantity: Any, arrived: Waiting) -> None:
-        """Go on through the node that made the output."""
-        restarts = self.groups[lane].propagator.starts_everywhere and site.layout is None
-        if arrived == NOTHING or restarts:  # at a view, it would have the shape of that
-            self.schedule.deliver(lane, site.below, own=quantity)
-        else:
-            self.schedule.deliver(lane, site.below, *arrived)
-
-    def _see_apart(self, view: View, propagator: Propagator, quantity: Any) -> None:
-        """See that samples are apart at what was computed from the input, on whatever axis.
-
-        Raises:
-            SampleMixingError: They are on none that is as long as the batch, or, if nothing was
-                declared, not on the first, where a layer received them.
-        """
-        samples, call = self.survey.batch_size, view.call
-        axes = [axis for axis, n in enumerate(view.output_shape) if n == samples]
-        if not self.survey.is_declared:
-            axes = axes[: call.receives_input > 1 and axes[:1] == [0] and not call.goes_inside]
-        edge = self.survey.sites[call, view.index].edge
-        if samples == 1 or quantity is None or not self.survey.alignment.is_apart(edge):
-            return
-        owned = self.survey.alignment.owned_of(self.survey.sites[call, view.index])
-        if owned is not None and propagator.subsampling is None:
-            propagator.put_together(quantity, owned)
-            return
-        numbers = self.survey.numbers.get(edge[:2])
-        positions: int | Tensor = 1
-        is_behind = numbers is not None and numbers.numel() == samples > numbers.shape[:1].numel()
-        is_told = self.survey.is_told and bool(call.stored.inputs)  # no parameter by itself
-        if numbers is not None and (is_behind or is_told):
-            shape = numbers.movedim(view.axis, 0).shape if view.axis else numbers.shape
-            axes = [axis for axis, length in enumerate(shape) if length == numbers.numel() > 1]
-            chosen = range(samples) if propagator.subsampling is None else propagator.subsampling
-            shown = torch.tensor([n % samples for n in chosen], device="cpu").unsqueeze(1)
-            positions = (numbers.flatten() == shown) | (numbers.flatten() < 0)
-        elif not call.receives_input:
-            return
-        for axis in axes:
-            try:
-                moved = propagator.map(quantity, partial(_moved, axis))
-                propagator.put_together(moved, positions)
-            except SampleMixingError:
-                if axis == axes[-1]:
-                    raise
-            else:
-                return
+    ) -> dict[int, Any]:
+        """What goes to the inputs of the call, by position."""
+        call, watch = site.call, self.groups[lane].watch
+        kind = type(carrier.speaker)
+        inputs: dict[int, Any]
+        inputs = watch(call.module, kind, "sent", carrier.send, view, quantity)
+        if not carrier.gives_values and not call.rule.is_loss and self.chunks is not None:
+            self._add_residuals(lane, site, view, inputs, self.chunks)
+        return inputs
 
     # What does not fit ---------------------------------------------------------------------------
 
@@ -267,17 +150,20 @@ class Traversal:
         size = None if chunks is None else chunks.size(lane, view.device.type)
         if chunks is None or size is None:
             return quantity
-        goes_inside = call in self.survey.opened and not call.rule.is_loss
-        edges = (site.below,) if goes_inside else call.edges
+        edges = self.edges_behind(site)
         is_rooted = any(edge is not None and self._is_rooted(edge) for edge in edges)
         propagator = self.groups[lane].propagator
         kept, parts = propagator.shed(call.rule, view, quantity, size, is_rooted)
         for part in parts:
             send = partial(
-                Traversal.send, lane=lane, site=site, view=view, carrier=carrier, quantity=part
+                type(self).send, lane=lane, site=site, view=view, carrier=carrier, quantity=part
             )
             chunks.carry(lane, site.edge.node, send)
         return kept
+
+    def edges_behind(self, site: Site) -> Sequence[Edge | None]:
+        """Where quantities go from a call."""
+        return site.call.edges
 
     def _add_residuals(
         self, lane: int, site: Site, view: View, inputs: dict[int, Any], chunks: Chunks
@@ -300,19 +186,16 @@ class Traversal:
         """Whether what goes to an edge has to be in the form of ``Propagator.rooted``."""
         return self.survey.is_shared or self.survey.site_at(edge) is None
 
-    def _carrier(self, lane: int, view: View) -> Carrier:
+    def carrier(self, lane: int, view: View) -> Carrier:
         """Who answers for the module; the rules, for all modules, where nobody else may."""
         group = self.groups[lane]
         if not group.has_overrides:
             known = self._carriers[lane] = RuleCarrier(group, self.survey)
             return known
-        extension, is_bare = group.extensions[0], isinstance(view.call.rule, BareRule)
-        found = None if is_bare else registry.override(extension, view.call.module)
+        extension = group.extensions[0]
+        found = registry.override(extension, view.call.module)
         if found is None:
             return RuleCarrier(group, self.survey)
-        fault = self.survey.alignment.faults.get((view.call, view.index))
-        if fault is not None:
-            raise fault
         return found(extension, group.propagator)
 
     # Reading -------------------------------------------------------------------------------------
@@ -332,24 +215,14 @@ class Traversal:
     ) -> None:
         """Let every extension read off parameters of the call's module."""
         group = self.groups[lane]
-        is_leaf = group.has_overrides and isinstance(view.call.rule, BareRule)
-        if is_leaf and registry.override(group.extensions[0], view.call.module) is not None:
-            return  # which has looked at the parameter where the module was called
         if carrier.gives_values:
             for found in values_of(carrier, self.survey, view, trained, quantity):
                 self.sink.store(group.extensions[0], found.parameter, found.value)
             return
         if not trained:
             return
-        if self.survey.alignment.owned:
-            quantity = self._of_samples(view, group.propagator, quantity)
         readings = carrier.find(view, trained, quantity)  # before any of it is read
         self.sink.note(lane, group, view, trained, readings)
-
-
-def _moved(axis: int, mat: Tensor) -> Tensor:
-    """Columns ``[V, *]`` with an axis of the tensor in front."""
-    return mat.movedim(1 + axis, 1)
 
 
 def _deliver(traversal: Traversal, lane: int, edge: Edge, own: Any) -> None:

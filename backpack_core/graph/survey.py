@@ -1,28 +1,20 @@
 """What is known of the graph of one backward pass before anything is computed.
 
-Some things can only be seen from above: a parameter that several calls use, or that is used by a
-bare functional call as well; calls that disagree about the batch; an operation that mixes samples.
-``surveying.py`` finds them, ``aligning.py`` where samples lie.
+Some things can only be seen from above: a parameter that several calls use, and the number of
+samples. Whoever walks the graph fills this in; a library knows more, and derives from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any
 
 from torch import Tensor
 
-from backpack_core._torch import CopyNode, Node
-from backpack_core.errors import BackpackError
+from backpack_core._torch import Node
 from backpack_core.graph.parameters import Trained, complex_parameter, trained_in
-from backpack_core.record.call import Call, Edge, Kept, Layout, Site, site_at, viewed_at
-from backpack_core.record.owner import owned_by_models, results_handed_over
+from backpack_core.record.call import Call, Edge, Kept, Site, site_at
 from backpack_core.record.view import View
-from backpack_operations.alignment import Alignment
-from backpack_operations.told import Told
-
-Region = tuple[Call, ...]  # calls that have no rule for propagation, each inside of the next
 
 
 @dataclass
@@ -46,146 +38,64 @@ class Use:
     is_wanted: bool = True
 
 
-class Bare(NamedTuple):
-    """A parameter that operations use, the last such node, and all with positions of the edges."""
-
-    parameter: Tensor
-    node: Node
-    edges: dict[tuple[Node, int], None]
-
-
 @dataclass
 class Survey:
-    """What is known about the graph of one backward pass.
+    """What is known about the graph of one backward pass: here, of a chain of modules with rules.
 
     Attributes:
-        beside: Outputs of nodes that are left out, with everything behind them.
-        tells_samples: Whether anything is of single samples, or of more than a sum over them.
-        told: Which samples rows belong to, where the user says so, or sums in the model.
-        alignment: Where samples lie in it.
         batch_size: Number of samples, the same in every call.
         is_shared: Whether a parameter is used several times.
         widest: Bytes that one column takes at the widest call.
         sites: Every output of a call that is in the graph, as (call, index).
-        tables: Nodes inside of calls that returned something that all samples share.
-        depth: At which depth of what models received each item is one sample's; ``None`` if samples
-            are in front of all.
-        rows: The samples of calls that received some of them only, by the node of the output.
-        axes: Which axis of such an output holds the samples.
         trained: What those calls are read off at.
         uses: The parameters that they use, by ``id``.
-        bare: Parameters that are looked at where operations use them, by ``id``.
-        leaves: Parameters that are looked at as calls, as the output of a node.
         freed: Parameters of calls that are looked at where operations use them.
+        bare: Parameters that are looked at where operations use them, by ``id``.
         outside: What is used outside of the calls that own it, by ``id``.
-        given: Parameters that are results of a computation, of calls that are gone through.
-        handed: Those of all models, as ``functional_call`` hands them over.
-        opened: Calls that are gone through node by node, by their rule or in spite of it.
+        leaves: Parameters that are looked at as calls, as the output of a node.
         viewed: Outputs of nodes that are reached past the views that modules returned of them, with
             the edge of the outermost; by node and output number.
-        received: How long axis 0 is of what a call received and returned; -1 if these differ.
-        losses: Calls without a rule that make a loss of what others returned: what they received
-            tells no number of samples.
-        unusual: Outputs of calls that received something that has no edge, or have modules inside.
+        opened: Calls that are gone through node by node, by their rule or in spite of it.
         shards: What a process holds of parameters that calls use whole, by these.
-        faults: Why quantities of single samples do not exist, and where.
-        is_declared: Whether samples are said to lie on another axis than the first, somewhere.
-        moved: Outputs of calls that are visited at the tensor that they are views of.
-        inner: Calls that compute more from an output of a node, by that.
-        regions: What calls lie in.
-        owned: How operations inside of calls use parameters that these own: by nodes and positions.
-        seen: Nodes between calls, and what they lie in, in order.
-        numbers: The samples that entries belong to, where somebody asked; see ``owners.py``.
-        are_moved: Whether rows may be other samples than those of the model's input; ``None``
-            before anybody asked.
-        structure: What tells it from other graphs, once somebody has asked; see ``trust.py``.
-        has_read: Whether numbers in tensors were compared, to tell where samples are.
+        structure: What tells it from other graphs, once somebody has asked.
         is_planned: Whether all of this is known from an earlier pass.
         is_measured: Whether the pass is measured, so that rules may look at values.
     """
 
-    beside: frozenset[tuple[Node, int]] = frozenset()
-    tells_samples: bool = False
-    told: Told | None = None
-    alignment: Alignment = field(default_factory=Alignment)
     batch_size: int = 0
     is_shared: bool = False
     widest: int = 0
     sites: dict[tuple[Call, int], Site] = field(default_factory=dict)
-    tables: set[Node] = field(default_factory=set)
-    depth: int | None = None
-    rows: dict[Node, Tensor] = field(default_factory=dict)
-    axes: dict[tuple[Call, int], int] = field(default_factory=dict)
     trained: dict[Call, tuple[Trained, ...]] = field(default_factory=dict)
     uses: dict[int, Use] = field(default_factory=dict)
-    bare: dict[int, Bare] = field(default_factory=dict)
-    viewed: dict[tuple[Node, int], Edge] = field(default_factory=dict)
-    leaves: dict[tuple[Node, int], Site] = field(default_factory=dict)
-    opened: set[Call] = field(default_factory=set)
     freed: dict[Call, tuple[Trained, ...]] = field(default_factory=dict)
+    bare: dict[int, Any] = field(default_factory=dict)
     outside: set[int] = field(default_factory=set)
-    given: dict[Call, Mapping[tuple[Node, int], Tensor]] = field(default_factory=dict)
-    handed: dict[tuple[Node, int], Tensor] = field(default_factory=results_handed_over)
-    received: dict[tuple[Call, int], int] = field(default_factory=dict)
-    losses: set[Call] = field(default_factory=set)
-    unusual: list[Site] = field(default_factory=list)
+    leaves: dict[tuple[Node, int], Site] = field(default_factory=dict)
+    viewed: dict[tuple[Node, int], Edge] = field(default_factory=dict)
+    opened: set[Call] = field(default_factory=set)
     shards: dict[Tensor, Tensor] = field(default_factory=dict)
-    faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
-    is_declared: bool = False
     structure: tuple[object, ...] | None = None
-    is_measured: bool = True
-    moved: set[tuple[Call, int]] = field(default_factory=set)
-    inner: dict[tuple[Node, int], Call] = field(default_factory=dict)
-    regions: dict[Call, Region] = field(default_factory=dict)
-    owned: dict[Call, list[tuple[Node, int, Tensor]]] = field(default_factory=dict)
-    seen: dict[tuple[Node, Region], None] = field(default_factory=dict)
-    numbers: dict[tuple[Node, int], Tensor | None] = field(default_factory=dict)
-    are_moved: bool | None = None
-    has_read: bool = False
     is_planned: bool = False
-
-    @property
-    def why_unusual(self) -> str:
-        """What tells more of this graph than shapes, settings and operations; empty if nothing.
-
-        That data are no copy of others in another order counts as known.
-        """
-        found = {
-            "samples=... says which rows are whose": self.told is not None,
-            "numbers in tensors were read to tell where samples are": self.has_read,
-            "rows are picked, turned or handed out": bool(self.are_moved or self.rows),
-            "samples lie on another axis": self.is_declared or any(self.axes.values()),
-            "each item of a list is a sample's": self.depth is not None,
-            "weights are handed over": bool(self.handed),
-            "a view was overwritten in place": bool(self.viewed or self.moved or self.inner),
-            "parameters are sharded": bool(self.shards),
-            "a loss has no rule": bool(self.losses),
-            "a quantity does not exist everywhere": bool(self.faults or self.owned or self.beside),
-        }
-        return next((why for why, is_so in found.items() if is_so), "")
-
-    @property
-    def is_told(self) -> bool:
-        """Whether rows are said to be other samples than one each, in order."""
-        return self.told is not None and not self.told.is_usual
+    is_measured: bool = True
 
     def site_at(self, edge: Edge) -> Site | None:
         """The call that what is sent to an edge arrives at, in this graph."""
-        if self.leaves and (leaf := self.leaves.get((edge.node, edge.output_nr))) is not None:
-            return leaf
-        if self.viewed and not edge.level:
-            edge = self.viewed.get((edge.node, edge.output_nr), edge)
-        site = site_at(edge)
-        if site is not None and site.edge.level <= 0 and (site.call, site.index) in self.moved:
-            return None  # the call is visited at the tensor that its output is a view of
-        return site
+        return site_at(edge)
 
-    def add_leaf(self, site: Site) -> None:
-        """Look at a parameter as at a call that returns it."""
-        self.leaves[site.edge.node, site.edge.output_nr] = site
-        self.sites[site.call, site.index] = site
-        self.axes[site.call, site.index] = 0
-        self.note_uses(site.call)
+    def place_of(self, site: Site) -> tuple[int, int]:
+        """Which axis of an output holds the samples; how many of its entries each of them has."""
+        return 0, 1
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether rows are those of the samples, in their order, everywhere."""
+        return True
+
+    def sources(self, node: Node) -> list[str]:
+        """The paths of the calls whose outputs an operation works on."""
+        sites = [site_at(Edge(child, nr)) for child, nr in node.next_functions if child is not None]
+        return list(dict.fromkeys(site.call.path for site in sites if site is not None))
 
     def note_uses(self, call: Call) -> None:
         """Note which parameters a call uses."""
@@ -195,15 +105,13 @@ class Survey:
             self.trained[call] = trained
             if others:
                 self.freed[call] = others
-        for own in self.uncovered(call) if self.freed else ():
-            is_alone = not {*call.module._modules.keys()} - {"parametrizations"}
-            self._use(call, own).unruled += is_alone
         for own in trained:
-            use = self._use(call, own)
+            use = self.use_of(call, own)
             self.is_shared |= use.count > 0
             use.count += 1
 
-    def _use(self, call: Call, own: Trained) -> Use:
+    def use_of(self, call: Call, own: Trained) -> Use:
+        """What is known of a parameter that a call uses."""
         name, parameter, _ = own
         use = self.uses.get(id(parameter))
         if use is None:
@@ -212,61 +120,19 @@ class Survey:
             use = self.uses[id(parameter)] = Use(parameter, call, name)
         return use
 
-    def note_bare(self, node: Node, position: int, parameter: Tensor) -> None:
-        """Note a parameter that an operation uses outside of any module that owns it."""
-        bare = self.bare.setdefault(id(parameter), Bare(parameter, node, {}))
-        self.bare[id(parameter)] = bare._replace(node=node)
-        bare.edges[node, position] = None
-
-    def views_of(self, node: Node) -> list[tuple[Site, Layout]]:
-        """Calls that returned views of a node's outputs, which were overwritten in place since."""
-        return [(s, s.layout) for s in self.sites.values() if s.edge.node is node and s.layout]
-
     def view(self, site: Site, kept: Kept, grad: Tensor | None = None) -> View:
         """What rules see at an output, with the gradient there and what calls have computed."""
         call, index, (node, *_), _ = site
-        axis, positions = self.axes.get((call, index), 0), self.alignment.positions_of(site)
+        axis, positions = self.place_of(site)
         known = kept.setdefault(call, {})
         view = View(call, index, grad, node, axis, known, positions, self.batch_size)
         view.is_checked = not self.is_planned
         view.is_measured = self.is_measured
         return view
 
-    def further(self, edge: Edge) -> list[Edge]:
-        """Where what is sent to an edge goes on: past a call with a rule, into others, by nodes."""
-        site = self.site_at(edge)
-        if site is None:
-            return [behind for _, behind in edges_behind(edge.node)]
-        if site.call in self.opened:
-            return [site.below]
-        return [behind for behind in site.call.edges if behind is not None]
-
-    def disown(self, call: Call) -> None:
-        """Have nothing read off at a call: operations inside use its parameters, as any others."""
-        if trained := self.trained[call]:
-            sites = sum(own is call for own, _ in self.sites)
-            for own in trained:
-                self.uses[id(own.parameter)].count -= sites
-            self.trained[call], self.freed[call] = (), (*self.freed.get(call, ()), *trained)
-        for node, position, parameter in self.owned.get(call, ()):
-            self.note_bare(node, position, parameter)
-
-    def bare_of_models(self) -> list[Bare]:
-        """Parameters that operations use, and extended models own.
-
-        Of those that calls use, some may have been replaced in their module since.
-        """
-        own = owned_by_models().keys() | self.uses.keys() if self.bare else ()
-        return [bare for key, bare in self.bare.items() if key in own]
-
-    def uncovered(self, call: Call) -> list[Trained]:
-        """The parameters of a call that its rule, if there is any, does not cover."""
-        rule, module = call.rule, call.module
-        return [own for own in self.freed.get(call, ()) if not rule.covers(module, own.name)]
-
-    def is_loss(self, call: Call) -> bool:
-        """Whether a call is that of a loss, whether a rule is known for it or not."""
-        return call.rule.is_loss or call in self.losses
+    def parameters(self) -> dict[int, Tensor]:
+        """Those that are read, by ``id``."""
+        return {number: use.parameter for number, use in self.uses.items() if use.count}
 
     def asks_rule(self, call: Call) -> bool:
         """Whether a rule is asked for anything at a call: for parameters, or how to go on.
@@ -280,24 +146,6 @@ class Survey:
         use = self.uses.get(id(parameter))
         return use is not None and use.count > 0
 
-    def leave_out(self, call: Call) -> None:
-        """Have nothing read off at the parameters of a call that has no rule."""
-        for number in (id(own.parameter) for own in self.uncovered(call)):
-            self.uses[number].is_wanted = False
-            self.bare.pop(number, None)
-
-    def disown_all_of_leaves(self) -> None:
-        """Disown calls that are gone through and use a parameter that is looked at by itself.
-
-        What operations inside send to it arrives there, and would be read off at the call, too.
-        """
-        found = [*self.owned]
-        while found:
-            known = [call for call in self.owned if self.trained[call]]
-            found = [c for c in known if any(id(p) in self.bare for *_, p in self.owned[c])]
-            for call in found:
-                self.disown(call)
-
     @property
     def weights(self) -> int:
         """Bytes of the parameters that calls use."""
@@ -307,14 +155,3 @@ class Survey:
     def is_readable(self) -> bool:
         """Whether what autograd saved may be read by others, everywhere."""
         return all(call.is_readable for call, _ in self.sites)
-
-
-def edges_behind(node: Node) -> list[tuple[int, Edge]]:
-    """Where a node sends gradients: positions in ``node.next_functions``, and edges."""
-    new, ways = tuple.__new__, enumerate(node.next_functions)  # much faster than Edge(...)
-    found = [(i, new(Edge, (child, nr, 0))) for i, (child, nr) in ways if child is not None]
-    if type(node) is CopyNode and found and not found[0][0]:
-        # An operation in place on a view is one on the tensor behind.
-        child, number, _ = found[0][1]
-        found[0] = 0, Edge(child, number, len(viewed_at(child, number)))
-    return found

@@ -7,7 +7,7 @@ calls in their places.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -15,9 +15,11 @@ from weakref import WeakKeyDictionary
 
 from torch.nn import Module
 
+from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey, Use
 from backpack_core.plan.structure import Structure, Unplanned
-from backpack_operations.numbers import Loose, Numbered, model_of, trained_by
+from backpack_core.record.call import Call
+from backpack_core.record.owner import owner_of
 
 MOST: Final = 100  # plans of one model, those that were made last
 
@@ -31,8 +33,7 @@ class Plan:
         calls: The paths of the modules, one for each output of a call, losses first.
         opened: Which of the calls are gone through node by node.
         batch_size: The number that stands for the number of samples.
-        alignment: Where samples lie; ``None`` if every tensor has them on axis 0.
-        loose: Parameters that operations use; ``None`` if modules with rules own all of them.
+        numbers: What lies between calls, as its library numbers it; ``None`` if only calls count.
         trust: What passes have shown of the form.
     """
 
@@ -40,13 +41,18 @@ class Plan:
     calls: tuple[str, ...]
     opened: tuple[bool, ...]
     batch_size: int
-    alignment: Numbered | None
-    loose: Loose | None
+    numbers: Any
     trust: Any = field(compare=False)
 
     @classmethod
-    def of(cls, survey: Survey, structure: Structure, trust: Any) -> Plan:
+    def of(cls, survey: Survey, structure: Structure, numbers: Any, trust: Any) -> Plan:
         """The plan of a pass that was surveyed.
+
+        Args:
+            survey: What is known about the graph.
+            structure: What tells it from others.
+            numbers: What lies between calls.
+            trust: What passes have shown of it.
 
         Raises:
             Unplanned: Passes like it have to be surveyed each time.
@@ -55,25 +61,20 @@ class Plan:
         is_same = survey.sites.keys() - at_leaves == structure.sites.keys()
         if not is_same or survey.batch_size not in structure.lengths:
             raise Unplanned("modules lie where no walk by rules gets to")
-        if why := survey.why_unusual:
-            raise Unplanned(why)
-        is_plain = survey.alignment.is_plain
-        alignment = None if is_plain else Numbered.of(survey, structure)
         calls = [call for call, _ in structure.sites]
         return cls(
             tuple([tuple([own.name for own in survey.trained[call]]) for call in calls]),
             tuple([call.path for call in calls]),
             tuple([call in survey.opened for call in calls]),
             structure.lengths[survey.batch_size],
-            alignment,
-            Loose.of(survey, structure),
+            numbers,
             trust,
         )
 
     @property
     def counts(self) -> bool:
         """Whether it counts entries of axes, and so holds for equal shapes only."""
-        return self.alignment is not None or self.loose is not None
+        return self.numbers is not None
 
     def __repr__(self) -> str:
         """The steps, a line for each, in the order of the walk."""
@@ -101,13 +102,10 @@ class Planned(NamedTuple):
     batch_size: int
 
     def fill(self, survey: Survey, structure: Structure) -> None:
-        """Have a survey know what it would find out by itself."""
+        """Have a survey know what it would find out by itself, but for what lies between calls."""
         survey.is_planned, survey.sites = True, structure.sites
-        survey.seen = dict.fromkeys([(node, ()) for node in structure.between])
-        survey.batch_size = survey.alignment.batch_size = self.batch_size
+        survey.batch_size = self.batch_size
         trained, uses, plan = survey.trained, survey.uses, self.plan
-        if plan.alignment is not None:
-            plan.alignment.fill(survey, structure)
         shown = (t for call, _ in structure.sites for t in call.stored.inputs + call.stored.outputs)
         survey.widest = max(tensor.nbytes for tensor in shown)
         steps = zip(structure.sites, plan.trained, plan.opened, strict=True)
@@ -116,14 +114,12 @@ class Planned(NamedTuple):
                 survey.opened.add(call)
             if call not in trained:
                 trained[call] = trained_by(call, names)
-            for name, own, _ in trained[call] if plan.loose is None else ():
+            for name, own, _ in trained[call]:
                 use = uses.get(id(own))
                 if use is None:
                     uses[id(own)] = Use(own, call, name, 1)
                 else:
                     use.count, survey.is_shared = use.count + 1, True
-        if plan.loose is not None:
-            plan.loose.fill(survey, structure)
 
 
 class Plans:
@@ -170,6 +166,19 @@ class Plans:
         """Forget the plans of a model."""
         self._plans.pop(model, None)
         self._known.pop(model, None)
+
+
+def trained_by(call: Call, names: Iterable[str]) -> tuple[Trained, ...]:
+    """Parameters of a call, as it used them."""
+    owned = call.stored.owned
+    used = [(name, owned[name][0]) for name in names]
+    return tuple([Trained(name, own, own) for name, own in used])
+
+
+def model_of(structure: Structure) -> Module:
+    """The model that a graph is of, of several that which ran first."""
+    *_, (call, _) = structure.sites  # not the first: a loss may be a new module in each pass
+    return owner_of(call.module)
 
 
 def _shorten(table: OrderedDict[Any, Any]) -> None:

@@ -7,7 +7,7 @@ Some graphs have no key: what was overwritten behind a view, or what hooks took.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from itertools import chain, product
 from typing import Any
@@ -16,16 +16,16 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack_core._torch import CopyNode, LeafNode, Node
-from backpack_core.graph import nodes
-from backpack_core.graph.survey import Region
+from backpack_core._torch import LeafNode, Node
 from backpack_core.record.call import SITES, VIEWED, Call, Edge, Site
 from backpack_core.record.owner import PATH_ATTRIBUTE, is_parameter
 from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run, span_of
 
 Place = tuple[Node, int]
+Region = tuple[Call, ...]  # calls that are gone through, each inside of the next
+FactsOf = Callable[[Node], Iterable[Any]]
 
-_OVERWRITTEN = "a view was overwritten in place"
+OVERWRITTEN = "a view was overwritten in place"
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
@@ -44,15 +44,17 @@ class Structure:
         key: Equal for graphs of equal shapes about which the same is decided.
     """
 
-    def __init__(self, roots: Iterable[Edge]) -> None:
+    def __init__(self, roots: Iterable[Edge], facts_of: FactsOf) -> None:
         """Walk the graph.
 
         Args:
             roots: What ``backward()`` is called on.
+            facts_of: Returns what a decision about an operation may depend on, besides shapes.
 
         Raises:
             Unplanned: It has no key.
         """
+        self._facts_of = facts_of
         self.sites: dict[tuple[Call, int], Site] = {}
         self.between: dict[Node, int] = {}
         self.parameters: list[Tensor] = []
@@ -100,14 +102,14 @@ class Structure:
         noted: Any = node.metadata
         for call, _, layout in noted.get(VIEWED, {}).get(number, ()):
             if layout.is_whole and call not in region:
-                raise Unplanned(_OVERWRITTEN)
+                raise Unplanned(OVERWRITTEN)
         found = noted.get(SITES, {}).get(number)
         if found is None:
             return [(place, region) for place in self._pass(node, region)]
         call, index = found
         self.sites[call, index] = Site(call, index, Edge(node, number))
         if call.is_released or call.is_rewired:
-            raise Unplanned(_OVERWRITTEN if call.is_rewired else "a part of the graph was freed")
+            raise Unplanned(OVERWRITTEN if call.is_rewired else "a part of the graph was freed")
         if not call.is_readable:
             raise Unplanned("hooks take what autograd saves, as those of a checkpoint do")
         rule, module = call.rule, call.module
@@ -161,7 +163,7 @@ class Structure:
             if edge is None:
                 facts += is_parameter(tensor), tensor.requires_grad, *self._received(call, tensor)
             elif edge.level:
-                raise Unplanned(_OVERWRITTEN)
+                raise Unplanned(OVERWRITTEN)
             else:
                 further.append(edge[:2])
         return further
@@ -215,11 +217,10 @@ class Structure:
             if is_parameter(leaf):
                 facts.append(self._number_of(leaf))
             return []
-        if kind is CopyNode or nodes.is_nested(node):
-            raise Unplanned(_OVERWRITTEN if kind is CopyNode else "there are nested tensors")
+        own = self._facts_of(node)
         for metadata in node._input_metadata:
             facts += metadata.dtype, torch.Size(metadata.shape)
-        facts += nodes.settings_of(node)
+        facts += own
         edges = node.next_functions
         facts.append(tuple([child is None for child, _ in edges]))
         return [(child, number) for child, number in edges if child is not None]

@@ -66,8 +66,12 @@ def backpack_plan(draft: Any, asked: Any) -> None:
 
 
 @hookspec(firstresult=True)
-def backpack_operation(draft: Any, node: Any) -> Any:
-    """Answer for an autograd node between calls, or for a module without a rule."""
+def backpack_operation() -> Any:
+    """Return the class, derived from ``engine.between.Between``, that knows what is between calls.
+
+    Asked once in each pass: a class stands for all graphs, since a walk that has met an operation
+    would have to begin anew in other hands.
+    """
 
 
 @hookspec

@@ -17,12 +17,11 @@ from backpack_core._torch import class_of
 from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
-from backpack_core.contract.rules import LayerRule, ModuleType, is_module_type
+from backpack_core.contract.rules import LayerRule, ModuleType, NoRule, is_module_type
 from backpack_core.discovery import Claim, Provenance, choose, class_named, spelled_out
 from backpack_core.errors import PluginError
 from backpack_core.plugins.declarations import refuse, validate
 from backpack_core.plugins.sameness import methods_behind, same_maps
-from backpack_operations.bare import NoRule
 
 CORE = Provenance("core", "backpack-core", "")
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from backpack_core import View, backpack, extend
 from backpack_core.errors import OverwrittenInputError, ReleasedIOError, UsageError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
-from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, edge_of, live_calls
 from backpack_core.record.state import settings_of
+from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_behind
 from tests.cases import Net, classification
 
@@ -242,7 +242,7 @@ def test_inputs_and_outputs_are_freed_during_backward() -> None:
 
 
 def _calls_behind(tensor: Tensor) -> list[Call]:
-    edge, survey = edge_of(tensor), Survey()
+    edge, survey = edge_of(tensor), GraphSurvey()
     assert edge is not None
     look_behind(survey, [edge])
     return [call for call, _ in survey.sites]

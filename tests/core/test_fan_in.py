@@ -10,20 +10,20 @@ import torch
 from torch import nn
 
 from backpack_core import backpack, extend
-from backpack_core.engine import schedule
 from backpack_core.extensions import DiagGGNExact
+from backpack_operations import crossings
 from tests.cases import Net
 
 
 def test_what_many_operations_end_in_is_not_searched_again(monkeypatch: Any) -> None:
     searched: Counter[Any] = Counter()
-    children_of = schedule.children_of
+    children_of = crossings.children_of
 
     def counted(node: Any) -> Any:
         searched[node] += 1
         return children_of(node)
 
-    monkeypatch.setattr(schedule, "children_of", counted)
+    monkeypatch.setattr(crossings, "children_of", counted)
     net = Net(
         lambda net, x: net.a(x.detach()) + torch.stack([x * i for i in range(50)]).sum(0),
         a=nn.Linear(3, 3),

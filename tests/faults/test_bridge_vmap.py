@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core.extensions import KFRA, DiagGGNExact
-from backpack_core.graph.nodes import vmap_nodes
 from backpack_operations.apart import cross_columns
+from backpack_operations.nodes import vmap_nodes
 from backpack_products.columns import Columns
 from tests import oracle
 from tests.cases import Net, Problem, classification

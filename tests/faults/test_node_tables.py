@@ -19,7 +19,7 @@ from backpack_core.extensions import (
     DiagGGNExact,
     DiagHessian,
 )
-from backpack_core.graph import nodes
+from backpack_operations import nodes
 from tests import oracle
 from tests.cases import Net, Problem, classification
 from tests.faults.node_cases import (

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from backpack_core.graph import nodes
+from backpack_core.graph.nodes import is_leaf
 from backpack_core.graph.order import behind
+from backpack_operations import nodes
 from tests import oracle
 from tests.faults.node_cases import LINEAR, PIECEWISE, PRODUCTS, QUOTIENTS
 
@@ -113,7 +114,7 @@ def _see_rows(result: Any) -> int:
     ways = 0
     root = result.grad_fn
     for node in {root, *behind([root])}:
-        if nodes.is_leaf(node) or nodes.is_nested(node):
+        if is_leaf(node) or nodes.is_nested(node):
             continue
         metadata = node._input_metadata
         for nr, out in enumerate(metadata):

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core.contract.rules import LayerRule
+from backpack_core.contract.rules import LayerRule, NoRule
 from backpack_core.record.call import Call, Stored
 from backpack_core.record.structure import iter_tensors
 from backpack_core.record.view import View
-from backpack_operations.bare import NoRule
 from backpack_products.parametric import ParametricRule
 
 TOLERANCE = 1e-10

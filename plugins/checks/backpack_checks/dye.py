@@ -31,14 +31,15 @@ from backpack_core.contract.loss import LossRule
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import OverwrittenInputError
-from backpack_core.graph import nodes
-from backpack_core.graph.survey import Survey
+from backpack_core.graph.nodes import described, is_leaf
 from backpack_core.record.call import Call, Edge
 from backpack_core.record.view import View
+from backpack_operations import nodes
 from backpack_operations.alignment import Crossing
 from backpack_operations.apart import cross_columns
 from backpack_operations.batch import is_doubtful
 from backpack_operations.owners import Owners
+from backpack_operations.survey import GraphSurvey
 from backpack_products.columns import Columns, Root
 from backpack_products.parametric import ParametricRule
 
@@ -62,7 +63,7 @@ class DyePropagator(Propagator):
     per_sample = True
     starts_everywhere = True
 
-    def __init__(self, judge: Judge, survey: Survey) -> None:
+    def __init__(self, judge: Judge, survey: GraphSurvey) -> None:
         """Begin.
 
         Args:
@@ -207,7 +208,7 @@ class DyePropagator(Propagator):
         if is_apart:
             return [*sent.items()]
         known = self._kept(node, quantities) | sent
-        is_known = all(i in known or nodes.is_leaf(child) for i, child in ways)
+        is_known = all(i in known or is_leaf(child) for i, child in ways)
         if there.apart or not is_known:
             quantities = {nr: self._closed(dye) for nr, dye in quantities.items()}
         if there.apart:
@@ -245,7 +246,7 @@ class DyePropagator(Propagator):
 
     def _judge_at(self, node: Node, quantities: Dyes, positions: Mapping[int, Positions]) -> bool:
         """Compare at the outputs of a node; returns whether everything there was known."""
-        where = f"the operation {nodes.described(node)} and its result"
+        where = f"the operation {described(node)} and its result"
         known = True
         for nr, arrived in quantities.items():
             total, own = arrived.total(), arrived.brought
@@ -259,7 +260,7 @@ class DyePropagator(Propagator):
 
     def _cross(self, node: Node, quantities: Dyes, apart: frozenset[int]) -> Iterator[Sent]:
         """Go through the node, or start behind it as behind a call."""
-        crossed, step = [*self._through(node, quantities, apart)], nodes.described(node)
+        crossed, step = [*self._through(node, quantities, apart)], described(node)
         for position, dye in crossed:
             yield position, self._dyed(dye, *node.next_functions[position])
         if crossed:
@@ -274,7 +275,7 @@ class DyePropagator(Propagator):
 
     def _through(self, node: Node, quantities: Dyes, apart: frozenset[int]) -> Iterator[Sent]:
         """Through the node; nothing where that cannot be. Zeros at ``apart`` hide nothing."""
-        before, step = history(quantities.values()), nodes.described(node)
+        before, step = history(quantities.values()), described(node)
         for position, columns in self._pushed(node, quantities) if before.is_whole else ():
             self.is_cut |= position not in apart and not largest(columns.mat)
             units = [torch.finfo(block.dtype).eps for block in columns.blocks.values()]

@@ -17,12 +17,14 @@ from torch.nn import Module
 from backpack_checks.dye import DyePropagator
 from backpack_checks.dyed import Judge, Question, Weights
 from backpack_core._torch import is_symbolic
-from backpack_core.graph import nodes
-from backpack_core.graph.paths import reached_past_losses
+from backpack_core.graph.nodes import is_leaf
 from backpack_core.graph.survey import Survey
 from backpack_core.plan.plan import plans
 from backpack_core.record.call import Edge
 from backpack_core.record.owner import owner_of
+from backpack_operations import nodes
+from backpack_operations.paths import reached_past_losses
+from backpack_operations.survey import GraphSurvey
 
 MOST: Final = 100  # structures of one model, those that were seen last
 
@@ -70,6 +72,7 @@ class Measurement:
     def __init__(
         self, survey: Survey, roots: Sequence[Edge], trust: Trust, question: Question
     ) -> None:
+        assert isinstance(survey, GraphSurvey)  # as :func:`trust_in` has seen
         # Extended losses say where samples are. For their curvature, any other term is an error.
         guesses = 1 if question.is_of_losses or reached_past_losses(survey, roots) is None else 2
         weights = Weights(survey.batch_size, trust.passes, guesses)
@@ -84,7 +87,7 @@ class Measurement:
             number
             for number, (place, site) in enumerate(self._survey.sites.items())
             if place not in self.dye.settled
-            and not (place[0].rule.is_loss or nodes.is_leaf(site.edge.node))
+            and not (place[0].rule.is_loss or is_leaf(site.edge.node))
         }
         still |= {-1} if self.dye.is_cut else set()
         self._trust.open_sites = still if self._before is None else still & self._before
@@ -100,6 +103,8 @@ def trust_in(survey: Survey, check: str, question: Question) -> Trust | None:
     """
     if check == "never" or not survey.sites or not any(question):
         return None
+    if not isinstance(survey, GraphSurvey):
+        return None  # nobody knows what is between calls
     shown = (call.stored.outputs[index] for call, index in survey.sites)
     return None if any(map(is_symbolic, shown)) else known_of(survey, question)
 
@@ -140,5 +145,6 @@ def _structure(survey: Survey) -> tuple[object, ...]:
         stored = call.stored
         axes = [tuple(map(is_batch, t.shape)) for t in (*stored.inputs, stored.outputs[index])]
         calls.append((call.path, index, call.training, *axes))
-    between = [(sys.intern(node.name()), *nodes.settings_of(node)) for node, _ in survey.seen]
+    seen = survey.seen if isinstance(survey, GraphSurvey) else ()
+    between = [(sys.intern(node.name()), *nodes.settings_of(node)) for node, _ in seen]
     return (*calls, *between)

@@ -11,10 +11,10 @@ from functools import partial
 from torch import Tensor
 
 from backpack_core._torch import Node, will_get_gradient
-from backpack_core.graph import nodes
+from backpack_core.graph.nodes import is_leaf
 from backpack_core.graph.order import ranks
 from backpack_core.record.call import Edge, edge_of
-from backpack_operations import bridge
+from backpack_operations import bridge, nodes
 from backpack_operations.own_pass import in_own_pass
 
 
@@ -23,7 +23,7 @@ def leaves_behind(tensor: Tensor) -> tuple[Tensor, ...]:
     edge = edge_of(tensor)
     if edge is None:
         return (tensor,) if tensor.requires_grad else ()
-    return tuple(n.variable for n in ranks(edge.node) if nodes.is_leaf(n))  # type: ignore[attr-defined]
+    return tuple(n.variable for n in ranks(edge.node) if is_leaf(n))  # type: ignore[attr-defined]
 
 
 def pull_back(mat: Tensor, source: Tensor, leaf: Tensor) -> Tensor:
@@ -52,11 +52,11 @@ def nonlinear_between(source: Tensor, leaf: Tensor) -> list[Node]:
     """The operations by which a tensor is computed from a leaf that are not known to be linear."""
     edge = edge_of(source)
     between = [*ranks(edge.node)] if edge is not None else []
-    leads = {n for n in between if nodes.is_leaf(n) and n.variable is leaf}  # type: ignore[attr-defined]
+    leads = {n for n in between if is_leaf(n) and n.variable is leaf}  # type: ignore[attr-defined]
     for node in reversed(between):  # operands first
         if any(child in leads for child, _ in node.next_functions):
             leads.add(node)
-    on_the_way = (node for node in between if node in leads and not nodes.is_leaf(node))
+    on_the_way = (node for node in between if node in leads and not is_leaf(node))
     return [node for node in on_the_way if not nodes.is_linear(node, leads)]
 
 

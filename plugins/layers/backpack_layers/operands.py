@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core.graph import nodes
-from backpack_operations import bridge
+from backpack_operations import bridge, nodes
 from backpack_operations.operands import Operand, products_at
 from backpack_products import (
     AffineProduct,

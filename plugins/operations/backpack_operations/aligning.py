@@ -10,8 +10,6 @@ from torch import Tensor
 
 from backpack_core._torch import Node, has_memory, memory_of
 from backpack_core.errors import BackpackError
-from backpack_core.graph.paths import inside
-from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, Site
 from backpack_core.record.owner import owner_of
 from backpack_core.record.view import View
@@ -20,10 +18,14 @@ from backpack_operations.alignment import Alignment
 from backpack_operations.alignment_walk import Walk
 from backpack_operations.batch import declared_axis, is_doubtful
 from backpack_operations.owners import Owners
+from backpack_operations.paths import inside
+from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_inside
 
 
-def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apart: bool) -> None:
+def align(
+    alignment: Alignment, survey: GraphSurvey, roots: list[Edge], can_keep_apart: bool
+) -> None:
     """Find out where the samples lie, and have calls gone through whose rules do not fit.
 
     Args:
@@ -57,7 +59,7 @@ def align(alignment: Alignment, survey: Survey, roots: list[Edge], can_keep_apar
         Walk(survey, alignment, _targets(survey), owners).run(roots)
 
 
-def _fault(survey: Survey, call: Call, index: int, is_moved: bool) -> BackpackError:
+def _fault(survey: GraphSurvey, call: Call, index: int, is_moved: bool) -> BackpackError:
     """Why a call has its samples elsewhere than other calls."""
     first, size = call.stored.inputs[0], survey.batch_size
     received = first.shape[0] if first.dim() else 0
@@ -71,7 +73,7 @@ def _fault(survey: Survey, call: Call, index: int, is_moved: bool) -> BackpackEr
     return faults.turned_batch(call, axis, size)
 
 
-def _is_declared(survey: Survey, call: Call) -> bool:
+def _is_declared(survey: GraphSurvey, call: Call) -> bool:
     """Whether only the declaration says that a call received its samples on another axis."""
     if not survey.is_declared or not declared_axis(call):
         return False
@@ -80,7 +82,7 @@ def _is_declared(survey: Survey, call: Call) -> bool:
     return survey.is_told or is_doubtful(call.stored.inputs[0].shape, survey.batch_size)
 
 
-def _hand_to_nodes(survey: Survey) -> None:
+def _hand_to_nodes(survey: GraphSurvey) -> None:
     """Look at parameters where operations use them, if some of these are inside of the call."""
     users = {key: {node for node, _ in bare.edges} for key, bare in survey.bare.items()}
     for site in [*survey.sites.values()] if users else ():
@@ -94,7 +96,7 @@ def _hand_to_nodes(survey: Survey) -> None:
                 look_inside(survey, site)
 
 
-def _is_table(survey: Survey, owners: Owners, site: Site) -> bool:
+def _is_table(survey: GraphSurvey, owners: Owners, site: Site) -> bool:
     """Whether a call's output is taken for a table, which is as long as the batch by chance.
 
     As of ``wpe(torch.arange(T))``: the call received nothing of the model's input, and its output
@@ -123,7 +125,7 @@ def _is_of_buffers(call: Call) -> bool:
     return bool(memories) and all(memory_of(t) in memories for t in call.stored.inputs)
 
 
-def _refusal_of_rows(survey: Survey, call: Call, index: int) -> BackpackError | None:
+def _refusal_of_rows(survey: GraphSurvey, call: Call, index: int) -> BackpackError | None:
     """What a rule says of as many rows as samples, if it need not be asked: nodes know as much.
 
     That is so of a single sample (a step of a loop, with the time in front), and of rows that are
@@ -148,7 +150,7 @@ def _refusal(call: Call, index: int) -> BackpackError | None:
     return None
 
 
-def _open(survey: Survey, places: list[tuple[Call, int]], owners: Owners) -> None:
+def _open(survey: GraphSurvey, places: list[tuple[Call, int]], owners: Owners) -> None:
     """Handle calls that received something without samples: go through them, node by node.
 
     Not if the rule takes what it received for samples: the products it gives are then added up.
@@ -162,7 +164,7 @@ def _open(survey: Survey, places: list[tuple[Call, int]], owners: Owners) -> Non
             look_inside(survey, survey.sites[call, index])
 
 
-def _targets(survey: Survey) -> dict[Node, dict[int, Tensor]]:
+def _targets(survey: GraphSurvey) -> dict[Node, dict[int, Tensor]]:
     """Parameters of extended models that no call reads, by the node and position of each use."""
     found: dict[Node, dict[int, Tensor]] = {}
     if survey.sites:  # else nothing tells how many samples

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.errors import BackpackError
-from backpack_core.graph import nodes
 from backpack_core.record.call import Call, Edge, Site
-from backpack_operations import faults
+from backpack_operations import faults, nodes
 from backpack_operations.apart import cross_apart, cross_columns
 from backpack_products.columns import ApartColumns, Columns
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.graph import nodes
 from backpack_core.graph.order import consumers_first, reached
-from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Edge
+from backpack_operations import nodes
 from backpack_operations.alignment import Alignment
 from backpack_operations.batch import declared_axis, is_doubtful
 from backpack_operations.of_weights import Origins
 from backpack_operations.owners import Owners
+from backpack_operations.survey import GraphSurvey
 from backpack_operations.tensors import Known, Tensors, Way
 
 
@@ -28,7 +28,7 @@ class Walk:
 
     def __init__(
         self,
-        survey: Survey,
+        survey: GraphSurvey,
         found: Alignment,
         targets: Mapping[Node, Mapping[int, Tensor]],
         owners: Owners,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.graph import nodes
+from backpack_core.graph.nodes import refuse
 from backpack_core.tuning import memory_budget
 from backpack_operations import bridge
 from backpack_operations.operands import FactoredColumns, by_root, operand_product
@@ -125,7 +125,7 @@ def _push_apart(
     of_samples = {i: c for i, c in present.items() if isinstance(c, ApartColumns) or i in owned}
     for nr in present.keys() - of_samples.keys():
         if not of_samples or bool(present[nr].blocks[root].any()):  # else nobody uses the output
-            raise nodes.refuse(node, "its output has no samples that could be told apart")
+            raise refuse(node, "its output has no samples that could be told apart")
     parts: dict[int, list[Tensor]] = {}
     size = max(c.blocks[root].nbytes for c in of_samples.values())  # for each mask
     width = len(next(iter(of_samples.values())).blocks[root])

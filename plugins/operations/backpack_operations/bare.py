@@ -13,12 +13,14 @@ from torch.nn import Module
 
 from backpack_core._torch import memories_of, version_of
 from backpack_core.contract.bases import base
-from backpack_core.contract.rules import LayerRule
-from backpack_core.record.call import Call, Stored
+from backpack_core.plugins.registry import FALLBACK
+from backpack_core.record.call import Call, Edge, Site, Stored
+from backpack_core.record.owner import owned_by_models
 from backpack_core.record.state import NO_SETTINGS
 from backpack_core.record.untouched import memories
 from backpack_core.record.view import View
 from backpack_operations.operands import FactoredColumns
+from backpack_operations.survey import GraphSurvey
 from backpack_products.columns import ApartColumns
 from backpack_products.parametric import ParametricRule
 from backpack_products.product import DenseProduct, SampleProduct
@@ -48,16 +50,6 @@ class BareRule(ParametricRule):
         raise AssertionError("a parameter has no samples")
 
 
-@base
-class NoRule(LayerRule):
-    """Stands where no rule is installed: what arrives goes through the operations inside."""
-
-    transparent = True
-
-    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        raise AssertionError("a transparent rule is never asked to propagate")
-
-
 _RULE = BareRule()
 
 
@@ -75,3 +67,14 @@ def bare_call(module: Module, name: str, parameter: Tensor, provenance: object) 
     stored = Stored((), {}, (), (value,), (version_of(value),), owned, (name,))
     thread, training = threading.get_ident(), module.training
     return Call(module, _RULE, provenance, (), stored, thread, training, NO_SETTINGS)
+
+
+def add_leaves(survey: GraphSurvey) -> None:
+    """Have the survey know the parameters at which samples are kept apart."""
+    leaves = [item for item in survey.alignment.leaves.items() if item[0] not in survey.leaves]
+    known = owned_by_models() if leaves else {}
+    for place, parameter in leaves:
+        use = survey.uses.get(id(parameter))
+        module, name = known[id(parameter)] if use is None else (use.call.module, use.name)
+        call = bare_call(module, name, parameter, FALLBACK.provenance)
+        survey.add_leaf(Site(call, 0, Edge(*place)))

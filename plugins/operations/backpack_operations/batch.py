@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import Node
-from backpack_core.graph import nodes
-from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call
 from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner
 from backpack_core.record.run import NO_RUN, rows_of
+from backpack_operations import nodes
 from backpack_operations.of_weights import Origins
+from backpack_operations.survey import GraphSurvey, edges_behind
 
 
 def declared_axis(call: Call) -> int:
@@ -37,7 +37,7 @@ def is_doubtful(shape: tuple[int, ...], samples: int) -> bool:
     return samples > 1 and shape[:1] == (samples,) and samples in shape[1:]
 
 
-def batch_of(survey: Survey) -> int:
+def batch_of(survey: GraphSurvey) -> int:
     """The number of samples: the length that the model received, if it is known.
 
     What single calls received decides only if that is unknown, and what a model received from
@@ -78,7 +78,7 @@ def batch_of(survey: Survey) -> int:
     return max(possible or candidates, key=sizes.count)  # the first of several
 
 
-def some_rows(survey: Survey) -> tuple[int, dict[Node, Tensor]]:
+def some_rows(survey: GraphSurvey) -> tuple[int, dict[Node, Tensor]]:
     """How many samples there are if models ran on different rows of a tensor; which each call got.
 
     Zero and nothing if all ran on the same rows, or nobody asks which rows are one sample's. Of a
@@ -120,7 +120,7 @@ def some_rows(survey: Survey) -> tuple[int, dict[Node, Tensor]]:
     }
 
 
-def other_run(survey: Survey) -> tuple[Call, int] | None:
+def other_run(survey: GraphSurvey) -> tuple[Call, int] | None:
     """A call of a model that received several times as many entries as there are samples.
 
     They are several for each sample if anything says so: losses have one for each, or an operation
@@ -143,7 +143,7 @@ def other_run(survey: Survey) -> tuple[Call, int] | None:
     return None
 
 
-def _for_each(survey: Survey) -> tuple[Call, int] | None:
+def _for_each(survey: GraphSurvey) -> tuple[Call, int] | None:
     """A call of a module that received one entry at one time, and several at another."""
     known: dict[Module, int] = {}
     for (call, _), size in survey.received.items():
@@ -154,11 +154,11 @@ def _for_each(survey: Survey) -> tuple[Call, int] | None:
     return None
 
 
-def _of_losses(survey: Survey) -> set[int]:
+def _of_losses(survey: GraphSurvey) -> set[int]:
     return {size for (call, _), size in survey.received.items() if call.rule.is_loss}
 
 
-def _of_others(survey: Survey, outer: Container[int]) -> tuple[set[int], set[int]]:
+def _of_others(survey: GraphSurvey, outer: Container[int]) -> tuple[set[int], set[int]]:
     """Numbers of rows that are not those of the samples: fewer or more, by what operations do.
 
     Args:
@@ -183,7 +183,7 @@ def _of_others(survey: Survey, outer: Container[int]) -> tuple[set[int], set[int
     return found, handed
 
 
-def _pooled(survey: Survey) -> dict[int, int]:
+def _pooled(survey: GraphSurvey) -> dict[int, int]:
     """Numbers of rows that operations add up into fewer, as nodes into graphs; and of how many.
 
     An index says which rows belong together, so these are not samples: the fewer may be. But for
@@ -204,7 +204,7 @@ def _pooled(survey: Survey) -> dict[int, int]:
     return found
 
 
-def _changes(survey: Survey) -> Iterator[tuple[Node, tuple[int, ...], tuple[int, ...]]]:
+def _changes(survey: GraphSurvey) -> Iterator[tuple[Node, tuple[int, ...], tuple[int, ...]]]:
     """Operations between modules that change the length of axis 0, with shapes before and after."""
     for node, _ in survey.seen:
         after = {nodes.lengths_of(node, number) for number in range(len(node._input_metadata))}

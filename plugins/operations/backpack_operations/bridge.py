@@ -18,8 +18,9 @@ from torch.utils.checkpoint import CheckpointError
 
 from backpack_core._torch import Node, is_symbolic, metadata_of, quiet_vmap
 from backpack_core.errors import BridgeError, OverwrittenInputError
-from backpack_core.graph import nodes
+from backpack_core.graph.nodes import described, is_leaf, refuse
 from backpack_core.record.storage import storage
+from backpack_operations import nodes
 from backpack_products.values import largest
 
 Mats = dict[int, Tensor]  # [V, *shape] by output of a node, or by position of an edge behind it
@@ -41,7 +42,7 @@ def push(node: Node, mats: Mats) -> Mats:
         BridgeError: The node runs a backward pass of its own, draws random numbers, or was
             compiled.
     """
-    if nodes.is_leaf(node):
+    if is_leaf(node):
         return {}
     if nodes.hands_on(node):
         return mats
@@ -68,7 +69,7 @@ def push_through(
     for node in order:
         places = [(node, number) for number in range(len(node._input_metadata))]
         arrived = {p[1]: found.pop(p) for p in places if p in found and p not in ends}
-        if arrived and nodes.is_leaf(node):
+        if arrived and is_leaf(node):
             found[node, 0] = arrived[0]
             continue
         for position, mat in push(node, arrived).items() if arrived else ():
@@ -80,7 +81,7 @@ def push_through(
 def push_unsummed(node: Node, mats: Mats) -> Mats:
     """As :func:`push`, before results are summed to the shapes of broadcast operands."""
     if nodes.is_compiled(node):
-        raise nodes.refuse(
+        raise refuse(
             node,
             "it was compiled by torch.compile, and what is compiled carries one gradient, once",
             "Run the forward pass inside the block of backpack(...), where compiled code runs as "
@@ -130,7 +131,7 @@ def _called(node: Node, grads: list[Tensor | None]) -> Any:
         if "modified by an inplace operation" not in str(error):
             raise
         raise OverwrittenInputError(
-            f"What the operation {nodes.described(node)} has saved was changed in place since, so "
+            f"What the operation {described(node)} has saved was changed in place since, so "
             f"that it has no derivative, in a plain backward pass either ({error}). Make a new "
             "tensor (h = h + x in the place of h += x), or change it after backward()."
         ) from error
@@ -144,7 +145,7 @@ def _by_edge(node: Node, results: tuple[Any, ...]) -> Iterator[tuple[int, Tensor
     wanted = [i for i, needed in enumerate(node.needs_input_grad) if needed]  # type: ignore[attr-defined]
     edges = [i for i, (parent, _) in enumerate(node.next_functions) if parent is not None]
     if len(edges) not in (0, len(wanted)):  # a view that was made without gradients has no edges
-        raise nodes.refuse(node, "some of its arguments have no place in the graph")
+        raise refuse(node, "some of its arguments have no place in the graph")
     for argument, position in zip(wanted, edges, strict=False):
         if argument < len(results) and results[argument] is not None:
             yield position, results[argument]
@@ -160,7 +161,7 @@ class _WithoutBackward(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let everything else pass."""
         if func in (Tensor.backward, torch.autograd.backward):
-            raise nodes.refuse(
+            raise refuse(
                 self._node,
                 "it runs a backward pass of its own, which would add to the gradients once more "
                 "(for checkpoints, use torch.utils.checkpoint(use_reentrant=False))",

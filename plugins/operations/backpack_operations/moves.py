@@ -16,7 +16,7 @@ from torch import Tensor
 
 from backpack_core._torch import Node, metadata_of
 from backpack_core.errors import BackpackError
-from backpack_core.graph import nodes
+from backpack_operations import nodes
 from backpack_operations.bridge import push
 from backpack_operations.own_pass import beside_pass
 

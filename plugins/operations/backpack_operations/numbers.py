@@ -6,18 +6,15 @@ So it can be put in the place of those of another graph with the same key.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import NamedTuple
 
-from torch.nn import Module
-
-from backpack_core.graph.parameters import Trained
-from backpack_core.graph.paths import inside
-from backpack_core.graph.survey import Bare, Survey, Use
+from backpack_core.graph.survey import Use
+from backpack_core.plan.plan import model_of, trained_by
 from backpack_core.plan.structure import Structure, Unplanned
-from backpack_core.record.call import Call
 from backpack_core.record.owner import owned_by_models, owner_of
 from backpack_operations import faults
+from backpack_operations.paths import inside
+from backpack_operations.survey import Bare, GraphSurvey
 
 
 class Numbered(NamedTuple):
@@ -39,7 +36,7 @@ class Numbered(NamedTuple):
     tables: tuple[int, ...]
 
     @classmethod
-    def of(cls, survey: Survey, structure: Structure) -> Numbered:
+    def of(cls, survey: GraphSurvey, structure: Structure) -> Numbered:
         """The numbers.
 
         Raises:
@@ -64,7 +61,7 @@ class Numbered(NamedTuple):
         except KeyError as error:
             raise Unplanned("samples lie at a place that was not walked to") from error
 
-    def fill(self, survey: Survey, structure: Structure) -> None:
+    def fill(self, survey: GraphSurvey, structure: Structure) -> None:
         """The reverse."""
         found, places, between = survey.alignment, [*structure.places], [*structure.between]
         sites, keys = [*structure.sites.values()], [*structure.sites]
@@ -83,7 +80,7 @@ class Numbered(NamedTuple):
 
 
 class Loose(NamedTuple):
-    """Parameters that operations use, with numbers in the place of nodes; see :class:`Survey`.
+    """Parameters that operations use, with numbers in the place of nodes; see :class:`GraphSurvey`.
 
     Attributes:
         uses: Of each parameter the call, its name there, and how often it is read at calls, used by
@@ -97,7 +94,7 @@ class Loose(NamedTuple):
     uses: tuple[tuple[int, int, str, int, int, bool], ...]
 
     @classmethod
-    def of(cls, survey: Survey, structure: Structure) -> Loose | None:
+    def of(cls, survey: GraphSurvey, structure: Structure) -> Loose | None:
         """The numbers; ``None`` if modules with rules own all parameters.
 
         Raises:
@@ -139,7 +136,7 @@ class Loose(NamedTuple):
         except KeyError as error:
             raise Unplanned("a parameter is used where no walk by rules gets to") from error
 
-    def fill(self, survey: Survey, structure: Structure) -> None:
+    def fill(self, survey: GraphSurvey, structure: Structure) -> None:
         """The reverse."""
         between, places = [*structure.between], [*structure.places]
         calls, parameters = [call for call, _ in structure.sites], structure.parameters
@@ -153,16 +150,3 @@ class Loose(NamedTuple):
             use = Use(parameters[n], calls[at], name, count, unruled, is_wanted)
             survey.uses[id(parameters[n])] = use
         survey.is_shared = any(use.count > 1 for use in survey.uses.values())
-
-
-def trained_by(call: Call, names: Iterable[str]) -> tuple[Trained, ...]:
-    """Parameters of a call, as it used them."""
-    owned = call.stored.owned
-    used = [(name, owned[name][0]) for name in names]
-    return tuple([Trained(name, own, own) for name, own in used])
-
-
-def model_of(structure: Structure) -> Module:
-    """The model that a graph is of, of several that which ran first."""
-    *_, (call, _) = structure.sites  # not the first: a loss may be a new module in each pass
-    return owner_of(call.module)

@@ -8,11 +8,12 @@ from __future__ import annotations
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.graph import nodes
+from backpack_core.graph.nodes import is_leaf
 from backpack_core.graph.order import children_of
-from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, is_noted
 from backpack_core.record.owner import is_parameter
+from backpack_operations import nodes
+from backpack_operations.survey import GraphSurvey
 
 # The four senses, as bits of one number.
 _WEIGHTS, _TABLES, _CONSTANTS, _OWN_ROWS = 1, 2, 4, 8
@@ -25,7 +26,7 @@ class Origins:
     One walk answers all four, and goes no further than the answer needs.
     """
 
-    def __init__(self, survey: Survey) -> None:
+    def __init__(self, survey: GraphSurvey) -> None:
         self._survey = survey
         self._known: dict[Node, int] = {}
 
@@ -72,8 +73,8 @@ class Origins:
                 behind or any(t.requires_grad for t in given)
             ) else 0, behind
         children = children_of(node)
-        behind = [child for child in children if not nodes.is_leaf(child)]
-        is_known = bool(children) and all(self._is_weight(c) for c in children if nodes.is_leaf(c))
+        behind = [child for child in children if not is_leaf(child)]
+        is_known = bool(children) and all(self._is_weight(c) for c in children if is_leaf(c))
         if not is_known:
             return 0, behind
         if nodes.is_of_its_operands(node):

@@ -13,22 +13,23 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node, has_memory, is_symbolic
-from backpack_core.graph import nodes
-from backpack_core.graph.survey import Survey, edges_behind
+from backpack_core.graph.nodes import is_leaf
 from backpack_core.record.call import Call, Edge, Site
 from backpack_core.record.owner import is_parameter
 from backpack_core.record.run import Run
+from backpack_operations import nodes
 from backpack_operations.alignment import Place
 from backpack_operations.batch import declared_axis, is_doubtful
 from backpack_operations.data import of_data
 from backpack_operations.moves import Given, Numbers, Shape, along, are_elsewhere, made
 from backpack_operations.of_weights import Origins
+from backpack_operations.survey import GraphSurvey, edges_behind
 
 
 class Owners:
     """Knows the samples that entries of tensors belong to; each tensor is looked at once."""
 
-    def __init__(self, survey: Survey) -> None:
+    def __init__(self, survey: GraphSurvey) -> None:
         self._survey = survey
         self._origins = Origins(survey)
         self._data: dict[Call, Numbers | None] = {}
@@ -265,7 +266,7 @@ class Owners:
             if self._entry(node) is not None:
                 return False
             node = node.next_functions[0][0]
-        if nodes.is_leaf(node):
+        if is_leaf(node):
             leaf = node.variable  # type: ignore[attr-defined]
             return is_parameter(leaf) or not leaf.dim() or id(leaf) in self._survey.uses
         return self._origins.of_tables(node)
@@ -277,7 +278,7 @@ class Owners:
             return along(rows.cpu(), 0, shape)
         if (site := self._call(place)) is not None:
             return self._of_call(site, given.get(0), shape)
-        if nodes.is_leaf(node):
+        if is_leaf(node):
             return self._of_leaf(node.variable, shape)  # type: ignore[attr-defined]
         try:
             found = self._made(node, number, given)
@@ -416,7 +417,7 @@ class Owners:
         return along(rows, axis, shape)
 
 
-def turns_of(survey: Survey, loss: Call) -> Tensor:
+def turns_of(survey: GraphSurvey, loss: Call) -> Tensor:
     """Which rows that a loss received share a column, ``[K, R]``; no two are of one sample."""
     edge, rows = loss.edges[0], torch.arange(loss.stored.inputs[0].shape[0], device="cpu")
     owners = None if edge is None else Owners(survey).rows(*edge[:2])

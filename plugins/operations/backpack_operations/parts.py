@@ -12,18 +12,17 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from backpack_core.graph import nodes
-from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge
 from backpack_core.record.owner import is_returned
-from backpack_operations import faults
+from backpack_operations import faults, nodes
 from backpack_operations.alignment import Place
 from backpack_operations.data import lengths_of
 from backpack_operations.moves import Numbers, are_elsewhere
 from backpack_operations.owners import Owners
+from backpack_operations.survey import GraphSurvey
 
 
-def tell_parts(survey: Survey) -> None:
+def tell_parts(survey: GraphSurvey) -> None:
     """Correct the number of samples, if each of several tensors is one sample's.
 
     It is a fault of a survey if tensors of several lengths were joined, and may be anything.
@@ -54,12 +53,12 @@ def tell_parts(survey: Survey) -> None:
             survey.faults.append((faults.ragged(ragged[0]), None))
 
 
-def _read(survey: Survey, samples: int, depth: int | None) -> None:
+def _read(survey: GraphSurvey, samples: int, depth: int | None) -> None:
     """Say how many samples there are, and at which depth each item is one, if any is."""
     survey.batch_size, survey.depth, survey.numbers = samples, depth, {}
 
 
-def _may_be(survey: Survey, fresh: list[Call], samples: int, depth: int | None) -> bool:
+def _may_be(survey: GraphSurvey, fresh: list[Call], samples: int, depth: int | None) -> bool:
     """Whether modules have received something of each item, as far as that is known."""
     _read(survey, samples, depth)
     owners = Owners(survey)
@@ -71,7 +70,7 @@ def _may_be(survey: Survey, fresh: list[Call], samples: int, depth: int | None) 
     )
 
 
-def _fits(survey: Survey, samples: int, depth: int | None) -> bool:
+def _fits(survey: GraphSurvey, samples: int, depth: int | None) -> bool:
     """Whether samples are at the ends one after the other, if they are what is said."""
     _read(survey, samples, depth)
     if depth is None and any(n != samples for _, n in _losses(survey)):
@@ -88,19 +87,19 @@ def _are(numbers: Numbers | None, samples: Tensor) -> bool:
     return numbers.flatten().expand(len(samples)).equal(samples)
 
 
-def _losses(survey: Survey) -> list[tuple[Edge, int]]:
+def _losses(survey: GraphSurvey) -> list[tuple[Edge, int]]:
     """What extended losses received, and how many rows that has."""
     losses = [(call.edges[:1], n) for (call, _), n in survey.received.items() if call.rule.is_loss]
     return [(edge, n) for (edge,), n in losses if edge is not None]
 
 
-def _ends(survey: Survey, count: int) -> list[Place]:
+def _ends(survey: GraphSurvey, count: int) -> list[Place]:
     """What extended losses received with so many rows; or what models returned with as many."""
     ends = [edge[:2] for edge, n in _losses(survey) if n == count]
     return ends or [end for end in _returned(survey) if nodes.lengths_of(*end)[:1] == (count,)]
 
 
-def _returned(survey: Survey) -> Iterator[Place]:
+def _returned(survey: GraphSurvey) -> Iterator[Place]:
     between = {node for node, _ in survey.seen} | {site.edge.node for site in survey.sites.values()}
     for node in between:
         numbers = range(len(node._input_metadata))

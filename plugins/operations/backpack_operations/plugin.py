@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from backpack_core import hookimpl
+from backpack_operations.between import Operations
 
 
 @hookimpl
-def backpack_plan(draft: Any, asked: Any) -> None:
-    """Nothing yet."""
+def backpack_operation() -> type[Operations]:
+    """It goes through operations between calls."""
+    return Operations

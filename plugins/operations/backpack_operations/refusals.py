@@ -6,7 +6,6 @@ An error in the middle of a pass would leave half of the results behind.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
@@ -15,20 +14,19 @@ from backpack_core import _hooks, errors
 from backpack_core._torch import Node, class_of
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
-from backpack_core.graph import nodes
+from backpack_core.graph.nodes import described, name_of
 from backpack_core.graph.order import behind
-from backpack_core.graph.paths import is_factor
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.registry import registry
-from backpack_core.record.call import Call
 from backpack_core.record.owner import name_of_parameter, owned_by_models, owners_of
-from backpack_core.record.view import View
-from backpack_operations import faults
+from backpack_operations import faults, nodes
 from backpack_operations.alignment import Alignment
 from backpack_operations.owners import Owners
+from backpack_operations.paths import is_factor
+from backpack_operations.survey import GraphSurvey
 
 
-def refuse_bare(survey: Survey, extensions: Sequence[Extension]) -> None:
+def refuse_bare(survey: GraphSurvey, extensions: Sequence[Extension]) -> None:
     """Refuse parameters that functions use, if an extension has no quantity for them.
 
     Warn of parameters that belong to no extended model.
@@ -61,7 +59,7 @@ def refuse_bare(survey: Survey, extensions: Sequence[Extension]) -> None:
             errors.warn_once((id(parameter), text), text, errors.UncoveredParameterWarning)
 
 
-def _of_bare(parameter: Tensor, node: Node, survey: Survey) -> tuple[str, str]:
+def _of_bare(parameter: Tensor, node: Node, survey: GraphSurvey) -> tuple[str, str]:
     """What uses a parameter, and what to do about it, for messages."""
     use = survey.uses.get(id(parameter))
     if use is not None and not use.call.rule.covers(use.call.module, use.name):
@@ -87,7 +85,7 @@ def _of_bare(parameter: Tensor, node: Node, survey: Survey) -> tuple[str, str]:
             "forward() uses it, or freeze it."
         )
     which = named(survey, parameter)
-    used = f"{which[0].upper()}{which[1:]} is used by the operation {nodes.name_of(node)!r}"
+    used = f"{which[0].upper()}{which[1:]} is used by the operation {name_of(node)!r}"
     return f"{used} outside of any extended module that owns it", advice
 
 
@@ -99,7 +97,7 @@ def named(survey: Survey, parameter: Tensor) -> str:
 
 
 def refuse_misaligned(
-    survey: Survey, alignment: Alignment, propagators: Sequence[Propagator]
+    survey: GraphSurvey, alignment: Alignment, propagators: Sequence[Propagator]
 ) -> None:
     """Raise if samples are not on axis 0 at a tensor, and a quantity needs them there.
 
@@ -142,7 +140,7 @@ def refuse_misaligned(
             raise _beside(survey, *alignment.beside[0])
 
 
-def refuse_beside(survey: Survey, extensions: Sequence[Extension]) -> None:
+def refuse_beside(survey: GraphSurvey, extensions: Sequence[Extension]) -> None:
     """Raise if a term in ``beside=`` depends on outputs of modules, or an extension needs it.
 
     Args:
@@ -176,10 +174,10 @@ def refuse_beside(survey: Survey, extensions: Sequence[Extension]) -> None:
             )
 
 
-def _beside(survey: Survey, parameter: Tensor, node: Node) -> errors.UnsupportedError:
+def _beside(survey: GraphSurvey, parameter: Tensor, node: Node) -> errors.UnsupportedError:
     depends = (
         f"The number that backward() is called on depends on {named(survey, parameter)} by the "
-        f"operation {nodes.described(node)!r}"
+        f"operation {described(node)!r}"
     )
     if Owners(survey).are_elsewhere((node, 0)):
         return errors.UnsupportedError(
@@ -214,7 +212,7 @@ def _not_extended(parameter: Tensor, modules: list[Module]) -> str:
     return ""
 
 
-def refuse_loss_alone(survey: Survey, extensions: Sequence[Extension]) -> None:
+def refuse_loss_alone(survey: GraphSurvey, extensions: Sequence[Extension]) -> None:
     """Raise if only losses are extended, although parameters are trained behind them.
 
     Args:
@@ -235,38 +233,3 @@ def refuse_loss_alone(survey: Survey, extensions: Sequence[Extension]) -> None:
             f"behind it belong to no extended module: {names} would compute nothing. Call "
             "model = extend(model) before the forward pass."
         )
-
-
-def behind_weights(call: Call, extension: Extension) -> errors.UnsupportedError:
-    """The error if autograd reaches a call by no way that a sample goes.
-
-    Args:
-        call: The call.
-        extension: What was asked for.
-    """
-    return errors.UnsupportedError(
-        f"{registry.describe(extension)} is read at the weights that calls used, and some of them "
-        f"were computed with the output of {call.path}, which backward() therefore reaches: by a "
-        "gradient that was made with create_graph=True (the inner step of MAML, and "
-        "torch.func.functional_call with its result), or by another model that makes weights. "
-        "What belongs to which sample is not known there. Cut the graph: call "
-        "torch.autograd.grad(...) without create_graph=True, or give functional_call "
-        "weight.detach().requires_grad_(); the quantities are stored on the weights that it is "
-        "given."
-    )
-
-
-def changed_gradient(view: View, changed_by: Sequence[Any]) -> errors.UnsupportedError:
-    """The error if hooks change the gradient, which curvature does not follow.
-
-    Args:
-        view: The visit at which it was seen.
-        changed_by: The hooks on the tensor; empty if they are on its node.
-    """
-    names = [getattr(hook, "__qualname__", repr(hook)) for hook in changed_by]
-    where = f"that tensor ({', '.join(names)})" if names else "its autograd node"
-    return errors.UnsupportedError(
-        f"The gradient of the output of {view.path} is changed by a hook on {where}, so "
-        "curvature of the loss is not that of what backward() differentiates. Remove the hook, "
-        "or leave second-order extensions out."
-    )

@@ -13,18 +13,19 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node, metadata_of
-from backpack_core.graph import nodes
+from backpack_core.graph.nodes import is_leaf
 from backpack_core.graph.order import reached
-from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Edge
 from backpack_core.record.owner import is_returned
+from backpack_operations import nodes
 from backpack_operations.bridge import push
 from backpack_operations.of_weights import Origins
 from backpack_operations.own_pass import beside_pass
+from backpack_operations.survey import GraphSurvey
 from backpack_operations.told import Told
 
 
-def told_by_sums(survey: Survey, roots: Iterable[Edge]) -> Told | None:
+def told_by_sums(survey: GraphSurvey, roots: Iterable[Edge]) -> Told | None:
     """Rows of a model's input that belong to what it returned, where the loss has terms of both.
 
     ``None`` where it has terms of one kind only, or nothing is known to be a sum of rows.
@@ -44,7 +45,7 @@ def told_by_sums(survey: Survey, roots: Iterable[Edge]) -> Told | None:
         if survey.site_at(edge) is not None:  # a rule keeps rows
             continue
         for position, (child, number) in enumerate(edge.node.next_functions):
-            if child is None or nodes.is_leaf(child) or of_weights(child):
+            if child is None or is_leaf(child) or of_weights(child):
                 continue
             if _length(child, number) in received:
                 survey.has_read = True
@@ -59,7 +60,7 @@ def _length(node: Node, number: int) -> int:
     return (*nodes.lengths_of(node, number), 0)[0]
 
 
-def _terms(survey: Survey, roots: Iterable[Edge]) -> list[Edge]:
+def _terms(survey: GraphSurvey, roots: Iterable[Edge]) -> list[Edge]:
     """The last tensors before numbers, of which the loss consists."""
 
     def is_number(edge: Edge) -> bool:
@@ -72,7 +73,7 @@ def _terms(survey: Survey, roots: Iterable[Edge]) -> list[Edge]:
     return [*dict.fromkeys(edge for edge in behind if not is_number(edge))]
 
 
-def _as_long(survey: Survey, starts: Iterable[Edge], count: int) -> Iterable[Edge]:
+def _as_long(survey: GraphSurvey, starts: Iterable[Edge], count: int) -> Iterable[Edge]:
     """What can be reached through tensors of that length alone."""
 
     def is_as_long(edge: Edge) -> bool:

@@ -12,22 +12,22 @@ from collections.abc import Iterable
 from torch import Tensor
 
 from backpack_core._torch import Node, has_memory
-from backpack_core.graph import nodes
-from backpack_core.graph.paths import losses_without_rule
-from backpack_core.graph.survey import Region, Survey, edges_behind
+from backpack_core.graph.nodes import described, is_leaf
 from backpack_core.record.call import Call, Edge, Site, is_noted, site_at, viewed_at
 from backpack_core.record.owner import is_parameter
 from backpack_core.record.view import View
-from backpack_operations import faults
+from backpack_operations import faults, nodes
 from backpack_operations.batch import batch_of, declared_axis, other_run, some_rows
 from backpack_operations.of_weights import has_parameters_given
 from backpack_operations.parts import tell_parts
+from backpack_operations.paths import losses_without_rule
 from backpack_operations.summed import told_by_sums
+from backpack_operations.survey import GraphSurvey, Region, edges_behind
 
 _Steps = list[tuple[Edge, Region]]
 
 
-def look_behind(survey: Survey, edges: Iterable[Edge]) -> None:
+def look_behind(survey: GraphSurvey, edges: Iterable[Edge]) -> None:
     """Walk everything behind some edges; what is known already is not walked again."""
     edges = [*edges]
     _walk(survey, [(edge, ()) for edge in edges])
@@ -51,7 +51,7 @@ def look_behind(survey: Survey, edges: Iterable[Edge]) -> None:
             survey.faults.append((faults.other_run(*other, survey.batch_size), None))
 
 
-def look_inside(survey: Survey, site: Site) -> None:
+def look_inside(survey: GraphSurvey, site: Site) -> None:
     """Have a call gone through node by node."""
     survey.axes.update((place, 0) for place in survey.axes if place[0] is site.call)
     # Behind one of several outputs, some of the operations may be missing.
@@ -59,7 +59,7 @@ def look_inside(survey: Survey, site: Site) -> None:
         _walk(survey, _open(survey, own, survey.regions[site.call]))
 
 
-def _open(survey: Survey, site: Site, region: Region) -> _Steps:
+def _open(survey: GraphSurvey, site: Site, region: Region) -> _Steps:
     """Have nothing read at a call itself; returns where the nodes inside begin."""
     call = site.call
     survey.opened.add(call)
@@ -68,7 +68,7 @@ def _open(survey: Survey, site: Site, region: Region) -> _Steps:
     return [(site.below, (call, *region))]
 
 
-def _walk(survey: Survey, todo: _Steps) -> None:
+def _walk(survey: GraphSurvey, todo: _Steps) -> None:
     survey.structure = None
     while todo:
         edge, region = todo.pop()
@@ -102,7 +102,7 @@ def _computed(call: Call) -> dict[tuple[Node, int], Tensor]:
 # Calls ------------------------------------------------------------------------------------------
 
 
-def _enter(survey: Survey, site: Site, region: Region) -> _Steps:
+def _enter(survey: GraphSurvey, site: Site, region: Region) -> _Steps:
     """Enter a call; returns where to go on."""
     call, index = site.call, site.index
     if (call, index) in survey.sites or call.is_released:
@@ -129,7 +129,7 @@ def _enter(survey: Survey, site: Site, region: Region) -> _Steps:
     return [(edge, region) for edge in call.edges if edge is not None]
 
 
-def _check(survey: Survey, site: Site) -> None:
+def _check(survey: GraphSurvey, site: Site) -> None:
     call, index = site.call, site.index
     rule, stored, module = call.rule, call.stored, call.module
     output, inputs = stored.outputs[index], stored.inputs
@@ -158,7 +158,7 @@ def _check(survey: Survey, site: Site) -> None:
 # Nodes ------------------------------------------------------------------------------------------
 
 
-def _pass(survey: Survey, node: Node, region: Region) -> _Steps:
+def _pass(survey: GraphSurvey, node: Node, region: Region) -> _Steps:
     """Go through a node between calls; returns where to go on."""
     # Twice, where it is reached from inside an execution and from outside past its output.
     if (node, region) in survey.seen:
@@ -166,12 +166,12 @@ def _pass(survey: Survey, node: Node, region: Region) -> _Steps:
     survey.seen[node, region] = None
     further: _Steps = []
     if nodes.is_nested(node):
-        raise faults.nested_tensor(f"What the operation {nodes.described(node)!r} made", node)
+        raise faults.nested_tensor(f"What the operation {described(node)!r} made", node)
     if nodes.mixes_samples(node):
-        what = f"The operation {nodes.described(node)!r}"
+        what = f"The operation {described(node)!r}"
         survey.faults.append((faults.mixing(what), node))
     for position, edge in edges_behind(node):
-        if nodes.is_leaf(edge.node):
+        if is_leaf(edge.node):
             _note_leaf(survey, edge.node.variable, node, position, region)  # type: ignore[attr-defined]
             continue
         given = (survey.given[region[0]] if region else survey.handed).get(edge[:2])
@@ -187,7 +187,9 @@ def _pass(survey: Survey, node: Node, region: Region) -> _Steps:
     return further
 
 
-def _note_leaf(survey: Survey, leaf: Tensor, node: Node, position: int, region: Region) -> None:
+def _note_leaf(
+    survey: GraphSurvey, leaf: Tensor, node: Node, position: int, region: Region
+) -> None:
     """Note a parameter, and which enclosing call owns it, if any."""
     for call in region:
         if any(leaf is own.parameter for own in survey.trained[call]):
@@ -205,7 +207,7 @@ def _note_leaf(survey: Survey, leaf: Tensor, node: Node, position: int, region: 
 # Views that were changed in place -----------------------------------------------------------------
 
 
-def _note_views(survey: Survey, edge: Edge, region: Region) -> None:
+def _note_views(survey: GraphSurvey, edge: Edge, region: Region) -> None:
     """See whether an output is reached past the views of it that modules returned."""
     place = (edge.node, edge.output_nr)
     views = () if edge.level or place in survey.viewed else viewed_at(*place)
@@ -215,7 +217,7 @@ def _note_views(survey: Survey, edge: Edge, region: Region) -> None:
             break
 
 
-def _see_through(survey: Survey, edge: Edge) -> None:
+def _see_through(survey: GraphSurvey, edge: Edge) -> None:
     survey.viewed[edge.node, edge.output_nr] = edge
     for level in range(1, edge.level + 1):
         site = site_at(Edge(edge.node, edge.output_nr, level))
@@ -225,7 +227,7 @@ def _see_through(survey: Survey, edge: Edge) -> None:
                 survey.sites[site.call, site.index] = site
 
 
-def _note_use_inside(survey: Survey, edge: Edge, node: Node, region: Region) -> None:
+def _note_use_inside(survey: GraphSurvey, edge: Edge, node: Node, region: Region) -> None:
     """Note what a call computes several outputs from, which may be changed in place later."""
     for call, *_ in viewed_at(edge.node, edge.output_nr):
         own = site_at(Edge(node, 0))

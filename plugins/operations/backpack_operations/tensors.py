@@ -12,11 +12,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.graph import nodes
-from backpack_core.graph.survey import Survey, edges_behind
+from backpack_core.graph.nodes import is_leaf
 from backpack_core.record.call import Edge
 from backpack_core.record.owner import is_returned
+from backpack_operations import nodes
 from backpack_operations.alignment import Place
+from backpack_operations.survey import GraphSurvey, edges_behind
 
 
 class Known:
@@ -51,7 +52,7 @@ class Known:
         *("is_sorted", "is_dropped", "is_apart"),
     )
 
-    def __init__(self, place: Place, survey: Survey) -> None:
+    def __init__(self, place: Place, survey: GraphSurvey) -> None:
         """Look at it; ``ways`` are for the walk to find."""
         node, number = self.place = place
         self.node = node
@@ -170,7 +171,7 @@ class Tensors(dict[Place, Known]):
             position of the edge.
     """
 
-    def __init__(self, survey: Survey, targets: Mapping[Node, Mapping[int, Tensor]]) -> None:
+    def __init__(self, survey: GraphSurvey, targets: Mapping[Node, Mapping[int, Tensor]]) -> None:
         self._survey, self.targets = survey, targets
 
     def __missing__(self, place: Place) -> Known:
@@ -186,6 +187,6 @@ class Tensors(dict[Place, Known]):
         else:
             known = self.targets.get(above.node, ())
             ways = [way for way in edges_behind(above.node) if way[0] not in known]
-            edges = [(i, e) for i, e in ways if not (nodes.is_leaf(e.node) or e[:2] in beside)]
+            edges = [(i, e) for i, e in ways if not (is_leaf(e.node) or e[:2] in beside)]
         above.ways += [(self[edge.node, edge.output_nr], i) for i, edge in edges]
         return [below for below, _ in above.ways]

@@ -6,16 +6,15 @@ that is known of samples follows from this as it does from what the model receiv
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from backpack_core.engine.active import Samples
 from backpack_core.errors import UsageError
 from backpack_core.record.run import Run
-
-Samples: TypeAlias = Tensor | Sequence[int | Tensor]
 
 
 class Told(NamedTuple):

@@ -16,10 +16,11 @@ from backpack_core import LayerRule, LossRule, Propagator, View, memory_budget
 from backpack_core.contract.extension import FailMode
 from backpack_core.contract.reading import Reading
 from backpack_core.errors import UnsupportedError, UsageError
-from backpack_core.graph.nodes import is_leaf, is_linear, refuse, shape_of
+from backpack_core.graph.nodes import is_leaf, refuse
 from backpack_core.record.call import Call
 from backpack_operations.alignment import Crossing
 from backpack_operations.bridge import push
+from backpack_operations.nodes import is_linear, shape_of
 from backpack_products import AffineRule, ElementwiseRule, ParametricRule
 from backpack_products.affine import AffineProduct
 from backpack_products.contractions import flattened

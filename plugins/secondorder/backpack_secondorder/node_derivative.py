@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack_core.graph import nodes
+from backpack_core.graph.nodes import is_leaf, refuse
 from backpack_core.graph.order import consumers_first, reached
 from backpack_core.record.call import Edge, site_at
 from backpack_core.record.view import View
-from backpack_operations import bridge
+from backpack_operations import bridge, nodes
 from backpack_operations.alignment import Place
 from backpack_operations.own_pass import beside_pass
 from backpack_secondorder.torch_errors import explained
@@ -49,7 +49,7 @@ class SecondDerivative:
         self._ends = {_place(node, i) for i, (child, _) in enumerate(node.next_functions) if child}
         self.positions: dict[Place, list[int]] = {}
         for i, (child, _) in enumerate(node.next_functions):
-            if child is not None and not nodes.is_leaf(child):
+            if child is not None and not is_leaf(child):
                 self.positions.setdefault(_place(node, i), []).append(i)
         # With create_graph=True, the gradients have a graph of their own.
         self._stops: set[Any] = self._ends | {
@@ -101,8 +101,8 @@ class SecondDerivative:
         origins = map(_origin, self._gradients.values())
         starts = [place[0] for place in origins if place not in self._stops]
         order = consumers_first(starts, self._behind)
-        if any(map(nodes.is_leaf, order)):  # where all ways end but those to operands
-            raise nodes.refuse(self.node, "its second derivative is not in what it works on alone")
+        if any(map(is_leaf, order)):  # where all ways end but those to operands
+            raise refuse(self.node, "its second derivative is not in what it works on alone")
         return order
 
     def _behind(self, node: Node) -> list[Node]:
@@ -141,7 +141,7 @@ def _rows(place: Place, batch_size: int) -> Iterator[Place]:
     """The tensors that a row-wise operation made this one of."""
     node, number = place
     shape = nodes.shape_of(node, number)
-    if nodes.is_leaf(node) or not shape or shape[0] % batch_size or not shape[0]:
+    if is_leaf(node) or not shape or shape[0] % batch_size or not shape[0]:
         return
     for position, (child, _) in enumerate(node.next_functions):
         if child is not None and nodes.keeps_rows(node, number, position):

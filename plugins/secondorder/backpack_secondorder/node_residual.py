@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack_core.graph import nodes
+from backpack_core.graph.nodes import refuse
 from backpack_core.tuning import column_budget, memory_budget
+from backpack_operations import nodes
 from backpack_operations.alignment import Crossing, Place
 from backpack_products import Columns
 from backpack_products.columns import Root
@@ -55,7 +56,7 @@ class NodeResidual:
         is_owned = there.owned or any(isinstance(n, Tensor) for n in there.behind.values())
         self._samples = self._batch_size if not is_owned and self._is_known() else 1
         if self._samples != self._batch_size and subsampling is not None:
-            raise nodes.refuse(
+            raise refuse(
                 derivative.node,
                 "it is nonlinear, and it is not known where the samples of subsampling lie there",
                 "Leave subsampling out, or give the model those samples only.",
@@ -218,7 +219,7 @@ def add_residual(
         return crossed
     derivative = None if nodes.is_function(node) else SecondDerivative(node, there.grads)
     if derivative is None or derivative.is_complex:
-        raise nodes.refuse(
+        raise refuse(
             node,
             "it is not known to be linear, and the Hessian needs its second derivative",
             "Of Python functions and complex numbers it is not known: move the operation into a "

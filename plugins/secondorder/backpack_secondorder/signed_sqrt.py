@@ -20,8 +20,8 @@ from torch.autograd.graph import Node
 
 from backpack_core import LayerRule, LossRule, Propagator, View
 from backpack_core.errors import UnsupportedError
-from backpack_core.graph import nodes
 from backpack_core.tuning import memory_budget
+from backpack_operations import nodes
 from backpack_operations.alignment import Crossing
 from backpack_products import Columns, ElementwiseRule, ParametricRule
 from backpack_products.columns import ApartColumns, Root

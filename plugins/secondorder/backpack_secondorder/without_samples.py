@@ -14,8 +14,9 @@ from torch.autograd.graph import Node
 
 from backpack_core import View
 from backpack_core.errors import UnsupportedError
-from backpack_core.graph import nodes
+from backpack_core.graph.nodes import is_leaf, refuse
 from backpack_core.graph.order import children_of, reached
+from backpack_operations import nodes
 from backpack_operations.alignment import Crossing
 from backpack_products.columns import Root
 from backpack_secondorder.hessian import Hessian
@@ -104,13 +105,13 @@ def couples_nothing(node: Node, there: Crossing, is_apart: bool) -> bool:
     if operation in nodes.QUOTIENTS and not any(child is not None for child in behind[1:]):
         return True
     if operation not in nodes.FACTORS:
-        raise nodes.refuse(
+        raise refuse(
             node,
             "it is nonlinear, and works on a parameter or on a tensor without samples",
             _INSTEAD,
         )
     if coupled(node):
-        raise nodes.refuse(
+        raise refuse(
             node,
             "it multiplies a tensor without samples with one that depends on the same parameter, "
             "so the loss has second derivatives in both together, which are not carried",
@@ -120,7 +121,7 @@ def couples_nothing(node: Node, there: Crossing, is_apart: bool) -> bool:
 
 
 def _leaves(starts: list[Node]) -> list[Node]:
-    return [found for found in reached(starts, children_of) if nodes.is_leaf(found)]
+    return [found for found in reached(starts, children_of) if is_leaf(found)]
 
 
 def require_one_entry(view: View, quantity: Hessian, what: str) -> None:

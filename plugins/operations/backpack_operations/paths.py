@@ -12,10 +12,10 @@ from torch.nn import Parameter
 
 from backpack_core._torch import Node
 from backpack_core.errors import BackpackError
-from backpack_core.graph import nodes
 from backpack_core.graph.order import behind, consumers_first, reached
-from backpack_core.graph.survey import Survey, edges_behind
 from backpack_core.record.call import Call, Edge, Site
+from backpack_operations import nodes
+from backpack_operations.survey import GraphSurvey, edges_behind
 
 
 def inside(site: Site) -> set[Node]:
@@ -29,17 +29,7 @@ def inside(site: Site) -> set[Node]:
     return set(reached([site.edge.node], further))
 
 
-def sources(survey: Survey, node: Node) -> list[str]:
-    """The paths of the calls whose outputs an operation works on, through other operations."""
-
-    def further(edge: Edge) -> list[Edge]:
-        return survey.further(edge) if survey.site_at(edge) is None else []
-
-    sites = map(survey.site_at, reached(_sent_on(node), further))
-    return list(dict.fromkeys(site.call.path for site in sites if site is not None))
-
-
-def fault_in(survey: Survey) -> BackpackError | None:
+def fault_in(survey: GraphSurvey) -> BackpackError | None:
     """The first fault that concerns an extended module: its own, or of a node that leads to one."""
     for error, node in survey.faults:
         if node is None or leads_to_parameters(survey, _sent_on(node)):
@@ -47,7 +37,7 @@ def fault_in(survey: Survey) -> BackpackError | None:
     return None
 
 
-def nonlinear(survey: Survey) -> list[Node]:
+def nonlinear(survey: GraphSurvey) -> list[Node]:
     """Nodes between calls, with parameters behind, that are not known to be linear."""
     between = dict.fromkeys(node for node, _ in survey.seen)
     return [
@@ -55,7 +45,7 @@ def nonlinear(survey: Survey) -> list[Node]:
     ]
 
 
-def leads_to_parameters(survey: Survey, edges: Iterable[Edge]) -> bool:
+def leads_to_parameters(survey: GraphSurvey, edges: Iterable[Edge]) -> bool:
     """Whether a trained parameter lies behind some edges; works on released calls, too."""
 
     def is_trained(edge: Edge) -> bool:
@@ -70,7 +60,7 @@ def _sent_on(node: Node) -> list[Edge]:
     return [edge for _, edge in edges_behind(node)]
 
 
-def _above(survey: Survey, roots: Iterable[Edge]) -> dict[Edge, list[Edge]]:
+def _above(survey: GraphSurvey, roots: Iterable[Edge]) -> dict[Edge, list[Edge]]:
     """The edges from the roots to the first losses or modules with a rule; what is behind each.
 
     Nothing is behind losses, nor behind modules with a rule. Terms in ``beside`` are left out.
@@ -86,7 +76,7 @@ def _above(survey: Survey, roots: Iterable[Edge]) -> dict[Edge, list[Edge]]:
     return {edge: further(edge) for edge in reached(roots, further)}
 
 
-def nonlinear_above(survey: Survey, roots: Iterable[Edge]) -> Node | None:
+def nonlinear_above(survey: GraphSurvey, roots: Iterable[Edge]) -> Node | None:
     """An operation above an extended loss that is not known to be linear in it.
 
     Args:
@@ -103,7 +93,7 @@ def nonlinear_above(survey: Survey, roots: Iterable[Edge]) -> Node | None:
     return None
 
 
-def reached_past_losses(survey: Survey, roots: Iterable[Edge]) -> Site | None:
+def reached_past_losses(survey: GraphSurvey, roots: Iterable[Edge]) -> Site | None:
     """A trained module that is reached from the roots past all extended losses; else ``None``."""
     for edge, further in _above(survey, roots).items():
         site = survey.site_at(edge)
@@ -114,7 +104,7 @@ def reached_past_losses(survey: Survey, roots: Iterable[Edge]) -> Site | None:
     return None
 
 
-def losses_without_rule(survey: Survey, roots: Iterable[Edge]) -> set[Call]:
+def losses_without_rule(survey: GraphSurvey, roots: Iterable[Edge]) -> set[Call]:
     """Calls without a rule that make a loss of what others returned: no module uses the result."""
     if not any(call.rule.transparent for call, _ in survey.sites):
         return set()
@@ -127,7 +117,7 @@ def losses_without_rule(survey: Survey, roots: Iterable[Edge]) -> set[Call]:
     return set() if is_all else found
 
 
-def is_factor(survey: Survey, parameter: Tensor) -> bool:
+def is_factor(survey: GraphSurvey, parameter: Tensor) -> bool:
     """Whether a module's output is multiplied with, or divided by, what a parameter makes.
 
     Args:

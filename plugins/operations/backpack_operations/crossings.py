@@ -1,0 +1,137 @@
+"""Carries what waits at nodes between calls through them, and sends it on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from backpack_core import _torch
+from backpack_core._torch import Node
+from backpack_core.contract.propagator import Propagator
+from backpack_core.engine.location import place_between
+from backpack_core.engine.schedule import HookSchedule, Schedule, add
+from backpack_core.graph.nodes import is_leaf
+from backpack_core.graph.order import children_of
+from backpack_core.record.call import Edge, is_noted
+from backpack_operations import nodes
+from backpack_operations.alignment import Crossing
+from backpack_operations.survey import GraphSurvey, edges_behind
+
+Sent = list[tuple[int, Any]]  # quantities by position in ``node.next_functions``
+
+
+class Crossings:
+    """What crosses nodes in one pass, in autograd's order and in chunks."""
+
+    def __init__(self, survey: GraphSurvey) -> None:
+        self._survey, self._alignment = survey, survey.alignment
+        self._started: set[Node] = set()
+        # For those that keep samples apart, and for what is measured; with the number of leaves.
+        self._is_read: dict[tuple[bool, bool], tuple[dict[Node, bool], int]] = {}
+
+    def leave(self, schedule: Schedule, lane: int, edge: Edge, wide: Any, own: Any) -> None:
+        """Have a quantity wait at a node; see :meth:`Schedule.leave`."""
+        propagator = schedule.groups[lane].propagator
+        if not self._leads_to_readers(edge.node, propagator):
+            return
+        if own is not None:
+            widened = propagator.widen(own, self._survey.batch_size)
+            wide = add(propagator.merge, wide, widened)
+        if edge.node not in schedule.at_nodes:
+            schedule.at_nodes[edge.node] = {}
+            schedule.await_node(edge.node)
+        waiting = schedule.at_nodes[edge.node].setdefault(lane, {})
+        waiting[edge.output_nr] = add(propagator.merge, waiting.get(edge.output_nr), wide)
+
+    def _leads_to_readers(self, start: Node, propagator: Propagator) -> bool:
+        """Whether a call, or a parameter that is read by itself, lies at a node or behind it.
+
+        What is measured goes as far as samples are.
+        """
+        alignment, todo = self._alignment, [start]
+        key = propagator.keeps_apart, propagator.starts_everywhere
+        known, leaves = self._is_read.get(key, ({}, 0))
+        if len(alignment.leaves) != leaves:  # a later walk found more
+            if key[0]:
+                known.update((leaf, True) for leaf, _ in alignment.leaves)
+            elif key[1]:
+                known.update(dict.fromkeys(alignment.starts, True))
+        self._is_read[key] = known, len(alignment.leaves)
+        while todo:
+            node = todo[-1]
+            if node not in known:
+                children = children_of(node)
+                if is_noted(node) or any(known.get(child) for child in children):
+                    known[node] = True
+                elif new := [child for child in children if child not in known]:
+                    todo += new
+                    continue
+                else:
+                    known[node] = False
+            todo.pop()
+        return known[start]
+
+    def cross(self, schedule: Schedule, node: Node, grads: Sequence[Tensor | None] = ()) -> None:
+        """Carry what waits at a node through it, and send it on; see :meth:`Between.cross`."""
+        waiting = schedule.at_nodes.pop(node, {})
+        if grads and node in self._alignment.starts and node not in self._started:
+            self._started.add(node)
+            waiting = {lane: waiting.get(lane, {}) for lane in range(len(schedule.groups))}
+            grads = nodes.filled(node, grads)
+        if not waiting:
+            return
+        there = self._alignment.crossing(node)
+        for lane, quantities in waiting.items():
+            group = schedule.groups[lane]
+            try:
+                quantities = group.propagator.supply(quantities, grads)
+                if nodes.hands_on(node) and not there.apart:
+                    crossed = list(quantities.items())
+                else:
+                    is_reached = grads and group.propagator.sheds_everywhere
+                    here = (
+                        self._reached(schedule, lane, node, grads, there) if is_reached else there
+                    )
+                    crossed = group.propagator.cross(node, quantities, here) if quantities else []
+            except Exception as error:
+                place_between(error, self._survey, group.first, node)
+                raise
+            self._send(schedule, lane, node, crossed)
+
+    def _reached(
+        self,
+        schedule: Schedule,
+        lane: int,
+        node: Node,
+        grads: Sequence[Tensor | None],
+        there: Crossing,
+    ) -> Crossing:
+        """Where samples lie at a node that autograd is at, and what takes residuals there."""
+        if not isinstance(schedule, HookSchedule):
+            return there
+        chunks = schedule.chunks
+        size = partial(chunks.size, lane, node._input_metadata[0].device.type)
+
+        def carry(part: Sent) -> None:
+            chunks.carry(lane, node, lambda sweep: self._send(sweep.schedule, lane, node, part))
+
+        return there._replace(grads=grads, size=size, carry=carry)
+
+    def _send(self, schedule: Schedule, lane: int, node: Node, crossed: Sent) -> None:
+        """Send what has crossed a node to the edges behind it."""
+        edges = dict(edges_behind(node)) if crossed else {}
+        for position, quantity in crossed:
+            edge = edges.get(position)
+            if edge is not None:
+                self._send_to(schedule, lane, edge, quantity)
+
+    def _send_to(self, schedule: Schedule, lane: int, edge: Edge, quantity: Any) -> None:
+        leaf = self._alignment.leaves.get((edge.node, edge.output_nr))
+        if leaf is None:
+            if not is_leaf(edge.node):  # other parameters are read at calls
+                schedule.deliver(lane, Edge(edge.node, edge.output_nr), wide=quantity)
+        elif schedule.groups[lane].propagator.keeps_apart and _torch.will_get_gradient(leaf):
+            schedule.leave(lane, edge, wide=quantity)

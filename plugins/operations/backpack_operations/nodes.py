@@ -1,0 +1,325 @@
+"""What is known of autograd's nodes by their type, from the tables beside this file.
+
+Only nodes of torch's own operations are looked up: a Python ``autograd.Function`` may have any
+name. Imports ``_torch`` only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Sequence
+from functools import cache
+from importlib.resources import files
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+
+from backpack_core import _torch
+from backpack_core._torch import Node, metadata_of, node_type, operations
+from backpack_core.graph.nodes import is_leaf
+
+
+def _lines(name: str) -> list[str]:
+    """The lines of a table, without comments, continued lines joined."""
+    text = (files("backpack_operations") / name).read_text(encoding="utf-8")
+    text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE)
+    return text.replace("\n ", " ").split("\n")
+
+
+# The properties of each operation, from ``operations.txt``.
+_PROPERTIES = {
+    operation: frozenset(properties.split())
+    for properties, _, operations in (line.partition(":") for line in _lines("operations.txt"))
+    for operation in operations.split()
+}
+
+
+def _with(*properties: str) -> frozenset[str]:
+    """The operations that the table gives one of some properties."""
+    return frozenset(name for name, has in _PROPERTIES.items() if not has.isdisjoint(properties))
+
+
+LINEAR, PIECEWISE_LINEAR, QUOTIENTS = _with("linear"), _with("piecewise"), _with("quotient")
+ELEMENTWISE, VIEWS, TURNS, SELECTIONS = map(_with, ("elementwise", "view", "turn", "selection"))
+GATHERS, SCATTERS = _with("gather"), _with("scatter")
+REDUCTIONS, SPREADS = _with("reduction"), _with("spread")
+_ALONG, _LOSSES, _OF_SEVERAL = _with("along"), _with("loss"), _with("of_several")
+# Some entries of axis 0 are picked, or else the rows are kept.
+PICKS = SELECTIONS | {"Index", "IndexSelect", "Slice", "Split", "SplitWithSizes"}
+INDEXED = {"Index", "IndexSelect"}
+# What may put other rows in front.
+MOVES = TURNS | GATHERS | PICKS | {"Stack", "Cat", "Flip", "Roll", "Repeat", "Expand"}
+MOVES |= {"SelectBackward", "SliceBackward"}
+SAME_AXES = _ALONG - TURNS - GATHERS - _with("selection", "reduction")
+_OF_ONE = _with("of_one", "view")
+_LAYER_NORMS = {"NativeLayerNorm", "NativeLayerNormBackward"}
+# The position of the factor that has the rows of the product.
+_ROW_FACTOR = {"Mm": 0, "Addmm": 1}
+# What gives entry ``i`` of axis 0 from entry ``i`` of an operand that is as long, or from a factor.
+ROW_BY_ROW = _with("elementwise", "attention") | {
+    "Bmm",
+    "Baddbmm",
+    "Expand",
+    "Repeat",
+    *_ROW_FACTOR,
+}
+# What says which rows a result has, if it is data, as autograd saves it.
+_ROWS = {"Mm": "self", "Addmm": "mat1", "Bmm": "self", "Embedding": "indices"}
+# Products: linear if one of two factors is constant; the positions of these among the inputs.
+FACTORS = dict.fromkeys(
+    ["Mul", "Mm", "Bmm", "Mv", "Dot", "Matmul", "Linear", "Convolution"], (0, 1)
+)
+FACTORS |= dict.fromkeys(["Addmm", "Baddbmm", "Addmv", "Addcmul"], (1, 2))
+
+# Names of what operations save besides tensors and sizes.
+_SAVED = (
+    *("dim", "dim0", "dim1", "dim2", "dims", "dimension", "self_dim", "source_dim", "sumdim"),
+    *("axis", "start", "step", "offset", "shifts", "stride", "storage_offset", "pad", "reverse"),
+    *("training", "train", "update"),
+)
+
+
+def is_function(node: Node) -> bool:
+    """Whether a node is that of a Python ``autograd.Function``."""
+    return isinstance(node, BackwardCFunction)
+
+
+def is_compiled(node: Node) -> bool:
+    """Whether a node is what ``torch.compile`` made of a part of the graph."""
+    return is_function(node) and hasattr(getattr(node, "_forward_cls", None), "compiled_bw")
+
+
+def hands_on(node: Node) -> bool:
+    """Whether a node returns the gradient it gets, with side effects; see ``_torch.hands_on``."""
+    return _torch.hands_on(type(node))
+
+
+def is_nested(node: Node) -> bool:
+    """Whether an output of a node is a nested tensor."""
+    return bool(node._input_metadata[0].is_nested_tensor)
+
+
+def shape_of(node: Node, output_nr: int) -> torch.Size:
+    """The shape of an output of a node."""
+    return torch.Size(lengths_of(node, output_nr))
+
+
+def lengths_of(node: Node, output_nr: int) -> tuple[int, ...]:
+    """The shape of an output of a node, as plain numbers, which is much faster."""
+    return tuple(metadata_of(node, output_nr).shape)
+
+
+def zeros_at(node: Node, output_nr: int, *lead: int) -> Tensor:
+    """Zeros of the shape of an output of a node, behind axes of other lengths."""
+    metadata = metadata_of(node, output_nr)
+    shape = (*lead, *metadata.shape)
+    return torch.zeros(shape, dtype=metadata.dtype, device=metadata.device)
+
+
+def filled(node: Node, gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    """The gradients at all outputs of a node, with zeros for those that are undefined."""
+    return [
+        zeros_at(node, number) if gradient is None else gradient
+        for number, gradient in enumerate(gradients)
+    ]
+
+
+def operation_of(node: Node) -> str:
+    """The name of the operation of one of torch's own nodes; empty for all others."""
+    return operations().get(type(node), "")
+
+
+def settings_of(node: Node) -> list[object]:
+    """What an operation saved besides tensors that says where rows go, or whether samples meet."""
+    found = [getattr(node, name) for name in _saved_by(type(node))]
+    return [tuple(value) if isinstance(value, (list, tuple)) else value for value in found]
+
+
+@cache
+def _saved_by(kind: type) -> tuple[str, ...]:
+    is_one = operations().get(kind, "").startswith("Select")  # others save a tensor as their index
+    names = [f"_saved_{name}" for name in (*_SAVED, *(["index"] if is_one else []))]
+    return tuple([name for name in names if hasattr(kind, name)])
+
+
+def keeps_rows(node: Node, output_nr: int, position: int) -> bool:
+    """Whether entry ``i`` of axis 0 of an output depends on entry ``i`` of an operand only.
+
+    Views that keep the order of entries count: they keep whole rows together.
+
+    Args:
+        node: The node.
+        output_nr: Which output.
+        position: Which operand, as a position in ``node.next_functions``.
+    """
+    child, number = node.next_functions[position]
+    assert child is not None
+    return keeps_rows_of(node, position, lengths_of(node, output_nr), lengths_of(child, number))
+
+
+def keeps_rows_of(node: Node, position: int, out: tuple[int, ...], inp: tuple[int, ...]) -> bool:
+    """The same for one who knows the shapes of output and operand."""
+    operation = operation_of(node)
+    if operation in VIEWS or hands_on(node):
+        return True
+    if not out or out[:1] != inp[:1]:
+        return False
+    if operation in ("Stack", "SelectBackward"):
+        return _axes(node)[0] % len(out) > 0
+    if operation in _ALONG:
+        axes = [axis % len(inp) for axis in _axes(node)]
+        return axes[0] == 0 if operation == "Permute" else 0 not in axes
+    if operation in _LOSSES or len(out) != len(inp):
+        return operation in _LOSSES
+    if operation in _LAYER_NORMS:
+        return len(node._saved_normalized_shape) < len(inp)  # type: ignore[attr-defined]
+    if "BatchNorm" in operation:
+        return not mixes_samples(node)
+    return _ROW_FACTOR.get(operation, position) == position and operation in ROW_BY_ROW
+
+
+def selected(node: Node, output_nr: int) -> int:
+    """How many entries an ``index_select`` picks, along whatever axis."""
+    shape = shape_of(node, output_nr)
+    return shape[_axes(node)[0] % len(shape)] if shape else 1
+
+
+def axes_along(node: Node, count: int) -> list[int]:
+    """The axes of an operand that an operation goes along, which leaves the others as they are.
+
+    Empty if that is unknown.
+
+    Args:
+        node: The node.
+        count: How many axes the operand has.
+    """
+    operation = operation_of(node)
+    if operation in _LAYER_NORMS:
+        return [*range(count)][-len(node._saved_normalized_shape) :]  # type: ignore[attr-defined]
+    is_known = operation in SAME_AXES | SELECTIONS and count
+    return [axis % count for axis in _axes(node)] if is_known else []
+
+
+def picks_of(node: Node) -> list[Tensor | None]:
+    """What an operation of :data:`INDEXED` picks of leading axes; ``None`` where it keeps one."""
+    saved: Any = node
+    if operation_of(node) == "Index":
+        return [*saved._saved_indices]
+    child, number = node.next_functions[0]
+    assert child is not None
+    return [*[None] * (_axes(node)[0] % len(lengths_of(child, number))), saved._saved_index]
+
+
+def rows_of(node: Node) -> tuple[Tensor | None, int]:
+    """What an operation of parameters and data has on its leading axes; and how many these are.
+
+    As the first factor of a product, or an index of rows; ``None`` if that is unknown.
+    """
+    operation, saved, found = operation_of(node), cast(Any, node), None
+    if operation in _ROWS:
+        found = getattr(node, f"_saved_{_ROWS[operation]}")
+    elif operation in INDEXED:
+        found = picks[0] if len(picks := picks_of(node)) == 1 else None
+    elif operation == "Mul":
+        found = saved._saved_self if saved._saved_other is None else saved._saved_other
+        found = found if found is not None and found.shape == shape_of(node, 0) else None
+        return found, len(lengths_of(node, 0))
+    if found is None or found.dtype in (torch.bool, torch.uint8):
+        return None, 0
+    return found, found.dim() - (operation in FACTORS)
+
+
+def order_of(node: Node, count: int) -> list[int]:
+    """How an operation of :data:`TURNS` permutes axes, of which there are so many."""
+    axes = [0, 1] if operation_of(node) == "T" else [axis % count for axis in _axes(node)]
+    order = [*range(count)]
+    if operation_of(node) == "Permute":
+        return axes
+    for axis, other in zip(axes, reversed(axes), strict=True):
+        order[axis] = other
+    return order
+
+
+def _axes(node: Node) -> list[int]:
+    """The axes that a node saved; torch gives negative ones as unsigned 64-bit numbers."""
+    saved = {"Transpose": ("dim0", "dim1"), "Permute": ("dims",)}.get(operation_of(node), ("dim",))
+    found = [getattr(node, f"_saved_{name}") for name in saved]
+    found = [0 if axis is None else axis for axis in found]  # ``None`` means all axes
+    axes = [axis for one in found for axis in (one if isinstance(one, tuple) else (one,))]
+    return [axis - 2**64 if axis >= 2**63 else axis for axis in axes]
+
+
+def is_stack_of_numbers(node: Node) -> bool:
+    """Whether a node stacks single numbers: usually the terms of a loss."""
+    edges = [(child, number) for child, number in node.next_functions if child is not None]
+    return operation_of(node) in ("Stack", "Cat") and all(shape_of(*e).numel() == 1 for e in edges)
+
+
+def is_of_its_operands(node: Node) -> bool:
+    """Whether every tensor that the operation depends on is known to have an edge."""
+    operation = operation_of(node)
+    if operation in _OF_ONE:
+        return True
+    edges = node.next_functions
+    return operation in _OF_SEVERAL and all(child is not None for child, _ in edges)
+
+
+def is_linear(node: Node, varying: Container[Node] | None = None) -> bool:
+    """Whether an operation is known to be linear in all activations, almost everywhere.
+
+    Args:
+        node: The operation.
+        varying: Which operands vary together; default: all but leaves (parameters).
+    """
+    # By type, since a Python function may have any name.
+    operation = operation_of(node)
+    if operation in LINEAR or hands_on(node):
+        return True
+    edges = node.next_functions
+    if operation in PIECEWISE_LINEAR:  # but |z| is not for complex numbers
+        return not any(p is not None and metadata_of(p, nr).dtype.is_complex for p, nr in edges)
+    parents = [parent for parent, _ in edges]
+    if varying is None:
+        varies = [parent is not None and not is_leaf(parent) for parent in parents]
+    else:
+        varies = [parent in varying for parent in parents]
+    if operation in FACTORS:  # a factor that is a number is no input of the node
+        return not all(p < len(varies) and varies[p] for p in FACTORS[operation])
+    return operation in QUOTIENTS and not any(varies[1:])
+
+
+def is_vmap_exact(node: Node) -> bool:
+    """Whether vmap is known to treat the formula of this type of node as a loop does."""
+    return type(node) in _exact_under_vmap()
+
+
+@cache
+def _exact_under_vmap() -> frozenset[type]:
+    version, names = vmap_nodes()
+    if not torch.__version__.startswith(f"{version}."):
+        return frozenset()
+    return frozenset(kind for kind in map(node_type, names) if kind is not None)
+
+
+def vmap_nodes() -> tuple[str, frozenset[str]]:
+    """The version of torch, and the types of nodes for which vmap agreed with a loop there.
+
+    Written by ``python -m tests.faults.vmap_nodes --write`` from torch's own operator database.
+    """
+    heading, *lines = _lines("vmap_nodes.txt")
+    return heading.split()[1], frozenset(" ".join(lines).split())
+
+
+def mixes_samples(node: Node) -> bool:
+    """Whether a node is a batch normalisation with statistics of several samples.
+
+    Torch computes an instance normalisation as a batch normalisation of one sample, which does not
+    count.
+    """
+    operation = operation_of(node)
+    if "BatchNorm" not in operation or operation.endswith(("NoTraining", "NoUpdate")):
+        return False
+    modes = [getattr(node, f"_saved_{name}", True) for name in ("training", "train", "update")]
+    return shape_of(node, 0)[0] > 1 and all(modes)

@@ -1,0 +1,72 @@
+"""Parameters of modules without a rule: what extensions say of them."""
+
+from __future__ import annotations
+
+from backpack_core import errors
+from backpack_core._torch import class_of
+from backpack_core.contract.extension import Extension
+from backpack_core.engine.active import Context
+from backpack_core.engine.carriers import leaves_out
+from backpack_core.engine.location import place
+from backpack_core.plugins.loading import blocked, missing
+from backpack_core.plugins.registry import registry
+from backpack_core.record.view import View
+from backpack_operations.survey import GraphSurvey
+
+
+def ask_without_rule(survey: GraphSurvey, context: Context) -> None:
+    """Leave out parameters of modules without a rule that no extension wants.
+
+    Raises:
+        MissingPluginError: An extension does not take them, and says so.
+    """
+    for call in survey.freed:
+        if not any(survey.uses[id(own.parameter)].unruled for own in survey.uncovered(call)):
+            continue
+        module = call.module
+        is_wanted = bool(context.graph_extensions)
+        for group in context.groups:
+            for extension in group.extensions:
+                if group.has_overrides and registry.override(extension, module):
+                    continue
+                try:
+                    is_wanted |= _takes(extension, View(call))
+                except Exception as error:
+                    place(error, View(call), extension)
+                    raise
+        if not is_wanted:
+            survey.leave_out(call)
+
+
+def _takes(extension: Extension, view: View) -> bool:
+    """Whether an extension takes the parameters of a module, as its ``fail_mode`` says.
+
+    Raises:
+        MissingPluginError: It does not, and says so.
+    """
+    kind = class_of(view.call.module)
+    name, full_name = kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
+    if extension.fail_mode == "error":
+        raise missing(
+            f"No layer rule covers the parameters of {view.path}, and fail_mode is 'error'. "
+            f"Install a plugin that knows {name}, or write a layer rule.",
+            name,
+        )
+    if extension.needs_every_parameter and extension.fail_mode != "autodiff":
+        raise errors.UnsupportedError(
+            f"No layer rule covers the parameters of {view.path}, and fail_mode is "
+            f"{extension.fail_mode!r}: {type(extension).__name__} means nothing without them. Use "
+            "fail_mode='autodiff', freeze them, or write a layer rule."
+        )
+    mine = type(extension)
+    text = f"{view.path} has no layer rule: {mine.__name__} leaves it out (a {full_name})."
+    if leaves_out(extension, (kind, mine), text):
+        return False
+    errors.warn_once(
+        (kind,),
+        f"{view.path} has no layer rule: the parameters of {full_name} are looked at where "
+        "operations use them, which is exact, but a rule may be faster. Install a plugin that "
+        f"knows {name} (backpack-plugin-layers covers torch.nn), or write a layer rule.{blocked()}",
+        errors.AutodiffFallbackWarning,
+    )
+    return True

@@ -1,0 +1,258 @@
+"""Visits in any graph: calls that are gone through, samples that are kept apart or elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from backpack_core.contract.carrier import Carrier
+from backpack_core.contract.propagator import Propagator
+from backpack_core.engine.carriers import RuleCarrier
+from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
+from backpack_core.engine.sink import Sink
+from backpack_core.engine.traversal import Traversal
+from backpack_core.errors import OverwrittenInputError, SampleMixingError
+from backpack_core.graph.parameters import Trained
+from backpack_core.plugins.registry import registry
+from backpack_core.record.call import Edge, Site
+from backpack_core.record.view import View
+from backpack_operations.bare import BareRule
+from backpack_operations.owners import turns_of
+from backpack_operations.survey import GraphSurvey
+
+if TYPE_CHECKING:
+    from backpack_core.engine.sweep import Chunks
+
+
+class GraphTraversal(Traversal):
+    """What happens when a call is visited."""
+
+    survey: GraphSurvey
+
+    def __init__(self, schedule: Schedule, sink: Sink, chunks: Chunks | None = None) -> None:
+        super().__init__(schedule, sink, chunks)
+        self._alignment = self.survey.alignment
+
+    def arrive(self, lane: int, site: Site, view: View, carrier: Carrier, arrived: Waiting) -> Any:
+        """Also from nodes, and from calls with samples on another axis."""
+        propagator = self.groups[lane].propagator
+        is_usual = arrived.wide is None and not view.axis
+        waiting = arrived.own if is_usual else self._at_output(propagator, site, view, arrived)
+        quantity = carrier.arrive(view, waiting)
+        if view.positions > 1 and site.call.rule.is_loss and propagator.travels:
+            return propagator.split_positions(quantity, turns_of(self.survey, site.call))
+        return quantity
+
+    def look(
+        self,
+        lane: int,
+        site: Site,
+        view: View,
+        carrier: Carrier,
+        quantity: Any,
+        whole: Any,
+        arrived: Waiting,
+    ) -> None:
+        """Also see that samples are apart, and send what is kept so."""
+        propagator = self.groups[lane].propagator
+        if not view.positions and propagator.keeps_apart:
+            self._see_apart(view, propagator, quantity)
+        super().look(lane, site, view, carrier, quantity, whole, arrived)
+        if self._alignment.apart and self._sends_apart(lane, site):
+            self._send_apart(lane, site, view, carrier, quantity)
+
+    def send(
+        self,
+        lane: int,
+        site: Site,
+        view: View,
+        carrier: Carrier,
+        quantity: Any,
+        arrived: Waiting = NOTHING,
+    ) -> None:
+        """Send the quantity on to the inputs of the call, or into the graph inside it."""
+        call, propagator = site.call, self.groups[lane].propagator
+        goes_inside = call in self.survey.opened
+        is_rule = not carrier.gives_values
+        if is_rule and (propagator.starts_everywhere if call.rule.is_loss else goes_inside):
+            self._send_below(lane, site, quantity, arrived)
+            return
+        if view.positions and not self._alignment.apart:
+            try:
+                super().send(lane, site, view, carrier, quantity)
+            except OverwrittenInputError:
+                # Autograd kept its own copy: go through the node that made the output.
+                self._send_below(lane, site, quantity, arrived)
+            return
+        if not any(call.edges):
+            return
+        try:
+            inputs = self.sent(lane, site, view, carrier, quantity)
+        except OverwrittenInputError:
+            self._send_below(lane, site, quantity, arrived)
+            return
+        for position, arriving in inputs.items():
+            edge = call.edges[position]
+            # What is kept apart has been sent there; the dye only passes.
+            is_sent = propagator.keeps_apart or not propagator.starts_everywhere
+            is_apart = edge is not None and self._alignment.is_apart(edge)
+            if edge is not None and not (is_sent and is_apart):
+                if view.positions:
+                    self.schedule.deliver(lane, edge, own=arriving)
+                elif not self._alignment.is_apart(site.edge):
+                    self.schedule.deliver(lane, edge, wide=arriving)  # nothing was left out
+                else:
+                    wide = propagator.widen(arriving, self.survey.batch_size)
+                    entries = self._alignment.entries_at(edge)
+                    self.schedule.deliver(lane, edge, wide=propagator.put_together(wide, entries))
+
+    def edges_behind(self, site: Site) -> Sequence[Edge | None]:
+        """The inputs of the call, or the graph inside it."""
+        goes_inside = site.call in self.survey.opened and not site.call.rule.is_loss
+        return (site.below,) if goes_inside else site.call.edges
+
+    def carrier(self, lane: int, view: View) -> Carrier:
+        """No override speaks for a parameter by itself, nor where samples are elsewhere."""
+        group = self.groups[lane]
+        if group.has_overrides and isinstance(view.call.rule, BareRule):
+            return RuleCarrier(group, self.survey)
+        found = super().carrier(lane, view)
+        fault = self._alignment.faults.get((view.call, view.index)) if group.has_overrides else None
+        if fault is not None and not isinstance(found, RuleCarrier):
+            raise fault
+        return found
+
+    def read(
+        self, lane: int, view: View, carrier: Carrier, quantity: Any, trained: Sequence[Trained]
+    ) -> None:
+        """Of every sample apart where rows are in no order but owned by some."""
+        group = self.groups[lane]
+        is_leaf = group.has_overrides and isinstance(view.call.rule, BareRule)
+        if is_leaf and registry.override(group.extensions[0], view.call.module) is not None:
+            return  # which has looked at the parameter where the module was called
+        if self._alignment.owned and trained and not carrier.gives_values:
+            quantity = self._of_samples(view, group.propagator, quantity)
+        super().read(lane, view, carrier, quantity, trained)
+
+    def _at_output(self, propagator: Propagator, site: Site, view: View, arrived: Waiting) -> Any:
+        """What arrived, as a quantity at the call's output with samples in front."""
+        wide, own = arrived
+        if own is not None and view.axis:
+            own = propagator.map(own, lambda mat: mat.movedim(1 + view.axis, 1))
+        if wide is None:
+            return own
+        if site.layout is not None:
+            wide = propagator.map(wide, site.layout.look_through)
+        if view.axis:
+            wide = propagator.map(wide, lambda mat: mat.movedim(1 + view.axis, 1))
+        if view.positions or self._alignment.is_apart(site.edge):
+            wide = propagator.narrow(wide)  # else samples lie elsewhere
+        return wide if own is None else propagator.merge(own, wide)
+
+    def _of_samples(self, view: View, propagator: Propagator, quantity: Any) -> Any:
+        """What is read off: of every sample apart, where rows are in no order but owned by some."""
+        owned = self._alignment.owned_of(self.survey.sites[view.call, view.index])
+        if owned is None or quantity is None or not propagator.keeps_apart:
+            return quantity
+        return propagator.take_apart(quantity, owned)
+
+    def _sends_apart(self, lane: int, site: Site) -> bool:
+        """Whether something has to be kept apart behind a call, or seen to be where it ends."""
+        call, alignment = site.call, self._alignment
+        if call.rule.is_loss:
+            return False
+        if call in self.survey.opened:
+            # The nodes inside see to it, from the last that have samples on.
+            return alignment.is_apart(site.edge)
+        ends = alignment.is_apart(site.edge) and not self.groups[lane].propagator.travels
+        return any(edge is not None and (ends or alignment.is_apart(edge)) for edge in call.edges)
+
+    def _send_apart(
+        self, lane: int, site: Site, view: View, carrier: Carrier, quantity: Any
+    ) -> None:
+        """Send what is kept apart by sample to the inputs that have none."""
+        propagator, call = self.groups[lane].propagator, site.call
+        if not propagator.keeps_apart or quantity is None:
+            return
+        if call in self.survey.opened:
+            if propagator.travels:
+                return
+            if site.layout is None:
+                self.schedule.deliver(lane, site.below, own=quantity)
+            else:
+                wide = propagator.widen(quantity, self.survey.batch_size)
+                wide = propagator.map(wide, site.layout.look_back)
+                self.schedule.deliver(lane, site.below, wide=wide)
+            return
+        if view.positions:  # of all samples: inputs without any cannot be cut
+            view, wide = view.full, propagator.widen(quantity, self.survey.batch_size)
+            quantity = propagator.take_apart(wide, view.positions)
+        else:
+            quantity = self._of_samples(view, propagator, quantity)
+        is_wide = bool(view.positions)
+        for position, arriving in carrier.send(view, quantity).items():
+            edge = call.edges[position]
+            if edge is None:
+                continue
+            if self._alignment.is_apart(edge):
+                own, wide = (None, arriving) if is_wide else (arriving, None)
+                self.schedule.deliver(lane, edge, wide=wide, own=own)
+            elif not view.positions and not propagator.travels:  # which is seen to be right
+                propagator.put_together(arriving, self._alignment.entries_at(edge))
+
+    def _send_below(self, lane: int, site: Site, quantity: Any, arrived: Waiting) -> None:
+        """Go on through the node that made the output."""
+        restarts = self.groups[lane].propagator.starts_everywhere and site.layout is None
+        if arrived == NOTHING or restarts:  # at a view, it would have the shape of that
+            self.schedule.deliver(lane, site.below, own=quantity)
+        else:
+            self.schedule.deliver(lane, site.below, *arrived)
+
+    def _see_apart(self, view: View, propagator: Propagator, quantity: Any) -> None:
+        """See that samples are apart at what was computed from the input, on whatever axis.
+
+        Raises:
+            SampleMixingError: They are on none that is as long as the batch, or, if nothing was
+                declared, not on the first, where a layer received them.
+        """
+        samples, call = self.survey.batch_size, view.call
+        axes = [axis for axis, n in enumerate(view.output_shape) if n == samples]
+        if not self.survey.is_declared:
+            axes = axes[: call.receives_input > 1 and axes[:1] == [0] and not call.goes_inside]
+        edge = self.survey.sites[call, view.index].edge
+        if samples == 1 or quantity is None or not self._alignment.is_apart(edge):
+            return
+        owned = self._alignment.owned_of(self.survey.sites[call, view.index])
+        if owned is not None and propagator.subsampling is None:
+            propagator.put_together(quantity, owned)
+            return
+        numbers = self.survey.numbers.get(edge[:2])
+        positions: int | Tensor = 1
+        is_behind = numbers is not None and numbers.numel() == samples > numbers.shape[:1].numel()
+        is_told = self.survey.is_told and bool(call.stored.inputs)  # no parameter by itself
+        if numbers is not None and (is_behind or is_told):
+            shape = numbers.movedim(view.axis, 0).shape if view.axis else numbers.shape
+            axes = [axis for axis, length in enumerate(shape) if length == numbers.numel() > 1]
+            chosen = range(samples) if propagator.subsampling is None else propagator.subsampling
+            shown = torch.tensor([n % samples for n in chosen], device="cpu").unsqueeze(1)
+            positions = (numbers.flatten() == shown) | (numbers.flatten() < 0)
+        elif not call.receives_input:
+            return
+        for axis in axes:
+            try:
+                moved = propagator.map(quantity, partial(_moved, axis))
+                propagator.put_together(moved, positions)
+            except SampleMixingError:
+                if axis == axes[-1]:
+                    raise
+            else:
+                return
+
+
+def _moved(axis: int, mat: Tensor) -> Tensor:
+    """Columns ``[V, *]`` with an axis of the tensor in front."""
+    return mat.movedim(1 + axis, 1)
