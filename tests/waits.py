@@ -12,7 +12,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_ROOTS = {"backpack_core", "backpack_layers", "backpack_firstorder", "backpack_secondorder"}
+_ROOTS = {
+    "backpack_core", "backpack_products", "backpack_operations", "backpack_checks",
+    "backpack_interplay", "backpack_layers", "backpack_firstorder", "backpack_secondorder",
+}  # fmt: skip
 _READS = {
     "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_numpy", "argwhere",
     "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount", "masked_select",

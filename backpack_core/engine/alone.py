@@ -63,7 +63,9 @@ def _order(found: BackwardPass, options: Mapping[str, Any]) -> dict[Node, int] |
     survey, context, groups = found.survey, found.context, found.groups
     if context.gradient != "skipped" or not found.is_outermost or not groups:
         return None
-    readers = found.measurement, context.graph_extensions, context.extension_hook, context.beside
+    readers = context.graph_extensions, context.beside
+    if any(observer.needs_autograd for observer in found.observers):
+        return None
     apart = survey.alignment.starts, survey.leaves, survey.bare, survey.shards
     if any(readers) or any(apart) or options.get("create_graph"):
         return None

@@ -8,22 +8,26 @@ node between calls, and each call and node is passed once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_checks.dyed import Question
-from backpack_checks.sums import SumCheck
-from backpack_checks.trust import Measurement, Trust, trust_in
 from backpack_core._torch import Node, current_node, keeps_graph
 from backpack_core.engine import losses
-from backpack_core.engine.active import Context, log_visit
+from backpack_core.engine.active import Context
+from backpack_core.engine.attending import (
+    answers,
+    observers_of_libraries,
+    overriding,
+    own_observers,
+    warn_unmeasured,
+)
 from backpack_core.engine.carriers import ask_without_rule
 from backpack_core.engine.fields import add_leaves, clear, hand_over
 from backpack_core.engine.graph_reading import GraphPass
-from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place, place_between
 from backpack_core.engine.planning import Planning
 from backpack_core.engine.schedule import HookSchedule, when_reached
@@ -49,13 +53,21 @@ class BackwardPass:
 
     Attributes:
         context: What was asked for.
+        roots: What ``backward()`` was called on, or where the pass was first seen.
+        gradients: What comes in at each of the roots, where that is known.
         survey: What is known about the graph.
-        groups: What travels: the context's groups, and the dye.
+        groups: What travels: the context's groups, and what observers add.
         schedule: Where quantities wait.
         traversal: Reads and sends.
-        measurement: What measures where samples are; ``None`` where that is known.
+        observers: Who attends it.
+        of_losses: The extensions whose quantity is the curvature of extended losses.
+        is_per_sample: Whether samples have to stay apart, since quantities belong to single ones.
+        is_curvature: Whether quantities belong to what autograd brings, and nothing besides.
+        looked_at: Modules whose parameters were read where operations use them.
         visiting: What rules see of the call that is visited now.
         is_outermost: Whether it was begun in no hook of another pass.
+        is_whole: Whether it is no part of another one; of one in which there is nothing else, it
+            counts as the whole.
         is_running: Whether autograd has begun.
         is_alone: Whether it does not go; see ``alone.py``.
     """
@@ -83,30 +95,26 @@ class BackwardPass:
             BackpackError: Something that was asked for does not exist in this graph.
         """
         self.context = context
-        self.roots = [*roots]
+        self.roots, self.gradients = [*roots], gradients
         self.survey = Survey(context.beside, context.tells_samples, context.told)
         self.visiting: View | None = None
         self.is_running = self.is_alone = False
         self._is_differentiable = self._only_reads = False
         self.is_outermost = outer is None
         self._clears: bool = outer is None or (is_part and outer._clears)
-        # A part of one in which there is nothing else is measured as if it were alone.
-        self._is_measured = outer is None or (is_part and not outer.survey.sites)
+        self.is_whole = outer is None or (is_part and not outer.survey.sites)
         self._is_announced = bool(gradients)
         groups, whole = context.groups, context.graph_extensions
         # A pass inside another one has no part in what that is read as a whole.
         self._graph = graph or GraphPass(whole if outer is None else (), ())
         self._asked = [*(group.propagator for group in groups), *(e.propagator for e in whole)]
-        self._of_losses = losses.curvature_of_losses(groups, whole)
+        self.of_losses = losses.curvature_of_losses(groups, whole)
         self._divided = [e for e in context.extensions if e.needs_normalisers]
-        self._question = Question(
-            any(propagator.per_sample for propagator in self._asked),
-            bool(whole) or any(group.propagator.travels for group in groups),
-            bool(self._of_losses),
-        )
+        self.is_per_sample = any(propagator.per_sample for propagator in self._asked)
+        self.is_curvature = bool(whole) or any(group.propagator.travels for group in groups)
         self._kept: Kept = {}
         self._viewed: set[Call] = set()
-        self._looked_at: dict[Module, None] = {}
+        self.looked_at: dict[Module, None] = {}
         self._release_last: list[Call] = []
         self.groups = list(context.groups)
         self._is_part = is_part
@@ -115,26 +123,26 @@ class BackwardPass:
         chunks = Chunks(self.survey, self.groups, self._kept, self._sink.partial)
         self.schedule = HookSchedule(chunks, context.passes)
         self.traversal = Traversal(self.schedule, self._sink, chunks)
-        self.measurement: Measurement | None = None
-        self._sums: SumCheck | None = None
-        self._trust: Trust | None = None
         self._planning: Planning | None = None
+        self.observers = own_observers(context, self.survey)
         if not (groups or whole):
+            self._begin_visits()
             return
+        self.observers += observers_of_libraries(self)
         is_known = self._is_announced and self.is_outermost
         self._planning = planning = Planning(context, self.survey, roots if is_known else ())
         if not self._take_plan(planning):
             self._look_around(roots)
             if gradients or whole or not self.is_outermost:  # else more may come
-                losses.refuse_other_terms(self.survey, roots, self._of_losses, outer is not None)
+                losses.refuse_other_terms(self.survey, roots, self.of_losses, outer is not None)
                 losses.refuse_unknown_normaliser(self.survey, roots, self._divided)
-        self._begin_measuring(roots, gradients)
-        planning.make(self._trust)
+        self._begin_observing()
+        planning.make(self.observers)
 
     def _take_plan(self, planning: Planning) -> bool:
         """Go by the plan of an earlier pass, if there is a settled one."""
         context, survey = self.context, self.survey
-        known = planning.take(any(self._question))
+        known = planning.take(self.observers)
         if known is None:
             return False
         for node in survey.alignment.starts:
@@ -161,7 +169,7 @@ class BackwardPass:
             self.context.seen.update(["ran", "trained"] if is_some else ["ran"])
         refusals.refuse_beside(survey, self.context.extensions)
         ask_without_rule(survey, self.context)
-        fault = fault_in(survey) if self._question.is_per_sample else None
+        fault = fault_in(survey) if self.is_per_sample else None
         if fault is not None:
             raise fault
         self._align(edges)
@@ -189,28 +197,23 @@ class BackwardPass:
         for node in add_leaves(self.survey):
             when_reached(node, self, BackwardPass._reach_leaf, self.schedule)
 
-    def _begin_measuring(self, roots: list[Edge], gradients: Sequence[Tensor | None]) -> None:
-        """Have the dye travel, too, if this structure is not known to be right."""
-        context = self.context
-        if self._is_measured and not self.survey.is_planned:
-            self._trust = trust = trust_in(self.survey, context.check, self._question)
-            if trust is not None and (context.check == "always" or not trust.is_enough()):
-                self.measurement = Measurement(self.survey, roots, trust, self._question)
-                context.seen.add("measured")
-        self.survey.is_measured = self.measurement is not None
-        if self.measurement is None:
-            asks = context.observer, context.extension_hook, context.graph_extensions
-            travel = [g.propagator.travels or g.has_overrides for g in self.groups]
-            self._only_reads = not (any(asks) or any(travel) or self._divided or context.debug)
-            return
-        keeping = [group.propagator.keeps_apart for group in self.groups]
-        if keeping and all(keeping) and not self.survey.beside:
-            self._sums = SumCheck(self.survey, self.groups)
-        dye, lane = self.measurement.dye, len(self.groups)
-        self.groups.append(Group(dye))
-        for edge, gradient in zip(roots, gradients, strict=False):
-            if gradient is not None:
-                self.schedule.leave(lane, edge, wide=dye.begin(gradient, edge))
+    def _begin_observing(self) -> None:
+        """Have observers add to what travels, now that the graph is known."""
+        survey = self.survey
+        survey.is_measured = False
+        if self.context.check == "first" and not answers(self.observers, "check"):
+            warn_unmeasured(survey)
+            survey.is_measured = not survey.is_planned  # values may be looked at, all the same
+        for observer in self.observers:
+            observer.begin(self)
+        self._begin_visits()
+
+    def _begin_visits(self) -> None:
+        self._before = overriding(self.observers, "before")
+        self._after = overriding(self.observers, "after")
+        asks = self._before, self._after, self.context.graph_extensions, self._divided
+        travel = [g.propagator.travels or g.has_overrides for g in self.groups]
+        self._only_reads = not (any(asks) or any(travel))
 
     def narrow(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """What to tell autograd, as ``gradient=`` says; ``options`` are those of ``backward()``."""
@@ -276,13 +279,13 @@ class BackwardPass:
             self._look_around([site.edge])
         view = self._view(site, grad)
         self._is_differentiable = view.is_differentiable
-        if context.observer is not None:
-            context.observer(view)
+        for look in self._before:
+            look(view)
         if is_asked:
-            if changed_by is not None and self._question.is_curvature:
+            if changed_by is not None and self.is_curvature:
                 raise refusals.changed_gradient(view, changed_by)
             # What is read off the graph as a whole needs no rule.
-            if self._question.is_per_sample and self.survey.asks_rule(call):
+            if self.is_per_sample and self.survey.asks_rule(call):
                 try:
                     call.rule.check(view)
                 except Exception as error:
@@ -294,10 +297,8 @@ class BackwardPass:
                 self.traversal.visit(lane, site, view)
             if context.graph_extensions:
                 self._graph.observe(view)
-        if context.debug:
-            log_visit(view)
-        if context.extension_hook is not None and call not in self.survey.freed:
-            context.extension_hook(call.module)
+        for look in self._after:
+            look(view)
         self.visiting = None
         self._let_go(call)
 
@@ -340,21 +341,12 @@ class BackwardPass:
             for lane in sent:
                 self.traversal.visit(lane, site, view)
             self._sink.end(view, own.parameter)  # nothing else is sent to it
-            self.visiting, self._looked_at[site.call.module] = None, None
-
-    def _visit_leaves(self) -> None:
-        """Those that autograd does not get to, as it only brings their gradients."""
-        with torch.set_grad_enabled(self._is_differentiable), without_autocast():
-            for place in self.survey.leaves:
-                self._visit_leaf(*place, None)
-        if self.context.extension_hook is not None:
-            for module in self._looked_at:
-                self.context.extension_hook(module)
+            self.visiting, self.looked_at[site.call.module] = None, None
 
     def leave(self) -> None:
         """The pass is over, however it ended."""
-        if self._sums is not None:
-            self._sums.leave()
+        for observer in self.observers:
+            observer.leave()
         if self._sink.plain is not None:
             self._sink.plain.leave()
         drop()
@@ -368,24 +360,33 @@ class BackwardPass:
         self.leave()
         for call in self._release_last:
             call.release()
-        self._visit_leaves()
+        with torch.set_grad_enabled(self._is_differentiable), without_autocast():
+            self._end()
+        if self._is_part:
+            return
+        hand_over(self.survey, self.context.extensions)
+        for observer in self.observers:
+            observer.stored(self)
+        if self._sink.plain is not None:
+            self._deliver(self._sink.plain)
+
+    def _end(self) -> None:
+        """Read what autograd did not get to, see that all went well, and store what waited."""
+        for node, number in self.survey.leaves:  # it only brings their gradients
+            self._visit_leaf(node, number, None)
         self.traversal.see_end()
         self._sink.see_end()
-        if self.measurement is not None:
-            self.measurement.settle()
+        for observer in self.observers:
+            observer.finish(self)
         if self._planning is not None:
             self._planning.keep()
         if self._is_part:
             return
-        with torch.set_grad_enabled(self._is_differentiable), without_autocast():
-            finished = self._sink.finished()
-            results = self._graph.results(self.survey, self.context.watch)
-            for extension, values in (*finished, *results):
-                for parameter, value in values.items():
-                    setattr(parameter, extension.savefield, value)
-        hand_over(self.survey, self.context.extensions)
-        if self._sink.plain is not None:
-            self._deliver(self._sink.plain)
+        found = [self._sink.finished(), self._graph.results(self.survey, self.context.watch)]
+        found += [observer.results(self) for observer in self.observers]
+        for extension, values in chain(*found):
+            for parameter, value in values.items():
+                setattr(parameter, extension.savefield, value)
 
     def _deliver(self, plain: PlainGradient) -> None:
         """Hand on what is shared; passes that hooks on parameters begin are inside of this one."""

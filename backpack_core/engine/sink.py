@@ -124,8 +124,11 @@ class Sink(ABC):
                     use.needs = plain.needs
         try:
             for extension in group.extensions:
-                kind = type(extension)
-                values = group.watch(module, kind, way, self._read, extension, view, complete)
+                if (watch := group.watch) is None:
+                    values = self._read(extension, view, complete)
+                else:
+                    kind = type(extension)
+                    values = watch(module, kind, way, self._read, extension, view, complete)
                 for (parameter, _), value in zip(complete, values, strict=True):
                     if value is not None:
                         value = owned(extension.as_stored(value, parameter), view)

@@ -24,6 +24,7 @@ from backpack_core import (
 )
 from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.errors import (
+    PluginCodeError,
     PluginConflictError,
     PluginError,
     PluginVersionError,
@@ -210,6 +211,34 @@ def test_a_carrier_of_one_instance() -> None:
     extension.carriers[nn.Linear] = Special
     assert counted(linear, extension) == "special"
     assert counted(linear, Count()) == 3
+
+
+def test_backpack_run() -> None:
+    seen = []
+
+    def backpack_run(run):
+        seen.append(run)
+
+    linear = nn.Linear(2, 1, bias=False)
+    with temporary_plugin(provide(backpack_run=backpack_run)):
+        counted(linear, Count())
+    assert len(seen) == 1
+    refused = pytest.raises(PluginCodeError, match="has to return an Observer. Got 3")
+    with temporary_plugin(provide(backpack_run=lambda run: 3)), refused:
+        counted(linear, Count())
+
+
+def test_backpack_watch() -> None:
+    class Watch:
+        def __call__(self, module, kind, way, function, *given):
+            return function(*given)
+
+        def summary(self, history):
+            return "a summary"
+
+    block = backpack(Count())
+    with temporary_plugin(provide(backpack_watch=Watch)):
+        assert block.summary() == "a summary"
 
 
 class Same(nn.Linear):
