@@ -91,6 +91,8 @@ def _answered_by(context: Context) -> Iterable[tuple[str, str, str]]:
     """The arguments that core does not see to, their words, and who does."""
     if context.check == "always":
         yield "check", context.check, "backpack-checks"
+    if context.gradient != "autograd":
+        yield "gradient", context.gradient, "backpack-interplay"
 
 
 def answers(observers: Iterable[Observer], argument: str) -> bool:

@@ -7,7 +7,7 @@ node between calls, and each call and node is passed once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import Node, current_node, keeps_graph
+from backpack_core.contract.observer import Options
 from backpack_core.engine import losses
 from backpack_core.engine.active import Context
 from backpack_core.engine.attending import (
@@ -40,7 +41,6 @@ from backpack_core.record.call import Call, Edge, Kept, Site
 from backpack_core.record.view import View
 from backpack_core.recycled import drop
 from backpack_core.values import without_autocast
-from backpack_interplay.gradient import PlainGradient, narrowed
 from backpack_operations import refusals
 from backpack_operations.aligning import align
 from backpack_operations.surveying import look_behind
@@ -59,6 +59,7 @@ class BackwardPass:
         groups: What travels: the context's groups, and what observers add.
         schedule: Where quantities wait.
         traversal: Reads and sends.
+        sink: Takes results.
         observers: Who attends it.
         of_losses: The extensions whose quantity is the curvature of extended losses.
         is_per_sample: Whether samples have to stay apart, since quantities belong to single ones.
@@ -69,7 +70,7 @@ class BackwardPass:
         is_whole: Whether it is no part of another one; of one in which there is nothing else, it
             counts as the whole.
         is_running: Whether autograd has begun.
-        is_alone: Whether it does not go; see ``alone.py``.
+        is_alone: Whether it does not go, so that there are no gradients.
     """
 
     def __init__(
@@ -118,11 +119,11 @@ class BackwardPass:
         self._release_last: list[Call] = []
         self.groups = list(context.groups)
         self._is_part = is_part
-        self._sink: FieldSink = FieldSink(self.survey, outer._sink if outer else None, is_part)
+        self.sink: FieldSink = FieldSink(self.survey, outer.sink if outer else None, is_part)
         self._walked: list[Edge] = []
-        chunks = Chunks(self.survey, self.groups, self._kept, self._sink.partial)
+        chunks = Chunks(self.survey, self.groups, self._kept, self.sink.partial)
         self.schedule = HookSchedule(chunks, context.passes)
-        self.traversal = Traversal(self.schedule, self._sink, chunks)
+        self.traversal = Traversal(self.schedule, self.sink, chunks)
         self._planning: Planning | None = None
         self.observers = own_observers(context, self.survey)
         if not (groups or whole):
@@ -137,7 +138,7 @@ class BackwardPass:
                 losses.refuse_other_terms(self.survey, roots, self.of_losses, outer is not None)
                 losses.refuse_unknown_normaliser(self.survey, roots, self._divided)
         self._begin_observing()
-        planning.make(self.observers)
+        planning.make()
 
     def _take_plan(self, planning: Planning) -> bool:
         """Go by the plan of an earlier pass, if there is a settled one."""
@@ -150,7 +151,7 @@ class BackwardPass:
         for node in add_leaves(survey):
             when_reached(node, self, BackwardPass._reach_leaf, self.schedule)
         context.seen.update(["ran", "trained"])
-        clear(survey, context.extensions, self._sink.new, context.keeps_results, known)
+        clear(survey, context.extensions, self.sink.new, context.keeps_results, known)
         return True
 
     def _look_around(self, edges: list[Edge]) -> None:
@@ -178,12 +179,12 @@ class BackwardPass:
                 refusals.refuse_loss_alone(survey, self.context.extensions)
             refusals.refuse_bare(survey, self.context.extensions)
         if not is_first:
-            self._sink.refuse_late_uses()
+            self.sink.refuse_late_uses()
         for node in {node for node, _ in survey.viewed} - viewed:
             when_reached(node, self, BackwardPass._reach_viewed, self.schedule)
         if is_first and self._clears:
             keeps = self.context.keeps_results
-            clear(survey, self.context.extensions, self._sink.new, keeps)
+            clear(survey, self.context.extensions, self.sink.new, keeps)
 
     def _align(self, edges: list[Edge]) -> None:
         """Find out where samples lie, and what has to be kept apart."""
@@ -215,11 +216,22 @@ class BackwardPass:
         travel = [g.propagator.travels or g.has_overrides for g in self.groups]
         self._only_reads = not (any(asks) or any(travel))
 
-    def narrow(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """What to tell autograd, as ``gradient=`` says; ``options`` are those of ``backward()``."""
+    def is_carried(self, given: Options, gradients: Sequence[Tensor | None]) -> bool:
+        """Whether an observer does all visits, and autograd need not go.
+
+        Args:
+            given: The arguments of ``backward()``.
+            gradients: What comes in at each root.
+        """
+        return any(observer.instead(self, given, gradients) for observer in self.observers)
+
+    def narrow(self, given: Options) -> Options:
+        """What to tell autograd in the place of the arguments of ``backward()``."""
         if not self.is_outermost or not self.survey.sites:
-            return {}
-        found, self._sink.plain = narrowed(self.context, self.survey, self.roots, options)
+            return given
+        found = dict(given)
+        for observer in self.observers:
+            found.update(observer.options(self, given))
         return found
 
     # Visits --------------------------------------------------------------------------------------
@@ -272,7 +284,7 @@ class BackwardPass:
         call, context = site.call, self.context
         is_asked = bool(self.groups or context.graph_extensions)
         if self.survey.leaves:  # nobody can ask when autograd is through
-            self._sink.look_ahead()
+            self.sink.look_ahead()
         if is_asked and (call, site.index) not in self.survey.sites:
             if self._is_announced and not call.is_released:
                 raise refusals.behind_weights(call, context.extensions[0])
@@ -292,7 +304,7 @@ class BackwardPass:
                     place(error, view, None)
                     raise
             if self._divided and call.rule.is_loss and view.is_reached:
-                self._sink.normalisers.append(losses.normaliser_for(self._divided[0], view))
+                self.sink.normalisers.append(losses.normaliser_for(self._divided[0], view))
             for lane in range(len(self.groups)):
                 self.traversal.visit(lane, site, view)
             if context.graph_extensions:
@@ -336,19 +348,17 @@ class BackwardPass:
             return
         (own,) = self.survey.trained[site.call]
         sent = self.schedule.waiting_at(site)
-        if sent or self._sink.waits_for(own.parameter):
+        if sent or self.sink.waits_for(own.parameter):
             view = self._view(site, gradient)
             for lane in sent:
                 self.traversal.visit(lane, site, view)
-            self._sink.end(view, own.parameter)  # nothing else is sent to it
+            self.sink.end(view, own.parameter)  # nothing else is sent to it
             self.visiting, self.looked_at[site.call.module] = None, None
 
     def leave(self) -> None:
         """The pass is over, however it ended."""
         for observer in self.observers:
             observer.leave()
-        if self._sink.plain is not None:
-            self._sink.plain.leave()
         drop()
         for hook in self.schedule.hooks:
             hook.remove()
@@ -367,31 +377,21 @@ class BackwardPass:
         hand_over(self.survey, self.context.extensions)
         for observer in self.observers:
             observer.stored(self)
-        if self._sink.plain is not None:
-            self._deliver(self._sink.plain)
 
     def _end(self) -> None:
         """Read what autograd did not get to, see that all went well, and store what waited."""
         for node, number in self.survey.leaves:  # it only brings their gradients
             self._visit_leaf(node, number, None)
         self.traversal.see_end()
-        self._sink.see_end()
+        self.sink.see_end()
         for observer in self.observers:
             observer.finish(self)
         if self._planning is not None:
-            self._planning.keep()
+            self._planning.keep(self.observers)
         if self._is_part:
             return
-        found = [self._sink.finished(), self._graph.results(self.survey, self.context.watch)]
+        found = [self.sink.finished(), self._graph.results(self.survey, self.context.watch)]
         found += [observer.results(self) for observer in self.observers]
         for extension, values in chain(*found):
             for parameter, value in values.items():
                 setattr(parameter, extension.savefield, value)
-
-    def _deliver(self, plain: PlainGradient) -> None:
-        """Hand on what is shared; passes that hooks on parameters begin are inside of this one."""
-        self.context.passes[-1] = self
-        try:
-            plain.deliver()
-        finally:
-            self.leave()

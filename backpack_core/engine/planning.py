@@ -58,11 +58,8 @@ class Planning:
         known.fill(self._survey, self._structure)
         return known
 
-    def make(self, observers: Sequence[Observer]) -> None:
+    def make(self) -> None:
         """Plan passes like this one, which was surveyed, and see that it is as planned before.
-
-        Args:
-            observers: Those of the pass, for which the plan keeps something.
 
         Raises:
             InternalError: It is not.
@@ -78,17 +75,16 @@ class Planning:
         history["planned"] += 1
         if known is not None and known.plan != plan:
             raise InternalError("A backward pass was planned otherwise than others like it.")
-        plan.kept.update({type(o): o.kept for o in observers if o.kept is not None})
         self._plan = plan
 
-    def keep(self) -> None:
-        """The pass went well: have its plan taken from now on."""
+    def keep(self, observers: Sequence[Observer]) -> None:
+        """The pass went well: have its plan taken from now on, with what observers have found."""
         if self._plan is None or self._structure is None:
             return
+        plan = self._plan if self._known is None else self._known.plan
+        plan.kept.update({type(o): o.kept for o in observers if o.kept is not None})
         if self._known is None:
-            plans.keep(self._asked, self._structure, self._plan)
-        else:
-            self._known.plan.kept.update(self._plan.kept)
+            plans.keep(self._asked, self._structure, plan)
 
 
 def _recognised(context: Context, survey: Survey, roots: Sequence[Edge]) -> Structure | None:

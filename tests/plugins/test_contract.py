@@ -223,7 +223,7 @@ def test_backpack_run() -> None:
     with temporary_plugin(provide(backpack_run=backpack_run)):
         counted(linear, Count())
     assert len(seen) == 1
-    refused = pytest.raises(PluginCodeError, match="has to return an Observer. Got 3")
+    refused = pytest.raises(PluginCodeError, match=r"has to return an Observer\. Got 3")
     with temporary_plugin(provide(backpack_run=lambda run: 3)), refused:
         counted(linear, Count())
 
@@ -237,7 +237,7 @@ def test_backpack_watch() -> None:
             return "a summary"
 
     block = backpack(Count())
-    with temporary_plugin(provide(backpack_watch=Watch)):
+    with temporary_plugin(provide(backpack_watch=lambda: Watch())):
         assert block.summary() == "a summary"
 
 
@@ -319,7 +319,7 @@ def test_two_carriers_for_a_pair_are_a_conflict() -> None:
         counted(nn.Linear(2, 1, bias=False), Count())
 
 
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("hook", sorted({*HOOKS} - hookspecs.OF_PASSES))
 @pytest.mark.parametrize("returned", [None, 3, [3], [object]])
 def test_a_hook_that_returns_something_else_is_refused(hook: str, returned: object) -> None:
     def wrong():
