@@ -236,8 +236,12 @@ def test_backpack_watch() -> None:
         def summary(self, history):
             return "a summary"
 
+    def backpack_watch():
+        return Watch()
+
+    plugins.ensure_loaded()  # the last that was registered is asked first
     block = backpack(Count())
-    with temporary_plugin(provide(backpack_watch=lambda: Watch())):
+    with temporary_plugin(provide(backpack_watch=backpack_watch)):
         assert block.summary() == "a summary"
 
 
