@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from backpack_core import plugins
+from backpack_core.engine.planning import Planning
 from backpack_core.errors import warned
 from backpack_core.testing.execution import forget_executions
 from tests.devices import DrawnOnHost, usable
@@ -21,6 +22,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--nets", type=int, default=300, help="number of random nets")
     group.addoption("--traps", type=int, default=0, help="number of random nets with a trap")
     group.addoption("--seed", type=int, default=0, help="seed of the first of them")
+    parser.getgroup("plans").addoption(
+        "--plans",
+        choices=("on", "off", "twice"),
+        default="on",
+        help="whether passes go by plans; twice: every pass is planned anew, and compared",
+    )
     parser.getgroup("devices").addoption(
         "--device", default="cpu", help="where the tensors of the tests are made, as cuda or cuda:1"
     )
@@ -34,6 +41,28 @@ def pytest_configure(config: pytest.Config) -> None:
     device = usable(config.getoption("--device"))
     if device.type != "cpu":
         torch.set_default_device(device)
+    plans = config.getoption("--plans")
+    if plans != "on":
+        Planning.take = _take_none  # type: ignore[method-assign]
+    if plans == "off":
+        Planning.make = _make_none  # type: ignore[method-assign]
+
+
+def _take_none(planning: Planning, is_measured: bool) -> None:
+    """No pass goes by a plan."""
+
+
+def _make_none(planning: Planning, *what: Any) -> None:
+    """No pass is compared with a plan."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what asks which passes went by a plan, where none does."""
+    if config.getoption("--plans") == "on":
+        return
+    left_out = [item for item in items if item.get_closest_marker("plans")]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_collection_finish() -> None:

@@ -12,10 +12,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_ROOTS = {
-    "backpack_core", "backpack_products", "backpack_operations", "backpack_checks",
-    "backpack_interplay", "backpack_layers", "backpack_firstorder", "backpack_secondorder",
-}  # fmt: skip
+_NAMES = "core layers firstorder secondorder products operations checks interplay"
+_ROOTS = {f"backpack_{name}" for name in _NAMES.split()}
 _READS = {
     "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_numpy", "argwhere",
     "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount", "masked_select",
@@ -78,7 +76,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def _place(frame: FrameType | None) -> str:
-    """``graph/owners.py:of_data``, of the innermost function in the project."""
+    """``owners.py:of_data``, of the innermost function in the project."""
     while frame is not None:
         path = Path(frame.f_code.co_filename)
         root = next((part for part in path.parts if part in _ROOTS), None)

@@ -291,8 +291,8 @@ def test_core_works_without_any_plugin(name: str, distribution: str) -> None:
 def test_core_says_what_to_install(tmp_path: Path) -> None:
     """Nothing installed at all, rather than blocked."""
     source = (
-        "import importlib.metadata\n"
-        "importlib.metadata.distributions = lambda **kwargs: iter(())\n"
+        "import importlib_metadata\n"
+        "importlib_metadata.distributions = lambda **kwargs: iter(())\n"
         + ALONE.replace("{name}", "BatchGrad")
     )
     assert "pip install backpack-plugin-firstorder" in python(source)
