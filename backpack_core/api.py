@@ -5,9 +5,6 @@ from backpack_core.contract.carrier import Carrier as Carrier
 from backpack_core.contract.extension import Extension as Extension
 from backpack_core.contract.extension import FirstOrderExtension as FirstOrderExtension
 from backpack_core.contract.extension import SecondOrderExtension as SecondOrderExtension
-from backpack_core.contract.graph_extension import GraphExtension as GraphExtension
-from backpack_core.contract.graph_extension import GraphReading as GraphReading
-from backpack_core.contract.graph_extension import LossGraph as LossGraph
 from backpack_core.contract.loss import LossRule as LossRule
 from backpack_core.contract.propagator import Propagator as Propagator
 from backpack_core.contract.rules import ElementwiseRule as ElementwiseRule

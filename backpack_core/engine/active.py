@@ -22,7 +22,6 @@ from torch.nn import Module
 
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.engine.groups import Group, Watch
 from backpack_core.record.view import View
 from backpack_operations.told import Told
@@ -51,7 +50,7 @@ class Context:
         keeps_results: Whether the memory of results is not written again.
         watch: Calls whatever takes time, so that it can be measured; see :class:`Group`.
         groups: The extensions by propagator; each propagator sends one quantity.
-        graph_extensions: The extensions that read the loss as a whole.
+        whole: The extensions that are not read at parameters.
         passes: The backward passes under way, by autograd's graph-task id. They are owned by
             autograd, or by whoever saw the call of ``backward()``.
         history: How many passes took a plan that was made before, made one, or could not, and why.
@@ -73,7 +72,7 @@ class Context:
     keeps_results: bool = False
     watch: Watch | None = None
     groups: tuple[Group, ...] = ()
-    graph_extensions: tuple[GraphExtension, ...] = ()
+    whole: tuple[Extension, ...] = ()
     passes: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
     announced: list[Any] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)

@@ -28,7 +28,6 @@ from backpack_core.engine.attending import (
 )
 from backpack_core.engine.carriers import ask_without_rule
 from backpack_core.engine.fields import add_leaves, clear, hand_over
-from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.location import place, place_between
 from backpack_core.engine.planning import Planning
 from backpack_core.engine.schedule import HookSchedule, when_reached
@@ -55,6 +54,7 @@ class BackwardPass:
         context: What was asked for.
         roots: What ``backward()`` was called on, or where the pass was first seen.
         gradients: What comes in at each of the roots, where that is known.
+        given: What ``backward()`` was called on, and what comes in there, where that is known.
         survey: What is known about the graph.
         groups: What travels: the context's groups, and what observers add.
         schedule: Where quantities wait.
@@ -77,26 +77,26 @@ class BackwardPass:
         self,
         context: Context,
         roots: list[Edge],
-        graph: GraphPass | None = None,
         outer: BackwardPass | None = None,
         is_part: bool = False,
         gradients: Sequence[Tensor | None] = (),
+        given: Sequence[tuple[Any, Tensor | None]] = (),
     ) -> None:
         """Look around, before autograd goes anywhere.
 
         Args:
             context: What was asked for.
             roots: What ``backward()`` was called on, or where the pass was first seen.
-            graph: For extensions that read the loss as a whole.
             outer: The pass in a hook or a formula of which this one was begun.
             is_part: Whether it belongs to that, as a re-entrant checkpoint does.
             gradients: What comes in at each of the roots, where that is known.
+            given: What ``backward()`` was called on, and what comes in there, where that is known.
 
         Raises:
             BackpackError: Something that was asked for does not exist in this graph.
         """
         self.context = context
-        self.roots, self.gradients = [*roots], gradients
+        self.roots, self.gradients, self.given = [*roots], gradients, given
         self.survey = Survey(context.beside, context.tells_samples, context.told)
         self.visiting: View | None = None
         self.is_running = self.is_alone = False
@@ -105,9 +105,7 @@ class BackwardPass:
         self._clears: bool = outer is None or (is_part and outer._clears)
         self.is_whole = outer is None or (is_part and not outer.survey.sites)
         self._is_announced = bool(gradients)
-        groups, whole = context.groups, context.graph_extensions
-        # A pass inside another one has no part in what that is read as a whole.
-        self._graph = graph or GraphPass(whole if outer is None else (), ())
+        groups, whole = context.groups, context.whole
         self._asked = [*(group.propagator for group in groups), *(e.propagator for e in whole)]
         self.of_losses = losses.curvature_of_losses(groups, whole)
         self._divided = [e for e in context.extensions if e.needs_normalisers]
@@ -129,6 +127,8 @@ class BackwardPass:
         if not (groups or whole):
             self._begin_visits()
             return
+        if outer is None:  # else it has no part in what that is read as a whole
+            self.observers[:0] = [extension.attend(self) for extension in whole]
         self.observers += observers_of_libraries(self)
         is_known = self._is_announced and self.is_outermost
         self._planning = planning = Planning(context, self.survey, roots if is_known else ())
@@ -165,7 +165,7 @@ class BackwardPass:
             raise
         if survey.sites:
             # What reads a loss as a whole may need nothing else.
-            of_loss = self.context.graph_extensions and all(c.rule.is_loss for c, _ in survey.sites)
+            of_loss = self.context.whole and all(c.rule.is_loss for c, _ in survey.sites)
             is_some = survey.uses or survey.bare or of_loss
             self.context.seen.update(["ran", "trained"] if is_some else ["ran"])
         refusals.refuse_beside(survey, self.context.extensions)
@@ -212,7 +212,7 @@ class BackwardPass:
     def _begin_visits(self) -> None:
         self._before = overriding(self.observers, "before")
         self._after = overriding(self.observers, "after")
-        asks = self._before, self._after, self.context.graph_extensions, self._divided
+        asks = self._before, self._after, self.context.whole, self._divided
         travel = [g.propagator.travels or g.has_overrides for g in self.groups]
         self._only_reads = not (any(asks) or any(travel))
 
@@ -282,7 +282,7 @@ class BackwardPass:
     def visit(self, site: Site, grad: Tensor | None, changed_by: Sequence[Any] | None) -> None:
         """Everything that happens at one output of one call."""
         call, context = site.call, self.context
-        is_asked = bool(self.groups or context.graph_extensions)
+        is_asked = bool(self.groups or context.whole)
         if self.survey.leaves:  # nobody can ask when autograd is through
             self.sink.look_ahead()
         if is_asked and (call, site.index) not in self.survey.sites:
@@ -307,8 +307,6 @@ class BackwardPass:
                 self.sink.normalisers.append(losses.normaliser_for(self._divided[0], view))
             for lane in range(len(self.groups)):
                 self.traversal.visit(lane, site, view)
-            if context.graph_extensions:
-                self._graph.observe(view)
         for look in self._after:
             look(view)
         self.visiting = None
@@ -390,8 +388,7 @@ class BackwardPass:
             self._planning.keep(self.observers)
         if self._is_part:
             return
-        found = [self.sink.finished(), self._graph.results(self.survey, self.context.watch)]
-        found += [observer.results(self) for observer in self.observers]
-        for extension, values in chain(*found):
+        found = [observer.results(self) for observer in self.observers]
+        for extension, values in chain(self.sink.finished(), *found):
             for parameter, value in values.items():
                 setattr(parameter, extension.savefield, value)

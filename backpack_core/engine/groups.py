@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.plugins.registry import registry
 
@@ -41,7 +40,7 @@ class Group(NamedTuple):
 
 def group(
     extensions: tuple[Extension, ...], watch: Watch | None = None
-) -> tuple[tuple[Group, ...], tuple[GraphExtension, ...]]:
+) -> tuple[tuple[Group, ...], tuple[Extension, ...]]:
     """Group extensions with equal propagators, but leave one alone that has carriers of its own.
 
     Args:
@@ -49,14 +48,14 @@ def group(
         watch: What the groups call functions through, if anything.
 
     Returns:
-        The groups, and apart from them what reads the loss as a whole.
+        The groups, and apart from them what is not read at parameters.
 
     Raises:
         PluginConflictError: Several plugins provide a propagator of one name.
     """
     groups: dict[object, Group] = {}
     for extension in extensions:
-        if isinstance(extension, GraphExtension):
+        if extension.is_whole:
             continue
         registry.refuse_rivals(type(extension.propagator))
         alone = bool(extension.carriers) or registry.has_overrides(type(extension))
@@ -66,4 +65,4 @@ def group(
             extensions=(*known.extensions, extension), needs=known.needs.union(extension.needs)
         )
     found = [g._replace(propagator=g.propagator.serving(g.extensions)) for g in groups.values()]
-    return tuple(found), tuple(e for e in extensions if isinstance(e, GraphExtension))
+    return tuple(found), tuple(e for e in extensions if e.is_whole)

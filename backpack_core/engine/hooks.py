@@ -15,11 +15,10 @@ from torch import Tensor
 from backpack_core import _torch
 from backpack_core._hooks import KEY
 from backpack_core._torch import current_node, graph_task_id
-from backpack_core.contract.graph_extension import GraphExtension
+from backpack_core.contract.extension import Extension
 from backpack_core.contract.observer import Options
 from backpack_core.engine.active import Context, current, innermost, stacks
 from backpack_core.engine.backward import BackwardPass
-from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.schedule import guarded
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.graph import nodes
@@ -93,7 +92,7 @@ def _pass_under_way(context: Context, edge: Edge) -> BackwardPass:
         ways = [] if outer is None else outer.schedule.inside
         is_part = ways[:1] == [True]
         if is_part:
-            _refuse_part(ways, context.graph_extensions)
+            _refuse_part(ways, context.whole)
         found = BackwardPass(context, [edge], outer=outer, is_part=is_part)
         # Autograd owns it: it ends when autograd is through, or has failed.
         _torch.at_end_of_pass(found.finish)
@@ -109,7 +108,7 @@ def _innermost(context: Context) -> BackwardPass | None:
     return under_way[-1] if under_way else None  # they are in the order in which they began
 
 
-def _refuse_part(ways: Sequence[bool], whole: Sequence[GraphExtension]) -> None:
+def _refuse_part(ways: Sequence[bool], whole: Sequence[Extension]) -> None:
     """Raise if a function's backward begins a part of a pass that is not known as a whole.
 
     Args:
@@ -154,8 +153,8 @@ def begin(
         if edge is not None:
             edges.append(edge)
             incoming.append(gradient)
-    graph = GraphPass(context.graph_extensions, tuple(roots), tuple(gradients))
-    found = BackwardPass(context, edges, graph, _innermost(context), gradients=incoming)
+    given, outer = [*zip(roots, gradients, strict=True)], _innermost(context)
+    found = BackwardPass(context, edges, outer, gradients=incoming, given=given)
     if found.survey.sites and torch.is_inference_mode_enabled():
         raise UsageError(
             "backward() was called inside inference_mode(), where gradients do not note changes in "

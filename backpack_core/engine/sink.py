@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import ChainMap, Counter
 from collections.abc import Iterable, Mapping, Sequence
+from reprlib import repr as abridged
 from typing import Any
 
 from torch import Tensor
@@ -17,10 +18,9 @@ from backpack_core.contract.extension import Extension
 from backpack_core.contract.loss import Normaliser
 from backpack_core.contract.observer import Sharer
 from backpack_core.engine.carriers import tolerates, wants_unruled
-from backpack_core.engine.graph_reading import see_values
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place, place_between
-from backpack_core.errors import InternalError, ShapeError, UnsupportedError
+from backpack_core.errors import InternalError, PluginCodeError, ShapeError, UnsupportedError
 from backpack_core.graph import nodes
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey
@@ -335,6 +335,19 @@ class FieldSink(Sink):
                 "seen. Call backward() inside the block on one tensor that both lead to, or on "
                 "each loss by itself."
             )
+
+
+def see_values(values: Any, who: str) -> None:
+    """Raise unless these are values by parameter.
+
+    Raises:
+        PluginCodeError: They are something else.
+    """
+    is_mapping = isinstance(values, Mapping)
+    if not is_mapping or any(not isinstance(p, Tensor) or v is None for p, v in values.items()):
+        raise PluginCodeError(
+            f"{who} has to return a mapping from parameters to values. Got {abridged(values)}."
+        )
 
 
 def _is_reached(site: Site) -> bool:

@@ -17,8 +17,6 @@ from backpack_core import (
     Columns,
     ElementwiseRule,
     FirstOrderExtension,
-    GraphExtension,
-    GraphReading,
     LayerRule,
     LookupProduct,
     LossRule,
@@ -42,6 +40,7 @@ from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact
 from backpack_core.testing import temporary_plugin
 from backpack_products.operations import dense, square_sum
 from backpack_products.product import Reading
+from backpack_secondorder.whole import GraphExtension, GraphReading
 from tests.cases import classification
 from tests.core.test_bad_use import Shift, message
 

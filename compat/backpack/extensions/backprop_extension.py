@@ -17,7 +17,6 @@ from backpack.extensions.saved_quantities import SavedQuantities
 from backpack_core import (
     Extension,
     FirstOrderExtension,
-    GraphExtension,
     LayerRule,
     LossRule,
     Propagator,
@@ -29,6 +28,7 @@ from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.plugins.loading import has_rule
 from backpack_products.column_propagator import OutputGradient
 from backpack_products.product import Reading
+from backpack_secondorder.whole import GraphExtension
 
 FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"
@@ -66,7 +66,7 @@ class BackpackNames(Extension):
 
     def expects_backpropagation_quantities(self) -> bool:
         """Whether something beside the gradient travels backwards."""
-        return not isinstance(self.propagator, OutputGradient) or isinstance(self, GraphExtension)
+        return not isinstance(self.propagator, OutputGradient) or self.is_whole
 
     @property
     def module_extensions(self) -> dict[type[Module], ModuleExtension]:

@@ -69,9 +69,7 @@ def _order(found: BackwardPass, options: Options) -> dict[Node, int] | None:
     survey, context, groups = found.survey, found.context, found.groups
     if not found.is_outermost or not groups:
         return None
-    readers = context.graph_extensions, context.beside
-    if any(observer.needs_autograd for observer in found.observers):
-        return None
+    readers = context.beside, *[observer.needs_autograd for observer in found.observers]
     apart = survey.alignment.starts, survey.leaves, survey.bare, survey.shards
     if any(readers) or any(apart) or options.get("create_graph"):
         return None

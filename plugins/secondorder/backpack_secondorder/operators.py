@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from backpack_core import LayerRule, LossGraph, LossRule, View
+from backpack_core import LayerRule, LossRule, View
 from backpack_core.contract.propagator import loss_behind_a_loss
 from backpack_core.contract.transposition import somewhere
 from backpack_core.engine.active import suspended
@@ -35,6 +35,7 @@ from backpack_secondorder.residual import (
 )
 from backpack_secondorder.torch_errors import explained
 from backpack_secondorder.twice import gradients
+from backpack_secondorder.whole import LossGraph
 
 
 @dataclass(frozen=True, eq=False)

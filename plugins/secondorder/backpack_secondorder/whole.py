@@ -1,0 +1,177 @@
+"""Extensions that differentiate the graph of the loss as a whole, instead of reading products.
+
+Products with the Hessian, for example, need no samples, and exist for every architecture.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from backpack_core.contract.bases import base
+from backpack_core.contract.extension import Extension, FailMode, SecondOrderExtension
+from backpack_core.contract.observer import Observer
+from backpack_core.engine.backward import BackwardPass
+from backpack_core.engine.location import place, place_between
+from backpack_core.engine.sink import see_values
+from backpack_core.errors import PluginCodeError, UsageError
+from backpack_core.graph.parameters import complex_parameter
+from backpack_core.graph.paths import nonlinear
+from backpack_core.graph.survey import Survey
+from backpack_core.record.view import View
+from backpack_products.column_propagator import OutputGradient
+
+
+@dataclass(frozen=True, eq=False)
+class LossGraph:
+    """What a backward pass was called on, with its graph.
+
+    Attributes:
+        roots: The tensors that ``backward()`` was called on.
+        gradients: The gradient that came in at each of them.
+        parameters: The trained parameters of extended modules that they depend on.
+        nonlinear: Nodes between calls, with parameters behind, that are not known to be linear.
+        is_measured: Whether values may be looked at, as :attr:`View.is_measured` says.
+    """
+
+    roots: tuple[Any, ...]
+    gradients: tuple[Tensor | None, ...]
+    parameters: tuple[Tensor, ...]
+    nonlinear: Callable[[], Sequence[Any]]
+    is_measured: bool = True
+
+
+class GraphReading(ABC):
+    """What a graph extension gathers in one backward pass.
+
+    To write:
+        ``results(graph)``: the value of each parameter. Optional: ``observe(view)``.
+    """
+
+    def observe(self, view: View) -> None:  # noqa: B027 - most wait for the end
+        """Called at every output of every call, with its gradient."""
+
+    @abstractmethod
+    def results(self, graph: LossGraph) -> Mapping[Tensor, Any]:
+        """The result for each parameter; called when the backward pass has ended."""
+
+
+@base
+class WholeLoss(OutputGradient):
+    """The propagator of graph extensions: nothing travels, and samples may mix."""
+
+    only_at_losses = True
+
+    @property
+    def per_sample(self) -> bool:  # type: ignore[override]  # not of the class here
+        """True with ``subsampling``: the chosen samples have to be separate."""
+        return self.subsampling is not None
+
+
+@base
+class GraphExtension(SecondOrderExtension):
+    """An extension that exists wherever autograd can differentiate twice.
+
+    Samples may influence each other, and functions may use parameters. The graph of the pass stays
+    alive as long as the results, which differentiate it.
+
+    To write:
+        ``begin()``: a :class:`GraphReading` for one backward pass.
+    """
+
+    keeps_graph = True
+    is_whole = True
+
+    def __init__(
+        self,
+        subsampling: tuple[int, ...] | None = None,
+        savefield: str | None = None,
+        fail_mode: FailMode = "autodiff",
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            subsampling: Indices of the samples to take; ``None`` for all.
+            savefield: Name of the attribute on parameters; default: the class's.
+            fail_mode: See :class:`Extension`.
+        """
+        super().__init__(WholeLoss(subsampling), savefield, fail_mode)
+
+    @abstractmethod
+    def begin(self) -> GraphReading:
+        """Begin a backward pass."""
+
+    def attend(self, run: BackwardPass) -> Observer:
+        """Have the reading see every visit, and get the graph when autograd is through.
+
+        Raises:
+            UsageError: What ``backward()`` was called on is not known.
+            PluginCodeError: The extension begins no reading.
+        """
+        reading: object = self.begin()
+        name = type(self).__name__
+        if not isinstance(reading, GraphReading):
+            raise PluginCodeError(
+                f"{name}.begin has to return a GraphReading. Got {reading!r:.80}."
+            )
+        if not run.given:
+            raise UsageError(
+                f"{name} differentiates the loss as a whole, and the call of backward() was not "
+                "seen. Call loss.backward(), torch.autograd.backward or torch.autograd.grad inside "
+                "the block, on the thread that entered it, and not inside of another backward pass."
+            )
+        return _Attending(self, reading, run.survey)
+
+    def read(self, product: Any) -> Any:
+        """Never called: nothing is read off parameter by parameter."""
+        raise AssertionError("a graph extension reads no products")
+
+
+class _Attending(Observer):
+    """Runs the reading of one extension."""
+
+    needs_autograd = True
+
+    def __init__(self, extension: GraphExtension, reading: GraphReading, survey: Survey) -> None:
+        self._extension, self._reading, self._survey = extension, reading, survey
+
+    def after(self, view: View) -> None:
+        """Show the visit."""
+        try:
+            self._reading.observe(view)
+        except Exception as error:
+            place(error, view, self._extension)
+            raise
+
+    def results(self, run: BackwardPass) -> Iterator[tuple[Extension, Mapping[Tensor, Any]]]:
+        """What the reading makes of the graph."""
+        kind, watch = type(self._extension), run.context.watch
+        roots, gradients = zip(*run.given, strict=True)
+        through = partial(nonlinear, self._survey)
+        is_measured = self._survey.is_measured
+        graph = LossGraph(roots, gradients, _parameters(self._survey), through, is_measured)
+        try:
+            if watch is None:
+                values = self._reading.results(graph)
+            else:
+                values = watch(None, kind, "graph", self._reading.results, graph)
+            see_values(values, f"{kind.__name__}.results")
+        except Exception as error:
+            place_between(error, self._survey, self._extension)
+            raise
+        yield self._extension, values
+
+
+def _parameters(survey: Survey) -> tuple[Tensor, ...]:
+    """The parameters that calls use, and those of extended models that functions use."""
+    found = {n: use.parameter for n, use in survey.uses.items() if use.count}
+    for parameter, *_ in survey.bare_of_models():
+        if parameter.is_complex():
+            raise complex_parameter(f"of shape {list(parameter.shape)}")
+        found[id(parameter)] = parameter
+    return tuple(found.values())
