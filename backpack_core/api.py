@@ -3,9 +3,6 @@
 from backpack_core.context import backpack as backpack
 from backpack_core.contract.carrier import Carrier as Carrier
 from backpack_core.contract.extension import Extension as Extension
-from backpack_core.contract.graph_extension import GraphExtension as GraphExtension
-from backpack_core.contract.graph_extension import GraphReading as GraphReading
-from backpack_core.contract.graph_extension import LossGraph as LossGraph
 from backpack_core.contract.loss import LossRule as LossRule
 from backpack_core.contract.operation import OpenFunction as OpenFunction
 from backpack_core.contract.operation import Operation as Operation

@@ -19,7 +19,6 @@ from backpack_core import _hooks, plugins
 from backpack_core.cli import output
 from backpack_core.context import backpack
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.loss import LossRule
 from backpack_core.contract.rules import LayerRule
 from backpack_core.discovery import choose
@@ -226,7 +225,7 @@ _NO_STRUCTURE = "it needs Kronecker structure, and the rule declares none: take 
 def judge(module: Module, resolved: Resolved, extension: type[Extension]) -> tuple[str, str]:
     """How one extension is computed at one module, and why it is refused."""
     rule, needs = resolved.rule, _needs(extension)
-    if issubclass(extension, GraphExtension):
+    if extension.is_whole:
         has = _has_residual(resolved, module, needs)
         return ("graph", "") if has else ("refused", _NO_SECOND)
     if _mixes_samples(rule, module):

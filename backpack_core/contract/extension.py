@@ -16,6 +16,7 @@ from torch.nn import Module
 from backpack_core.contract.bases import base
 from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.loss import Normaliser
+from backpack_core.contract.observer import Observer
 from backpack_core.contract.operation import Operation
 from backpack_core.contract.propagator import Propagator
 from backpack_core.errors import UsageError
@@ -51,6 +52,11 @@ class Extension(ABC):
         is_of_everything: Whether the value is one of all that ``backward()`` is called on. Then a
             term in ``backpack(..., beside=[...])`` would belong to it, too, but no rule knows the
             term.
+        is_whole: Whether nothing is read at parameters: :meth:`attend` makes an observer of the
+            pass, which has the results, and sees to what its propagator asks for.
+        is_of_losses: If ``is_whole``: whether the result belongs to the extended losses, so that
+            ``backward()`` has to be called on a weighted sum of them; else it belongs to whatever
+            that is called on.
         degree: The power of the loss's scale in a value: 1 for gradients and curvature, 2 for their
             squares; ``None`` if there is none, as with a threshold.
         without_degree: If ``degree`` is ``None``: what to do instead of scaling a value, as a
@@ -85,6 +91,8 @@ class Extension(ABC):
     needs_normalisers: bool = False
     unless_told: ClassVar[str] = ""
     is_of_everything: ClassVar[bool] = False
+    is_whole: ClassVar[bool] = False
+    is_of_losses: bool = False
     degree: float | None = None
     without_degree: ClassVar[str] = "it declares none. Scale the loss instead."
     over_batches: Any = None
@@ -174,6 +182,14 @@ class Extension(ABC):
             The values to store.
         """
         return values
+
+    def attend(self, run: Any) -> Observer:
+        """Attend a backward pass; called if ``is_whole``, when that begins.
+
+        Args:
+            run: The :class:`~backpack_core.engine.backward.BackwardPass`.
+        """
+        raise NotImplementedError
 
     @property
     def subsampling(self) -> tuple[int, ...] | None:

@@ -23,8 +23,7 @@ from torch.nn import Module
 
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.graph_extension import GraphExtension
-from backpack_core.engine.groups import Group, Watch, unwatched
+from backpack_core.engine.groups import Group, Watch
 from backpack_core.record.view import View
 
 ExtensionHook = Callable[[Module], None]
@@ -52,7 +51,7 @@ class Context:
         keeps_results: Whether the memory of results is not written again.
         watch: Calls whatever takes time, so that it can be measured; see :class:`Group`.
         groups: The extensions by propagator; each propagator sends one quantity.
-        graph_extensions: The extensions that read the loss as a whole.
+        whole: The extensions that are not read at parameters.
         passes: The backward passes under way, by autograd's graph-task id. They are owned by
             autograd, or by whoever saw the call of ``backward()``.
         history: How many passes took a plan that was made before, made one, or could not, and why.
@@ -72,9 +71,9 @@ class Context:
     gradient: Gradient = "autograd"
     told: Any = None
     keeps_results: bool = False
-    watch: Watch = unwatched
+    watch: Watch | None = None
     groups: tuple[Group, ...] = ()
-    graph_extensions: tuple[GraphExtension, ...] = ()
+    whole: tuple[Extension, ...] = ()
     passes: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
     announced: list[Any] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
@@ -171,9 +170,3 @@ def _is_alive(ident: int) -> bool:
     # A new thread may have got the number of one that has ended.
     this = threading.current_thread()
     return any(thread.ident == ident for thread in threading.enumerate() if thread is not this)
-
-
-def log_visit(view: View) -> None:
-    """Log that an output is visited."""
-    shape, rule, who = list(view.output_shape), type(view.call.rule), view.call.provenance
-    logger.info("%s: output %s, rule %s of %s", view.path, shape, rule.__name__, who)

@@ -132,6 +132,11 @@ class Between(ABC, Generic[S]):
     # Visits ---------------------------------------------------------------------------------------
 
     @property
+    def has_operations(self) -> bool:
+        """Whether there are operations between calls. Default: no."""
+        return False
+
+    @property
     def needs_autograd(self) -> bool:
         """Whether only autograd knows the way. Default: no."""
         return False

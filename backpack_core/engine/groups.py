@@ -9,16 +9,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.plugins.registry import registry
 
 Watch = Callable[..., Any]  # called with a module, a class, a way, a function and its arguments
-
-
-def unwatched(module: Any, kind: type, way: str, function: Any, *given: Any) -> Any:
-    """Call a function without measuring it; the default ``watch``."""
-    return function(*given)
 
 
 class Group(NamedTuple):
@@ -29,14 +23,14 @@ class Group(NamedTuple):
         extensions: The extensions, in the order they were given.
         needs: The operations that they will ask of a product.
         has_overrides: Whether carriers other than layer rules may speak for some modules.
-        watch: Calls whatever takes time: see :class:`~backpack_checks.profile.Profile`.
+        watch: Calls whatever takes time, if anybody measures that.
     """
 
     propagator: Propagator
     extensions: tuple[Extension, ...] = ()
     needs: frozenset[Any] = frozenset()
     has_overrides: bool = False
-    watch: Watch = unwatched
+    watch: Watch | None = None
 
     @property
     def first(self) -> Extension | None:
@@ -45,23 +39,23 @@ class Group(NamedTuple):
 
 
 def group(
-    extensions: tuple[Extension, ...], watch: Watch = unwatched
-) -> tuple[tuple[Group, ...], tuple[GraphExtension, ...]]:
+    extensions: tuple[Extension, ...], watch: Watch | None = None
+) -> tuple[tuple[Group, ...], tuple[Extension, ...]]:
     """Group extensions with equal propagators, but leave one alone that has carriers of its own.
 
     Args:
         extensions: What was asked for.
-        watch: What the groups call functions through.
+        watch: What the groups call functions through, if anything.
 
     Returns:
-        The groups, and apart from them what reads the loss as a whole.
+        The groups, and apart from them what is not read at parameters.
 
     Raises:
         PluginConflictError: Several plugins provide a propagator of one name.
     """
     groups: dict[object, Group] = {}
     for extension in extensions:
-        if isinstance(extension, GraphExtension):
+        if extension.is_whole:
             continue
         registry.refuse_rivals(type(extension.propagator))
         alone = bool(extension.carriers) or registry.has_overrides(type(extension))
@@ -71,4 +65,4 @@ def group(
             extensions=(*known.extensions, extension), needs=known.needs.union(extension.needs)
         )
     found = [g._replace(propagator=g.propagator.serving(g.extensions)) for g in groups.values()]
-    return tuple(found), tuple(e for e in extensions if isinstance(e, GraphExtension))
+    return tuple(found), tuple(e for e in extensions if e.is_whole)

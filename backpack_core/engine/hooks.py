@@ -15,11 +15,10 @@ from torch import Tensor
 from backpack_core import _torch
 from backpack_core._hooks import KEY
 from backpack_core._torch import current_node, graph_task_id
-from backpack_core.contract.graph_extension import GraphExtension
+from backpack_core.contract.extension import Extension
+from backpack_core.contract.observer import Options
 from backpack_core.engine.active import Context, current, innermost, stacks
-from backpack_core.engine.alone import carry_all
 from backpack_core.engine.backward import BackwardPass
-from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.schedule import guarded
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.record.call import Call, Edge, Site, edge_of
@@ -92,7 +91,7 @@ def _pass_under_way(context: Context, edge: Edge) -> BackwardPass:
         ways = [] if outer is None else outer.schedule.inside
         is_part = ways[:1] == [True]
         if is_part:
-            _refuse_part(ways, context.graph_extensions)
+            _refuse_part(ways, context.whole)
         found = BackwardPass(context, [edge], outer=outer, is_part=is_part)
         # Autograd owns it: it ends when autograd is through, or has failed.
         _torch.at_end_of_pass(found.finish)
@@ -108,7 +107,7 @@ def _innermost(context: Context) -> BackwardPass | None:
     return under_way[-1] if under_way else None  # they are in the order in which they began
 
 
-def _refuse_part(ways: Sequence[bool], whole: Sequence[GraphExtension]) -> None:
+def _refuse_part(ways: Sequence[bool], whole: Sequence[Extension]) -> None:
     """Raise if a function's backward begins a part of a pass that is not known as a whole.
 
     Args:
@@ -153,8 +152,8 @@ def begin(
         if edge is not None:
             edges.append(edge)
             incoming.append(gradient)
-    graph = GraphPass(context.graph_extensions, tuple(roots), tuple(gradients))
-    found = BackwardPass(context, edges, graph, _innermost(context), gradients=incoming)
+    given, outer = [*zip(roots, gradients, strict=True)], _innermost(context)
+    found = BackwardPass(context, edges, outer, gradients=incoming, given=given)
     if found.survey.sites and torch.is_inference_mode_enabled():
         raise UsageError(
             "backward() was called inside inference_mode(), where gradients do not note changes in "
@@ -216,13 +215,13 @@ def announce(
         context.announced.append(announced)
         # Only autograd has the gradient of a root that is a leaf.
         may_narrow = accumulate_grad and len(announced.roots) == len(roots)
-        options = {"inputs": inputs or None, "create_graph": create_graph}
+        options: Options = {"inputs": inputs or None, "create_graph": create_graph}
         result: Any = ()
         try:
-            if not (may_narrow and carry_all(announced, options, gradients)):
-                narrowed = announced.narrow(options) if may_narrow else {}
+            if not (may_narrow and announced.is_carried(options, gradients)):
+                options = announced.narrow(options) if may_narrow else options
                 keeps = any(extension.keeps_graph for extension in context.extensions)
-                result = run(keeps or retain_graph, narrowed.get("inputs", inputs))
+                result = run(keeps or retain_graph, options["inputs"] or ())
         finally:
             context.announced.remove(announced)
             announced.leave()

@@ -8,7 +8,6 @@ from typing import Any
 
 from backpack_core import errors
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.loss import Normaliser, normaliser_of
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place
@@ -18,9 +17,7 @@ from backpack_core.record.call import Call
 from backpack_core.record.view import View
 
 
-def curvature_of_losses(
-    groups: Iterable[Group], whole: Iterable[GraphExtension]
-) -> list[Extension]:
+def curvature_of_losses(groups: Iterable[Group], whole: Iterable[Extension]) -> list[Extension]:
     """The extensions whose quantity is the curvature of extended losses."""
     started = [g.extensions for g in groups if g.propagator.travels and not g.has_overrides]
     return [*chain(*started), *(extension for extension in whole if extension.is_of_losses)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import ChainMap, Counter
 from collections.abc import Iterable, Mapping, Sequence
+from reprlib import repr as abridged
 from typing import Any
 
 from torch import Tensor
@@ -15,19 +16,18 @@ from torch import Tensor
 from backpack_core import _torch
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.loss import Normaliser
+from backpack_core.contract.observer import Sharer
 from backpack_core.contract.reading import Reading
 from backpack_core.engine.carriers import tolerates, wants_unruled
-from backpack_core.engine.graph_reading import see_values
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place, place_between
-from backpack_core.errors import InternalError, ShapeError, UnsupportedError
+from backpack_core.errors import InternalError, PluginCodeError, ShapeError, UnsupportedError
 from backpack_core.graph.nodes import is_leaf
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Site
 from backpack_core.record.untouched import memories, noted, owned, see_unchanged
 from backpack_core.record.view import View
-from backpack_interplay.gradient import PlainGradient
 
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
 Uses = tuple[Tensor, list[Reading]]  # a parameter, and what was found at each of its uses
@@ -38,12 +38,12 @@ class Sink(ABC):
 
     Attributes:
         survey: What is known about the graph.
-        plain: What is done where the plain gradient is a sum of products, if anything is.
+        sharer: Takes sums of products, if anything does.
     """
 
     def __init__(self, survey: Survey) -> None:
         self.survey = survey
-        self.plain: PlainGradient | None = None
+        self.sharer: Sharer | None = None
         self._pending: dict[tuple[int, int], tuple[Group, View, Uses]] = {}
 
     @abstractmethod
@@ -113,27 +113,30 @@ class Sink(ABC):
 
     def _complete(self, group: Group, view: View, complete: list[Uses]) -> None:
         """Let all extensions of a group read off parameters, each in all of its uses."""
-        plain, way, module, known = self.plain, "rule", view.call.module, self.survey.uses
+        sharer, way, module, known = self.sharer, "rule", view.call.module, self.survey.uses
         summed: list[tuple[Tensor, list[Reading], bool]] = []
         for parameter, uses in complete:
             if known[id(parameter)].unruled:
                 way = "autodiff"
-            if plain is not None and plain.wants(group, parameter):
+            if sharer is not None and sharer.wants(group.extensions[0], parameter):
                 summed.append((parameter, uses, len(uses) > 1 or view.is_reached))
-                for use in uses:  # for their sum, too, where the plain gradient is made of it
-                    use.needs = plain.needs
+                for use in uses:  # for their sum, too
+                    use.needs = sharer.needs
         try:
             for extension in group.extensions:
-                kind = type(extension)
-                values = group.watch(module, kind, way, self._read, extension, view, complete)
+                if (watch := group.watch) is None:
+                    values = self._read(extension, view, complete)
+                else:
+                    kind = type(extension)
+                    values = watch(module, kind, way, self._read, extension, view, complete)
                 for (parameter, _), value in zip(complete, values, strict=True):
                     if value is not None:
                         value = owned(extension.as_stored(value, parameter), view)
                     self.store(extension, parameter, value)
             extension = group.extensions[0]
-            if plain is not None:
+            if sharer is not None:
                 for parameter, uses, is_reached in summed:
-                    plain.take(parameter, _whole(uses), is_reached)
+                    sharer.take(parameter, _whole(uses), is_reached)
         except Exception as error:
             place(error, view, extension)
             raise
@@ -332,6 +335,19 @@ class FieldSink(Sink):
                 "seen. Call backward() inside the block on one tensor that both lead to, or on "
                 "each loss by itself."
             )
+
+
+def see_values(values: Any, who: str) -> None:
+    """Raise unless these are values by parameter.
+
+    Raises:
+        PluginCodeError: They are something else.
+    """
+    is_mapping = isinstance(values, Mapping)
+    if not is_mapping or any(not isinstance(p, Tensor) or v is None for p, v in values.items()):
+        raise PluginCodeError(
+            f"{who} has to return a mapping from parameters to values. Got {abridged(values)}."
+        )
 
 
 def _is_reached(site: Site) -> bool:

@@ -135,9 +135,12 @@ class Traversal:
     ) -> dict[int, Any]:
         """What goes to the inputs of the call, by position."""
         call, watch = site.call, self.groups[lane].watch
-        kind = type(carrier.speaker)
         inputs: dict[int, Any]
-        inputs = watch(call.module, kind, "sent", carrier.send, view, quantity)
+        if watch is None:
+            inputs = carrier.send(view, quantity)
+        else:
+            kind = type(carrier.speaker)
+            inputs = watch(call.module, kind, "sent", carrier.send, view, quantity)
         if not carrier.gives_values and not call.rule.is_loss and self.chunks is not None:
             self._add_residuals(lane, site, view, inputs, self.chunks)
         return inputs

@@ -34,7 +34,7 @@ class Plan:
         opened: Which of the calls are gone through node by node.
         batch_size: The number that stands for the number of samples.
         numbers: What lies between calls, as its library numbers it; ``None`` if only calls count.
-        trust: What passes have shown of the form.
+        kept: What it keeps for observers of passes, by their class.
     """
 
     trained: tuple[tuple[str, ...], ...]
@@ -42,17 +42,16 @@ class Plan:
     opened: tuple[bool, ...]
     batch_size: int
     numbers: Any
-    trust: Any = field(compare=False)
+    kept: dict[type, Any] = field(compare=False, default_factory=dict)
 
     @classmethod
-    def of(cls, survey: Survey, structure: Structure, numbers: Any, trust: Any) -> Plan:
+    def of(cls, survey: Survey, structure: Structure, numbers: Any) -> Plan:
         """The plan of a pass that was surveyed.
 
         Args:
             survey: What is known about the graph.
             structure: What tells it from others.
             numbers: What lies between calls.
-            trust: What passes have shown of it.
 
         Raises:
             Unplanned: Passes like it have to be surveyed each time.
@@ -68,7 +67,6 @@ class Plan:
             tuple([call in survey.opened for call in calls]),
             structure.lengths[survey.batch_size],
             numbers,
-            trust,
         )
 
     @property
@@ -129,6 +127,8 @@ class Plans:
         # By form, and by what tells graphs of one form from those of other shapes.
         self._plans: WeakKeyDictionary[Module, OrderedDict[Hashable, Plan]] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[Module, OrderedDict[Hashable, Planned]] = WeakKeyDictionary()
+        # What observers of passes know of a model, by their class.
+        self.notes: WeakKeyDictionary[Module, dict[type, Any]] = WeakKeyDictionary()
 
     def get(self, asked: Hashable, structure: Structure) -> Planned | None:
         """What is planned for a graph, and for what is asked of it."""
@@ -163,9 +163,10 @@ class Plans:
         return found[-1] if found else None
 
     def forget(self, model: Module) -> None:
-        """Forget the plans of a model."""
+        """Forget the plans of a model, and what observers know of it."""
         self._plans.pop(model, None)
         self._known.pop(model, None)
+        self.notes.pop(model, None)
 
 
 def trained_by(call: Call, names: Iterable[str]) -> tuple[Trained, ...]:

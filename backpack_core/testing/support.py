@@ -19,7 +19,6 @@ from torch.nn import Module
 
 from backpack_core import _hooks
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.graph_extension import GraphExtension
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import BackpackError
 from backpack_core.extending import extend
@@ -173,7 +172,7 @@ def _run_row(name: str, given: Problem, module: Module) -> Row:
 
 
 def _kind(given: Problem, module: Module, rule: LayerRule | None, extension: Extension) -> Kind:
-    if isinstance(extension, GraphExtension):
+    if extension.is_whole:
         return "graph"
     own = [p for p in module.parameters() if p.requires_grad]
     if not own:

@@ -46,8 +46,8 @@ class CTX:
     def set_active_exts(active_exts: Iterable[Extension]) -> None:
         """Set the active extensions."""
         extensions = tuple(active_exts)
-        groups, graph_extensions = group(extensions, _current().watch)
-        _set(extensions=extensions, groups=groups, graph_extensions=graph_extensions)
+        groups, whole = group(extensions, _current().watch)
+        _set(extensions=extensions, groups=groups, whole=whole)
 
     @staticmethod
     def get_active_exts() -> tuple[Extension, ...]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import GraphExtension, GraphReading, LayerRule, Propagator, View, backpack
+from backpack_core import LayerRule, Propagator, View, backpack
 from backpack_core.contract.reading import Reading
 from backpack_core.errors import (
     PluginCodeError,
@@ -37,6 +37,7 @@ from backpack_products import (
     SecondOrderExtension,
 )
 from backpack_products.operations import dense, square_sum
+from backpack_secondorder.whole import GraphExtension, GraphReading
 from tests.cases import classification
 from tests.core.test_bad_use import Shift, message
 

@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from backpack.extensions.module_extension import ModuleExtension
 from backpack.extensions.saved_quantities import SavedQuantities
-from backpack_core import Extension, GraphExtension, LayerRule, LossRule, Propagator, View
+from backpack_core import Extension, LayerRule, LossRule, Propagator, View
 from backpack_core.contract.extension import FailMode
 from backpack_core.contract.reading import Reading
 from backpack_core.errors import UnsupportedError, UsageError
@@ -22,6 +22,7 @@ from backpack_core.plugins.loading import has_rule
 from backpack_products import FirstOrderExtension, SecondOrderExtension
 from backpack_products.column_propagator import OutputGradient
 from backpack_products.extensions import as_subsampling
+from backpack_secondorder.whole import GraphExtension
 
 FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"
@@ -59,7 +60,7 @@ class BackpackNames(Extension):
 
     def expects_backpropagation_quantities(self) -> bool:
         """Whether something beside the gradient travels backwards."""
-        return not isinstance(self.propagator, OutputGradient) or isinstance(self, GraphExtension)
+        return not isinstance(self.propagator, OutputGradient) or self.is_whole
 
     @property
     def module_extensions(self) -> dict[type[Module], ModuleExtension]:

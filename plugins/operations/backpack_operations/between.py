@@ -144,6 +144,11 @@ class Operations(Between[GraphSurvey]):
     # Visits ---------------------------------------------------------------------------------------
 
     @property
+    def has_operations(self) -> bool:
+        """Whether nodes lie between calls."""
+        return bool(self.survey.seen)
+
+    @property
     def needs_autograd(self) -> bool:
         """Where samples are kept apart, and in Python functions.
 

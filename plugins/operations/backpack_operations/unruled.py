@@ -24,7 +24,7 @@ def ask_without_rule(survey: GraphSurvey, context: Context) -> None:
         if not any(survey.uses[id(own.parameter)].unruled for own in survey.uncovered(call)):
             continue
         module = call.module
-        is_wanted = bool(context.graph_extensions)
+        is_wanted = bool(context.whole)
         for group in context.groups:
             for extension in group.extensions:
                 if group.has_overrides and registry.override(extension, module):

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from backpack_core import GraphReading, LossGraph
 from backpack_core.contract.extension import FailMode
 from backpack_core.errors import UsageError
 from backpack_secondorder.products import OfLoss, ProductExtension
+from backpack_secondorder.whole import GraphReading, LossGraph
 
 
 class DiagHMP(ProductExtension):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from backpack_core import LayerRule, LossGraph, View
+from backpack_core import LayerRule, View
 from backpack_core.contract.propagator import loss_behind_a_loss
 from backpack_core.engine.active import suspended
 from backpack_core.engine.losses import nothing_arrived
@@ -37,6 +37,7 @@ from backpack_secondorder.residual import (
 )
 from backpack_secondorder.torch_errors import explained
 from backpack_secondorder.twice import gradients
+from backpack_secondorder.whole import LossGraph
 
 
 @dataclass(frozen=True, eq=False)

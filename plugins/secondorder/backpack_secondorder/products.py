@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, NoReturn
 
 from torch import Tensor
 
-from backpack_core import GraphExtension, GraphReading, LossGraph, View
+from backpack_core import View
 from backpack_core.contract.extension import FailMode
 from backpack_core.errors import SampleMixingError, ShapeError, UsageError
 from backpack_core.graph.nodes import refuse
@@ -27,6 +27,7 @@ from backpack_secondorder.operators import (
     positive_term,
     require_losses,
 )
+from backpack_secondorder.whole import GraphExtension, GraphReading, LossGraph
 
 _FUNCTION = Refused(
     "its value is a function that holds the graph of one batch: use the linear operators over a "

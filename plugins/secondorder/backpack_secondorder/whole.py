@@ -6,18 +6,23 @@ Products with the Hessian, for example, need no samples, and exist for every arc
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-from backpack_core._torch import Node
 from backpack_core.contract.bases import base
 from backpack_core.contract.extension import Extension, FailMode
+from backpack_core.contract.observer import Observer
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.reading import Reading
 from backpack_core.contract.rules import LayerRule
+from backpack_core.engine.backward import BackwardPass
+from backpack_core.engine.location import place, place_between
+from backpack_core.engine.sink import see_values
+from backpack_core.errors import PluginCodeError, UsageError
+from backpack_core.graph.survey import Survey
 from backpack_core.record.view import View
 
 
@@ -36,7 +41,7 @@ class LossGraph:
     roots: tuple[Any, ...]
     gradients: tuple[Tensor | None, ...]
     parameters: tuple[Tensor, ...]
-    nonlinear: Callable[[], Sequence[Node]]
+    nonlinear: Callable[[], Sequence[Any]]
     is_measured: bool = True
 
 
@@ -92,16 +97,12 @@ class GraphExtension(Extension):
     Samples may influence each other, and functions may use parameters. The graph of the pass stays
     alive as long as the results, which differentiate it.
 
-    Attributes:
-        is_of_losses: Whether the result belongs to the extended losses, so that ``backward()`` has
-            to be called on a weighted sum of them; else it belongs to whatever that is called on.
-
     To write:
         ``begin()``: a :class:`GraphReading` for one backward pass.
     """
 
     keeps_graph = True
-    is_of_losses: bool = False
+    is_whole = True
 
     def __init__(
         self,
@@ -122,6 +123,62 @@ class GraphExtension(Extension):
     def begin(self) -> GraphReading:
         """Begin a backward pass."""
 
+    def attend(self, run: BackwardPass) -> Observer:
+        """Have the reading see every visit, and get the graph when autograd is through.
+
+        Raises:
+            UsageError: What ``backward()`` was called on is not known.
+            PluginCodeError: The extension begins no reading.
+        """
+        reading: object = self.begin()
+        name = type(self).__name__
+        if not isinstance(reading, GraphReading):
+            raise PluginCodeError(
+                f"{name}.begin has to return a GraphReading. Got {reading!r:.80}."
+            )
+        if not run.given:
+            raise UsageError(
+                f"{name} differentiates the loss as a whole, and the call of backward() was not "
+                "seen. Call loss.backward(), torch.autograd.backward or torch.autograd.grad inside "
+                "the block, on the thread that entered it, and not inside of another backward pass."
+            )
+        return _Attending(self, reading, run.survey)
+
     def read(self, product: Any) -> Any:
         """Never called: nothing is read off parameter by parameter."""
         raise AssertionError("a graph extension reads no products")
+
+
+class _Attending(Observer):
+    """Runs the reading of one extension."""
+
+    needs_autograd = True
+
+    def __init__(self, extension: GraphExtension, reading: GraphReading, survey: Survey) -> None:
+        self._extension, self._reading, self._survey = extension, reading, survey
+
+    def after(self, view: View) -> None:
+        """Show the visit."""
+        try:
+            self._reading.observe(view)
+        except Exception as error:
+            place(error, view, self._extension)
+            raise
+
+    def results(self, run: BackwardPass) -> Iterator[tuple[Extension, Mapping[Tensor, Any]]]:
+        """What the reading makes of the graph."""
+        kind, watch = type(self._extension), run.context.watch
+        roots, gradients = zip(*run.given, strict=True)
+        parameters = tuple(self._survey.parameters().values())
+        is_measured = self._survey.is_measured
+        graph = LossGraph(roots, gradients, parameters, run.between.nonlinear, is_measured)
+        try:
+            if watch is None:
+                values = self._reading.results(graph)
+            else:
+                values = watch(None, kind, "graph", self._reading.results, graph)
+            see_values(values, f"{kind.__name__}.results")
+        except Exception as error:
+            place_between(error, self._survey, self._extension)
+            raise
+        yield self._extension, values
