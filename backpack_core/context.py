@@ -5,6 +5,7 @@ The arguments are checked here, so that the engine gets a request that makes sen
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -15,7 +16,6 @@ from typing import Any, get_args
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
-from backpack_checks.profile import Profile, Summary
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.active import Check, Context, ExtensionHook, Gradient, pop, push
@@ -23,7 +23,8 @@ from backpack_core.engine.groups import group
 from backpack_core.engine.hooks import entry
 from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
 from backpack_core.plugins.declarations import refuse
-from backpack_core.plugins.loading import ensure_loaded
+from backpack_core.plugins.loading import ensure_loaded, missing
+from backpack_core.plugins.registration import hooks
 from backpack_core.record.call import edge_of
 from backpack_core.record.storage import storage
 from backpack_core.record.switch import is_disabled
@@ -118,14 +119,15 @@ class backpack:
             if word not in known:
                 raise UsageError(f"{name} is one of {', '.join(known)}. Got {word!r}.")
         self._extensions = extensions
-        self._profile = Profile()
+        self._watch: Any = None  # once there is one
+        self._history: Counter[str] = Counter()
         said = None if samples is None else told(samples)
         asked = extension_hook, debug, check, retain_graph, _edges_of(beside), observer, gradient
-        self._begin = partial(Context, extensions, *asked, said, keep_results, self._profile)
+        self._begin = partial(Context, extensions, *asked, said, keep_results)
         self._entered: list[Context] = []
         self._around: list[AbstractContextManager[Any]] = []
 
-    def summary(self) -> Summary:
+    def summary(self) -> Any:
         """What each extension took at each module so far: rule or autodiff, time, bytes.
 
         And how many passes took a plan that an earlier one had made, and why others did not.
@@ -134,8 +136,21 @@ class backpack:
             >>> with backpack(DiagGGNExact()) as block:
             ...     loss.backward()
             >>> print(block.summary())
+
+        Raises:
+            MissingPluginError: ``backpack-checks`` is not installed, which measures this.
         """
-        return Summary(self._profile.rows(), self._profile.passes)
+        ensure_loaded()
+        watch = self._watched()
+        if watch is None:
+            raise missing("block.summary() needs a library: pip install backpack-checks.", "checks")
+        return watch.summary(self._history)
+
+    def _watched(self) -> Any:
+        """What measures this block; ``None`` if nothing does."""
+        if self._watch is None:
+            self._watch = hooks.backpack_watch()
+        return self._watch
 
     def __repr__(self) -> str:
         """The extensions, and whether it is entered."""
@@ -155,7 +170,9 @@ class backpack:
                 "backpack(...) was entered inside disable(): nothing is recorded there, so no "
                 "quantity could be computed. Leave the disable() block first."
             )
-        context = self._begin(*group(self._extensions, self._profile), history=self._profile.passes)
+        watch = self._watched()
+        groups = group(self._extensions, watch)
+        context = self._begin(watch, *groups, history=self._history)
         block.__enter__()
         entry.__enter__()
         self._around.append(block)

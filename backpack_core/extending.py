@@ -13,12 +13,12 @@ from typing import TypeVar
 from torch.nn import Module, ParameterDict, ParameterList
 
 import backpack_core.recording as recording
-from backpack_checks import trust
 from backpack_core import _hooks
 from backpack_core._hooks import MODEL_KEY
 from backpack_core._torch import parametrizations_of
 from backpack_core.engine.active import logger
 from backpack_core.errors import UsageError
+from backpack_core.plan.plan import plans
 from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner
@@ -90,7 +90,7 @@ def unextend(module: M) -> M:
     """
     for part in module.modules():
         _hooks.remove(part)
-        trust.forget(part)
+        plans.forget(part)
         for name in OUR_ATTRIBUTES:
             part.__dict__.pop(name, None)
     return module

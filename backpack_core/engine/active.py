@@ -23,7 +23,7 @@ from torch.nn import Module
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.graph_extension import GraphExtension
-from backpack_core.engine.groups import Group, Watch, unwatched
+from backpack_core.engine.groups import Group, Watch
 from backpack_core.record.view import View
 from backpack_operations.told import Told
 
@@ -71,7 +71,7 @@ class Context:
     gradient: Gradient = "autograd"
     told: Told | None = None
     keeps_results: bool = False
-    watch: Watch = unwatched
+    watch: Watch | None = None
     groups: tuple[Group, ...] = ()
     graph_extensions: tuple[GraphExtension, ...] = ()
     passes: WeakValueDictionary[int, Any] = field(default_factory=WeakValueDictionary)
@@ -170,9 +170,3 @@ def _is_alive(ident: int) -> bool:
     # A new thread may have got the number of one that has ended.
     this = threading.current_thread()
     return any(thread.ident == ident for thread in threading.enumerate() if thread is not this)
-
-
-def log_visit(view: View) -> None:
-    """Log that an output is visited."""
-    shape, rule, who = list(view.output_shape), type(view.call.rule), view.call.provenance
-    logger.info("%s: output %s, rule %s of %s", view.path, shape, rule.__name__, who)

@@ -7,23 +7,28 @@ node between calls, and each call and node is passed once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_checks.dyed import Question
-from backpack_checks.sums import SumCheck
-from backpack_checks.trust import Measurement, Trust, trust_in
 from backpack_core._torch import Node, current_node, keeps_graph
+from backpack_core.contract.observer import Options
 from backpack_core.engine import losses
-from backpack_core.engine.active import Context, log_visit
+from backpack_core.engine.active import Context
+from backpack_core.engine.attending import (
+    answers,
+    observers_of_libraries,
+    overriding,
+    own_observers,
+    warn_unmeasured,
+)
 from backpack_core.engine.carriers import ask_without_rule
 from backpack_core.engine.fields import add_leaves, clear, hand_over
 from backpack_core.engine.graph_reading import GraphPass
-from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place, place_between
 from backpack_core.engine.planning import Planning
 from backpack_core.engine.schedule import HookSchedule, when_reached
@@ -36,7 +41,6 @@ from backpack_core.record.call import Call, Edge, Kept, Site
 from backpack_core.record.view import View
 from backpack_core.recycled import drop
 from backpack_core.values import without_autocast
-from backpack_interplay.gradient import PlainGradient, narrowed
 from backpack_operations import refusals
 from backpack_operations.aligning import align
 from backpack_operations.surveying import look_behind
@@ -49,15 +53,24 @@ class BackwardPass:
 
     Attributes:
         context: What was asked for.
+        roots: What ``backward()`` was called on, or where the pass was first seen.
+        gradients: What comes in at each of the roots, where that is known.
         survey: What is known about the graph.
-        groups: What travels: the context's groups, and the dye.
+        groups: What travels: the context's groups, and what observers add.
         schedule: Where quantities wait.
         traversal: Reads and sends.
-        measurement: What measures where samples are; ``None`` where that is known.
+        sink: Takes results.
+        observers: Who attends it.
+        of_losses: The extensions whose quantity is the curvature of extended losses.
+        is_per_sample: Whether samples have to stay apart, since quantities belong to single ones.
+        is_curvature: Whether quantities belong to what autograd brings, and nothing besides.
+        looked_at: Modules whose parameters were read where operations use them.
         visiting: What rules see of the call that is visited now.
         is_outermost: Whether it was begun in no hook of another pass.
+        is_whole: Whether it is no part of another one; of one in which there is nothing else, it
+            counts as the whole.
         is_running: Whether autograd has begun.
-        is_alone: Whether it does not go; see ``alone.py``.
+        is_alone: Whether it does not go, so that there are no gradients.
     """
 
     def __init__(
@@ -83,58 +96,54 @@ class BackwardPass:
             BackpackError: Something that was asked for does not exist in this graph.
         """
         self.context = context
-        self.roots = [*roots]
+        self.roots, self.gradients = [*roots], gradients
         self.survey = Survey(context.beside, context.tells_samples, context.told)
         self.visiting: View | None = None
         self.is_running = self.is_alone = False
         self._is_differentiable = self._only_reads = False
         self.is_outermost = outer is None
         self._clears: bool = outer is None or (is_part and outer._clears)
-        # A part of one in which there is nothing else is measured as if it were alone.
-        self._is_measured = outer is None or (is_part and not outer.survey.sites)
+        self.is_whole = outer is None or (is_part and not outer.survey.sites)
         self._is_announced = bool(gradients)
         groups, whole = context.groups, context.graph_extensions
         # A pass inside another one has no part in what that is read as a whole.
         self._graph = graph or GraphPass(whole if outer is None else (), ())
         self._asked = [*(group.propagator for group in groups), *(e.propagator for e in whole)]
-        self._of_losses = losses.curvature_of_losses(groups, whole)
+        self.of_losses = losses.curvature_of_losses(groups, whole)
         self._divided = [e for e in context.extensions if e.needs_normalisers]
-        self._question = Question(
-            any(propagator.per_sample for propagator in self._asked),
-            bool(whole) or any(group.propagator.travels for group in groups),
-            bool(self._of_losses),
-        )
+        self.is_per_sample = any(propagator.per_sample for propagator in self._asked)
+        self.is_curvature = bool(whole) or any(group.propagator.travels for group in groups)
         self._kept: Kept = {}
         self._viewed: set[Call] = set()
-        self._looked_at: dict[Module, None] = {}
+        self.looked_at: dict[Module, None] = {}
         self._release_last: list[Call] = []
         self.groups = list(context.groups)
         self._is_part = is_part
-        self._sink: FieldSink = FieldSink(self.survey, outer._sink if outer else None, is_part)
+        self.sink: FieldSink = FieldSink(self.survey, outer.sink if outer else None, is_part)
         self._walked: list[Edge] = []
-        chunks = Chunks(self.survey, self.groups, self._kept, self._sink.partial)
+        chunks = Chunks(self.survey, self.groups, self._kept, self.sink.partial)
         self.schedule = HookSchedule(chunks, context.passes)
-        self.traversal = Traversal(self.schedule, self._sink, chunks)
-        self.measurement: Measurement | None = None
-        self._sums: SumCheck | None = None
-        self._trust: Trust | None = None
+        self.traversal = Traversal(self.schedule, self.sink, chunks)
         self._planning: Planning | None = None
+        self.observers = own_observers(context, self.survey)
         if not (groups or whole):
+            self._begin_visits()
             return
+        self.observers += observers_of_libraries(self)
         is_known = self._is_announced and self.is_outermost
         self._planning = planning = Planning(context, self.survey, roots if is_known else ())
         if not self._take_plan(planning):
             self._look_around(roots)
             if gradients or whole or not self.is_outermost:  # else more may come
-                losses.refuse_other_terms(self.survey, roots, self._of_losses, outer is not None)
+                losses.refuse_other_terms(self.survey, roots, self.of_losses, outer is not None)
                 losses.refuse_unknown_normaliser(self.survey, roots, self._divided)
-        self._begin_measuring(roots, gradients)
-        planning.make(self._trust)
+        self._begin_observing()
+        planning.make()
 
     def _take_plan(self, planning: Planning) -> bool:
         """Go by the plan of an earlier pass, if there is a settled one."""
         context, survey = self.context, self.survey
-        known = planning.take(any(self._question))
+        known = planning.take(self.observers)
         if known is None:
             return False
         for node in survey.alignment.starts:
@@ -142,7 +151,7 @@ class BackwardPass:
         for node in add_leaves(survey):
             when_reached(node, self, BackwardPass._reach_leaf, self.schedule)
         context.seen.update(["ran", "trained"])
-        clear(survey, context.extensions, self._sink.new, context.keeps_results, known)
+        clear(survey, context.extensions, self.sink.new, context.keeps_results, known)
         return True
 
     def _look_around(self, edges: list[Edge]) -> None:
@@ -161,7 +170,7 @@ class BackwardPass:
             self.context.seen.update(["ran", "trained"] if is_some else ["ran"])
         refusals.refuse_beside(survey, self.context.extensions)
         ask_without_rule(survey, self.context)
-        fault = fault_in(survey) if self._question.is_per_sample else None
+        fault = fault_in(survey) if self.is_per_sample else None
         if fault is not None:
             raise fault
         self._align(edges)
@@ -170,12 +179,12 @@ class BackwardPass:
                 refusals.refuse_loss_alone(survey, self.context.extensions)
             refusals.refuse_bare(survey, self.context.extensions)
         if not is_first:
-            self._sink.refuse_late_uses()
+            self.sink.refuse_late_uses()
         for node in {node for node, _ in survey.viewed} - viewed:
             when_reached(node, self, BackwardPass._reach_viewed, self.schedule)
         if is_first and self._clears:
             keeps = self.context.keeps_results
-            clear(survey, self.context.extensions, self._sink.new, keeps)
+            clear(survey, self.context.extensions, self.sink.new, keeps)
 
     def _align(self, edges: list[Edge]) -> None:
         """Find out where samples lie, and what has to be kept apart."""
@@ -189,34 +198,40 @@ class BackwardPass:
         for node in add_leaves(self.survey):
             when_reached(node, self, BackwardPass._reach_leaf, self.schedule)
 
-    def _begin_measuring(self, roots: list[Edge], gradients: Sequence[Tensor | None]) -> None:
-        """Have the dye travel, too, if this structure is not known to be right."""
-        context = self.context
-        if self._is_measured and not self.survey.is_planned:
-            self._trust = trust = trust_in(self.survey, context.check, self._question)
-            if trust is not None and (context.check == "always" or not trust.is_enough()):
-                self.measurement = Measurement(self.survey, roots, trust, self._question)
-                context.seen.add("measured")
-        self.survey.is_measured = self.measurement is not None
-        if self.measurement is None:
-            asks = context.observer, context.extension_hook, context.graph_extensions
-            travel = [g.propagator.travels or g.has_overrides for g in self.groups]
-            self._only_reads = not (any(asks) or any(travel) or self._divided or context.debug)
-            return
-        keeping = [group.propagator.keeps_apart for group in self.groups]
-        if keeping and all(keeping) and not self.survey.beside:
-            self._sums = SumCheck(self.survey, self.groups)
-        dye, lane = self.measurement.dye, len(self.groups)
-        self.groups.append(Group(dye))
-        for edge, gradient in zip(roots, gradients, strict=False):
-            if gradient is not None:
-                self.schedule.leave(lane, edge, wide=dye.begin(gradient, edge))
+    def _begin_observing(self) -> None:
+        """Have observers add to what travels, now that the graph is known."""
+        survey = self.survey
+        survey.is_measured = False
+        if self.context.check == "first" and not answers(self.observers, "check"):
+            warn_unmeasured(survey)
+            survey.is_measured = not survey.is_planned  # values may be looked at, all the same
+        for observer in self.observers:
+            observer.begin(self)
+        self._begin_visits()
 
-    def narrow(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """What to tell autograd, as ``gradient=`` says; ``options`` are those of ``backward()``."""
+    def _begin_visits(self) -> None:
+        self._before = overriding(self.observers, "before")
+        self._after = overriding(self.observers, "after")
+        asks = self._before, self._after, self.context.graph_extensions, self._divided
+        travel = [g.propagator.travels or g.has_overrides for g in self.groups]
+        self._only_reads = not (any(asks) or any(travel))
+
+    def is_carried(self, given: Options, gradients: Sequence[Tensor | None]) -> bool:
+        """Whether an observer does all visits, and autograd need not go.
+
+        Args:
+            given: The arguments of ``backward()``.
+            gradients: What comes in at each root.
+        """
+        return any(observer.instead(self, given, gradients) for observer in self.observers)
+
+    def narrow(self, given: Options) -> Options:
+        """What to tell autograd in the place of the arguments of ``backward()``."""
         if not self.is_outermost or not self.survey.sites:
-            return {}
-        found, self._sink.plain = narrowed(self.context, self.survey, self.roots, options)
+            return given
+        found = dict(given)
+        for observer in self.observers:
+            found.update(observer.options(self, given))
         return found
 
     # Visits --------------------------------------------------------------------------------------
@@ -269,35 +284,33 @@ class BackwardPass:
         call, context = site.call, self.context
         is_asked = bool(self.groups or context.graph_extensions)
         if self.survey.leaves:  # nobody can ask when autograd is through
-            self._sink.look_ahead()
+            self.sink.look_ahead()
         if is_asked and (call, site.index) not in self.survey.sites:
             if self._is_announced and not call.is_released:
                 raise refusals.behind_weights(call, context.extensions[0])
             self._look_around([site.edge])
         view = self._view(site, grad)
         self._is_differentiable = view.is_differentiable
-        if context.observer is not None:
-            context.observer(view)
+        for look in self._before:
+            look(view)
         if is_asked:
-            if changed_by is not None and self._question.is_curvature:
+            if changed_by is not None and self.is_curvature:
                 raise refusals.changed_gradient(view, changed_by)
             # What is read off the graph as a whole needs no rule.
-            if self._question.is_per_sample and self.survey.asks_rule(call):
+            if self.is_per_sample and self.survey.asks_rule(call):
                 try:
                     call.rule.check(view)
                 except Exception as error:
                     place(error, view, None)
                     raise
             if self._divided and call.rule.is_loss and view.is_reached:
-                self._sink.normalisers.append(losses.normaliser_for(self._divided[0], view))
+                self.sink.normalisers.append(losses.normaliser_for(self._divided[0], view))
             for lane in range(len(self.groups)):
                 self.traversal.visit(lane, site, view)
             if context.graph_extensions:
                 self._graph.observe(view)
-        if context.debug:
-            log_visit(view)
-        if context.extension_hook is not None and call not in self.survey.freed:
-            context.extension_hook(call.module)
+        for look in self._after:
+            look(view)
         self.visiting = None
         self._let_go(call)
 
@@ -335,28 +348,17 @@ class BackwardPass:
             return
         (own,) = self.survey.trained[site.call]
         sent = self.schedule.waiting_at(site)
-        if sent or self._sink.waits_for(own.parameter):
+        if sent or self.sink.waits_for(own.parameter):
             view = self._view(site, gradient)
             for lane in sent:
                 self.traversal.visit(lane, site, view)
-            self._sink.end(view, own.parameter)  # nothing else is sent to it
-            self.visiting, self._looked_at[site.call.module] = None, None
-
-    def _visit_leaves(self) -> None:
-        """Those that autograd does not get to, as it only brings their gradients."""
-        with torch.set_grad_enabled(self._is_differentiable), without_autocast():
-            for place in self.survey.leaves:
-                self._visit_leaf(*place, None)
-        if self.context.extension_hook is not None:
-            for module in self._looked_at:
-                self.context.extension_hook(module)
+            self.sink.end(view, own.parameter)  # nothing else is sent to it
+            self.visiting, self.looked_at[site.call.module] = None, None
 
     def leave(self) -> None:
         """The pass is over, however it ended."""
-        if self._sums is not None:
-            self._sums.leave()
-        if self._sink.plain is not None:
-            self._sink.plain.leave()
+        for observer in self.observers:
+            observer.leave()
         drop()
         for hook in self.schedule.hooks:
             hook.remove()
@@ -368,29 +370,28 @@ class BackwardPass:
         self.leave()
         for call in self._release_last:
             call.release()
-        self._visit_leaves()
-        self.traversal.see_end()
-        self._sink.see_end()
-        if self.measurement is not None:
-            self.measurement.settle()
-        if self._planning is not None:
-            self._planning.keep()
+        with torch.set_grad_enabled(self._is_differentiable), without_autocast():
+            self._end()
         if self._is_part:
             return
-        with torch.set_grad_enabled(self._is_differentiable), without_autocast():
-            finished = self._sink.finished()
-            results = self._graph.results(self.survey, self.context.watch)
-            for extension, values in (*finished, *results):
-                for parameter, value in values.items():
-                    setattr(parameter, extension.savefield, value)
         hand_over(self.survey, self.context.extensions)
-        if self._sink.plain is not None:
-            self._deliver(self._sink.plain)
+        for observer in self.observers:
+            observer.stored(self)
 
-    def _deliver(self, plain: PlainGradient) -> None:
-        """Hand on what is shared; passes that hooks on parameters begin are inside of this one."""
-        self.context.passes[-1] = self
-        try:
-            plain.deliver()
-        finally:
-            self.leave()
+    def _end(self) -> None:
+        """Read what autograd did not get to, see that all went well, and store what waited."""
+        for node, number in self.survey.leaves:  # it only brings their gradients
+            self._visit_leaf(node, number, None)
+        self.traversal.see_end()
+        self.sink.see_end()
+        for observer in self.observers:
+            observer.finish(self)
+        if self._planning is not None:
+            self._planning.keep(self.observers)
+        if self._is_part:
+            return
+        found = [self.sink.finished(), self._graph.results(self.survey, self.context.watch)]
+        found += [observer.results(self) for observer in self.observers]
+        for extension, values in chain(*found):
+            for parameter, value in values.items():
+                setattr(parameter, extension.savefield, value)

@@ -60,7 +60,7 @@ class GraphPass:
                 raise
 
     def results(
-        self, survey: Survey, watch: Watch
+        self, survey: Survey, watch: Watch | None
     ) -> Iterator[tuple[Extension, Mapping[Tensor, Any]]]:
         """The results by extension and parameter."""
         parameters = _parameters(survey) if self._readings else ()
@@ -70,7 +70,10 @@ class GraphPass:
         )
         for extension, reading in self._readings:
             try:
-                values = watch(None, type(extension), "graph", reading.results, graph)
+                if watch is None:
+                    values = reading.results(graph)
+                else:
+                    values = watch(None, type(extension), "graph", reading.results, graph)
                 see_values(values, f"{type(extension).__name__}.results")
             except Exception as error:
                 place_between(error, survey, extension)

@@ -16,11 +16,6 @@ from backpack_core.plugins.registry import registry
 Watch = Callable[..., Any]  # called with a module, a class, a way, a function and its arguments
 
 
-def unwatched(module: Any, kind: type, way: str, function: Any, *given: Any) -> Any:
-    """Call a function without measuring it; the default ``watch``."""
-    return function(*given)
-
-
 class Group(NamedTuple):
     """Extensions that share a propagator; a *lane* is the index of a group in the list of groups.
 
@@ -29,14 +24,14 @@ class Group(NamedTuple):
         extensions: The extensions, in the order they were given.
         needs: The operations that they will ask of a product.
         has_overrides: Whether carriers other than layer rules may speak for some modules.
-        watch: Calls whatever takes time: see :class:`~backpack_checks.profile.Profile`.
+        watch: Calls whatever takes time, if anybody measures that.
     """
 
     propagator: Propagator
     extensions: tuple[Extension, ...] = ()
     needs: frozenset[Any] = frozenset()
     has_overrides: bool = False
-    watch: Watch = unwatched
+    watch: Watch | None = None
 
     @property
     def first(self) -> Extension | None:
@@ -45,13 +40,13 @@ class Group(NamedTuple):
 
 
 def group(
-    extensions: tuple[Extension, ...], watch: Watch = unwatched
+    extensions: tuple[Extension, ...], watch: Watch | None = None
 ) -> tuple[tuple[Group, ...], tuple[GraphExtension, ...]]:
     """Group extensions with equal propagators, but leave one alone that has carriers of its own.
 
     Args:
         extensions: What was asked for.
-        watch: What the groups call functions through.
+        watch: What the groups call functions through, if anything.
 
     Returns:
         The groups, and apart from them what reads the loss as a whole.

@@ -16,8 +16,8 @@ from backpack_core import _torch
 from backpack_core._hooks import KEY
 from backpack_core._torch import current_node, graph_task_id
 from backpack_core.contract.graph_extension import GraphExtension
+from backpack_core.contract.observer import Options
 from backpack_core.engine.active import Context, current, innermost, stacks
-from backpack_core.engine.alone import carry_all
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.graph_reading import GraphPass
 from backpack_core.engine.schedule import guarded
@@ -218,13 +218,13 @@ def announce(
         context.announced.append(announced)
         # Only autograd has the gradient of a root that is a leaf.
         may_narrow = accumulate_grad and len(announced.roots) == len(roots)
-        options = {"inputs": inputs or None, "create_graph": create_graph}
+        options: Options = {"inputs": inputs or None, "create_graph": create_graph}
         result: Any = ()
         try:
-            if not (may_narrow and carry_all(announced, options, gradients)):
-                narrowed = announced.narrow(options) if may_narrow else {}
+            if not (may_narrow and announced.is_carried(options, gradients)):
+                options = announced.narrow(options) if may_narrow else options
                 keeps = any(extension.keeps_graph for extension in context.extensions)
-                result = run(keeps or retain_graph, narrowed.get("inputs", inputs))
+                result = run(keeps or retain_graph, options["inputs"] or ())
         finally:
             context.announced.remove(announced)
             announced.leave()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from backpack_checks.trust import Trust
+from backpack_core.contract.observer import Observer
 from backpack_core.engine.active import Context
 from backpack_core.errors import InternalError
 from backpack_core.graph.survey import Survey
@@ -46,29 +46,20 @@ class Planning:
         """The plan of earlier passes, if there is one."""
         return None if self._structure is None else plans.get(self._asked, self._structure)
 
-    def take(self, is_measured: bool) -> Planned | None:
-        """Fill in the survey from a plan that is settled; ``None`` if there is none.
-
-        Args:
-            is_measured: Whether passes like this one are measured at all.
-        """
-        known, check = self._known, self._context.check
+    def take(self, observers: Sequence[Observer]) -> Planned | None:
+        """Fill in the survey from a plan that all observers go by; ``None`` if there is none."""
+        known = self._known
         if known is None or self._structure is None:
             return None
-        if check != "never" and is_measured:
-            trust: Trust | None = known.plan.trust
-            if trust is None or check == "always" or not trust.is_enough(0):
-                return None
-            trust.passes += 1
+        kept = known.plan.kept
+        if not all(observer.goes_by(kept.get(type(observer))) for observer in observers):
+            return None
         self._context.history["planned before"] += 1
         known.fill(self._survey, self._structure)
         return known
 
-    def make(self, trust: Trust | None) -> None:
+    def make(self) -> None:
         """Plan passes like this one, which was surveyed, and see that it is as planned before.
-
-        Args:
-            trust: What passes have shown of graphs like this one.
 
         Raises:
             InternalError: It is not.
@@ -77,20 +68,23 @@ class Planning:
         if self._structure is None or self._survey.is_planned or not self._survey.uses:
             return
         try:
-            plan = Plan.of(self._survey, self._structure, trust)
+            plan = Plan.of(self._survey, self._structure)
         except Unplanned as why:
             history[f"surveyed: {why}"] += 1
             return
         history["planned"] += 1
         if known is not None and known.plan != plan:
             raise InternalError("A backward pass was planned otherwise than others like it.")
-        if known is None or known.plan.trust is None:
-            self._plan = plan
+        self._plan = plan
 
-    def keep(self) -> None:
-        """The pass went well: have its plan taken from now on."""
-        if self._plan is not None and self._structure is not None:
-            plans.keep(self._asked, self._structure, self._plan)
+    def keep(self, observers: Sequence[Observer]) -> None:
+        """The pass went well: have its plan taken from now on, with what observers have found."""
+        if self._plan is None or self._structure is None:
+            return
+        plan = self._plan if self._known is None else self._known.plan
+        plan.kept.update({type(o): o.kept for o in observers if o.kept is not None})
+        if self._known is None:
+            plans.keep(self._asked, self._structure, plan)
 
 
 def _recognised(context: Context, survey: Survey, roots: Sequence[Edge]) -> Structure | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from backpack_core import _torch
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.loss import Normaliser
+from backpack_core.contract.observer import Sharer
 from backpack_core.contract.reading import Reading
 from backpack_core.engine.carriers import tolerates, wants_unruled
 from backpack_core.engine.graph_reading import see_values
@@ -27,7 +28,6 @@ from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Site
 from backpack_core.record.untouched import memories, noted, owned, see_unchanged
 from backpack_core.record.view import View
-from backpack_interplay.gradient import PlainGradient
 
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
 Uses = tuple[Tensor, list[Reading]]  # a parameter, and what was found at each of its uses
@@ -38,12 +38,12 @@ class Sink(ABC):
 
     Attributes:
         survey: What is known about the graph.
-        plain: What is done where the plain gradient is a sum of products, if anything is.
+        sharer: Takes sums of products, if anything does.
     """
 
     def __init__(self, survey: Survey) -> None:
         self.survey = survey
-        self.plain: PlainGradient | None = None
+        self.sharer: Sharer | None = None
         self._pending: dict[tuple[int, int], tuple[Group, View, Uses]] = {}
 
     @abstractmethod
@@ -113,27 +113,30 @@ class Sink(ABC):
 
     def _complete(self, group: Group, view: View, complete: list[Uses]) -> None:
         """Let all extensions of a group read off parameters, each in all of its uses."""
-        plain, way, module, known = self.plain, "rule", view.call.module, self.survey.uses
+        sharer, way, module, known = self.sharer, "rule", view.call.module, self.survey.uses
         summed: list[tuple[Tensor, list[Reading], bool]] = []
         for parameter, uses in complete:
             if known[id(parameter)].unruled:
                 way = "autodiff"
-            if plain is not None and plain.wants(group, parameter):
+            if sharer is not None and sharer.wants(group.extensions[0], parameter):
                 summed.append((parameter, uses, len(uses) > 1 or view.is_reached))
-                for use in uses:  # for their sum, too, where the plain gradient is made of it
-                    use.needs = plain.needs
+                for use in uses:  # for their sum, too
+                    use.needs = sharer.needs
         try:
             for extension in group.extensions:
-                kind = type(extension)
-                values = group.watch(module, kind, way, self._read, extension, view, complete)
+                if (watch := group.watch) is None:
+                    values = self._read(extension, view, complete)
+                else:
+                    kind = type(extension)
+                    values = watch(module, kind, way, self._read, extension, view, complete)
                 for (parameter, _), value in zip(complete, values, strict=True):
                     if value is not None:
                         value = owned(extension.as_stored(value, parameter), view)
                     self.store(extension, parameter, value)
             extension = group.extensions[0]
-            if plain is not None:
+            if sharer is not None:
                 for parameter, uses, is_reached in summed:
-                    plain.take(parameter, _whole(uses), is_reached)
+                    sharer.take(parameter, _whole(uses), is_reached)
         except Exception as error:
             place(error, view, extension)
             raise

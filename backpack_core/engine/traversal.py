@@ -122,8 +122,11 @@ class Traversal:
         if not any(call.edges):
             return  # nothing before this call wants the quantity
         try:
-            watch, kind = self.groups[lane].watch, type(carrier.speaker)
-            inputs = watch(call.module, kind, "sent", carrier.send, view, quantity)
+            if (watch := self.groups[lane].watch) is None:
+                inputs = carrier.send(view, quantity)
+            else:
+                kind = type(carrier.speaker)
+                inputs = watch(call.module, kind, "sent", carrier.send, view, quantity)
             if is_rule and not call.rule.is_loss and self.chunks is not None:
                 self._add_residuals(lane, site, view, inputs, self.chunks)
         except OverwrittenInputError:

@@ -33,7 +33,7 @@ class Plan:
         batch_size: The number that stands for the number of samples.
         alignment: Where samples lie; ``None`` if every tensor has them on axis 0.
         loose: Parameters that operations use; ``None`` if modules with rules own all of them.
-        trust: What passes have shown of the form.
+        kept: What it keeps for observers of passes, by their class.
     """
 
     trained: tuple[tuple[str, ...], ...]
@@ -42,10 +42,10 @@ class Plan:
     batch_size: int
     alignment: Numbered | None
     loose: Loose | None
-    trust: Any = field(compare=False)
+    kept: dict[type, Any] = field(compare=False, default_factory=dict)
 
     @classmethod
-    def of(cls, survey: Survey, structure: Structure, trust: Any) -> Plan:
+    def of(cls, survey: Survey, structure: Structure) -> Plan:
         """The plan of a pass that was surveyed.
 
         Raises:
@@ -67,7 +67,6 @@ class Plan:
             structure.lengths[survey.batch_size],
             alignment,
             Loose.of(survey, structure),
-            trust,
         )
 
     @property
@@ -133,6 +132,8 @@ class Plans:
         # By form, and by what tells graphs of one form from those of other shapes.
         self._plans: WeakKeyDictionary[Module, OrderedDict[Hashable, Plan]] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[Module, OrderedDict[Hashable, Planned]] = WeakKeyDictionary()
+        # What observers of passes know of a model, by their class.
+        self.notes: WeakKeyDictionary[Module, dict[type, Any]] = WeakKeyDictionary()
 
     def get(self, asked: Hashable, structure: Structure) -> Planned | None:
         """What is planned for a graph, and for what is asked of it."""
@@ -167,9 +168,10 @@ class Plans:
         return found[-1] if found else None
 
     def forget(self, model: Module) -> None:
-        """Forget the plans of a model."""
+        """Forget the plans of a model, and what observers know of it."""
         self._plans.pop(model, None)
         self._known.pop(model, None)
+        self.notes.pop(model, None)
 
 
 def _shorten(table: OrderedDict[Any, Any]) -> None:

@@ -15,6 +15,7 @@ from torch.nn import Module
 
 from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.extension import Extension
+from backpack_core.contract.observer import Observer
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule
 from backpack_core.record.storage import Storage
@@ -29,6 +30,7 @@ OF_PASSES: Final = frozenset(
         "backpack_plan",
         "backpack_operation",
         "backpack_run",
+        "backpack_watch",
         "backpack_storage",
         "backpack_validate",
     }
@@ -71,8 +73,20 @@ def backpack_operation(draft: Any, node: Any) -> Any:
 
 
 @hookspec
-def backpack_run(run: Any) -> Any:
-    """Return an observer of one backward pass, or ``None``."""
+def backpack_run(run: Any) -> Observer | None:
+    """Return an observer of one backward pass, or ``None``; called when that begins.
+
+    ``run`` is the pass, of which nothing is known but what was asked for.
+    """
+
+
+@hookspec(firstresult=True)
+def backpack_watch() -> Any:
+    """Return what a block calls functions through that take time, so that it can be measured.
+
+    An object that is called with a module, a class, a word, a function and its arguments; its
+    method ``summary(history)`` makes what ``block.summary()`` returns.
+    """
 
 
 @hookspec(firstresult=True)

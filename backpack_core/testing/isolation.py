@@ -11,11 +11,12 @@ from backpack_core.plugins import loading, registration
 from backpack_core.plugins.registry import registry
 from backpack_core.record import storage
 
+LIBRARIES = ("backpack-operations", "backpack-checks", "backpack-interplay")
 FAMILIES = ("backpack-plugin-layers", "backpack-plugin-firstorder", "backpack-plugin-secondorder")
 
 
 def only_plugins(*names: str) -> None:
-    """Load the families and the named plugins in this process, and no others.
+    """Load the libraries, the families and the named plugins in this process, and no others.
 
     Call it at the top of ``tests/conftest.py``. The environment variable ``BACKPACK_LOAD_PLUGINS``
     takes precedence: ``BACKPACK_LOAD_PLUGINS=a,b pytest`` tests a package together with others.
@@ -24,7 +25,7 @@ def only_plugins(*names: str) -> None:
         names: Names of distributions or of entry points.
     """
     if "BACKPACK_LOAD_PLUGINS" not in os.environ:
-        os.environ["BACKPACK_LOAD_PLUGINS"] = ",".join((*FAMILIES, *names))
+        os.environ["BACKPACK_LOAD_PLUGINS"] = ",".join((*LIBRARIES, *FAMILIES, *names))
         reset()
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import backpack_core.extensions
+from backpack_checks.dye import DyePropagator
 from backpack_core import backpack, extend
 from backpack_core.engine.backward import BackwardPass
 from tests.cases import Net, names_of_extensions
@@ -165,13 +166,13 @@ def test_a_pass_of_a_trusted_structure_reads_no_values(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[bool] = []
-    begin = BackwardPass._begin_measuring
+    begin = BackwardPass._begin_observing
 
-    def noted(self: BackwardPass, *given: Any) -> None:
-        begin(self, *given)
-        measured.append(self.measurement is not None)
+    def noted(self: BackwardPass) -> None:
+        begin(self)
+        measured.append(any(isinstance(g.propagator, DyePropagator) for g in self.groups))
 
-    monkeypatch.setattr(BackwardPass, "_begin_measuring", noted)
+    monkeypatch.setattr(BackwardPass, "_begin_observing", noted)
     # The passes 1, 2, 3 and 5 are measured, and more where masks hide a part of the net.
     assert not reads(MODELS[name](), kind, "first", lambda passes: not measured[-1])
     assert measured[:3] == [True] * 3

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from backpack_checks import trust
 from backpack_core import backpack, extend, unextend
 from backpack_core.extensions import BatchGrad, DiagGGNExact
+from backpack_core.plan.plan import plans
 from backpack_core.record.state import Traits
 from tests.cases import Net
 
@@ -33,6 +34,10 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
     monkeypatch.setattr(trust.Measurement, "__init__", noted)
     return found
+
+
+def _known(model: nn.Module) -> Any:
+    return plans.notes[model][trust.Trust]
 
 
 def _model() -> nn.Sequential:
@@ -65,14 +70,14 @@ def test_the_structure_that_was_not_seen_for_longest_is_forgotten(
     runs = [partial(_pass, model, n) for n in (0, 0, 0, 1, 0, 2, 0, 1)]
     # Of the first structure, the passes 1, 2, 3 and 5 are measured; the second one was forgotten.
     assert _are_measured(measured, runs) == [True, True, True, True, False, True, True, True]
-    assert [len(table) for table in trust._known.values()][-1] == 2
+    assert len(_known(model)) == 2
 
 
 def test_structures_are_not_few(measured: list[object]) -> None:
     model = _model()
     for more in range(trust.MOST + 20):
         _pass(model, more % (trust.MOST + 10))
-    assert len(trust._known[model]) == trust.MOST
+    assert len(_known(model)) == trust.MOST
 
 
 class Alike:
@@ -119,14 +124,14 @@ def test_an_unextended_model_is_measured_anew(measured: list[object]) -> None:
 
 
 def test_a_model_that_is_gone_is_forgotten() -> None:
-    model, before = _model(), len(trust._known)
+    model, before = _model(), len(plans.notes)
     _pass(model)
-    assert len(trust._known) == before + 1
+    assert len(plans.notes) == before + 1
     gone = weakref.ref(model)
     del model
     gc.collect()
     assert gone() is None
-    assert len(trust._known) <= before
+    assert len(plans.notes) <= before
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

@@ -87,7 +87,8 @@ _OPEN = [
 _VERSIONS = "versions for forms"
 _COLUMN = [f"{_CONTRACT}.contractions", f"{_FIRST}.contractions", f"{_FIRST}.products"]
 
-_LEFT_OUT = f"{_CORE}.engine.gradient.inputs_without"
+_INTERPLAY = "backpack_interplay"
+_LEFT_OUT = f"{_INTERPLAY}.gradient.inputs_without"
 
 SHORTCUTS: dict[str, Shortcut] = {
     "condensed columns": Shortcut(
@@ -166,7 +167,7 @@ SHORTCUTS: dict[str, Shortcut] = {
     ),
     "gradients shared": Shortcut(gradient="shared", taken=[_LEFT_OUT]),
     "gradients left out": Shortcut(gradient="none", taken=[_LEFT_OUT]),
-    "autograd skipped": Shortcut(gradient="skipped", taken=[f"{_CORE}.engine.alone.RankSchedule"]),
+    "autograd skipped": Shortcut(gradient="skipped", taken=[f"{_INTERPLAY}.alone.RankSchedule"]),
 }
 
 

@@ -16,6 +16,7 @@ from torch.nn.utils.parametrize import register_parametrization as parametrize
 from backpack_core import backpack, extend, hookimpl, plugins
 from backpack_core.contract.carrier import Carrier, Found
 from backpack_core.errors import (
+    PluginCodeError,
     PluginConflictError,
     PluginError,
     PluginVersionError,
@@ -205,6 +206,38 @@ def test_a_carrier_of_one_instance() -> None:
     extension.carriers[nn.Linear] = Special
     assert counted(linear, extension) == "special"
     assert counted(linear, Count()) == 3
+
+
+def test_backpack_run() -> None:
+    seen = []
+
+    def backpack_run(run):
+        seen.append(run)
+
+    linear = nn.Linear(2, 1, bias=False)
+    with temporary_plugin(provide(backpack_run=backpack_run)):
+        counted(linear, Count())
+    assert len(seen) == 1
+    refused = pytest.raises(PluginCodeError, match=r"has to return an Observer\. Got 3")
+    with temporary_plugin(provide(backpack_run=lambda run: 3)), refused:
+        counted(linear, Count())
+
+
+def test_backpack_watch() -> None:
+    class Watch:
+        def __call__(self, module, kind, way, function, *given):
+            return function(*given)
+
+        def summary(self, history):
+            return "a summary"
+
+    def backpack_watch():
+        return Watch()
+
+    plugins.ensure_loaded()  # the last that was registered is asked first
+    block = backpack(Count())
+    with temporary_plugin(provide(backpack_watch=backpack_watch)):
+        assert block.summary() == "a summary"
 
 
 class Same(nn.Linear):

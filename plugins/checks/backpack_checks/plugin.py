@@ -1,13 +1,22 @@
-"""What this library attaches to passes of core."""
+"""What this library attaches to core: checks to passes, and a profile to blocks."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from backpack_checks.advice import backpack_validate as backpack_validate
+from backpack_checks.attending import Checks
+from backpack_checks.profile import Profile
 from backpack_core import hookimpl
+from backpack_core.contract.observer import Observer
+from backpack_core.engine.backward import BackwardPass
 
 
 @hookimpl
-def backpack_run(run: Any) -> Any:
-    """Nothing yet."""
+def backpack_run(run: BackwardPass) -> Observer | None:
+    """Have a pass checked, unless that is not wanted."""
+    return None if run.context.check == "never" else Checks(run)
+
+
+@hookimpl
+def backpack_watch() -> Profile:
+    """Measure the times of a block."""
+    return Profile()

@@ -6,7 +6,7 @@ While a profiler of torch runs, its trace gets a label for each of them, too.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -44,16 +44,11 @@ class Row(NamedTuple):
 
 
 class Profile:
-    """Adds up times; an instance is the ``watch`` that the engine calls functions through.
-
-    Attributes:
-        passes: How many passes took a plan, made one, or could not; filled in by the engine.
-    """
+    """Adds up times; an instance is the ``watch`` that the engine calls functions through."""
 
     def __init__(self) -> None:
         # Calls, seconds and bytes by module, class and way.
         self._known: dict[Any, list[Any]] = defaultdict(lambda: [0, 0.0, 0])
-        self.passes: Counter[str] = Counter()
 
     def __call__(
         self, module: Module | None, kind: type, way: str, function: Any, *given: Any
@@ -82,6 +77,10 @@ class Profile:
             found[1] += perf_counter() - begin
         found[2] = _bytes(result)
         return result
+
+    def summary(self, history: Mapping[str, int]) -> Summary:
+        """The table, and what became of passes."""
+        return Summary(self.rows(), history)
 
     def rows(self) -> Iterator[Row]:
         """The rows in the order in which they came up; the engine's own checks are one row."""

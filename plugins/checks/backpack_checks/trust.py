@@ -10,9 +10,6 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
-from weakref import WeakKeyDictionary
-
-from torch.nn import Module
 
 from backpack_checks.dye import DyePropagator
 from backpack_checks.dyed import Judge, Question, Weights
@@ -56,10 +53,6 @@ class Trust:
         return self.open_sites is not None and not self.open_sites and not self.is_due(after)
 
 
-# By extended model, which neither copies it nor is kept alive by it.
-_known: WeakKeyDictionary[Module, OrderedDict[Hashable, Trust]] = WeakKeyDictionary()
-
-
 class Measurement:
     """The dye of one pass, and what is learnt from it.
 
@@ -90,15 +83,14 @@ class Measurement:
         self._trust.open_sites = still if self._before is None else still & self._before
 
 
-def trust_in(survey: Survey, check: str, question: Question) -> Trust | None:
-    """What is known of the structure of a pass; ``None`` if it is not to be measured.
+def trust_in(survey: Survey, question: Question) -> Trust | None:
+    """What is known of the structure of a pass; ``None`` if there is nothing to measure.
 
     Args:
         survey: The graph.
-        check: What the user asked for: ``"first"``, ``"always"`` or ``"never"``.
         question: What the pass has to show.
     """
-    if check == "never" or not survey.sites or not any(question):
+    if not survey.sites or not any(question):
         return None
     shown = (call.stored.outputs[index] for call, index in survey.sites)
     return None if any(map(is_symbolic, shown)) else known_of(survey, question)
@@ -116,7 +108,8 @@ def known_of(survey: Survey, asked: Hashable) -> Trust:
         asked: What else distinguishes passes.
     """
     *_, (call, _) = survey.sites  # not the first: a loss may be a new module in each pass
-    table = _known.setdefault(owner_of(call.module), OrderedDict())
+    notes = plans.notes.setdefault(owner_of(call.module), {})
+    table: OrderedDict[Hashable, Trust] = notes.setdefault(Trust, OrderedDict())
     if survey.structure is None:
         survey.structure = _structure(survey)
     key = asked, survey.structure
@@ -126,12 +119,6 @@ def known_of(survey: Survey, asked: Hashable) -> Trust:
         table.popitem(last=False)  # a structure that comes back later is measured again
     found.passes += 1
     return found
-
-
-def forget(module: Module) -> None:
-    """Forget what is known of a model."""
-    _known.pop(module, None)
-    plans.forget(module)
 
 
 def _structure(survey: Survey) -> tuple[object, ...]:

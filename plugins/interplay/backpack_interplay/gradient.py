@@ -8,18 +8,20 @@ end of the pass these gradients go through autograd's engine, which calls hooks 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from backpack_checks.trust import known_of
+from backpack_checks.trust import Trust, known_of
 from backpack_core import _torch
 from backpack_core._hooks import hook_leaf_first
 from backpack_core._torch import Node
-from backpack_core.engine.active import Context
+from backpack_core.contract.extension import Extension
+from backpack_core.contract.observer import Observer, Options, Sharer
+from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.groups import Group
 from backpack_core.errors import BackpackWarning, InternalError, UsageError, warn_once
 from backpack_core.graph.nodes import is_leaf
@@ -36,51 +38,85 @@ _PRECISE = (torch.float32, torch.float64)  # in half precision, autograd adds up
 _Candidate = tuple[Tensor, tuple[Key, ...]]  # a parameter, and the keys of its uses
 
 
-class PlainGradient:
+class WithoutGradients(Observer):
+    """Has autograd leave out the gradients of parameters with quantities."""
+
+    answers = frozenset({"gradient"})
+
+    def options(self, run: BackwardPass, given: Options) -> Options:
+        """What autograd is to reach."""
+        return without_gradients(run.survey, run.roots, given)
+
+
+class PlainGradient(Observer, Sharer):
     """Which parameters of one pass get the sum of their product as gradient, and the sums.
 
     Attributes:
-        group: The extensions of individual gradients, whose products have the sums.
         needs: What is asked of a product whose sum may be taken.
-        inputs: What to tell autograd, by the names of its arguments.
+        kept: What passes have shown of graphs of this structure.
     """
 
-    def __init__(self, survey: Survey, group: Group, leaves: Sequence[Node]) -> None:
+    answers = frozenset({"gradient"})
+    kept: Trust | None = None
+
+    def __init__(self) -> None:
+        self.needs = frozenset({operations.batch_sum})
+        self._first: Extension | None = None  # of the group of individual gradients
+        self._sums: dict[int, Tensor] = {}
+        self._summed: set[Hashable] = set()
+        self._judged: dict[int, _Candidate] = {}
+        self._left: dict[int, Tensor] = {}
+        self._handles: list[Any] = []
+        self._is_known = False
+
+    def goes_by(self, kept: Trust | None) -> bool:
+        """It does, with what earlier passes have shown."""
+        self.kept = kept
+        return True
+
+    def options(self, run: BackwardPass, given: Options) -> Options:
+        """What autograd is to reach, if products have sums."""
+        survey = run.survey
+        group = next((g for g in run.context.groups if _has_individual(g)), None)
+        leaves = None if group is None else leaves_to_narrow(survey, given, run.roots)
+        if group is None or leaves is None:
+            return {}
+        if given.get("create_graph"):
+            _say("create_graph=True asks for gradients with a graph")
+            return {}
+        self._decide(survey, group)
+        run.sink.sharer = self
+        if self._judged:
+            run.context.seen.add("measured")
+        return inputs_without(self._left, survey, leaves) if self._left else {}
+
+    def _decide(self, survey: Survey, group: Group) -> None:
         """Decide which parameters autograd leaves out.
 
         In the passes 1, 2, 4, 8, … of a structure it leaves out none, and the sums are compared
         with its gradients.
-
-        Args:
-            survey: What is known about the graph.
-            group: The extensions of individual gradients.
-            leaves: Every leaf that autograd would get to.
         """
-        self.group = group
-        self.needs = group.needs | {operations.batch_sum}
-        self._sums: dict[int, Tensor] = {}
-        trust, found = known_of(survey, group.needs), _candidates(survey)
-        self._summed = trust.summed
-        self._judged = found if trust.is_due() else {}
+        self._first, self.needs = group.extensions[0], group.needs | self.needs
+        if self.kept is None or not survey.is_planned:
+            self.kept = known_of(survey, group.needs)
+        else:
+            self.kept.passes += 1
+        found, self._summed = _candidates(survey), self.kept.summed
+        self._judged = found if self.kept.is_due() else {}
         self._left = {
             number: parameter
             for number, (parameter, keys) in found.items()
             if number not in self._judged and self._summed.issuperset(keys)
         }
+        self._is_known = operations.batch_sum in group.needs  # then it may have been stored
         self._handles = [
             hook_leaf_first(parameter, self, PlainGradient._judge)
             for parameter, _ in self._judged.values()
         ]
-        self.inputs = inputs_without(self._left, survey, leaves) if self._left else {}
 
-    @property
-    def is_judging(self) -> bool:
-        """Whether sums are compared with autograd's gradients in this pass."""
-        return bool(self._judged)
-
-    def wants(self, group: Group, parameter: Tensor) -> bool:
+    def wants(self, extension: Extension, parameter: Tensor) -> bool:
         """Whether the sum of a parameter's product, as the group reads it, may be taken."""
-        if group.extensions[0] is not self.group.extensions[0]:  # what measures may read along
+        if extension is not self._first:  # what measures may read along
             return False
         number = id(parameter)
         return number in self._left or number in self._judged
@@ -99,9 +135,8 @@ class PlainGradient:
         if not is_reached:
             self._left.pop(number, None)
             return
-        is_known = operations.batch_sum in self.group.needs  # then it may have been stored
         total = operations.batch_sum(whole).squeeze(0)
-        self._sums[number] = total.clone() if is_known else total
+        self._sums[number] = total.clone() if self._is_known else total
 
     def _judge(self, parameter: Tensor, gradient: Tensor) -> None:
         """Compare a sum with autograd's gradient, and trust it from then on, or not."""
@@ -120,8 +155,16 @@ class PlainGradient:
         for handle in self._handles:
             handle.remove()
 
-    def deliver(self) -> None:
-        """Hand the sums to autograd, which calls hooks and accumulates."""
+    def stored(self, run: BackwardPass) -> None:
+        """Hand the sums to autograd; passes that hooks on parameters begin are inside of this."""
+        run.context.passes[-1] = run
+        try:
+            self._deliver()
+        finally:
+            run.leave()
+
+    def _deliver(self) -> None:
+        """Have autograd call hooks and accumulate."""
         if not self._left.keys() <= self._sums.keys():
             raise InternalError("A gradient was left out, and nothing was summed for it.")
         parameters = list(self._left.values())
@@ -147,27 +190,6 @@ class _Sums(torch.autograd.Function):
         sums = tuple(ctx.sums)
         ctx.sums.clear()
         return (None, *sums)
-
-
-def narrowed(
-    context: Context, survey: Survey, roots: Sequence[Edge], options: Mapping[str, Any]
-) -> tuple[dict[str, Any], PlainGradient | None]:
-    """What to tell autograd so that it leaves out gradients, and what is done in their place."""
-    if context.gradient == "autograd":
-        return {}, None
-    if context.gradient in ("none", "skipped"):
-        return without_gradients(survey, roots, options), None
-    group = next((g for g in context.groups if _has_individual(g)), None)
-    leaves = None if group is None else leaves_to_narrow(survey, options, roots)
-    if group is None or leaves is None:
-        return {}, None
-    if options.get("create_graph"):
-        _say("create_graph=True asks for gradients with a graph")
-        return {}, None
-    plain = PlainGradient(survey, group, leaves)
-    if plain.is_judging:
-        context.seen.add("measured")
-    return plain.inputs, plain
 
 
 def without_gradients(

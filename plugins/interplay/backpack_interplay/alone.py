@@ -6,34 +6,40 @@ and the graph tells that as well; the gradients of activations would be computed
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from backpack_core._torch import LeafNode, Node
+from backpack_core.contract.observer import Options
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.schedule import RankSchedule
 from backpack_core.graph import nodes
 from backpack_core.graph.order import ranks
 from backpack_core.record.call import Site
 from backpack_core.values import without_autocast
-from backpack_interplay.gradient import leaves_to_narrow
+from backpack_interplay.gradient import WithoutGradients, leaves_to_narrow
 
 
-def carry_all(
-    found: BackwardPass, options: Mapping[str, Any], gradients: Sequence[Tensor | None]
-) -> bool:
-    """Visit every call in an order of our own, if nobody needs a gradient.
+class Skipped(WithoutGradients):
+    """Visits every call in an order of its own, if nobody needs a gradient."""
+
+    def instead(
+        self, run: BackwardPass, given: Options, gradients: Sequence[Tensor | None]
+    ) -> bool:
+        """Do that, if it may be."""
+        return carry_all(run, given, gradients)
+
+
+def carry_all(found: BackwardPass, options: Options, gradients: Sequence[Tensor | None]) -> bool:
+    """Visit every call, and say whether that was done, so that autograd need not go.
 
     Args:
         found: The pass, before autograd has begun.
         options: The arguments of ``backward()``.
         gradients: What comes in at each root.
-
-    Returns:
-        Whether that was done, so that autograd need not go.
     """
     order = _order(found, options)
     if order is None:
@@ -53,7 +59,7 @@ def carry_all(
     return True
 
 
-def _order(found: BackwardPass, options: Mapping[str, Any]) -> dict[Node, int] | None:
+def _order(found: BackwardPass, options: Options) -> dict[Node, int] | None:
     """The place of every node in that order; ``None`` if autograd has to run.
 
     It has to if somebody reads a gradient (a propagator, the dye, a parameter without quantities, a
@@ -61,9 +67,11 @@ def _order(found: BackwardPass, options: Mapping[str, Any]) -> dict[Node, int] |
     functions are in the graph: only autograd knows which gradients they leave undefined.
     """
     survey, context, groups = found.survey, found.context, found.groups
-    if context.gradient != "skipped" or not found.is_outermost or not groups:
+    if not found.is_outermost or not groups:
         return None
-    readers = found.measurement, context.graph_extensions, context.extension_hook, context.beside
+    readers = context.graph_extensions, context.beside
+    if any(observer.needs_autograd for observer in found.observers):
+        return None
     apart = survey.alignment.starts, survey.leaves, survey.bare, survey.shards
     if any(readers) or any(apart) or options.get("create_graph"):
         return None

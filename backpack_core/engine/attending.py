@@ -1,0 +1,118 @@
+"""Who attends a pass: observers of libraries, and those for what the user wants to be shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from backpack_core.contract.observer import Observer
+from backpack_core.engine.active import Context, ExtensionHook, logger
+from backpack_core.errors import BackpackWarning, PluginCodeError, warn_once
+from backpack_core.graph.survey import Survey
+from backpack_core.plugins.loading import missing
+from backpack_core.plugins.registration import hooks
+from backpack_core.record.view import View
+
+
+class Shown(Observer):
+    """Shows visits to a function of the user's."""
+
+    def __init__(self, function: Callable[[View], None]) -> None:
+        self._function = function
+
+    def before(self, view: View) -> None:
+        """With the view."""
+        self._function(view)
+
+
+class Logged(Observer):
+    """Logs visits."""
+
+    def after(self, view: View) -> None:
+        """Log that an output is visited."""
+        shape, rule, who = list(view.output_shape), type(view.call.rule), view.call.provenance
+        logger.info("%s: output %s, rule %s of %s", view.path, shape, rule.__name__, who)
+
+
+class Hooked(Observer):
+    """Calls ``extension_hook``."""
+
+    needs_autograd = True
+
+    def __init__(self, function: ExtensionHook, survey: Survey) -> None:
+        self._function, self._survey = function, survey
+
+    def after(self, view: View) -> None:
+        """With a module that is through."""
+        if view.call not in self._survey.freed:
+            self._function(view.call.module)
+
+    def finish(self, run: Any) -> None:
+        """With modules whose parameters operations use, and were looked at there."""
+        for module in run.looked_at:
+            self._function(module)
+
+
+def own_observers(context: Context, survey: Survey) -> list[Observer]:
+    """The observers for what the user wants to be shown."""
+    found: list[Observer] = []
+    if context.observer is not None:
+        found.append(Shown(context.observer))
+    if context.debug:
+        found.append(Logged())
+    if context.extension_hook is not None:
+        found.append(Hooked(context.extension_hook, survey))
+    return found
+
+
+def observers_of_libraries(run: Any) -> list[Observer]:
+    """What libraries have attend a pass.
+
+    Raises:
+        PluginCodeError: One of them is none.
+        MissingPluginError: Nobody sees to what was asked for.
+    """
+    found: list[Observer] = hooks.backpack_run(run=run)
+    for observer in found:
+        given: object = observer
+        if not isinstance(given, Observer):
+            raise PluginCodeError(f"backpack_run has to return an Observer. Got {given!r:.80}.")
+    for argument, word, library in _answered_by(run.context):
+        if not answers(found, argument):
+            raise missing(
+                f"backpack({argument}={word!r}) needs a library that is not there: "
+                f"pip install {library}.",
+                library.removeprefix("backpack-"),
+            )
+    return found
+
+
+def _answered_by(context: Context) -> Iterable[tuple[str, str, str]]:
+    """The arguments that core does not see to, their words, and who does."""
+    if context.check == "always":
+        yield "check", context.check, "backpack-checks"
+    if context.gradient != "autograd":
+        yield "gradient", context.gradient, "backpack-interplay"
+
+
+def answers(observers: Iterable[Observer], argument: str) -> bool:
+    """Whether any of them sees to an argument of ``backpack(...)``."""
+    return any(argument in observer.answers for observer in observers)
+
+
+def warn_unmeasured(survey: Survey) -> None:
+    """Warn once if operations lie between modules, and nobody measures what they do to samples."""
+    if survey.seen:
+        warn_once(
+            "unmeasured",
+            "That samples stay apart at operations between modules is not measured, as "
+            "backpack(check='first') asks: pip install backpack-checks, or write check='never'.",
+            BackpackWarning,
+        )
+
+
+def overriding(observers: Iterable[Observer], method: str) -> tuple[Callable[..., Any], ...]:
+    """A method of those observers that have one of their own."""
+    bound = [getattr(observer, method) for observer in observers]
+    default = getattr(Observer, method)
+    return tuple([each for each in bound if getattr(each, "__func__", None) is not default])
