@@ -11,7 +11,6 @@ from backpack_core.contract.operation import OpenFunction as OpenFunction
 from backpack_core.contract.operation import Operation as Operation
 from backpack_core.contract.propagator import Propagator as Propagator
 from backpack_core.contract.reading import Reading as Reading
-from backpack_core.contract.rules import ElementwiseRule as ElementwiseRule
 from backpack_core.contract.rules import LayerRule as LayerRule
 from backpack_core.extending import extend as extend
 from backpack_core.extending import is_extended as is_extended

@@ -10,13 +10,14 @@ from typing import Any
 
 from backpack_core.cli.reports import Provided, Report
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.loss import LossRule
-from backpack_core.contract.rules import ElementwiseRule, LayerRule
+from backpack_core.contract.rules import LayerRule
 from backpack_core.discovery import Claim, Plugin, spelled_out
 from backpack_core.errors import PluginVersionError
 from backpack_core.plugins.declarations import described
 from backpack_core.plugins.manager import hooks
 from backpack_core.plugins.registry import registry
+from backpack_products.elementwise import ElementwiseRule
+from backpack_products.loss import HessianLossRule
 
 
 def report(plugin: Plugin) -> Report:
@@ -54,7 +55,7 @@ def _missing_types(rule: type[LayerRule]) -> Iterator[tuple[str, bool]]:
                 yield f"module_types names {name!r}: {error}", True
             else:
                 absent.setdefault(library, []).append(str(name))
-    answers = hooks.backpack_validate(kind=rule, module=None, by_hand=True)
+    answers = hooks.backpack_validate(kind=rule, module=None)
     yield from ((fault, True) for answer in answers for fault in answer)
     for library, (first, *others) in absent.items():
         more = f" and {len(others)} more of {library}" if others else ""
@@ -119,8 +120,10 @@ def _broken_rule(rule: LayerRule) -> list[str]:
         method = "_second_derivative_mat_prod"
         if not _overrides(rule, LayerRule, method):
             found.append(f"declares hessian_is_diagonal and has no {method}")
-    samples = isinstance(rule, LossRule) and _overrides(rule, LossRule, "_sqrt_hessian_sampled")
-    if isinstance(rule, LossRule) and rule.likelihood and not samples:
+    samples = isinstance(rule, HessianLossRule) and _overrides(
+        rule, HessianLossRule, "_sqrt_hessian_sampled"
+    )
+    if isinstance(rule, HessianLossRule) and rule.likelihood and not samples:
         found.append(f"declares the likelihood {rule.likelihood!r} and cannot sample from it")
     return found
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from backpack_core._torch import Node
 from backpack_core.contract.bases import base
 from backpack_core.contract.extension import Extension, FailMode
-from backpack_core.contract.loss import LossRule
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.reading import Reading
 from backpack_core.contract.rules import LayerRule
@@ -71,7 +70,7 @@ class WholeLoss(Propagator):
         """True with ``subsampling``: the chosen samples have to be separate."""
         return self.subsampling is not None
 
-    def start(self, rule: LossRule, view: View) -> Any:
+    def start(self, rule: Any, view: View) -> Any:
         """Never called, as the others: the loss is read as a whole."""
         raise AssertionError("nothing travels")
 

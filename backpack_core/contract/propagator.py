@@ -70,7 +70,7 @@ class Propagator(ABC):
         return f"{type(self).__name__}()"
 
     @abstractmethod
-    def start(self, rule: LossRule, view: View) -> Any:
+    def start(self, rule: Any, view: View) -> Any:
         """The quantity at the first input of a loss.
 
         Args:

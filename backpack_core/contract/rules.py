@@ -5,22 +5,15 @@ used by every extension. Public methods check shapes; a rule author writes the m
 starts with an underscore. Axis letters: ``V`` columns, ``N`` samples, ``S`` shared positions,
 ``G`` groups, ``I`` and ``O`` features per group.
 
-Which base class to take; ``backpack_products.parametric`` has those of layers with parameters:
-
-======================== ============================================ ===========
-base                     what to write                                gives
-======================== ============================================ ===========
-:class:`LayerRule`       ``_jac_t_mat_prod``                          propagation
-:class:`ElementwiseRule` ``derivative``, ``second_derivative``        Hessians
-:class:`LossRule`        ``_sqrt_hessian`` and relatives              a start
-======================== ============================================ ===========
+The more special bases of layers that know more are those of libraries: of layers with parameters,
+for example.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from reprlib import repr as abridged
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -28,12 +21,12 @@ from torch.nn import Module
 
 from backpack_core._torch import Node
 from backpack_core.contract.bases import base
-from backpack_core.contract.transposition import transpose
 from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
 
 ModuleType = type[Module] | str
+MODULE_TYPES: Final = "torch.nn.Module classes or their qualified names ('package.module.Class')"
 
 
 @base
@@ -149,92 +142,16 @@ class LayerRule(ABC):
             expect(view, self, "_jac_t_mat_prod returned", product, tensor.shape, mat.shape[0])
         return tuple(products)
 
-    def jac_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        """Input Jacobian, applied to every column of every sample; found by transposition.
-
-        Args:
-            view: The forward execution.
-            mat: Columns at the first input. Shape ``[V, N, *in]``.
-
-        Returns:
-            ``J_x mat``. Shape ``[V, N, *out]``.
-        """
-        expect(view, self, "jac_mat_prod is given", mat, view.input_shape)
-
-        def first(out: Tensor) -> Tensor:
-            product = self.jac_t_mat_prod(view, out)[0]
-            return torch.zeros_like(mat) if product is None else product
-
-        return transpose(first, (len(mat), *view.output_shape), mat)
-
-    def second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
-        """Second derivative contracted with a gradient, applied to columns.
-
-        Args:
-            view: The forward execution.
-            grad_output: Gradient at the output. Shape ``[N, *out]``.
-            mat: Columns at the first input. Shape ``[V, N, *in]``.
-
-        Returns:
-            ``Σ_o grad_output_o ∂²f_o/∂x² mat``. Shape ``[V, N, *in]``.
-
-        Raises:
-            UnsupportedError: The rule knows no second derivative.
-        """
-        if self.hessian_is_zero:
-            return torch.zeros_like(mat)
-        expect(view, self, "_second_derivative_mat_prod is given", mat, view.input_shape)
-        method = "_second_derivative_mat_prod"
-        product: Tensor = ask(view, self, method, view, grad_output, mat)
-        expect(
-            view, self, "_second_derivative_mat_prod returned", product, view.input_shape, len(mat)
-        )
-        return product
-
     @abstractmethod
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor | tuple[Tensor | None, ...]:
         """``[V, N, *out] → [V, N, *in]``; a tuple, one entry per input tensor, for several."""
 
     def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
-        """``[V, N, *in] → [V, N, *in]``; see :meth:`second_derivative_mat_prod`."""
+        """``[V, N, *in] → [V, N, *in]``; the gradient at the output times ``∂²f/∂x²``."""
         raise UnsupportedError(
             f"{type(self).__name__} has no second derivative, which {view.path} needs here: "
             "implement _second_derivative_mat_prod, or declare hessian_is_zero if it is."
         )
-
-
-@base
-class ElementwiseRule(LayerRule):
-    """An activation ``y_i = φ(x_i)`` without parameters: one formula gives every quantity.
-
-    ``view.input`` may have been overwritten where the module works in place; a formula in terms of
-    ``view.output`` survives that.
-
-    To write:
-        ``derivative(view)`` and, unless ``hessian_is_zero``, ``second_derivative(view)``: tensors
-        of the shape of the input, ``[N, *]``.
-    """
-
-    hessian_is_diagonal = True
-
-    @abstractmethod
-    def derivative(self, view: View) -> Tensor:
-        """``φ'(x)``, of the shape of the input ``[N, *]``."""
-
-    def second_derivative(self, view: View) -> Tensor:
-        """``φ''(x)``, of the shape of the input ``[N, *]``. Zero where ``hessian_is_zero``."""
-        if self.hessian_is_zero:
-            return torch.zeros_like(view.output)
-        raise UnsupportedError(
-            f"{type(self).__name__} has no second derivative, which {view.path} needs here: "
-            "implement second_derivative(view)."
-        )
-
-    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        return mat * self.derivative(view)
-
-    def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
-        return mat * (self.second_derivative(view) * grad_output)
 
 
 def _refuse_uncut(view: View, tensor: Tensor) -> None:
@@ -245,6 +162,13 @@ def _refuse_uncut(view: View, tensor: Tensor) -> None:
             "and whose axis 0 does not hold the samples (an initial state, say), which cannot be "
             "combined with subsampling: detach it, or leave subsampling out."
         )
+
+
+def is_module_type(item: Any) -> bool:
+    """Whether something names a module class: the class, or its qualified name."""
+    if isinstance(item, str):
+        return "." in item and all(part.isidentifier() for part in item.split("."))
+    return isinstance(item, type) and issubclass(item, Module)
 
 
 def expect(

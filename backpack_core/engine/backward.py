@@ -39,7 +39,7 @@ from backpack_core.graph.paths import fault_in
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, Kept, Site
 from backpack_core.record.view import View
-from backpack_core.recycled import drop
+from backpack_core.replaced import replaced
 from backpack_core.values import without_autocast
 from backpack_operations import refusals
 from backpack_operations.aligning import align
@@ -359,7 +359,7 @@ class BackwardPass:
         """The pass is over, however it ended."""
         for observer in self.observers:
             observer.leave()
-        drop()
+        replaced.drop()
         for hook in self.schedule.hooks:
             hook.remove()
         for task in [t for t, p in self.context.passes.items() if p is self]:

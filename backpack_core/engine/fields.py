@@ -20,7 +20,7 @@ from backpack_core.plugins.registry import FALLBACK
 from backpack_core.record.call import Edge, Site
 from backpack_core.record.owner import owned_by_models, owners_of
 from backpack_core.record.storage import storage
-from backpack_core.recycled import offer
+from backpack_core.replaced import replaced
 from backpack_operations.bare import bare_call
 
 
@@ -73,7 +73,7 @@ def clear(
     for parameter in parameters:
         if parameter is not None and (not new or id(parameter) not in new):
             for field in fields:
-                offer(parameter.__dict__, field, offers)
+                replaced.offer(parameter.__dict__, field, offers)
 
 
 def stored_by_others(models: Iterable[Module]) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core.contract.loss import LossRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.extending import extend
 from backpack_core.record.structure import map_tensors
@@ -23,6 +22,7 @@ from backpack_core.testing.execution import COLUMNS, draw, execute, recorded, sh
 from backpack_core.testing.extensions_run import ALL_NEEDS, Problem, installed_extensions
 from backpack_core.testing.network import BoundLoss, Shrink
 from backpack_core.testing.reference import Reference
+from backpack_products.loss import HessianLossRule
 
 # Positions of the target and further arguments of a loss.
 ALL_BUT_FIRST = tuple(range(1, 16))
@@ -39,7 +39,7 @@ class LossRun:
         value: The loss, with its graph.
     """
 
-    rule: LossRule
+    rule: HessianLossRule
     view: View
     leaf: Tensor
     value: Tensor
@@ -87,8 +87,9 @@ def run_loss(
         layer.module_factory, layer.input_factory, rule=layer.rule, constants=ALL_BUT_FIRST
     )
     run = execute(constant, given)
-    require(isinstance(run.rule, LossRule), f"{type(run.rule).__name__} is no LossRule.")
-    assert isinstance(run.rule, LossRule)
+    name = type(run.rule).__name__
+    require(isinstance(run.rule, HessianLossRule), f"{name} is no HessianLossRule.")
+    assert isinstance(run.rule, HessianLossRule)
     leaf = run.leaves[0]
     assert leaf is not None
     found = LossRun(run.rule, run.view, leaf, run.output)

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.nn import functional as F
 
-from backpack_core.contract.loss import LossRule
-from backpack_core.contract.rules import ElementwiseRule
 from backpack_core.plugins.registry import CORE, of_rules, registry
 from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_core.record.view import View
 from backpack_core.testing.cases import Arguments, LossCase
+from backpack_products.elementwise import ElementwiseRule
+from backpack_products.loss import HessianLossRule
 from backpack_products.parametric import AffineRule, ParametricRule
 
 CLASSES = 2
@@ -186,7 +186,7 @@ class SquashRule(ElementwiseRule):
         return -2 * view.output * self.derivative(view)
 
 
-class SoftmaxLossRule(LossRule):
+class SoftmaxLossRule(HessianLossRule):
     """The rule of both losses, whatever the target: the Hessian is ``diag(p) - p pᵀ``."""
 
     module_types = (SoftmaxLoss, LabelledLoss)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core.contract.rules import ElementwiseRule
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_core.testing import oracle
@@ -13,7 +12,9 @@ from backpack_core.testing.cases import Arguments, RuleCase
 from backpack_core.testing.checks import of_rule
 from backpack_core.testing.compare import close, require
 from backpack_core.testing.execution import Execution, draw, execute, shared_execution
+from backpack_products import derivatives
 from backpack_products.affine import AffineProduct
+from backpack_products.elementwise import ElementwiseRule
 from backpack_products.parametric import AffineRule, ParametricRule
 
 
@@ -97,7 +98,7 @@ def second_derivative_mat_prod(case: RuleCase) -> None:
     weights, mat = _weights(run), run.input_columns()
     expected = mat.flatten(1) @ _contracted(run, _first(run), weights)
     with torch.no_grad():
-        found = run.rule.second_derivative_mat_prod(run.view, weights, mat)
+        found = derivatives.second_derivative_mat_prod(run.rule, run.view, weights, mat)
     what = "second_derivative_mat_prod"
     close(found, expected.reshape(mat.shape), what, case.tolerances.float64)
 

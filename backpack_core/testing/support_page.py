@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from backpack_core.contract.loss import LossRule
-from backpack_core.contract.rules import ElementwiseRule, LayerRule
+from backpack_core.contract.rules import LayerRule
 from backpack_core.discovery import choose
 from backpack_core.plugins.registry import registry
 from backpack_core.testing.traits import has_second_derivative
+from backpack_products.elementwise import ElementwiseRule
+from backpack_products.loss import HessianLossRule
 from backpack_products.parametric import (
     AffinePairsRule,
     AffineRule,
@@ -107,14 +108,14 @@ def _capability(rule: LayerRule, layers: list[str]) -> list[str]:
 
 def _base(rule: LayerRule) -> str:
     bases = (
-        *(AffineRule, AffinePairsRule, ProductRule, ElementwiseRule, LossRule),
+        *(AffineRule, AffinePairsRule, ProductRule, ElementwiseRule, HessianLossRule),
         *(ParametricRule, LayerRule),
     )
     return next(base.__name__ for base in bases if isinstance(rule, base))
 
 
 def _hessian(rule: LayerRule) -> str:
-    if isinstance(rule, LossRule):
+    if isinstance(rule, HessianLossRule):
         return "positive semi-definite" if rule.hessian_is_psd else "indefinite"
     if rule.hessian_is_zero:
         return "zero"

@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from backpack_core.contract.rules import ElementwiseRule, LayerRule
+from backpack_core.contract.rules import LayerRule
 from backpack_core.record.switch import disable
 from backpack_core.testing.cases import (
     FORWARD,
@@ -18,6 +18,7 @@ from backpack_core.testing.cases import (
     seeded,
 )
 from backpack_core.testing.execution import Execution, shared_execution
+from backpack_products.elementwise import ElementwiseRule
 from backpack_products.parametric import AffineRule
 
 

@@ -15,7 +15,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack_core import backpack, extend
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.loss import LossRule
 from backpack_core.errors import AutodiffFallbackWarning, BackpackError
 from backpack_core.extensions import (
     GGNMP,
@@ -29,6 +28,7 @@ from backpack_core.extensions import (
     DiagHMP,
     SumGradSquared,
 )
+from backpack_products.loss import HessianLossRule
 from backpack_secondorder.factors import StructureError
 from benchmarks.models.factors import factors
 from benchmarks.models.oracle import Oracle
@@ -159,18 +159,18 @@ def ggn_sampled(judge: Judge) -> None:
 
 @contextmanager
 def _noting_columns(drawn: list[Tensor]) -> Iterator[None]:
-    original = LossRule.sqrt_hessian_sampled
+    original = HessianLossRule.sqrt_hessian_sampled
 
-    def noting(rule: LossRule, view: Any, samples: int) -> Tensor:
+    def noting(rule: HessianLossRule, view: Any, samples: int) -> Tensor:
         found = original(rule, view, samples)
         drawn.append(found.detach())
         return found
 
-    LossRule.sqrt_hessian_sampled = noting  # type: ignore[method-assign]
+    HessianLossRule.sqrt_hessian_sampled = noting  # type: ignore[method-assign]
     try:
         yield
     finally:
-        LossRule.sqrt_hessian_sampled = original  # type: ignore[method-assign]
+        HessianLossRule.sqrt_hessian_sampled = original  # type: ignore[method-assign]
 
 
 def kronecker(judge: Judge) -> None:

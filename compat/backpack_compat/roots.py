@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backpack_core import LossRule, View
-from backpack_products import Columns
+from backpack_core import View
+from backpack_products import Columns, HessianLossRule
 from backpack_secondorder.propagators import LossSqrt, MixedSqrt
 
 
-def with_every_column(rule: LossRule, root: Tensor) -> Tensor:
+def with_every_column(rule: HessianLossRule, root: Tensor) -> Tensor:
     """A root ``[V, N, *in]`` with columns of zeros up to the number of outputs."""
     missing = root.shape[2:].numel() - len(root)
     if rule.hessian_is_zero or missing <= 0:
@@ -24,7 +24,7 @@ def with_every_column(rule: LossRule, root: Tensor) -> Tensor:
 class EveryColumn(LossSqrt):
     """The exact root, with as many columns as the model has outputs."""
 
-    def start(self, rule: LossRule, view: View) -> Columns:
+    def start(self, rule: HessianLossRule, view: View) -> Columns:
         """Columns of zeros at the end."""
         columns = super().start(rule, view)
         (root,) = columns.blocks

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core import LayerRule, LossRule, View
+from backpack_core import LayerRule, View
 from backpack_core._torch import version_of
 from backpack_core.errors import SampleMixingError, StoredIOError, UnsupportedError
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, Edge, Stored
-from backpack_products import AffineRule, ParametricRule
+from backpack_products import AffineRule, HessianLossRule, ParametricRule
 
 Grads = Any  # tuple[Tensor, ...] | None
 
@@ -165,14 +165,14 @@ def parametric_rule_for(module: Module, name: str) -> ParametricRule:
     )
 
 
-def loss_rule_for(module: Module) -> LossRule:
+def loss_rule_for(module: Module) -> HessianLossRule:
     """The layer rule of a loss.
 
     Raises:
         NotImplementedError: The module is none.
     """
     rule = rule_for(module)
-    if not isinstance(rule, LossRule):
+    if not isinstance(rule, HessianLossRule):
         raise UnsupportedError(f"{type(module).__name__} is not a loss.")
     return rule
 

@@ -15,10 +15,18 @@ from typing import NamedTuple
 
 from sphinx.application import Sphinx
 
-import backpack_core
-from backpack_core import api, plugins
+import backpack_core.api
+import backpack_products.api
+from backpack_core import plugins
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
+
+# What modules that have nothing of their own offer.
+APIS = {
+    backpack_core: backpack_core.api,
+    backpack_products: backpack_products.api,
+    plugins: plugins,
+}
 
 
 class Page(NamedTuple):
@@ -39,6 +47,12 @@ PAGES = (
         "backpack_core",
         "What a script and a plugin import. `from backpack_core import backpack, extend`.",
         ("backpack_core",),
+    ),
+    Page(
+        "products",
+        "backpack_products",
+        "Rules of layers with parameters, the products that they give, and what reads these.",
+        ("backpack_products",),
     ),
     Page(
         "extensions",
@@ -128,8 +142,8 @@ def public_names(module: ModuleType) -> list[str]:
     if module.__name__ == "backpack_core.extensions":
         ensure_loaded()
         return sorted(registry.extensions)
-    if module in (backpack_core, plugins):  # which have nothing of their own
-        names = vars(api if module is backpack_core else plugins).items()
+    if module in APIS:
+        names = vars(APIS[module]).items()
         return sorted(n for n, v in names if not (n.startswith("_") or inspect.ismodule(v)))
     if hasattr(module, "__all__"):
         return [name for name in module.__all__ if not inspect.ismodule(getattr(module, name))]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from backpack_capture import capture
 from backpack_core import backpack, extend
 from backpack_core.extensions import BatchGrad
-from backpack_core.recycled import SMALLEST
+from backpack_products.recycled import SMALLEST
 
 SAMPLES, WIDTH = 16, 128
 

@@ -10,16 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import (
-    ElementwiseRule,
-    GraphExtension,
-    GraphReading,
-    LayerRule,
-    LossRule,
-    Propagator,
-    View,
-    backpack,
-)
+from backpack_core import GraphExtension, GraphReading, LayerRule, Propagator, View, backpack
 from backpack_core.contract.reading import Reading
 from backpack_core.errors import (
     PluginCodeError,
@@ -35,7 +26,9 @@ from backpack_products import (
     AffineProduct,
     ColumnPropagator,
     Columns,
+    ElementwiseRule,
     FirstOrderExtension,
+    HessianLossRule,
     LookupProduct,
     ParametricRule,
     ProductRule,
@@ -224,7 +217,7 @@ class Root(ColumnPropagator):
     starts: Any
     subsampling: tuple[int, ...] | None = None
 
-    def start(self, rule: LossRule, view: View) -> Columns:
+    def start(self, rule: HessianLossRule, view: View) -> Columns:
         columns: Columns = self.starts(rule.sqrt_hessian(view))
         return columns
 
@@ -233,7 +226,7 @@ class Root(ColumnPropagator):
 class Unfrozen(ColumnPropagator):
     starts: Any
 
-    def start(self, rule: LossRule, view: View) -> Columns:
+    def start(self, rule: HessianLossRule, view: View) -> Columns:
         columns: Columns = self.starts(rule.sqrt_hessian(view))
         return columns
 
@@ -298,7 +291,7 @@ class Depth(Propagator):
     subsampling: tuple[int, ...] | None = None
     field: Any = None
 
-    def start(self, rule: LossRule, view: View) -> Any:
+    def start(self, rule: HessianLossRule, view: View) -> Any:
         return 0
 
     def propagate(self, rule: LayerRule, view: View, quantity: Any) -> Any:

@@ -22,7 +22,7 @@ from backpack_core import (
     extend,
 )
 from backpack_core.errors import UnsupportedError
-from backpack_core.extensions import BatchGrad
+from backpack_core.extensions import KFRA, BatchGrad, DiagGGNExact, DiagHessian
 from backpack_core.testing import temporary_plugin
 
 
@@ -55,12 +55,6 @@ class HalfSquares(nn.Module):
 
 class HalfSquaresRule(LossRule):
     module_types = (HalfSquares,)
-
-    def _sqrt_hessian(self, view: View) -> Tensor:
-        raise NotImplementedError
-
-    def _hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        return mat
 
 
 class Individual(Reading):
@@ -149,6 +143,12 @@ def test_a_chain_carries_it(form: type[Individual], factor: int) -> None:
             (grad,) = torch.autograd.grad(HalfSquares()(model(x[n : n + 1])), parameter)
             torch.testing.assert_close(found, factor * grad.norm())
         assert torch.equal(parameter.norms, parameter.same)
+
+
+@pytest.mark.parametrize("extension", [DiagGGNExact, DiagHessian, KFRA])
+def test_a_loss_without_a_hessian_is_told(extension: Any) -> None:
+    with pytest.raises(UnsupportedError, match="HalfSquaresRule does not know the Hessian: deriv"):
+        run(extension())
 
 
 def test_a_rule_without_products_is_told() -> None:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import Extension, backpack, extend, recycled
+from backpack_core import Extension, backpack, extend
 from backpack_core.extensions import BatchGrad, BatchL2Grad, SumGradSquared
+from backpack_products import recycled
 
 SAMPLES, WIDTH = 4, 160
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack_core import ElementwiseRule, LayerRule, View
+from backpack_core import LayerRule, View
 from backpack_core.testing import RuleCase
-from backpack_products import AffineRule, ParametricRule
+from backpack_products import AffineRule, ElementwiseRule, ParametricRule
 
 
 class Gain(Module):

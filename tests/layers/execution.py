@@ -12,6 +12,7 @@ from torch.nn import Module
 from backpack_core.contract.rules import LayerRule
 from backpack_core.record.structure import iter_tensors
 from backpack_core.record.view import View
+from backpack_products import derivatives
 from backpack_products.affine import AffineProduct
 from backpack_products.parametric import AffineRule, ParametricRule
 from tests.layers.handmade import make_call
@@ -85,7 +86,7 @@ def check_rule(
         _check_jac(rule, run, mat_in, tolerance)
         _check_second(rule, run, mat[0], mat_in)
     with torch.no_grad():
-        image = rule.jac_mat_prod(view, mat_in)
+        image = derivatives.jac_mat_prod(rule, view, mat_in)
     close(per_sample(image * mat), per_sample(first * mat_in), "adjointness", tolerance)
     _check_subsampled(rule, run, mat, first)
     if isinstance(rule, ParametricRule):
@@ -107,7 +108,7 @@ def _check_subsampled(rule: LayerRule, run: Execution, mat: Tensor, whole: Tenso
 
 def _check_jac(rule: LayerRule, run: Execution, mat: Tensor, tolerance: float) -> None:
     with torch.no_grad():
-        found = rule.jac_mat_prod(run.view, mat)
+        found = derivatives.jac_mat_prod(rule, run.view, mat)
     dummy = torch.zeros_like(run.output, requires_grad=True)
     (product,) = torch.autograd.grad(
         run.output, run.leaf, dummy, create_graph=True, materialize_grads=True
@@ -124,7 +125,7 @@ def _check_jac(rule: LayerRule, run: Execution, mat: Tensor, tolerance: float) -
 
 def _check_second(rule: LayerRule, run: Execution, grad_output: Tensor, mat: Tensor) -> None:
     with torch.no_grad():
-        found = rule.second_derivative_mat_prod(run.view, grad_output, mat)
+        found = derivatives.second_derivative_mat_prod(rule, run.view, grad_output, mat)
     (gradient,) = torch.autograd.grad(
         run.output, run.leaf, grad_output, create_graph=True, materialize_grads=True
     )

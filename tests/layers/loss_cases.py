@@ -10,10 +10,10 @@ import torch
 from handmade import draw, make_view, with_gradient
 from torch import Tensor, nn
 
-from backpack_core.contract.loss import LossRule
 from backpack_core.record.view import View
 from backpack_layers import loss_classification as classification
 from backpack_layers import loss_regression as regression
+from backpack_products.loss import HessianLossRule
 
 # Monte-Carlo comparisons: columns drawn at once, and how many standard errors an entry may be off.
 SAMPLES = 20_000
@@ -22,7 +22,7 @@ SAMPLES = 20_000
 STANDARD_ERRORS = 6.0
 
 
-RULES: tuple[type[LossRule], ...] = (
+RULES: tuple[type[HessianLossRule], ...] = (
     regression.MSELossRule,
     regression.L1LossRule,
     regression.HuberLossRule,
@@ -39,7 +39,7 @@ RULES: tuple[type[LossRule], ...] = (
 )
 
 
-def rule_for(module: nn.Module) -> LossRule:
+def rule_for(module: nn.Module) -> HessianLossRule:
     return next(rule() for rule in RULES if type(module) in rule.module_types)
 
 

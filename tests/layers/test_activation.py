@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core.contract.rules import ElementwiseRule
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.view import View
 from backpack_layers import activation as curved
 from backpack_layers import piecewise_linear as linear
+from backpack_products.elementwise import ElementwiseRule
 from tests.layers.execution import TOLERANCE, check_rule, close, pullback, record
 
 # torch itself rounds some constants to single precision: 1/6 in Hardsigmoid, and 1/alpha in CELU,

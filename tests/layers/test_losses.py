@@ -10,7 +10,6 @@ from handmade import assert_equal, differentiable, draw, make_view, with_gradien
 from torch import Tensor, nn
 
 from backpack_core import Extension, backpack, extend
-from backpack_core.contract.loss import LossRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.extensions import (
     GGNMP,
@@ -24,6 +23,7 @@ from backpack_core.extensions import (
 from backpack_core.record.view import View
 from backpack_layers import loss_classification as classification
 from backpack_layers import loss_regression as regression
+from backpack_products.loss import HessianLossRule
 from tests.layers.loss_cases import (
     CASES,
     CLASS_WEIGHT,
@@ -77,7 +77,7 @@ def gram(columns: Tensor) -> Tensor:
     return torch.einsum("vni,vnk->nik", flat, flat)
 
 
-def rank(rule: LossRule, shape: torch.Size) -> int:
+def rank(rule: HessianLossRule, shape: torch.Size) -> int:
     """How many columns an exact root has."""
     if rule.hessian_is_zero:
         return 1
@@ -103,7 +103,7 @@ def test_exact(case: Case, reduction: str, batch: int, scale: float) -> None:
     assert len(root) == rank(rule, shape)
     assert_equal(gram(root), expected)
     assert_equal(rule.sum_hessian(view), expected.sum(0))
-    assert_equal(LossRule.sum_hessian(rule, view), expected.sum(0))
+    assert_equal(HessianLossRule.sum_hessian(rule, view), expected.sum(0))
 
     mat = draw(2, *view.input_shape)
     flat = mat.reshape(2, batch, shape.numel())

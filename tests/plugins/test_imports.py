@@ -97,7 +97,7 @@ PRIVATE_OF_TORCH = {"_torch", "_hooks"}
 BELOW = {
     "record": {"_torch", "errors", "remember"},
     "graph": {"_torch", "errors", "record", "values"},
-    "contract": {"_torch", "discovery", "errors", "record", "graph", "values"},
+    "contract": {"_torch", "discovery", "errors", "record", "graph"},
     "plan": {"_torch", "record", "graph"},
     "plugins": {"_torch", "discovery", "errors", "record", "contract", "remember"},
     "engine": {
@@ -109,7 +109,7 @@ BELOW = {
         "contract",
         "plan",
         "plugins",
-        "recycled",
+        "replaced",
         "tuning",
         "values",
     },

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from backpack_capture.program import Assumption, Operation, Program, Ref, Step
-from backpack_core.recycled import take
+from backpack_products.recycled import take
 
 # Torch's own bindings parse arguments faster than overloads do. Names that mean the same there.
 _OF_TORCH: Final = (

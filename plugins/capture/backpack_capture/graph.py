@@ -17,7 +17,7 @@ from backpack_capture.program import Program
 from backpack_capture.watch import Watch
 from backpack_core.engine.fields import stored_by_others
 from backpack_core.record.owner import owners_of
-from backpack_core.recycled import drop, offer
+from backpack_products.recycled import drop, offer
 
 
 class Results:

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from backpack_capture.program import BLANK, Assumption, Operation, Program, Ref, numbers, refs_in
-from backpack_core.recycled import SMALLEST
+from backpack_products.recycled import SMALLEST
 
 aten = torch.ops.aten
 _PLAIN = (int, float, bool, complex, str, type(None))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core.recycled import take
 from backpack_firstorder.one_column import NOTHING, Moments, moments_of_column
 from backpack_firstorder.scaled import Norm, collected, divisor, largest, vector_norm
 from backpack_products.contractions import (
@@ -25,6 +24,7 @@ from backpack_products.contractions import (
     square_sum,
     sums,
 )
+from backpack_products.recycled import take
 from backpack_products.rows import Rows, whole
 from backpack_products.tuning import READ, SHARED
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.loss import Normaliser
 from backpack_core.errors import UsageError
-from backpack_core.values import is_symbolic
 from backpack_products.merging import OverBatches
+from backpack_products.values import is_symbolic
 
 Told: TypeAlias = Normaliser | Literal["loss"]
 TOLERANCE = 1e-6  # relative, of two normalisers that are the same

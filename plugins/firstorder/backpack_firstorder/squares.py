@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from backpack_core.errors import RangeWarning, warn_once
-from backpack_core.values import any_of
 from backpack_products import FirstOrderExtension
+from backpack_products.values import any_of
 
 
 class SquaresExtension(FirstOrderExtension):

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from backpack_core.contract.loss import LossRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
-from backpack_core.values import any_of
 from backpack_layers.arguments import slots, tensor
+from backpack_products.loss import HessianLossRule
+from backpack_products.values import any_of
 
 
 def setting(view: View, name: str) -> Any:
@@ -99,7 +99,7 @@ def check_arguments(view: View, axes: int) -> None:
         )
 
 
-class ElementwiseLossRule(LossRule):
+class ElementwiseLossRule(HessianLossRule):
     """``ℓ = Σ_i ℓ_i(x_i)`` over all elements of the input, with ``ℓ_i'' ≥ 0``.
 
     The Hessian of a sample is diagonal: the exact square root has one column for each feature,
@@ -155,7 +155,7 @@ class ElementwiseLossRule(LossRule):
         return torch.diag(curvature.sum(0).flatten())
 
 
-class LinearLossRule(LossRule):
+class LinearLossRule(HessianLossRule):
     """A loss whose Hessian in the input vanishes (almost everywhere): a single column of zeros.
 
     Exact quantities are zero. Sampling is refused: the likelihood of such a loss does have Fisher

@@ -28,9 +28,9 @@ from torch.nn import (
 )
 from torch.nn.functional import softplus
 
-from backpack_core.contract.rules import ElementwiseRule
 from backpack_core.record.view import View
 from backpack_layers.fused import FusedRule
+from backpack_products.elementwise import ElementwiseRule
 
 SELU_ALPHA = 1.6732632423543772848170429916717
 SELU_SCALE = 1.0507009873554804934193349852946

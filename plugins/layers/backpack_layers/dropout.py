@@ -24,10 +24,11 @@ from torch.nn import (
 )
 from torch.nn.modules.dropout import _DropoutNd
 
-from backpack_core.contract.rules import ElementwiseRule, ModuleType
+from backpack_core.contract.rules import ModuleType
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.view import View
-from backpack_core.values import any_of
+from backpack_products.elementwise import ElementwiseRule
+from backpack_products.values import any_of
 
 # Negative saturation of SELU, to which AlphaDropout sets what it drops.
 SATURATION = 1.6732632423543772 * 1.0507009873554805

@@ -6,8 +6,8 @@ from abc import abstractmethod
 
 from torch import Tensor
 
-from backpack_core.contract.rules import ElementwiseRule
 from backpack_core.record.view import View
+from backpack_products.elementwise import ElementwiseRule
 
 
 class FusedRule(ElementwiseRule):

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from backpack_core.contract.rules import LayerRule
-from backpack_core.contract.transposition import transpose
 from backpack_core.record.view import View
+from backpack_products.transposition import transpose
 
 
 def over_columns(function: Callable[[Tensor], Tensor], mat: Tensor) -> Tensor:

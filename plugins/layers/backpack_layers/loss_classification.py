@@ -7,7 +7,6 @@ from abc import abstractmethod
 import torch
 from torch import Tensor, nn
 
-from backpack_core.contract.loss import LossRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
 from backpack_layers._loss import (
@@ -23,9 +22,10 @@ from backpack_layers._loss import (
 from backpack_layers.arguments import tensor
 from backpack_layers.categorical import drawn
 from backpack_layers.softmax_root import softmax_root
+from backpack_products.loss import HessianLossRule
 
 
-class SoftmaxLossRule(LossRule):
+class SoftmaxLossRule(HessianLossRule):
     """``ℓ = -Σ_c q_c log p_c`` at each position, with ``p = softmax(x)``.
 
     The Hessian ``(Σ_c q_c) (diag p - p pᵀ)`` depends on the target only by its total weight, so

@@ -23,12 +23,12 @@ from torch.nn import (
     Threshold,
 )
 
-from backpack_core.contract.rules import ElementwiseRule
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.view import View
-from backpack_core.values import any_of
 from backpack_layers.fused import FusedRule
+from backpack_products.elementwise import ElementwiseRule
 from backpack_products.parametric import ParametricRule
+from backpack_products.values import any_of
 
 
 class ReLURule(FusedRule):

@@ -15,9 +15,13 @@ add_library_folder(__file__)
 
 def __getattr__(name: str) -> Any:
     # Loaded when asked for, so that a single module of this package costs no more than itself.
-    if not name[:1].isupper() or name not in vars(import_module("backpack_products.api")):
+    is_public = name == "__all__" or name[:1].isupper()
+    public = vars(import_module("backpack_products.api")) if is_public else {}
+    if name == "__all__":
+        return [known for known in public if known[:1].isupper()]
+    if name not in public:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module("backpack_products.api"), name)
+    found = globals()[name] = public[name]
     return found
 
 

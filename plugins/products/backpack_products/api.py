@@ -3,9 +3,11 @@
 from backpack_products.affine import AffineProduct as AffineProduct
 from backpack_products.column_propagator import ColumnPropagator as ColumnPropagator
 from backpack_products.columns import Columns as Columns
+from backpack_products.elementwise import ElementwiseRule as ElementwiseRule
 from backpack_products.extensions import FirstOrderExtension as FirstOrderExtension
 from backpack_products.extensions import SecondOrderExtension as SecondOrderExtension
 from backpack_products.lookup import LookupProduct as LookupProduct
+from backpack_products.loss import HessianLossRule as HessianLossRule
 from backpack_products.parametric import AffinePairsRule as AffinePairsRule
 from backpack_products.parametric import AffineRule as AffineRule
 from backpack_products.parametric import ParametricRule as ParametricRule

@@ -18,8 +18,8 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from backpack_core.recycled import take
 from backpack_core.tuning import memory_budget
+from backpack_products.recycled import take
 from backpack_products.rows import DirectRows, Rows, whole
 from backpack_products.tuning import CACHE, DIRECT, LARGE, even_size
 

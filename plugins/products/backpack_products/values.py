@@ -1,9 +1,21 @@
-"""Questions about the numbers in a tensor, and about their precision."""
+"""Questions about the numbers in a tensor that have an answer for tensors without numbers, too.
+
+Tensors of ``FakeTensorMode`` and of the device ``meta`` have a shape only. Whoever plans memory
+with them wants shapes, and no error about values.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from backpack_core._torch import is_symbolic as is_symbolic
+from backpack_core._torch import memory_of as memory_of
+
+
+def any_of(mask: Tensor) -> bool:
+    """Whether any entry of a mask is true; false for a tensor without values."""
+    return not is_symbolic(mask) and bool(mask.any())
 
 
 def largest(values: Tensor) -> Tensor:

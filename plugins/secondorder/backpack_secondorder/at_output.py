@@ -17,6 +17,7 @@ from backpack_core.contract.loss import LossRule
 from backpack_core.engine.active import suspended
 from backpack_core.errors import ShapeError, UsageError
 from backpack_core.plugins.loading import has_rule
+from backpack_products.loss import with_hessian
 
 Normaliser: TypeAlias = Literal["mean", "sum"] | Callable[[Tensor, Any], float | Tensor]
 
@@ -169,6 +170,7 @@ class _Reading(GraphReading):
             is_plain = type(rule).normalisation is LossRule.normalisation
             self.is_sum = getattr(view.module, "reduction", "sum" if is_plain else "") == "sum"
             if self._samples:
+                rule = with_hessian(rule, view)
                 self.root = rule.sqrt_hessian_sampled(view, self._samples).detach()
 
     def results(self, graph: LossGraph) -> Mapping[Tensor, Any]:

@@ -11,12 +11,12 @@ from torch import Tensor
 from backpack_core.contract.operation import OpenFunction, Operation
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.untouched import held
-from backpack_core.values import memory_of
 from backpack_operations.bare import BareRule
 from backpack_products import AffineRule, contractions
 from backpack_products.affine import AffineProduct
 from backpack_products.product import SampleProduct, SumProduct
 from backpack_products.rows import JoinedRows, Rows
+from backpack_products.values import memory_of
 from backpack_secondorder import covariances
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
 from backpack_secondorder.kronecker import KroneckerFactors

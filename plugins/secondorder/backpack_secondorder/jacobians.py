@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core.contract.transposition import somewhere
 from backpack_core.errors import ShapeError, UsageError
+from backpack_products.transposition import somewhere
 from backpack_secondorder.twice import gradients
 
 Forward: TypeAlias = Callable[[Module, Any], tuple[Tensor, Any]]

@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack_core import ElementwiseRule, LayerRule, LossRule, Propagator, View, memory_budget
+from backpack_core import LayerRule, LossRule, Propagator, View, memory_budget
 from backpack_core.contract.extension import FailMode
 from backpack_core.contract.reading import Reading
 from backpack_core.errors import UnsupportedError, UsageError
@@ -20,10 +20,11 @@ from backpack_core.graph.nodes import is_leaf, is_linear, refuse, shape_of
 from backpack_core.record.call import Call
 from backpack_operations.alignment import Crossing
 from backpack_operations.bridge import push
-from backpack_products import AffineRule, ParametricRule
+from backpack_products import AffineRule, ElementwiseRule, ParametricRule
 from backpack_products.affine import AffineProduct
 from backpack_products.contractions import flattened
 from backpack_products.extensions import as_subsampling
+from backpack_products.loss import with_hessian
 from backpack_secondorder.factors import WeightSharing, kept_input_covariance, parameter_order
 from backpack_secondorder.hessian import add
 from backpack_secondorder.kfac import MatrixExtension, as_weight_sharing
@@ -72,6 +73,7 @@ class BatchAveraged(Propagator):
 
     def start(self, rule: LossRule, view: View) -> Average:
         """The Hessian of the loss, summed over samples."""
+        rule = with_hessian(rule, view)
         if self.modify is None:
             warn_of_zero(rule, view)
         return Average(rule.sum_hessian(view), frozenset([view.call]))

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.errors import ShapeError, UsageError
-from backpack_core.values import any_of
-from backpack_products.values import at_least_single
+from backpack_products.values import any_of, at_least_single
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
 from backpack_secondorder.linalg import eigh, multiply
 from backpack_secondorder.matrix import CurvatureMatrix, Number, ParameterOrder

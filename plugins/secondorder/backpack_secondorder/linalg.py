@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from backpack_core.errors import UsageError
-from backpack_core.values import any_of, without_autocast
-from backpack_products.values import at_least_single
+from backpack_core.values import without_autocast
+from backpack_products.values import any_of, at_least_single
 
 
 def eigh(matrix: Tensor, is_measured: bool = True) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from backpack_core.errors import ShapeError, UsageError
-from backpack_core.values import any_of
+from backpack_products.values import any_of
 
 if TYPE_CHECKING:
     from backpack_secondorder.matrix import CurvatureMatrix, Number, ParameterOrder

@@ -12,18 +12,20 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-from backpack_core import LayerRule, LossGraph, LossRule, View
+from backpack_core import LayerRule, LossGraph, View
 from backpack_core.contract.propagator import loss_behind_a_loss
-from backpack_core.contract.transposition import somewhere
 from backpack_core.engine.active import suspended
 from backpack_core.engine.losses import nothing_arrived
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.nodes import is_function
 from backpack_core.graph.order import behind
 from backpack_core.record.call import SITES, Call, Edge
-from backpack_core.values import is_symbolic, without_autocast
+from backpack_core.values import without_autocast
 from backpack_operations.bridge import agree
+from backpack_products import HessianLossRule
 from backpack_products.contractions import flattened
+from backpack_products.transposition import somewhere
+from backpack_products.values import is_symbolic
 from backpack_secondorder.residual import (
     dense_residual,
     diagonal_residual,
@@ -241,7 +243,7 @@ def positive_term(rule: LayerRule, view: View, modify: Literal["clip", "abs"]) -
     """The residual of a call, made positive semi-definite; of a loss, its Hessian."""
     if not live_inputs(view):
         return []
-    if isinstance(rule, LossRule):
+    if isinstance(rule, HessianLossRule):
         if rule.hessian_is_psd:
             return loss_terms(view)
         rows: Any = _rows_of_loss(view)

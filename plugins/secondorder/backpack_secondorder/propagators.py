@@ -12,7 +12,8 @@ from torch import Tensor
 
 from backpack_core import Extension, LayerRule, LossRule, View
 from backpack_core.errors import UsageError, ZeroCurvatureWarning, warn_once
-from backpack_products import ColumnPropagator, Columns
+from backpack_products import ColumnPropagator, Columns, HessianLossRule
+from backpack_products.loss import with_hessian
 from backpack_products.values import at_least_single, is_flag
 from backpack_secondorder.condensed import HeadRoot, at_head, condensed, split_at_head
 
@@ -39,7 +40,7 @@ def as_count(name: str, value: Any, otherwise: str = "") -> int:
     return count
 
 
-def warn_of_zero(rule: LossRule, view: View) -> None:
+def warn_of_zero(rule: HessianLossRule, view: View) -> None:
     """Warn, once for each kind of loss, that a linear loss has curvature zero."""
     if rule.hessian_is_zero:
         message = (
@@ -90,6 +91,7 @@ class LossSqrt(ColumnPropagator):
 
     def start(self, rule: LossRule, view: View) -> Columns:
         """The exact or sampled square root of the loss Hessian."""
+        rule = with_hessian(rule, view)
         factor = at_least_single(rule.factor(view).detach())
         scale = factor.sum() / max(1, factor.numel()) if factor.dim() else factor
         if self.samples is None:

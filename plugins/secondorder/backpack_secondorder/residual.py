@@ -9,9 +9,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from backpack_core import ElementwiseRule, LayerRule, View
+from backpack_core import LayerRule, View
 from backpack_core.errors import UnsupportedError
-from backpack_products import Columns
+from backpack_products import Columns, ElementwiseRule
+from backpack_products.derivatives import second_derivative_mat_prod
 from backpack_secondorder.linalg import eigh
 
 Residual: TypeAlias = Literal["exact", "clip", "abs"]
@@ -48,7 +49,7 @@ def diagonal_residual(rule: LayerRule, view: View) -> Tensor | None:
     if not rule.hessian_is_diagonal:
         return None
     ones = torch.ones_like(view.input).unsqueeze(0)
-    return rule.second_derivative_mat_prod(view, grad, ones).squeeze(0)
+    return second_derivative_mat_prod(rule, view, grad, ones).squeeze(0)
 
 
 def dense_residual(rule: LayerRule, view: View) -> Callable[[slice], Tensor]:
@@ -57,7 +58,7 @@ def dense_residual(rule: LayerRule, view: View) -> Callable[[slice], Tensor]:
     assert grad is not None
 
     def rows(some: slice) -> Tensor:
-        return rule.second_derivative_mat_prod(view, grad, unit_vectors(view.input, some))
+        return second_derivative_mat_prod(rule, view, grad, unit_vectors(view.input, some))
 
     return rows
 

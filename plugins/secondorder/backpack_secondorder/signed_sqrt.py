@@ -18,14 +18,15 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack_core import ElementwiseRule, LayerRule, LossRule, Propagator, View
+from backpack_core import LayerRule, LossRule, Propagator, View
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph import nodes
 from backpack_core.tuning import memory_budget
 from backpack_operations.alignment import Crossing
-from backpack_products import Columns, ParametricRule
+from backpack_products import Columns, ElementwiseRule, ParametricRule
 from backpack_products.columns import ApartColumns, Root
 from backpack_products.contractions import flattened, slices
+from backpack_products.loss import with_hessian
 from backpack_secondorder.hessian import Factored, Hessian
 from backpack_secondorder.hessian_reading import HessianReading, Use
 from backpack_secondorder.node_residual import add_residual
@@ -69,6 +70,7 @@ class SignedSqrt(Propagator):
 
     def start(self, rule: LossRule, view: View) -> Hessian:
         """A square root of the loss Hessian, or an eigendecomposition where there is none."""
+        rule = with_hessian(rule, view)
         if rule.hessian_is_zero:
             return Hessian(Columns.start("loss", torch.zeros_like(view.input).unsqueeze(0)))
         if rule.hessian_is_psd:

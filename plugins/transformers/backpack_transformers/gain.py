@@ -7,10 +7,9 @@ from torch import Tensor
 
 from backpack_core import View
 from backpack_core.errors import UnsupportedError
-from backpack_core.values import any_of
 from backpack_products import ScaleProduct
 from backpack_products.parametric import ProductRule
-from backpack_products.values import largest
+from backpack_products.values import any_of, largest
 from backpack_transformers.names import GAINS
 from backpack_transformers.probe import output_with
 

@@ -26,6 +26,7 @@ from backpack_compat.views import (
     parametric_rule_for,
     rule_for,
 )
+from backpack_products import derivatives
 from backpack_products.operations import batch_sum, dense
 
 Subsampling = Sequence[int] | None
@@ -142,7 +143,7 @@ class BaseDerivatives(ABC):  # noqa: B024 - as its users know it
 
     def _jac_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         view = checked_view(module, g_out)
-        return rule_for(module).jac_mat_prod(view, mat)
+        return derivatives.jac_mat_prod(rule_for(module), view, mat)
 
     def _jac_t_mat_prod(
         self,
@@ -159,7 +160,7 @@ class BaseDerivatives(ABC):  # noqa: B024 - as its users know it
 
     def _residual_mat_prod(self, module: Module, g_inp: Grads, g_out: Grads, mat: Tensor) -> Tensor:
         view = checked_view(module, g_out)
-        return rule_for(module).second_derivative_mat_prod(view, g_out[0], mat)
+        return derivatives.second_derivative_mat_prod(rule_for(module), view, g_out[0], mat)
 
 
 class BaseParameterDerivatives(BaseDerivatives, ABC):

@@ -22,8 +22,8 @@ from backpack_compat.views import (
     unfolded,
     view_of,
 )
-from backpack_core import ElementwiseRule
 from backpack_core.errors import UnsupportedError
+from backpack_products import ElementwiseRule
 
 
 class ElementwiseDerivatives(BaseDerivatives):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from backpack_core import ElementwiseRule, View
-from backpack_products import ParametricRule
+from backpack_core import View
+from backpack_products import ElementwiseRule, ParametricRule
 from torch import Tensor, nn
 
 

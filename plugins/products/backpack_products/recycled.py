@@ -3,7 +3,7 @@
 The first write to fresh memory takes a page fault for every four kilobytes. Individual gradients
 are many times as large as the net, and a training loop drops them before the next pass. So memory
 that the last pass stored into is written again, where counts of references prove that nobody else
-can see it. On an accelerator torch's allocator does that by itself. Imports ``_torch`` only.
+can see it. On an accelerator torch's allocator does that by itself.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import holders_of
+from backpack_core.replaced import replaced
 
 # Smaller ones come from the heap, whose pages are there.
 SMALLEST: Final = 2**19
@@ -89,3 +90,6 @@ def drop() -> None:
     """Let go of what was offered and not taken."""
     if _recycled.there:
         _recycled.there.clear()
+
+
+replaced.offer, replaced.drop = offer, drop

@@ -1,0 +1,47 @@
+"""Rules of activations."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from backpack_core.contract.bases import base
+from backpack_core.contract.rules import LayerRule
+from backpack_core.errors import UnsupportedError
+from backpack_core.record.view import View
+
+
+@base
+class ElementwiseRule(LayerRule):
+    """An activation ``y_i = φ(x_i)`` without parameters: one formula gives every quantity.
+
+    ``view.input`` may have been overwritten where the module works in place; a formula in terms of
+    ``view.output`` survives that.
+
+    To write:
+        ``derivative(view)`` and, unless ``hessian_is_zero``, ``second_derivative(view)``: tensors
+        of the shape of the input, ``[N, *]``.
+    """
+
+    hessian_is_diagonal = True
+
+    @abstractmethod
+    def derivative(self, view: View) -> Tensor:
+        """``φ'(x)``, of the shape of the input ``[N, *]``."""
+
+    def second_derivative(self, view: View) -> Tensor:
+        """``φ''(x)``, of the shape of the input ``[N, *]``. Zero where ``hessian_is_zero``."""
+        if self.hessian_is_zero:
+            return torch.zeros_like(view.output)
+        raise UnsupportedError(
+            f"{type(self).__name__} has no second derivative, which {view.path} needs here: "
+            "implement second_derivative(view)."
+        )
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat * self.derivative(view)
+
+    def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
+        return mat * (self.second_derivative(view) * grad_output)
