@@ -15,37 +15,23 @@ from backpack_core.errors import PluginError, nearest
 from backpack_core.plugins.manager import hooks
 
 
-def faults(cls: type) -> list[str]:
-    """What is wrong with a rule, extension or propagator.
+def refuse(cls: type) -> None:
+    """Raise if a rule, extension or propagator cannot be used as it is declared.
 
-    Args:
-        cls: A class derived from one of core's base classes.
-
-    Returns:
-        A sentence for each fault; none if all is well.
+    Raises:
+        PluginError: It is abstract, or a judge finds a fault.
     """
+    missing = getattr(cls, "__abstractmethods__", ())
+    if missing:
+        near = nearest(min(missing), vars(cls)) or "."
+        raise PluginError(f"{cls.__name__} does not implement {', '.join(sorted(missing))}{near}")
     found = [text for judge in JUDGES for text in judge(cls)]
     if issubclass(cls, LayerRule):
         if not getattr(cls, "module_types", ()):
             found.append(f"module_types must name {MODULE_TYPES}. Got ()")
         if fault := call_fault(cls, 0):
             found.append(f"a rule is made without arguments, as {cls.__name__}(): {fault}")
-    return found
-
-
-def refuse(cls: type) -> None:
-    """Raise if a rule, extension or propagator cannot be used as it is declared.
-
-    Raises:
-        PluginError: It is abstract, or has :func:`faults`.
-    """
-    missing = getattr(cls, "__abstractmethods__", ())
-    if missing:
-        near = nearest(min(missing), vars(cls)) or "."
-        raise PluginError(f"{cls.__name__} does not implement {', '.join(sorted(missing))}{near}")
-    found = faults(cls)
-    if found:
-        raise PluginError(f"{described(cls)}: {'; '.join(found)}.".replace("?.", "?"))
+    _raise(cls, found)
 
 
 def advise(cls: type, module: Module | None = None, who: object = "") -> None:
@@ -61,8 +47,11 @@ def advise(cls: type, module: Module | None = None, who: object = "") -> None:
     """
     answers = hooks.backpack_validate(kind=cls, module=module)
     found = [text for answer in answers for text in answer]
+    _raise(cls, found, f" of {who}" if who else "")
+
+
+def _raise(cls: type, found: list[str], whose: str = "") -> None:
     if found:
-        whose = f" of {who}" if who else ""
         raise PluginError(f"{described(cls)}{whose}: {'; '.join(found)}.".replace("?.", "?"))
 
 
