@@ -55,7 +55,7 @@ def _missing_types(rule: type[LayerRule]) -> Iterator[tuple[str, bool]]:
                 yield f"module_types names {name!r}: {error}", True
             else:
                 absent.setdefault(library, []).append(str(name))
-    answers = hooks.backpack_validate(kind=rule, module=None, by_hand=True)
+    answers = hooks.backpack_validate(kind=rule, module=None)
     yield from ((fault, True) for answer in answers for fault in answer)
     for library, (first, *others) in absent.items():
         more = f" and {len(others)} more of {library}" if others else ""

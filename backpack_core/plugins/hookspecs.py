@@ -103,10 +103,10 @@ def backpack_storage() -> Storage | None:
 
 @hookspec
 def backpack_validate(  # type: ignore[empty-body]
-    kind: type, module: Module | None, by_hand: bool
+    kind: type, module: Module | None
 ) -> Iterable[str]:
     """Return what is wrong with a class, a sentence for each fault, which is then refused.
 
-    Called for a class that is being registered, ``by_hand`` or of an installed package; and for
-    that of a rule with the first ``module`` of a type that it speaks for.
+    Called for a class that is registered by hand, and for that of a rule with the first ``module``
+    of a type that it speaks for. What libraries say of any class are judges: ``contract.bases``.
     """

@@ -66,8 +66,7 @@ def load_all(
     with lock:
         _loading = True
         try:
-            # Libraries first: they may have a say about what others register.
-            for plugin in sorted(known_plugins(), key=lambda plugin: not plugin.users):
+            for plugin in known_plugins():
                 if before is not None:
                     before(plugin)
                 load(plugin)

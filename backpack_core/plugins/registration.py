@@ -19,6 +19,7 @@ from backpack_core.errors import (
     nearest,
 )
 from backpack_core.plugins import hookspecs
+from backpack_core.plugins.declarations import advise
 from backpack_core.plugins.hookspecs import PROJECT
 from backpack_core.plugins.manager import hooks as hooks
 from backpack_core.plugins.manager import manager as manager
@@ -55,7 +56,7 @@ def enter(obj: Any, provenance: Provenance) -> None:
         add_library_folder(source)
     try:
         manager.register(obj, _key(provenance))
-        registry.add(_collect(obj, by_hand=not provenance.distribution), provenance)
+        registry.add(_collect(obj), provenance)
         _settle(obj)
     except BaseException:
         withdraw(provenance)
@@ -68,7 +69,7 @@ def _settle(obj: Any) -> None:
         storage.use(hooks.backpack_storage())
 
 
-def _collect(obj: Any, by_hand: bool) -> list[Contribution]:
+def _collect(obj: Any) -> list[Contribution]:
     """Call the hooks of one plugin, and check what they return; a class stands for itself."""
     own_hook = hook_of(obj)
     found: dict[str, Any] = {} if own_hook is None else {own_hook: [obj]}
@@ -87,8 +88,7 @@ def _collect(obj: Any, by_hand: bool) -> list[Contribution]:
             f"{obj!r} provides nothing: name a class derived from LayerRule, Extension or "
             "Propagator, or a module with functions marked by backpack_core.hookimpl."
         )
-    given = ((hook, item) for hook, items in found.items() for item in items)
-    return [each for pair in given for each in contributions(*pair, by_hand)]
+    return [c for hook, items in found.items() for item in items for c in contributions(hook, item)]
 
 
 def declared_api(obj: Any) -> set[int]:
@@ -158,6 +158,8 @@ def register(obj: Any, name: str | None = None) -> Any:
             withdraw(provenance)
         try:
             enter(obj, provenance)
+            if isinstance(obj, type):
+                advise(obj)
         except BaseException:
             withdraw(provenance)
             if known is not None:

@@ -20,7 +20,7 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, ModuleType, NoRule, is_module_type
 from backpack_core.discovery import Claim, Provenance, choose, class_named, spelled_out
 from backpack_core.errors import PluginError
-from backpack_core.plugins.declarations import refuse, validate
+from backpack_core.plugins.declarations import advise, refuse
 from backpack_core.plugins.sameness import methods_behind, same_maps
 
 CORE = Provenance("core", "backpack-core", "")
@@ -112,7 +112,7 @@ class Registry:
         if found is None:
             found = self.resolve_type(kind)
             if not found.is_fallback:
-                validate(type(found.rule), module, who=found.provenance)
+                advise(type(found.rule), module, found.provenance)
             cache[kind] = found
         if found.methods.isdisjoint(module.__dict__):
             return found
@@ -204,13 +204,8 @@ def _is_class_of(base: type, obj: object) -> bool:
     return isinstance(obj, type) and issubclass(obj, base)
 
 
-def contributions(hook: str, item: Any, by_hand: bool) -> list[Contribution]:
+def contributions(hook: str, item: Any) -> list[Contribution]:
     """The registry's entries for one object that a hook returned.
-
-    Args:
-        hook: The name of the hook.
-        item: The object.
-        by_hand: Whether it is registered by its author, at work.
 
     Raises:
         PluginError: It is not of the kind that the hook promises.
@@ -220,7 +215,7 @@ def contributions(hook: str, item: Any, by_hand: bool) -> list[Contribution]:
         if _is_class_of(Extension, kind) and is_module_type(module) and callable(carrier):
             return [("overrides", (kind, module), carrier)]
     if hook_of(item) == hook:
-        refuse(item, by_hand)
+        refuse(item)
         is_rule = issubclass(item, LayerRule)
         return of_rules([item]) if is_rule else [(_KINDS[hook][0], item.__name__, item)]
     raise PluginError(f"{hook} returned {item!r}, which is not what the hook asks for.")

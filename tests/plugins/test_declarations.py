@@ -29,6 +29,7 @@ from backpack_core.errors import (
     UsageError,
 )
 from backpack_core.extensions import DiagGGNExact
+from backpack_core.plugins import declarations
 from backpack_core.plugins.registry import registry
 from backpack_core.testing import RuleCase, check_rule, temporary_plugin
 from backpack_core.testing.fake_distribution import FakeDistribution
@@ -165,9 +166,9 @@ class Strict:
         self.asked: list[Any] = []
 
     @hookimpl
-    def backpack_validate(self, kind: type, module: nn.Module | None, by_hand: bool) -> list[str]:
+    def backpack_validate(self, kind: type, module: nn.Module | None) -> list[str]:
         """Note what is asked, and refuse rules at modules."""
-        self.asked.append((kind, module, by_hand))
+        self.asked.append((kind, module))
         return [] if module is None else ["it is too general"]
 
 
@@ -175,17 +176,17 @@ def test_plugins_have_a_say_when_a_class_is_registered_and_at_the_first_module()
     plugins.ensure_loaded()
     model, strict = Gain(), Strict()
     with temporary_plugin(strict, GainRule):
-        assert strict.asked == [(GainRule, None, True)]
+        assert strict.asked == [(GainRule, None)]
         with pytest.raises(PluginError, match=r"GainRule .* of 'GainRule .*: it is too general\."):
             extend(model)
-    assert strict.asked[1:] == [(GainRule, model, False)]
+    assert strict.asked[1:] == [(GainRule, model)]
 
 
 def test_core_alone_refuses_wrong_kinds_and_gives_no_advice(monkeypatch: Any) -> None:
     plugins.ensure_loaded()
     alone = SimpleNamespace(backpack_validate=lambda **_: [])
     monkeypatch.setattr("backpack_core.plugins.declarations.hooks", alone)
-    with temporary_plugin(derived(GainRule, hesian_is_zero=True)):
+    with temporary_plugin(derived(GainRule, module_types=("torch.nn.Linaer",))):
         pass
     for name in ("a flag that is none", "a string for a tuple", "a field of torch"):
         kind, expected = AT_REGISTRATION[name]
@@ -377,3 +378,17 @@ def test_conflict_is_told_apart() -> None:
     plugins.ensure_loaded()
     with pytest.raises(PluginConflictError):
         register(AT_REGISTRATION["a field of another extension"][0])
+
+
+def test_a_library_judges_what_its_classes_declare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says of a class is said with what core says."""
+    asked: list[type] = []
+
+    def judged(cls: type) -> list[str]:
+        asked.append(cls)
+        return ["its weight is not known"]
+
+    monkeypatch.setattr(declarations, "JUDGES", [judged])
+    with pytest.raises(PluginError, match=r"Slip .*: its weight is not known; module_types must n"):
+        register(derived(GainRule, module_types=()))
+    assert [cls.__name__ for cls in asked] == ["Slip"]

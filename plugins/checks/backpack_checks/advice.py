@@ -1,113 +1,39 @@
-"""Tells authors of plugins what they probably meant.
+"""Tells authors of plugins, at work, what they probably meant.
 
-Every class is looked at when it is registered, and a rule once more at the first module of a type
-that it speaks for. The base classes are the table: a name that resembles a known one is a
-misspelling that nobody would notice. Core itself refuses values of the wrong kind.
+A class is looked at when it is registered by hand, and a rule at the first module of a type that it
+speaks for. What any class may not declare is refused by core and by judges of libraries.
 """
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from difflib import get_close_matches
 from operator import attrgetter
-from types import FunctionType
-from typing import Any
 
 from torch.nn import Module
 
 from backpack_core import hookimpl
 from backpack_core._torch import parametrizations_of
-from backpack_core.contract.bases import BASES, ITEMS, declared
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import PluginConflictError, nearest
-from backpack_core.plugins.declarations import described, known
+from backpack_core.plugins.declarations import described
 from backpack_core.plugins.registry import registry
-from backpack_products.merging import OverBatches
-from backpack_products.parametric import ParametricRule
 
 
 @hookimpl
-def backpack_validate(kind: type, module: Module | None, by_hand: bool) -> list[str]:
+def backpack_validate(kind: type, module: Module | None) -> list[str]:
     """What is probably a slip in a class, a sentence for each.
 
     Raises:
-        PluginConflictError: An extension that is registered by hand saves under the name of
-            another.
+        PluginConflictError: An extension saves under the name of another.
     """
-    if module is not None:
-        return [*missing_params(kind(), module)]
-    found = [text for name, value in declared(kind).items() for text in _slips(kind, name, value)]
     if issubclass(kind, LayerRule):
-        found += [*_of_rule(kind), *(missing_types(kind) if by_hand else ())]
+        return [*(missing_types(kind) if module is None else missing_params(kind(), module))]
     if issubclass(kind, Extension):
-        found += _no_way_to_combine(kind)
-        if by_hand:
-            _see_that_field_is_free(kind)
-    return found
-
-
-def _slips(cls: type, name: str, value: Any) -> Iterator[str]:
-    """Of a name that resembles a known one, belongs elsewhere, or is called in another way."""
-    kinds = (property, classmethod, staticmethod, *(() if name in ITEMS else (type,)))
-    if name == "_abc_impl" or isinstance(value, kinds):
-        return
-    is_method, bases = isinstance(value, FunctionType), [c for c in cls.__mro__ if c in BASES]
-    if name not in known():
-        if near := _near(name, is_method):
-            what = f"{name}()" if is_method else f"{name} = {value!r}"
-            yield f"{what} is known to no base class: did you mean {near!r}?"
-    elif not is_method:
-        if not any(name in vars(c) for c in bases):
-            has = next(base for base in BASES if name in dir(base))
-            yield f"{name} = {value!r} means nothing here: it is a declaration of {has.__name__}"
-    else:
-        overridden = next((vars(c)[name] for c in bases if name in vars(c)), None)
-        if isinstance(overridden, FunctionType):
-            asked = inspect.signature(overridden)
-            if fault := _call_fault(value, len(asked.parameters)):
-                yield f"{name} is called as {name}{asked}: {fault}"
-
-
-def _near(name: str, is_method: bool) -> str | None:
-    """The known name that another one resembles."""
-    # `_factor` and `factors` are not misspellings of `factor`.
-    alike = [other for other in known() if (other[0] == "_") == (name[0] == "_")]
-    alike = [other for other in alike if other.rstrip("s") != name.rstrip("s")]
-    return next(iter(get_close_matches(name, alike, 1, 0.92 if is_method else 0.8)), None)
-
-
-def _call_fault(function: Callable[..., Any], count: int) -> str:
-    """Why a function cannot be called with so many arguments, or an empty string."""
-    try:
-        inspect.signature(function).bind(*[None] * count)
-    except TypeError as error:
-        return str(error)
-    return ""
-
-
-def _of_rule(cls: type[LayerRule]) -> Iterator[str]:
-    """That it wants arguments, or is linear in what ``params``, where that is all, lacks."""
-    if fault := _call_fault(cls, 0):
-        yield f"a rule is made without arguments, as {cls.__name__}(): {fault}"
-    own, params = vars(cls).get("linear_in_params", ()), cls.params
-    is_fixed = cls.parameter_names is LayerRule.parameter_names
-    if issubclass(cls, ParametricRule) and is_fixed and type(own) is type(params) is tuple:
-        for name in own:
-            if name not in params:
-                near = nearest(name, params)
-                yield f"linear_in_params names {name!r}, which is not in params{near}"
-
-
-def _no_way_to_combine(cls: type[Extension]) -> Iterator[str]:
-    """That ``over_batches`` says nothing."""
-    value = declared(cls).get("over_batches", "sum")
-    is_known = isinstance(value, OverBatches) or callable(value)
-    if not is_known and value not in ("sum", "concatenate"):
-        what = "'sum', 'concatenate', a function of two tensors, or an OverBatches"
-        yield f"over_batches must be {what}. Got {value!r}"
+        _see_that_field_is_free(kind)
+    return []
 
 
 def _see_that_field_is_free(kind: type[Extension]) -> None:

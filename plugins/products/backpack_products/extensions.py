@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from backpack_core.contract.bases import base
+from backpack_core.contract.bases import base, judge
 from backpack_core.contract.extension import Extension, FailMode
 from backpack_core.errors import UsageError
 from backpack_products.column_propagator import OutputGradient
+from backpack_products.declarations import declared
+from backpack_products.merging import OverBatches
 from backpack_products.values import is_flag
 
 
@@ -68,3 +70,13 @@ def as_subsampling(indices: Sequence[int] | None) -> tuple[int, ...] | None:
     if not result:
         raise UsageError("subsampling is empty: name at least one sample, or pass None for all.")
     return result
+
+
+@judge
+def _no_way_to_combine(cls: type) -> Iterator[str]:
+    """What is wrong with the declaration of an extension's class."""
+    value = declared(cls).get("over_batches", "sum") if issubclass(cls, Extension) else "sum"
+    is_known = isinstance(value, OverBatches) or callable(value)
+    if not is_known and value not in ("sum", "concatenate"):
+        what = "'sum', 'concatenate', a function of two tensors, or an OverBatches"
+        yield f"over_batches must be {what}. Got {value!r}"

@@ -6,16 +6,16 @@ The base classes differ in how much structure they know, and thus in what the pr
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from reprlib import repr as abridged
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from backpack_core.contract.bases import ITEMS, NAMES, base
+from backpack_core.contract.bases import base, judge
 from backpack_core.contract.rules import LayerRule, expect
-from backpack_core.errors import ShapeError
+from backpack_core.errors import ShapeError, nearest
 from backpack_core.record.untouched import ask, noted, see_unchanged
 from backpack_core.record.view import View
 from backpack_products.affine import AffineProduct
@@ -240,4 +240,16 @@ class AffineRule(AffinePairsRule):
         return out, None if name == "bias" else self.affine_input(view)
 
 
-ITEMS["linear_in_params"] = NAMES
+@judge
+def _not_among_params(cls: type) -> Iterator[str]:
+    """What is wrong with ``linear_in_params``, where ``params`` is all that there is."""
+    if not issubclass(cls, ParametricRule):
+        return
+    own: object = vars(cls).get("linear_in_params", ())
+    params: object = cls.params
+    is_fixed = cls.parameter_names is LayerRule.parameter_names
+    if not (is_fixed and isinstance(own, tuple) and isinstance(params, tuple)):
+        return
+    for name in own:
+        if name not in params:
+            yield f"linear_in_params names {name!r}, which is not in params{nearest(name, params)}"

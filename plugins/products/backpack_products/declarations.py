@@ -1,0 +1,97 @@
+"""Judges what a plugin's class declares, before it is used.
+
+The base classes are the table: an attribute with a value is a declaration, and its default shows
+its type. An author's class may add attributes of its own. A name that resembles a known one is a
+fault, since it is a misspelling that nobody would notice.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from difflib import get_close_matches
+from functools import cache
+from types import FunctionType, NoneType
+from typing import Any, Final
+
+from torch import Tensor
+
+from backpack_core.contract.bases import BASES, call_fault, judge
+from backpack_core.contract.operation import Operation
+from backpack_core.contract.rules import MODULE_TYPES, is_module_type
+
+_NAMES = "names of parameters", lambda item: isinstance(item, str) and bool(item)
+# The types of the entries of declared tuples: in words, and a function that accepts one.
+_ITEMS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
+    "module_types": (MODULE_TYPES, is_module_type),
+    "params": _NAMES,
+    "linear_in_params": _NAMES,
+    "needs": ("operations", lambda item: isinstance(item, Operation)),
+}
+
+
+@judge
+def faults(cls: type) -> Iterator[str]:
+    """What is wrong with the declarations of a class, a sentence for each."""
+    for name, value in declared(cls).items():
+        yield from _fault(cls, name, value)
+
+
+def declared(cls: type) -> dict[str, Any]:
+    """What the author's classes declare, the most special class last."""
+    own = [c for c in cls.__mro__[::-1] if c not in BASES]
+    return {name: value for c in own for name, value in vars(c).items() if name[:2] != "__"}
+
+
+@cache
+def _known(bases: tuple[type, ...]) -> dict[str, Any]:
+    """Every attribute of every base class, with its default."""
+    return {n: v for base in bases for cls in base.__mro__[-2::-1] for n, v in vars(cls).items()}
+
+
+def _fault(cls: type, name: str, value: Any) -> Iterator[str]:
+    kinds = (property, classmethod, staticmethod, *(() if name in _ITEMS else (type,)))
+    if name == "_abc_impl" or isinstance(value, kinds):
+        return
+    known = _known((*BASES,))
+    if name not in known:
+        is_method = isinstance(value, FunctionType)
+        # `_factor` and `factors` are not misspellings of `factor`.
+        alike = [other for other in known if (other[0] == "_") == (name[0] == "_")]
+        alike = [other for other in alike if other.rstrip("s") != name.rstrip("s")]
+        close = get_close_matches(name, alike, 1, 0.92 if is_method else 0.8)
+        if close:
+            what = f"{name}()" if is_method else f"{name} = {value!r}"
+            yield f"{what} is known to no base class: did you mean {close[0]!r}?"
+        return
+    bases = [c for c in cls.__mro__ if c in BASES]
+    if not any(name in vars(c) for c in bases) and not isinstance(value, FunctionType):
+        has = next(base for base in BASES if name in dir(base))
+        yield f"{name} = {value!r} means nothing here: it is a declaration of {has.__name__}"
+        return
+    overridden = next((vars(c)[name] for c in bases if name in vars(c)), None)
+    if isinstance(value, FunctionType) and isinstance(overridden, FunctionType):
+        asked = inspect.signature(overridden)
+        if fault := call_fault(value, len(asked.parameters)):
+            yield f"{name} is called as {name}{asked}: {fault}"
+    yield from _wrong_kind(name, value, known[name])
+
+
+def _wrong_kind(name: str, value: Any, default: Any) -> Iterator[str]:
+    if name in _ITEMS:
+        what, accepts = _ITEMS[name]
+        wrong = [v for v in value if not accepts(v)] if isinstance(value, tuple) else [value]
+        one = value.__name__ if isinstance(value, type) else repr(value)
+        if isinstance(value, tuple) and wrong:
+            yield f"{name} must be a tuple of {what}. Got {value!r}, with {wrong[0]!r}"
+        elif wrong:
+            alone = f": write {name} = ({one},)" if accepts(value) else ""
+            yield f"{name} must be a tuple of {what}. Got {value!r}{alone}"
+    elif isinstance(default, (bool, str)) and not isinstance(value, type(default)):
+        yield f"{name} must be a {type(default).__name__}. Got {value!r}"
+    elif name == "degree" and not isinstance(value, (int, float, NoneType)):
+        yield f"degree must be a number, or None. Got {value!r}"
+    elif name == "savefield" and value and not value.isidentifier():
+        yield f"savefield must be a Python identifier. Got {value!r}"
+    elif name == "savefield" and hasattr(Tensor, value or "-"):
+        yield f"savefield {value!r} would hide torch.Tensor.{value} of the parameters"
