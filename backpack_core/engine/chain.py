@@ -147,10 +147,10 @@ class Chain(Between[Survey]):
             return "has no layer rule, so that what it does are operations"
         if call in survey.freed:
             return f"has a parameter {survey.freed[call][0].name!r} that its layer rule leaves out"
-        if call.is_rewired or call.module._modules:
-            return "changed a view in place" if call.is_rewired else "has modules inside"
         if stored.computed or any(map(is_parameter, stored.inputs)):
             return "has parameters that are computed, or given as arguments"
+        if call.is_rewired or call.module._modules:
+            return "changed a view in place" if call.is_rewired else "has modules inside"
         if not call.edges or not all(map(has_memory, (*stored.inputs, *stored.outputs))):
             return "received no tensor, or a nested or sparse one"
         if rule.batch_axis(View(call, index), index) or _is_declared(call):

@@ -297,20 +297,41 @@ except ImportError as error:
     ("name", "distribution"),
     [("BatchGrad", "backpack-plugin-firstorder"), ("KFAC", "backpack-plugin-secondorder")],
 )
-def test_core_works_without_any_plugin(name: str, distribution: str) -> None:
-    said = python(ALONE.replace("{name}", name), BACKPACK_LOAD_PLUGINS="")
+def test_libraries_work_without_any_family(name: str, distribution: str) -> None:
+    said = python(ALONE.replace("{name}", name), BACKPACK_LOAD_PLUGINS="backpack-operations")
     assert distribution in said
     assert name in said
 
 
-def test_core_says_what_to_install(tmp_path: Path) -> None:
+NOTHING = """
+import importlib_metadata
+importlib_metadata.distributions = lambda **kwargs: iter(())
+import torch
+from backpack_core import backpack, extend
+from backpack_core.errors import MissingPluginError
+from backpack_products import FirstOrderExtension
+try:
+    from backpack_core.extensions import BatchGrad
+except ImportError as error:
+    print(error)
+class Individual(FirstOrderExtension):
+    savefield = "individual"
+    def read(self, product):
+        return None
+try:
+    with backpack(Individual()):
+        extend(torch.nn.Linear(3, 2))(torch.rand(5, 3)).sum().backward()
+except MissingPluginError as error:
+    print(error)
+"""
+
+
+def test_core_says_what_to_install() -> None:
     """Nothing installed at all, rather than blocked."""
-    source = (
-        "import importlib_metadata\n"
-        "importlib_metadata.distributions = lambda **kwargs: iter(())\n"
-        + ALONE.replace("{name}", "BatchGrad")
-    )
-    assert "pip install backpack-plugin-firstorder" in python(source)
+    said = python(NOTHING)
+    assert "pip install backpack-plugin-firstorder" in said
+    assert "Linear has no layer rule" in said
+    assert "pip install backpack-operations" in said
 
 
 DEFINED = """
