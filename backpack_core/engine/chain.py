@@ -7,6 +7,7 @@ everything else there is a library, which is named where it is missing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 from backpack_core._torch import Node, has_memory
@@ -22,7 +23,8 @@ from backpack_core.graph.nodes import described, is_leaf
 from backpack_core.graph.survey import Survey
 from backpack_core.plan.structure import Structure
 from backpack_core.plugins.loading import missing
-from backpack_core.plugins.registration import hooks
+from backpack_core.plugins.manager import hooks
+from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, Edge, Site, is_noted, site_at
 from backpack_core.record.owner import OWNER_ATTRIBUTE, is_parameter, results_handed_over
 from backpack_core.record.run import NO_RUN, Run
@@ -31,6 +33,12 @@ from backpack_core.record.view import View
 
 def between() -> type[Between[Any]]:
     """The library's class, or core's own where no library is installed."""
+    return _between(registry.generation)
+
+
+@lru_cache(maxsize=1)
+def _between(generation: int) -> type[Between[Any]]:
+    """The same, as long as plugins do not change."""
     found: type[Between[Any]] | None = hooks.backpack_operation()
     return Chain if found is None else found
 

@@ -27,7 +27,6 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 # Called in passes, by libraries' own objects; the others say once what a plugin contributes.
 OF_PASSES: Final = frozenset(
     {
-        "backpack_plan",
         "backpack_operation",
         "backpack_run",
         "backpack_watch",
@@ -62,16 +61,11 @@ def backpack_pair_overrides() -> Iterable[  # type: ignore[empty-body]
     """
 
 
-@hookspec
-def backpack_plan(draft: Any, asked: Any) -> None:
-    """Find out more about a graph whose structure is new: refuse it, or add to the draft."""
-
-
 @hookspec(firstresult=True)
 def backpack_operation() -> Any:
     """Return the class, derived from ``engine.between.Between``, that knows what is between calls.
 
-    Asked once in each pass: a class stands for all graphs, since a walk that has met an operation
+    Asked when plugins change. A class stands for all graphs, since a walk that has met an operation
     would have to begin anew in other hands.
     """
 

@@ -22,7 +22,7 @@ from backpack_products.factors import FactorProduct
 from backpack_products.product import SampleProduct
 
 _CORE, _FIRST, _SECOND = "backpack_core", "backpack_firstorder", "backpack_secondorder"
-_CONTRACT = f"{_CORE}.contract"
+_PRODUCTS, _OPERATIONS = "backpack_products", "backpack_operations"
 Places = Mapping[str, Any]  # what stands at a dotted place
 
 
@@ -78,14 +78,14 @@ def _read_all(traversal: Any, lane: int, view: View, carrier: Any, quantity: Any
 _over_columns = bridge._over_columns
 # Operations whose definitions read ``M``; their versions for forms are quicker.
 _OPEN = [
-    *(f"{_CONTRACT}.operations.{name}" for name in ("square_sum", "per_sample_square_sum")),
-    *(f"{_CONTRACT}.operations.{name}" for name in ("batch_sum", "weighted_sum", "gram")),
-    *(f"{_CONTRACT}.operations.{name}" for name in ("squared_norm", "read_together")),
+    *(f"{_PRODUCTS}.operations.{name}" for name in ("square_sum", "per_sample_square_sum")),
+    *(f"{_PRODUCTS}.operations.{name}" for name in ("batch_sum", "weighted_sum", "gram")),
+    *(f"{_PRODUCTS}.operations.{name}" for name in ("squared_norm", "read_together")),
     *(f"{_SECOND}.position_pairs.{name}" for name in ("diagonal", "sample_diagonals")),
     f"{_FIRST}.products.norm",
 ]
 _VERSIONS = "versions for forms"
-_COLUMN = [f"{_CONTRACT}.contractions", f"{_FIRST}.contractions", f"{_FIRST}.products"]
+_COLUMN = [f"{_PRODUCTS}.contractions", f"{_FIRST}.contractions", f"{_FIRST}.products"]
 
 _INTERPLAY = "backpack_interplay"
 _LEFT_OUT = f"{_INTERPLAY}.gradient.inputs_without"
@@ -122,9 +122,9 @@ SHORTCUTS: dict[str, Shortcut] = {
         within=_VERSIONS,
     ),
     "inner products by positions": Shortcut(
-        {f"{_CONTRACT}.contractions.is_gram_of_positions_cheaper": never},
-        {f"{_CONTRACT}.contractions.is_gram_of_positions_cheaper": always},
-        [f"{_CONTRACT}.contractions._gram_by_positions"],
+        {f"{_PRODUCTS}.contractions.is_gram_of_positions_cheaper": never},
+        {f"{_PRODUCTS}.contractions.is_gram_of_positions_cheaper": always},
+        [f"{_PRODUCTS}.contractions._gram_by_positions"],
         within=_VERSIONS,
     ),
     "halves of symmetric products": Shortcut(
@@ -132,23 +132,23 @@ SHORTCUTS: dict[str, Shortcut] = {
         _at([f"{_SECOND}.covariances.{name}" for name in ("SYMMETRIC", "MANY")], 2),
     ),
     "squares one by one": Shortcut(
-        {f"{_CONTRACT}.contractions.LARGE": inf},
-        {f"{_CONTRACT}.contractions.LARGE": 0},
+        {f"{_PRODUCTS}.contractions.LARGE": inf},
+        {f"{_PRODUCTS}.contractions.LARGE": 0},
         within=_VERSIONS,
     ),
     _VERSIONS: Shortcut(
         {f"{place}.{name}": {} for place in _OPEN for name in ("_versions", "_found")}
     ),
     "several from one formation": Shortcut(
-        {f"{_CONTRACT}.affine.read_together": lambda product: {}}, within=_VERSIONS
+        {f"{_PRODUCTS}.affine.read_together": lambda product: {}}, within=_VERSIONS
     ),
-    "uses in one product": Shortcut({f"{_CONTRACT}.factors.FactorProduct.plus": _apart}),
+    "uses in one product": Shortcut({f"{_PRODUCTS}.factors.FactorProduct.plus": _apart}),
     "factors at operands": Shortcut(
-        {f"{_CONTRACT}.apart._factored": lambda *given: {}},
+        {f"{_OPERATIONS}.apart._factored": lambda *given: {}},
         {},
-        [f"{_CONTRACT}.apart.operand_product"],
+        [f"{_OPERATIONS}.apart.operand_product"],
     ),
-    "columns by vmap": Shortcut({f"{_CORE}.graph.bridge._over_columns": _one_by_one}),
+    "columns by vmap": Shortcut({f"{_OPERATIONS}.bridge._over_columns": _one_by_one}),
     "parameters read inside": Shortcut(
         {f"{_CORE}.engine.traversal.read_here": _read_all},
         {},
