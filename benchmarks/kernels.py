@@ -1,7 +1,7 @@
 """Where the grouped kernel beats unfolded patches: ``python -m benchmarks.kernels``.
 
 The products of a convolution's output columns and patches are formed both ways, in pieces as the
-contractions do, alternately in one process. The table in ``docs/design/contractions.md`` is from
+contractions do, alternately in one process. The table in ``docs/design/products.md`` is from
 here, and ``DirectPatches.suits`` is the rule that fits it.
 """
 

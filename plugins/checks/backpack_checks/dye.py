@@ -4,7 +4,7 @@ The first column is the gradient itself. In the others, each sample has a random
 samples stay apart, these are the first column times the weights, at every call. If they are not, an
 operation on the way mixes samples, or axis 0 holds something else that is as long as the batch. The
 first column also tells whether autograd brought anything besides what came from the losses: another
-term, a hook. See ``docs/design/samples.md``.
+term, a hook. See ``docs/design/measuring.md``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Finds out where the samples lie in a graph, and which parts need more than their layer rules.
 
 Most graphs have samples on axis 0 everywhere, which is quickly seen. See
-``docs/design/samples.md``.
+``docs/design/operations.md``.
 """
 
 from __future__ import annotations

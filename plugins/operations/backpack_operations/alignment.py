@@ -3,7 +3,7 @@
 Most tensors have them on axis 0, in order. Where a view merged positions into that axis, each
 sample has several entries. A tensor made of weights alone (a table of positions, a tied weight) has
 no samples, and its gradient is a sum over them. Quantities are kept apart there, sample by sample,
-beginning at the last tensors that have samples. See ``docs/design/samples.md``.
+beginning at the last tensors that have samples. See ``docs/design/operations.md``.
 """
 
 from __future__ import annotations

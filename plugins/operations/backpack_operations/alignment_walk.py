@@ -1,7 +1,7 @@
 """The two walks through a graph that find where samples lie, and what has to be kept apart.
 
 Consumers first, to see which tensors have samples; then back, to see behind which of the others
-somebody reads. ``docs/design/samples.md`` has the rules that decide.
+somebody reads. ``docs/design/operations.md`` has the rules that decide.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ multiplies, ``[N, S, G, I]``). With ``M[v, n] = Σ_s out[v, n, s] ⊗ inp[n, s]`
 O, I]``, each returns a reduction of ``M``, which is formed piece by piece or not at all.
 
 A first write to fresh memory takes as long as many multiply-adds. So pieces fit into the cache and
-share a buffer, and patches are made for some samples at a time: ``docs/design/contractions.md``.
+share a buffer, and patches are made for some samples at a time: ``docs/design/products.md``.
 Imports the memory budget, and the memory of earlier results.
 """
 

@@ -1,6 +1,6 @@
 """Every machine constant that was found by measuring.
 
-Results depend on them by rounding only. ``docs/design/contractions.md`` says how they were found.
+Results depend on them by rounding only. ``docs/design/products.md`` says how they were found.
 """
 
 from __future__ import annotations
