@@ -71,7 +71,7 @@ def tier_of(package: str) -> set[str]:
 # The kit and the command line are for all; what else is imported against the order.
 FOR_ALL = ("testing", "cli")
 AGAINST = {
-    "backpack_core": {"backpack_operations", "backpack_checks", "backpack_interplay"},
+    "backpack_core": {"backpack_checks", "backpack_interplay"},
     "backpack_operations": {"backpack_interplay"},
 }
 
