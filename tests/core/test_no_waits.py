@@ -92,7 +92,7 @@ CASES = [
 # apart, shapes depend on it.
 ALLOWED = {"data.py:_of_copy"}
 # How many columns there are depends on whether the Hessian of the loss has a real root.
-OF_ROOTS = {"contract/loss.py:_root_scale", "_loss.py:real_sqrt"}
+OF_ROOTS = {"loss.py:_root_scale", "_loss.py:real_sqrt"}
 ALLOWED_IN = {"DiagHessian": OF_ROOTS, "BatchDiagHessian": OF_ROOTS}
 
 

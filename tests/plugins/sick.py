@@ -190,7 +190,7 @@ SICK = {
     ),
     "declares what it does not implement": Sick(
         one(
-            "from backpack_core import ElementwiseRule\n"
+            "from backpack_products import ElementwiseRule\n"
             "class R(ElementwiseRule):\n"
             "    module_types = ('torch.nn.modules.activation.SiLU',)\n"
             "    def derivative(self, view):\n        return view.input\n",

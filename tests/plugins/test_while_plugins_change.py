@@ -114,7 +114,7 @@ def test_the_version_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     version.__annotations__["product"] = DenseProduct
-    monkeypatch.setattr("backpack_products.operations.version_of", slow)
+    monkeypatch.setattr("backpack_core.contract.operation.version_of", slow)
     product = DenseProduct(torch.ones(1, 2, 3))
     assert [which(product) for _ in range(2)] == ["definition", "version"]
 
