@@ -28,8 +28,13 @@ from backpack_core.plugins.registry import registry
 from backpack_core.testing import catalogue
 from backpack_core.testing.cases import SAMPLES, Arguments, LossCase, RuleCase, seeded
 from backpack_core.testing.extensions_run import ALL_NEEDS, Problem, installed_extensions
-from backpack_core.testing.network import BoundLoss, Shrink, SoftmaxLoss, install_own_rules
-from backpack_core.testing.network_checks import build_net
+from backpack_core.testing.network import (
+    BoundLoss,
+    Shrink,
+    SoftmaxLoss,
+    build_net,
+    install_own_rules,
+)
 from backpack_core.testing.reference import Reference
 from backpack_core.testing.watch import Kind, Watch
 
@@ -128,7 +133,7 @@ def matrix() -> Iterator[tuple[str, list[Row]]]:
 
 def layer_row(case: RuleCase) -> Row:
     """One layer in the kit's small net."""
-    net, arguments = build_net(case, SAMPLES, torch.float64)
+    net, arguments = build_net(case, SAMPLES)
     given = _problem(net, arguments, SoftmaxLoss())
     return _row(case.label(), given, net.layer)
 
