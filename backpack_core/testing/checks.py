@@ -6,21 +6,27 @@ its own message would be about the consequences. So products and declarations co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 from backpack_core.errors import UnsupportedError
-from backpack_core.testing import extension_checks as extension
-from backpack_core.testing import loss_checks as loss
-from backpack_core.testing import merging_checks as merging
-from backpack_core.testing import network_checks as net
-from backpack_core.testing import property_checks as properties
-from backpack_core.testing import rule_checks as rule
+from backpack_core.testing import (
+    loss_checks,
+    merging_checks,
+    net_checks,
+    property_checks,
+    rule_checks,
+)
+from backpack_core.testing.cases import Case
 from backpack_core.testing.compare import CheckFailure
 from backpack_core.testing.execution import Execution, shared_execution
+from backpack_core.testing.nets import nets_of
 from backpack_core.testing.traits import traits
+
+Subject = Callable[[Any], Any]  # what a check takes, made from the case
 
 
 @dataclass(frozen=True)
@@ -29,77 +35,79 @@ class Check:
 
     Attributes:
         name: Name of the check.
-        function: Raises if it finds a fault. Those of rules take an execution, others a case.
+        function: Raises if it finds a fault, or yields what is compared.
+        subject: Makes from a case what the function takes.
         needs: Traits a case must have for the check to mean anything; see ``traits``.
         grounds: Names of the checks that it rests on, as far as a case has them.
     """
 
     name: str
     function: Callable[[Any], Any]
+    subject: Subject
     needs: frozenset[str]
-    grounds: tuple[str, ...]
+    grounds: frozenset[str]
 
-    def run(self, case: Any) -> None:
+    def run(self, case: Case) -> None:
         """Raise if there is a fault."""
-        if case.kind == "rule":
-            rule.agree(self.function(shared_execution(case)), case.tolerances.float64)
-        else:
-            self.function(case)
+        rule_checks.agree(self.function(self.subject(case)), case.tolerances.float64)
 
 
-def _all(
-    needs: str, grounds: str, *functions: Callable[..., Any], **named: Callable[..., Any]
-) -> tuple[Check, ...]:
-    """Checks that need the same; each has the name of its function, or the one that is given."""
-    rests = tuple(grounds.split())
-    wanted = frozenset(needs.split(", ") if needs else ())
-    made = {**{f.__name__: f for f in functions}, **named}
-    return tuple(Check(name, function, wanted, rests) for name, function in made.items())
-
-
-def _names(checks: tuple[Check, ...]) -> str:
-    return " ".join(check.name for check in checks)
-
-
-_KEPT = "separate, kept"
-_PRODUCTS = "jac_t_mat_prod param_jac_t_mat_prod"
-
-# Of methods and declarations.
-_BASIC = (
-    *_all("", "", properties.mixes_samples),
-    *_all("once", "", properties.not_twice_differentiable),
-    *_all("overwritten", "", rule.overwritten_input),
-    *_all(_KEPT, "", rule.accepts),
-    *_all(f"{_KEPT}, twice, zero hessian", "", properties.hessian_is_zero),
-    *_all(f"{_KEPT}, twice, diagonal hessian", "", properties.hessian_is_diagonal),
-    *_all(f"{_KEPT}, twice, linear parameters", "", properties.linear_in_params),
-    *_all(f"{_KEPT}, elementwise", "accepts", properties.derivative),
-    *_all(f"{_KEPT}, input", "accepts derivative", rule.jac_t_mat_prod),
-    *_all(f"{_KEPT}, affine", "accepts", rule.affine_weight),
-    *_all(f"{_KEPT}, affine", "affine_weight", rule.affine_form),
-    *_all(f"{_KEPT}, parameters", "accepts mixes_samples affine_form", rule.param_jac_t_mat_prod),
-    *_all(
-        f"{_KEPT}, batch first, constant jacobian",
-        "jac_t_mat_prod",
-        properties.jacobian_is_constant,
-    ),
-    *_all(f"{_KEPT}, input", "jac_t_mat_prod", rule.jac_mat_prod),
-    *_all(f"{_KEPT}, parameters", "param_jac_t_mat_prod", rule.param_jac_mat_prod, rule.operations),
-    *_all(
-        f"{_KEPT}, twice, elementwise, second derivative",
-        "accepts hessian_is_zero",
-        properties.second_derivative,
-    ),
-    *_all(
-        f"{_KEPT}, twice, second derivative",
-        "accepts hessian_is_zero second_derivative",
-        properties.second_derivative_mat_prod,
-    ),
-)
-_CALLS = (
-    *_all(f"{_KEPT}, batch first", _PRODUCTS, rule.subsampled_call),
-    *_all(_KEPT, _PRODUCTS, rule.non_contiguous_columns, rule.non_contiguous_input),
-)
+# Names of checks | traits that they need | names of their grounds. Grounds come first.
+RULE = """
+mixes_samples | |
+not_twice_differentiable | once |
+overwritten_input | overwritten |
+accepts | separate, kept |
+hessian_is_zero | separate, kept, twice, zero hessian |
+hessian_is_diagonal | separate, kept, twice, diagonal hessian |
+linear_in_params | separate, kept, twice, linear parameters |
+derivative | separate, kept, elementwise | accepts
+jac_t_mat_prod | separate, kept, input | accepts derivative
+affine_weight | separate, kept, affine | accepts
+affine_form | separate, kept, affine | affine_weight
+param_jac_t_mat_prod | separate, kept, parameters | accepts mixes_samples affine_form
+jacobian_is_constant | separate, kept, batch first, constant jacobian | jac_t_mat_prod
+jac_mat_prod | separate, kept, input | jac_t_mat_prod
+param_jac_mat_prod operations | separate, kept, parameters | param_jac_t_mat_prod
+second_derivative | separate, kept, twice, elementwise, second derivative | accepts hessian_is_zero
+second_derivative_mat_prod | separate, kept, twice, second derivative | second_derivative
+subsampled_call | separate, kept, batch first | jac_t_mat_prod param_jac_t_mat_prod
+non_contiguous_columns | separate, kept | jac_t_mat_prod param_jac_t_mat_prod
+non_contiguous_input | separate, kept | jac_t_mat_prod param_jac_t_mat_prod
+keeps_dtype changed_since | separate, kept | jac_t_mat_prod param_jac_t_mat_prod
+other_mode | | METHODS
+mean | separate | METHODS
+sum batch_of_one frozen_layer frozen_surroundings retain_graph called_twice | separate | mean
+deepcopy pickle no_live_calls | separate | mean
+partly_frozen | separate, several parameters | mean
+subsampling | separate | mean subsampled_call
+float32 autocast | separate | mean keeps_dtype
+bfloat16 | separate, half precision | mean keeps_dtype
+mixing_is_refused | mixing | mixes_samples
+"""
+LOSS = """
+samples_are_separate hessian_is_psd normalisation | |
+hessian_mat_prod_sum sqrt_hessian_sum gradient_sum | | samples_are_separate hessian_is_psd
+sum_hessian_sum sqrt_hessian_sampled_sum | | hessian_mat_prod_sum sqrt_hessian_sum
+arriving_gradient_sum | | sum_hessian_sum sqrt_hessian_sampled_sum gradient_sum
+started_extensions_sum | | arriving_gradient_sum
+hessian_mat_prod_mean sqrt_hessian_mean gradient_mean | | normalisation arriving_gradient_sum
+sum_hessian_mean sqrt_hessian_sampled_mean | | hessian_mat_prod_mean sqrt_hessian_mean
+arriving_gradient_mean | | sum_hessian_mean sqrt_hessian_sampled_mean gradient_mean
+started_extensions_mean | | arriving_gradient_mean
+batch_of_one subsampled_call non_contiguous_input float32 | | arriving_gradient_mean
+leaves_arguments_alone unreduced | | arriving_gradient_mean
+"""
+EXTENSION = """
+declarations | |
+mean | | declarations
+sum batch_of_one shared_positions single_number residual called_twice no_samples | | mean
+frozen_surroundings partly_frozen loss_scaled in_chunks float32 bfloat16 retain_graph | | mean
+beside_others leaves_gradient_alone pickle_extension no_live_calls degree samples_add | | mean
+two_halves_mean two_halves_sum | | degree
+subsampling | subsampling | mean
+savefield | savefield | mean
+"""
 
 
 def other_mode(run: Execution) -> None:
@@ -113,9 +121,10 @@ def other_mode(run: Execution) -> None:
     except UnsupportedError:
         return
     # The case's declarations hold in its own mode only.
-    declared = {"once", "overwritten"}
-    for check in _BASIC + _CALLS:
-        if check.needs <= found - declared and check.name not in case.expected_failures:
+    found -= {"once", "overwritten"}
+    for check in CHECKS["rule"]:
+        asked = check.name in METHODS and check.name not in case.expected_failures
+        if asked and check.needs <= found:
             try:
                 check.run(twin)
             except CheckFailure as failure:
@@ -123,74 +132,43 @@ def other_mode(run: Execution) -> None:
                 raise CheckFailure(f"In {mode} mode, {check.name}: {failure}") from None
 
 
-_RULE = (
-    *_BASIC,
-    *_CALLS,
-    *_all(_KEPT, _PRODUCTS, rule.keeps_dtype, rule.changed_since),
-    *_all("", _names(_BASIC + _CALLS), other_mode),
-    *_all("separate", _names(_BASIC), extensions_mean=net.exact),
-    *_all("separate", "extensions_mean subsampled_call", net.subsampling),
-    *_all("separate", "extensions_mean keeps_dtype", net.float32, net.autocast),
-    *_all("separate, half precision", "extensions_mean keeps_dtype", net.bfloat16),
-    *_all(
-        "separate",
-        "extensions_mean",
-        *(net.frozen_layer, net.frozen_surroundings, net.retain_graph, net.called_twice),
-        *(net.deepcopy, net.no_live_calls),
-        extensions_sum=partial(net.exact, net={"reduction": "sum"}),
-        batch_of_one=partial(net.exact, net={"samples": 1}),
-        pickle=net.by_pickle,
-    ),
-    *_all("separate, several parameters", "extensions_mean", net.partly_frozen),
-    *_all("mixing", "mixes_samples", net.mixing_is_refused),
+def _named(name: str, modules: dict[ModuleType, Subject]) -> tuple[Callable[..., Any], Subject]:
+    """The function of a check; after its name, there may be a reduction that it takes."""
+    if name == "other_mode":
+        return other_mode, shared_execution
+    stem, _, reduction = name.rpartition("_")
+    for module, subject in modules.items():
+        if hasattr(module, name):
+            return getattr(module, name), subject
+        if hasattr(module, stem):
+            return partial(getattr(module, stem), reduction=reduction), subject
+    raise LookupError(name)
+
+
+def _table(text: str, modules: dict[ModuleType, Subject]) -> Iterator[Check]:
+    for line in text.strip().splitlines():
+        names, needs, grounds = (part.strip() for part in line.split("|"))
+        wanted = frozenset(needs.split(", ") if needs else ())
+        rests = METHODS if grounds == "METHODS" else frozenset(grounds.split())
+        for name in names.split():
+            yield Check(name, *_named(name, modules), wanted, rests)
+
+
+# Of methods and declarations.
+METHODS = frozenset(
+    name
+    for line in RULE.partition("keeps_dtype")[0].strip().splitlines()
+    for name in line.split("|")[0].split()
 )
+_OF_RULES: dict[ModuleType, Subject] = {
+    rule_checks: shared_execution,
+    property_checks: shared_execution,
+    net_checks: nets_of,
+}
 
-
-def _of_reduction(reduction: str, grounds: str) -> tuple[Check, ...]:
-    """What every reduction has: methods, and then their use."""
-
-    def named(functions: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-        made = {f"{n}_{reduction}": partial(f, reduction=reduction) for n, f in functions.items()}
-        return dict(made)
-
-    methods = _all("", grounds, **named(loss.OF_METHODS))
-    uses = {f.__name__: f for f in (loss.arriving_gradient, loss.started_extensions)}
-    return methods + _all("", _names(methods), **named(uses))
-
-
-_SUM = _of_reduction("sum", "samples_are_separate hessian_is_psd")
-_MEAN = _of_reduction("mean", f"normalisation {_names(_SUM)}")
-_LOSS = (
-    *_all("", "", loss.samples_are_separate, loss.hessian_is_psd),
-    *_SUM,
-    *_all("", "", loss.normalisation),
-    *_MEAN,
-    *_all(
-        "",
-        _names(_MEAN),
-        *(loss.loss_batch_of_one, loss.loss_subsampled_call, loss.loss_non_contiguous_input),
-        *(loss.loss_float32, loss.loss_leaves_arguments_alone, loss.unreduced),
-    ),
-)
-
-_EXTENSION = (
-    *_all("", "", extension.declarations),
-    *_all("", "declarations", value_mean=extension.value),
-    *_all(
-        "",
-        "value_mean",
-        *(extension.value_partly_frozen, extension.value_loss_scaled, extension.value_float32),
-        *(extension.value_bfloat16, extension.value_of_no_samples, extension.value_in_chunks),
-        *(extension.value_overwritten, extension.beside_others, extension.pickle_extension),
-        *(extension.leaves_gradient_alone, extension.extension_no_live_calls),
-        *(merging.degree, merging.samples_add),
-        two_halves_mean=partial(merging.two_halves, reduction="mean"),
-        two_halves_sum=partial(merging.two_halves, reduction="sum"),
-        **{n: partial(extension.value, **given) for n, given in extension.SETTINGS.items()},
-    ),
-    *_all("subsampling", "value_mean", extension.value_subsampling),
-    *_all("savefield", "value_mean", extension.savefield),
-)
-
-# By kind of case, grounds first. A test pins each list: what is removed is removed for all authors.
-CHECKS = {"rule": _RULE, "loss": _LOSS, "extension": _EXTENSION}
+# By kind of case. A test pins each list: a check that is removed is removed for all authors.
+CHECKS = {
+    "rule": tuple(_table(RULE, _OF_RULES)),
+    "loss": tuple(_table(LOSS, {loss_checks: lambda case: case})),
+    "extension": tuple(_table(EXTENSION, {net_checks: nets_of, merging_checks: nets_of})),
+}

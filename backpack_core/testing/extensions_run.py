@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any, get_args
 
 import torch
@@ -76,12 +75,17 @@ class Problem:
         build: Makes the net, its inputs and its loss in a dtype.
         reference: The oracle for this net.
         may_refuse: Needs that the net may lack; extensions with these may raise.
+        quantity: What is expected, where the table does not say.
+        whole: Compare where the oracle is a dense Hessian of the readout, too, which does not test
+            a layer.
         refused: Why extensions raised, by their names.
     """
 
     build: Callable[[torch.dtype], tuple[Module, Arguments, Module]]
     reference: Reference
     may_refuse: frozenset[str] = frozenset()
+    quantity: Quantity | None = None
+    whole: bool = False
     refused: dict[str, str] = field(default_factory=dict)
 
     def extended(self, dtype: torch.dtype = torch.float64) -> tuple[Module, Arguments, Module]:
@@ -175,7 +179,7 @@ class Problem:
         name = type(extension).__name__
         if not isinstance(error, (UnsupportedError, MissingPluginError, OverwrittenInputError)):
             raise CheckFailure(f"{name} fails: {type(error).__name__}: {error}") from error
-        quantity = quantity_of(extension.savefield)
+        quantity = self.quantity or quantity_of(extension.savefield)
         if quantity is not None and quantity.needs not in self.may_refuse:
             raise CheckFailure(f"{name} refuses: {error}") from error
         self.refused[name] = str(error).split("\n", 1)[0]
@@ -184,20 +188,22 @@ class Problem:
         self,
         extensions: Sequence[Extension],
         tolerance: float,
-        how: Mapping[str, Any] = MappingProxyType({}),
         refusals: Judge | None = None,
         reference: Reference | None = None,
-        **ways: Any,
+        needs: Iterable[str] = ALL_NEEDS,
+        coarse: bool = False,
+        **how: Any,
     ) -> None:
         """Run, and compare.
 
         Args:
             extensions: What to compute.
             tolerance: Relative error that is allowed.
-            how: Options of :meth:`run`.
             refusals: Whether extensions may refuse; default: none may.
             reference: The oracle, if not this problem's own.
-            ways: Options of :meth:`compare`.
+            needs: As of :meth:`compare`.
+            coarse: As of :meth:`compare`.
+            how: Options of :meth:`run`.
         """
         reference = reference or self.reference
         if refusals is None:
@@ -206,7 +212,7 @@ class Problem:
             reference = reference.trained(n for n in reference.parameters if n in trained)
         else:
             extensions, values = self.run_usable(extensions, refusals)
-        self.compare(values, extensions, tolerance, reference, **ways)
+        self.compare(values, extensions, tolerance, reference, needs, coarse)
 
     def compare(
         self,
@@ -216,8 +222,6 @@ class Problem:
         reference: Reference | None = None,
         needs: Iterable[str] = ALL_NEEDS,
         coarse: bool = False,
-        quantity: Quantity | None = None,
-        whole: bool = False,
     ) -> None:
         """Every value against its oracle; where there is none, it must be finite.
 
@@ -229,9 +233,6 @@ class Problem:
             needs: Quantities with other needs are only checked to be finite.
             coarse: Errors are relative to the largest value in the net, not at the parameter. For
                 values that are zero only by cancellation, which rounding disturbs.
-            quantity: What is expected, where the table does not say.
-            whole: Compare where the oracle is a dense Hessian of the readout, too, which does not
-                test the layer.
         """
         reference = reference or self.reference
         for extension in extensions:
@@ -239,11 +240,11 @@ class Problem:
             missing, extra = _differences(set(reference.parameters), set(stored))
             require(not missing, f"{what} stored nothing on {missing}.")
             require(not extra, f"{what} stored a value on frozen {extra}.")
-            known = quantity or quantity_of(extension.savefield)
+            known = self.quantity or quantity_of(extension.savefield)
             if known is None or known.needs not in needs:
                 names = []
             else:
-                costly = known.needs == "second derivative" and not whole
+                costly = known.needs == "second derivative" and not self.whole
                 names = [name for name in stored if not (costly and name.startswith("readout"))]
             floor = SMALLEST_SCALE
             if coarse and known is not None and names:

@@ -13,34 +13,34 @@ from backpack_core.context import backpack
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.merging import Part, Refused, declaration
 from backpack_core.record.structure import iter_tensors
-from backpack_core.testing.cases import Arguments, ExtensionCase
-from backpack_core.testing.compare import close, require
-from backpack_core.testing.extension_checks import compare, problem_of
+from backpack_core.testing.cases import Arguments
+from backpack_core.testing.compare import require
 from backpack_core.testing.extensions_run import forget
+from backpack_core.testing.nets import ExtensionNets
 
 HALVES = slice(0, 1), slice(1, None)
 
 Made = tuple[Module, Arguments, Module]  # net, inputs, loss
 
 
-def degree(case: ExtensionCase) -> None:
+def degree(nets: ExtensionNets) -> None:
     """A quarter of the loss has values that are smaller by ``4 ** degree``."""
-    given, extension = problem_of(case), case.extension_factory()
+    given, extension = nets.problem, nets.one
     over = declaration(extension)
     if extension.degree is None or isinstance(over, Refused):
         return
     whole = given.run([extension])[1][extension.savefield]
-    part = given.run([case.extension_factory()], scale=0.25)[1][extension.savefield]
+    part = given.run([nets.one], scale=0.25)[1][extension.savefield]
     for name, stored in whole.items():
         found = over.take_apart(part[name])
         for key, tensor in over.take_apart(stored).items():
             own = over.part(key).degree
             factor = 0.25 ** (extension.degree if own is None else own)
-            what = f"{case.label()} of {name!r}, {key or 'value'} of a quarter of the loss"
+            what = f"{name!r}, {key or 'value'} of a quarter of the loss"
             pair = found[key], tensor * factor
             if key.startswith("vectors"):  # their signs are arbitrary
                 pair = pair[0].abs(), pair[1].abs()
-            close(*pair, what, case.tolerances.float64)
+            nets.close(*pair, what)
 
 
 def _parts(
@@ -59,24 +59,24 @@ def _parts(
     return found
 
 
-def samples_add(case: ExtensionCase) -> None:
+def samples_add(nets: ExtensionNets) -> None:
     """Where ``sums_samples`` is declared, values of two batches add up to that of both."""
-    extension = case.extension_factory()
+    extension = nets.one
     if extension.sums_samples:
-        made, batches = problem_of(case, reduction="sum").extended(), (slice(None), *HALVES)
+        made, batches = nets.problem_with(reduction="sum").extended(), (slice(None), *HALVES)
         found = _parts(made, extension, batches, lambda stored: list(iter_tensors(stored)))
         for name, values in found.items():
             for whole, *halves in zip(*values, strict=True):
-                what = f"sums_samples is declared: {case.label()} of {name!r}, two halves"
-                close(torch.stack(halves).sum(0), whole, what, case.tolerances.float64)
+                what = f"sums_samples is declared: {name!r}, two halves"
+                nets.close(torch.stack(halves).sum(0), whole, what)
 
 
-def two_halves(case: ExtensionCase, reduction: str) -> None:
+def two_halves(nets: ExtensionNets, reduction: str) -> None:
     """Values of two batches combine to that of the whole batch."""
-    given, extension = problem_of(case, reduction=reduction), case.extension_factory()
+    given, extension = nets.problem_with(reduction=reduction), nets.one
     over = declaration(extension)
     if over.refusal:
-        require(len(over.refusal.split()) > 5, f"{case.label()} refuses without a reason.")
+        require(len(over.refusal.split()) > 5, f"{nets.case.label()} refuses without a reason.")
         return
     if extension.degree is None and reduction == "mean":
         return
@@ -86,14 +86,13 @@ def two_halves(case: ExtensionCase, reduction: str) -> None:
         made[0].get_parameter(name): stored for name, stored in known.items()
     }
     values = _combined(made, over.second_pass(extension, of_first), reduction)
-    compare(case, given, {extension.savefield: values}, extension)
+    given.compare({extension.savefield: values}, [extension], nets.case.tolerances.float64)
     if first is None:  # tensor by tensor, also where there is no oracle
         whole = given.run([extension])[1][extension.savefield]
         for name, stored in whole.items():
             pairs = zip(iter_tensors(values[name]), iter_tensors(stored), strict=True)
             for found, expected in pairs:
-                what = f"{case.label()} of {name!r}, two halves"
-                close(found, expected, what, case.tolerances.float64)
+                nets.close(found, expected, f"{name!r}, two halves")
 
 
 def _combined(made: Made, extension: Extension, reduction: str) -> dict[str, Any]:

@@ -296,7 +296,7 @@ FAULTS = [
     (case_of(Gain, WritesToColumns), "accepts", "changed a tensor"),
     (case_of(Centre, UndeclaredMixing), "mixes_samples", "influence each other"),
     (case_of(Cube, WrongSecondDerivative), "second_derivative", "0.5 times"),
-    (case_of(Cube, WrongSecondDerivative), "extensions_mean", "DiagHessian"),
+    (case_of(Cube, WrongSecondDerivative), "mean", "DiagHessian"),
 ]
 
 

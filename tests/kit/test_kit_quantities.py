@@ -198,7 +198,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_the_formula_tells_it_from(name: str) -> None:
-    (result,) = check_extension(ExtensionCase(WRONG[name]), ["value_mean"])
+    (result,) = check_extension(ExtensionCase(WRONG[name]), ["mean"])
     assert result.status == "failed"
     assert "relative error" in result.message, result.message
 
@@ -218,27 +218,24 @@ def test_an_author_brings_an_oracle() -> None:
 
 def test_a_wrong_extension_is_found() -> None:
     case = ExtensionCase(LargestOfTwo, QUANTITY)
-    assert faults(case) == {"value_mean"}
-    alone = {
-        result.check: result.ok
-        for result in check_extension(case, ["value_sum", "value_batch_of_one"])
-    }
-    assert alone == {"value_sum": False, "value_batch_of_one": True}
+    assert faults(case) == {"mean"}
+    alone = {result.check: result.ok for result in check_extension(case, ["sum", "batch_of_one"])}
+    assert alone == {"sum": False, "batch_of_one": True}
 
 
 def test_an_extension_that_accumulates_is_found() -> None:
-    assert "value_overwritten" in faults(ExtensionCase(Accumulating, QUANTITY))
+    assert "retain_graph" in faults(ExtensionCase(Accumulating, QUANTITY))
 
 
 @pytest.mark.parametrize(
     ("kind", "check"),
     [
-        (WithoutBias, "value_partly_frozen"),
-        (InHalfPrecision, "value_bfloat16"),
+        (WithoutBias, "partly_frozen"),
+        (InHalfPrecision, "bfloat16"),
         (WritesToParameters, "leaves_gradient_alone"),
-        (FailsOnNone, "value_of_no_samples"),
+        (FailsOnNone, "no_samples"),
         (SaysItAdds, "samples_add"),
-        (OfTheFirstPass, "value_overwritten"),
+        (OfTheFirstPass, "retain_graph"),
     ],
 )
 def test_one_check_finds_it(kind: type[Largest], check: str) -> None:
@@ -247,13 +244,13 @@ def test_one_check_finds_it(kind: type[Largest], check: str) -> None:
 
 def test_columns_that_do_not_add_are_found() -> None:
     trace = Quantity(lambda r, name: r.ggn(name).diagonal(0, 1, 2).sum().sqrt(), needs="curvature")
-    assert faults(ExtensionCase(RootOfTrace, trace)) == {"value_in_chunks"}
+    assert faults(ExtensionCase(RootOfTrace, trace)) == {"in_chunks"}
 
 
 def test_what_is_declared_wrongly_does_not_run() -> None:
     case = ExtensionCase(Misspelt, QUANTITY)
     assert faults(case) == {"declarations"}
-    assert not any(result.ok for result in check_extension(case, ["value_mean", "value_sum"]))
+    assert not any(result.ok for result in check_extension(case, ["mean", "sum"]))
 
 
 class UnreducedTwice(MSELossRule):
@@ -293,8 +290,8 @@ class TwiceTheGradient(MSELossRule):
     ("rule", "check"),
     [
         (UnreducedTwice, "unreduced"),
-        (DrawsNumbers, "loss_leaves_arguments_alone"),
-        (KeepsState, "loss_leaves_arguments_alone"),
+        (DrawsNumbers, "leaves_arguments_alone"),
+        (KeepsState, "leaves_arguments_alone"),
         (TwiceTheGradient, "gradient_sum"),
     ],
 )
@@ -308,7 +305,7 @@ def test_without_an_oracle_values_must_be_finite() -> None:
         def read(self, product: SampleProduct) -> Tensor:
             return super().read(product) / 0
 
-    results = check_extension(ExtensionCase(Infinite), ["value_mean"])
+    results = check_extension(ExtensionCase(Infinite), ["mean"])
     assert "finite" in results[0].message
 
 
