@@ -73,13 +73,9 @@ class Arguments:
 
 def seeded(function: Callable[[], T], seed: int) -> T:
     """Call ``function`` with a seeded default generator, and leave the generator as it was."""
-    generator = torch.default_generator
-    before = generator.get_state()
-    generator.manual_seed(seed)
-    try:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
         return function()
-    finally:
-        generator.set_state(before)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -74,8 +74,13 @@ def _case(
 
 def _known(name: str) -> Callable[..., nn.Module]:
     """A module class that an installed plugin defines, together with a rule for it."""
-    types = lambda: (k for k in registry.rules if isinstance(k, type))  # noqa: E731
-    return lambda *a, **kw: next(k for k in types() if k.__name__ == name)(*a, **kw)
+
+    def make(*arguments: Any, **options: Any) -> nn.Module:
+        types: list[Any] = [kind for kind in registry.rules if isinstance(kind, type)]
+        made: nn.Module = next(k for k in types if k.__name__ == name)(*arguments, **options)
+        return made
+
+    return make
 
 
 class WithoutRule(nn.Module):

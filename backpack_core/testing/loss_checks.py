@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from backpack_core.extending import extend
 from backpack_core.record.view import View
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import SAMPLES, Arguments, LossCase, seeded
-from backpack_core.testing.compare import close, require, untouched
+from backpack_core.testing.compare import CheckFailure, close, require, untouched
 from backpack_core.testing.execution import COLUMNS, draw, execute, recorded, shared
 from backpack_core.testing.extensions_run import ALL_NEEDS, Problem, installed_extensions
 from backpack_core.testing.network import BoundLoss, Shrink
@@ -27,21 +27,30 @@ from backpack_core.testing.rule_checks import strided
 ALL_BUT_FIRST = tuple(range(1, 16))
 
 
-@dataclass(eq=False)
 class LossRun:
     """One execution of a loss, as its rule sees it, and its Hessian.
 
     Attributes:
+        case: The case.
         rule: The rule.
         view: The call, with an arriving gradient of one.
         leaf: The prediction.
         value: The loss, with its graph.
     """
 
-    rule: LossRule
-    view: View
-    leaf: Tensor
-    value: Tensor
+    def __init__(
+        self, case: LossCase, reduction: str, samples: int = SAMPLES, spread: bool = False
+    ) -> None:
+        """Run a loss on its case's inputs, which may be spread in memory."""
+        layer = replace(case.as_rule_case(reduction), constants=ALL_BUT_FIRST)
+        given = layer.arguments(samples)
+        run = execute(layer, given.map(strided) if spread else given)
+        if not isinstance(run.rule, LossRule):
+            raise CheckFailure(f"{type(run.rule).__name__} is no LossRule.")
+        self.case, self.rule, self.leaf, self.value = case, run.rule, run.live[0], run.output
+        self.view = run.view
+        self.view = self.times(1.0)
+        self.rule.check(self.view)
 
     @cached_property
     def full_hessian(self) -> Tensor:
@@ -53,47 +62,18 @@ class LossRun:
         """Of each sample's loss. Shape ``[N, D, D]``."""
         return oracle.own_blocks(self.full_hessian, self.leaf.dim())
 
-    def arriving(self, gradient: Tensor) -> View:
-        """The view with another gradient arriving at the loss."""
+    def times(self, factor: float | Tensor) -> View:
+        """The view in a multiple of the loss, each entry by its own."""
         with torch.no_grad():
-            return View(self.view.call, grad_output=gradient)
-
-    def times(self, factor: float) -> View:
-        """The view in a multiple of the loss."""
-        return self.arriving(torch.full_like(self.value, factor))
+            return View(self.view.call, grad_output=torch.ones_like(self.value) * factor)
 
     def columns(self) -> Tensor:
         """Random columns at the prediction."""
         return draw((COLUMNS, *self.leaf.shape), 3)
 
-    def product(self, mat: Tensor) -> Tensor:
-        """The Hessian times columns, by the oracle."""
-        return torch.einsum("nij,vnj->vni", self.hessian, mat.flatten(2)).reshape(mat.shape)
 
-
-def run_loss(
-    case: LossCase, reduction: str, samples: int = SAMPLES, spread: bool = False
-) -> LossRun:
-    """Run a loss on its case's inputs, where the prediction may be spread in memory."""
-    layer = replace(case.as_rule_case(reduction), constants=ALL_BUT_FIRST)
-    given = layer.arguments(samples)
-    if spread:
-        given = Arguments((strided(given.args[0]), *given.args[1:]), given.kwargs)
-    run = execute(layer, given)
-    if not isinstance(run.rule, LossRule):
-        require(False, f"{type(run.rule).__name__} is no LossRule.")
-    assert isinstance(run.rule, LossRule)
-    found = LossRun(run.rule, run.view, run.live[0], run.output)
-    found.view = found.times(1.0)
-    run.rule.check(found.view)
-    return found
-
-
-@shared
-def shared_run(case: LossCase, reduction: str) -> LossRun:
-    """The run of a case on its own inputs."""
-    return run_loss(case, reduction)
-
+# The run of a case on its own inputs.
+shared_run = shared(LossRun)
 
 # Methods of a rule, by what is compared: called with rule, view and columns.
 METHODS: dict[str, Callable[[LossRule, View, Tensor], Tensor | None]] = {
@@ -116,41 +96,37 @@ def _exact_square(rule: LossRule, view: View) -> Tensor | None:
 
 
 def agrees(
-    case: LossCase,
     run: LossRun,
     view: View | None = None,
-    chosen: Sequence[int] | None = None,
     factor: float = 1.0,
-    tolerance: float | None = None,
+    allowed: float = 0.0,
     methods: Sequence[str] = tuple(METHODS),
 ) -> None:
     """Methods of a rule against the oracle.
 
     Args:
-        case: The case.
         run: The run that the oracle knows.
-        view: What the rule sees; default: that of the run.
-        chosen: Which samples the view has.
+        view: What the rule sees, with some samples or all; default: that of the run.
         factor: Its Hessian is this multiple of the run's.
-        tolerance: Error that is allowed.
+        allowed: Relative error; default: that of double precision.
         methods: Which methods; default: all.
     """
     view, mat = view or run.view, run.columns()
-    samples = list(range(len(run.leaf)) if chosen is None else chosen)
-    dtype = view.input.dtype
-    of = {
-        "hessian_mat_prod": factor * run.product(mat)[:, samples],
-        "sum_hessian": factor * run.hessian[samples].sum(0),
-        "gradient": factor * oracle.gradients(run.value, [run.leaf])[0][samples],
-        "sqrt_hessian": factor * run.hessian[samples],
+    samples = list(range(len(run.leaf)) if view.indices is None else view.indices)
+    product = torch.einsum("nij,vnj->vni", run.hessian, mat.flatten(2)).reshape(mat.shape)
+    expected = {
+        "hessian_mat_prod": product[:, samples],
+        "sum_hessian": run.hessian[samples].sum(0),
+        "gradient": oracle.gradients(run.value, [run.leaf])[0][samples],
+        "sqrt_hessian": run.hessian[samples],
     }
     for name in methods:
         with torch.no_grad():
-            value = METHODS[name](run.rule, view, mat[:, samples].to(dtype))
+            value = METHODS[name](run.rule, view, mat[:, samples].to(view.input.dtype))
         if value is not None:
-            what = name + ": S Sᵀ" * (name == "sqrt_hessian")
-            require(value.dtype == dtype, f"{what}: {value.dtype}, expected {dtype}.")
-            close(value, of[name], what, tolerance or case.tolerances.float64)
+            what, kind = name + ": S Sᵀ" * (name == "sqrt_hessian"), view.input.dtype
+            require(value.dtype == kind, f"{what}: {value.dtype}, expected {kind}.")
+            close(value, factor * expected[name], what, allowed or run.case.tolerances.float64)
 
 
 def _refuses(function: Callable[..., object], what: str, *arguments: object) -> None:
@@ -186,10 +162,10 @@ def sqrt_hessian_sampled(case: LossCase, reduction: str) -> None:
 
 def arriving_gradient(case: LossCase, reduction: str) -> None:
     """Half the loss has half the Hessian; minus the loss has no root."""
-    run = run_loss(case, reduction)
-    agrees(case, run, run.times(0.5), factor=0.5)
+    run = LossRun(case, reduction)
+    agrees(run, run.times(0.5), factor=0.5)
     minus = run.times(-1.0)
-    agrees(case, run, minus, factor=-1.0, methods=["hessian_mat_prod"])
+    agrees(run, minus, factor=-1.0, methods=["hessian_mat_prod"])
     with torch.no_grad():
         _refuses(run.rule.sqrt_hessian, "sqrt_hessian of minus the loss", minus)
 
@@ -216,24 +192,14 @@ def started_extensions(case: LossCase, reduction: str) -> None:
     given.judge(installed_extensions(), allowed, refusals=refusals, needs=needs)
 
 
-def hessian_mat_prod(case: LossCase, reduction: str) -> None:
-    """Against the dense Hessian."""
-    agrees(case, shared_run(case, reduction), methods=["hessian_mat_prod"])
+def of_method(case: LossCase, reduction: str, method: str) -> None:
+    """One method against the dense Hessian, or the gradient."""
+    agrees(shared_run(case, reduction), methods=[method])
 
 
-def sum_hessian(case: LossCase, reduction: str) -> None:
-    """Against the dense Hessian, summed."""
-    agrees(case, shared_run(case, reduction), methods=["sum_hessian"])
-
-
-def gradient(case: LossCase, reduction: str) -> None:
-    """Against autograd."""
-    agrees(case, shared_run(case, reduction), methods=["gradient"])
-
-
-def sqrt_hessian(case: LossCase, reduction: str) -> None:
-    """Outer products of the root."""
-    agrees(case, shared_run(case, reduction), methods=["sqrt_hessian"])
+hessian_mat_prod, sum_hessian, gradient, sqrt_hessian = (
+    partial(of_method, method=method) for method in METHODS
+)
 
 
 def normalisation(case: LossCase) -> None:
@@ -265,18 +231,18 @@ def samples_are_separate(case: LossCase) -> None:
 
 def batch_of_one(case: LossCase) -> None:
     """One sample, mean."""
-    agrees(case, run_loss(case, "mean", samples=1))
+    agrees(LossRun(case, "mean", samples=1))
 
 
 def subsampled_call(case: LossCase) -> None:
     """Samples 2 and 0 of a mean: the factor stays that of the whole batch."""
     run = shared_run(case, "mean")
-    agrees(case, run, run.view.subsample([2, 0]), [2, 0])
+    agrees(run, run.view.subsample([2, 0]))
 
 
 def non_contiguous_input(case: LossCase) -> None:
     """A prediction that is every other entry of a larger tensor."""
-    agrees(case, run_loss(case, "mean", spread=True))
+    agrees(LossRun(case, "mean", spread=True))
 
 
 def float32(case: LossCase) -> None:
@@ -287,12 +253,12 @@ def float32(case: LossCase) -> None:
     leaf = given.args[0].requires_grad_().clone()
     value = module(leaf, *given.args[1:], **given.kwargs)
     single, allowed = recorded(value, torch.ones_like(value)), case.tolerances.float32
-    agrees(case, shared_run(case, "mean"), single, tolerance=allowed)
+    agrees(shared_run(case, "mean"), single, allowed=allowed)
 
 
 def leaves_arguments_alone(case: LossCase) -> None:
     """Prediction, target and columns come out as they went in, and the rule keeps nothing."""
-    run = run_loss(case, "mean")
+    run = LossRun(case, "mean")
     mat = run.columns()
     given = (mat, *run.view.stored.inputs)
     with torch.no_grad(), untouched(run.rule, run.view.call.module, *given):
@@ -302,7 +268,7 @@ def leaves_arguments_alone(case: LossCase) -> None:
 
 def unreduced(case: LossCase) -> None:
     """``reduction="none"``: a different gradient arrives at every entry of the loss."""
-    run = run_loss(case, "none")
+    run = LossRun(case, "none")
     weights = torch.linspace(0.5, 1.5, run.value.numel()).reshape(run.value.shape).to(run.value)
     run.value = (run.value * weights).sum()
-    agrees(case, run, run.arriving(weights))
+    agrees(run, run.times(weights))

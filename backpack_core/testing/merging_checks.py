@@ -16,21 +16,21 @@ from backpack_core.record.structure import iter_tensors
 from backpack_core.testing.cases import Arguments
 from backpack_core.testing.compare import require
 from backpack_core.testing.extensions_run import forget
-from backpack_core.testing.nets import ExtensionNets
+from backpack_core.testing.nets import Nets
 
 HALVES = slice(0, 1), slice(1, None)
 
 Made = tuple[Module, Arguments, Module]  # net, inputs, loss
 
 
-def degree(nets: ExtensionNets) -> None:
+def degree(nets: Nets) -> None:
     """A quarter of the loss has values that are smaller by ``4 ** degree``."""
-    given, extension = nets.problem, nets.one
+    given, extension = nets.problem(), nets.fresh()[0]
     over = declaration(extension)
     if extension.degree is None or isinstance(over, Refused):
         return
     whole = given.run([extension])[1][extension.savefield]
-    part = given.run([nets.one], scale=0.25)[1][extension.savefield]
+    part = given.run([nets.fresh()[0]], scale=0.25)[1][extension.savefield]
     for name, stored in whole.items():
         found = over.take_apart(part[name])
         for key, tensor in over.take_apart(stored).items():
@@ -59,11 +59,11 @@ def _parts(
     return found
 
 
-def samples_add(nets: ExtensionNets) -> None:
+def samples_add(nets: Nets) -> None:
     """Where ``sums_samples`` is declared, values of two batches add up to that of both."""
-    extension = nets.one
+    extension = nets.fresh()[0]
     if extension.sums_samples:
-        made, batches = nets.problem_with(reduction="sum").extended(), (slice(None), *HALVES)
+        made, batches = nets.problem(reduction="sum").extended(), (slice(None), *HALVES)
         found = _parts(made, extension, batches, lambda stored: list(iter_tensors(stored)))
         for name, values in found.items():
             for whole, *halves in zip(*values, strict=True):
@@ -71,9 +71,9 @@ def samples_add(nets: ExtensionNets) -> None:
                 nets.close(torch.stack(halves).sum(0), whole, what)
 
 
-def two_halves(nets: ExtensionNets, reduction: str) -> None:
+def two_halves(nets: Nets, reduction: str) -> None:
     """Values of two batches combine to that of the whole batch."""
-    given, extension = nets.problem_with(reduction=reduction), nets.one
+    given, extension = nets.problem(reduction=reduction), nets.fresh()[0]
     over = declaration(extension)
     if over.refusal:
         require(len(over.refusal.split()) > 5, f"{nets.case.label()} refuses without a reason.")

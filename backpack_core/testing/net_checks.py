@@ -22,7 +22,7 @@ from backpack_core.testing.extensions_run import (
     installed_extensions,
     no_calls_left,
 )
-from backpack_core.testing.nets import TWICE, ExtensionNets, Nets, RuleNets
+from backpack_core.testing.nets import TWICE, Nets
 from backpack_core.testing.network import ScaledLoss
 from backpack_core.testing.reference import Reference
 
@@ -48,7 +48,7 @@ def called_twice(nets: Nets) -> None:
 
 
 def _with_refusals(nets: Nets, **net: Any) -> None:
-    refusals = nets.problem_with(**net).judge_refusal
+    refusals = nets.problem(**net).judge_refusal
     nets.judge(net=net, refusals=refusals)
 
 
@@ -70,18 +70,19 @@ def frozen_surroundings(nets: Nets) -> None:
 
 def partly_frozen(nets: Nets) -> None:
     """Every other parameter is frozen, then the remaining ones instead."""
-    _frozen(nets, nets.names[::2].__contains__, nets.names[1::2].__contains__)
+    names = [n for n in nets.problem().reference.parameters if n.startswith(nets.prefix)]
+    _frozen(nets, names[::2].__contains__, names[1::2].__contains__)
 
 
 def float32(nets: Nets) -> None:
     """Single precision, against the reference in double precision."""
-    needs = ALL_NEEDS if isinstance(nets, ExtensionNets) else (*COARSE, *TWICE)
+    needs = ALL_NEEDS if nets.is_alone else (*COARSE, *TWICE)
     _coarsely(nets, needs, nets.case.tolerances.float32, half=False, dtype=torch.float32)
 
 
 def bfloat16(nets: Nets, **how: Any) -> None:
     """Half precision, against the reference; values that it cannot resolve must be finite."""
-    needs = COARSE if isinstance(nets, ExtensionNets) else (*COARSE, "double backward")
+    needs = COARSE if nets.is_alone else (*COARSE, "double backward")
     how = how or {"dtype": torch.bfloat16}
     _coarsely(nets, needs, nets.case.tolerances.bfloat16, half=True, **how)
 
@@ -93,9 +94,9 @@ def autocast(nets: Nets) -> None:
 
 def _coarsely(nets: Nets, needs: Sequence[str], allowed: float, half: bool, **how: Any) -> None:
     needs = [need for need in needs if need in nets.needs]
-    known = [(extension, nets.known(extension)) for extension in nets.every]
+    known = [(extension, nets.known(extension)) for extension in nets.fresh()]
     good = [e for e, of in known if of and of.needs in needs and not (half and of.cancels)]
-    if isinstance(nets, ExtensionNets):
+    if nets.is_alone:
         needs = needs if good else ()
         nets.judge(allowed=allowed, needs=needs, coarse=half, **how)
     else:
@@ -112,9 +113,9 @@ def retain_graph(nets: Nets) -> None:
 
 def subsampling(nets: Nets) -> None:
     """Samples 2 and 0, in this order."""
-    chosen, names = (2, 0), {type(extension) for extension in nets.every}
-    reference = nets.problem.reference.restricted(chosen)
-    if isinstance(nets, ExtensionNets):
+    chosen, names = (2, 0), {type(extension) for extension in nets.fresh()}
+    reference = nets.problem().reference.restricted(chosen)
+    if nets.is_alone:
         (extension,) = nets.fresh(subsampling=list(chosen))
         require(extension.subsampling == chosen, "subsampling is not what was asked for.")
         nets.judge([extension], reference=reference)
@@ -147,7 +148,7 @@ def pickle(nets: Nets) -> None:
 
 def no_live_calls(nets: Nets) -> None:
     """Forward only; and forward with backward, and all extensions."""
-    given, extensions = nets.problem, nets.few()
+    given, extensions = nets.problem(), nets.few()
     with no_calls_left("After a forward pass alone"):
         made = given.extended()
         value = forward_loss(*made)
@@ -158,85 +159,85 @@ def no_live_calls(nets: Nets) -> None:
         del net, values
 
 
-def mixing_is_refused(nets: RuleNets) -> None:
+def mixing_is_refused(nets: Nets) -> None:
     """Every extension raises SampleMixingError, except those that need no separate samples."""
     judge = _because_of("sample")
     for extension in installed_extensions():
-        if nets.problem.run_usable([extension], judge)[0]:
+        if nets.problem().run_usable([extension], judge)[0]:
             whole = not extension.propagator.per_sample
             require(whole, f"{type(extension).__name__} gave a value, though samples mix.")
             nets.judge([extension])
 
 
-def shared_positions(nets: ExtensionNets) -> None:
+def shared_positions(nets: Nets) -> None:
     """An input ``[N, S, F]``."""
     nets.judge(net={"shape": (2, 2)})
 
 
-def single_number(nets: ExtensionNets) -> None:
+def single_number(nets: Nets) -> None:
     """A parameter that has no axes."""
     nets.judge(net={"single": True})
 
 
-def residual(nets: ExtensionNets) -> None:
+def residual(nets: Nets) -> None:
     """A functional sum between modules; an extension of chains may refuse."""
     _with_refusals(nets, residual=True)
 
 
-def loss_scaled(nets: ExtensionNets) -> None:
+def loss_scaled(nets: Nets) -> None:
     """``0.25 * loss``: everything scales as the loss does."""
-    whole = nets.problem.reference
+    whole = nets.problem().reference
     scaled = Reference(whole.net, whole.arguments, ScaledLoss(whole.loss, 0.25))
     nets.judge(reference=scaled, scale=0.25)
 
 
-def no_samples(nets: ExtensionNets) -> None:
+def no_samples(nets: Nets) -> None:
     """A batch of none, as Poisson sampling draws them: a value that is finite, or a refusal."""
-    extensions = nets.every
+    extensions = nets.fresh()
     try:
-        _, values = nets.problem_with(reduction="sum", samples=0).run(extensions)
+        _, values = nets.problem(reduction="sum", samples=0).run(extensions)
     except UnsupportedError:
         return
     finite(values[extensions[0].savefield], nets.case.label())
 
 
-def in_chunks(nets: ExtensionNets) -> None:
+def in_chunks(nets: Nets) -> None:
     """``columns_add`` is declared: columns go through the net one by one, as with little memory."""
-    extension = nets.one
+    extension = nets.fresh()[0]
     extension.chunk_size = 1
     nets.judge([extension])
 
 
-def savefield(nets: ExtensionNets) -> None:
+def savefield(nets: Nets) -> None:
     """Under another name."""
     nets.judge(nets.fresh(savefield="another_name"))
 
 
-def pickle_extension(nets: ExtensionNets) -> None:
+def pickle_extension(nets: Nets) -> None:
     """The copy is an extension of the same kind that gives the same value."""
-    extension = nets.one
+    extension = nets.fresh()[0]
     restored = pickling.loads(pickling.dumps(extension))
     require(type(restored) is type(extension), "The restored extension has another type.")
     require(restored.propagator == extension.propagator, "The propagators differ: make it a value.")
     nets.judge([restored])
 
 
-def beside_others(nets: ExtensionNets) -> None:
+def beside_others(nets: Nets) -> None:
     """All installed extensions in one pass."""
-    extension = nets.one
+    extension = nets.fresh()[0]
     others = [e for e in installed_extensions() if e.savefield != extension.savefield]
 
     def judge(refusing: Extension, error: Exception) -> None:
         if refusing is extension or not isinstance(error, UnsupportedError):
             raise error
 
-    _, values = nets.problem.run_usable([*others, extension], judge)
-    nets.problem.compare(values, [extension], nets.case.tolerances.float64)
+    _, values = nets.problem().run_usable([*others, extension], judge)
+    nets.problem().compare(values, [extension], nets.case.tolerances.float64)
 
 
-def leaves_gradient_alone(nets: ExtensionNets) -> None:
+def leaves_gradient_alone(nets: Nets) -> None:
     """``.grad`` is the same with and without; parameters get the stored values and nothing else."""
-    extensions, given = nets.every, nets.problem
+    extensions, given = nets.fresh(), nets.problem()
     net, _ = given.run(extensions)
     plain, arguments, loss = given.build(torch.float64)
     forward_loss(plain, arguments, loss).backward()
@@ -248,8 +249,8 @@ def leaves_gradient_alone(nets: ExtensionNets) -> None:
         require(not added, f"{added} on {name!r}: only the engine writes to parameters.")
 
 
-def declarations(nets: ExtensionNets) -> None:
+def declarations(nets: Nets) -> None:
     """Every class attribute that extension and propagator set is one that their bases know."""
-    extension = nets.one
+    extension = nets.fresh()[0]
     declared.refuse(type(extension))
     declared.refuse(type(extension.propagator))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -14,19 +14,11 @@ from torch.nn import Module
 
 from backpack_core.contract.extension import Extension
 from backpack_core.errors import UnsupportedError
+from backpack_core.testing import network
 from backpack_core.testing.cases import SAMPLES, Arguments, ExtensionCase, RuleCase
 from backpack_core.testing.compare import close
 from backpack_core.testing.execution import draw, shared_execution
 from backpack_core.testing.extensions_run import ALL_NEEDS, Judge, Problem, installed_extensions
-from backpack_core.testing.network import (
-    CLASSES,
-    BoundLoss,
-    Mix,
-    Shrink,
-    SoftmaxLoss,
-    Squash,
-    build_net,
-)
 from backpack_core.testing.quantities import Quantity, quantity_of
 from backpack_core.testing.reference import Reference
 from backpack_core.testing.traits import traits
@@ -42,38 +34,26 @@ class Nets:
 
     Attributes:
         case: The layer or extension.
+        problem: Makes the net, with options; each is made once.
+        fresh: The extensions that have a value on the plain net. Takes arguments of extensions.
+        needs: The needs that have an oracle.
+        prefix: Of the names of the parameters that the case is about.
     """
 
     case: Any
-    quantity: Quantity | None = None
-
-    @cached_property
-    def problem(self) -> Problem:
-        """The plain net, with a mean loss."""
-        return self.problem_with()
-
-    def problem_with(self, **options: Any) -> Problem:
-        """The net with options, made once."""
-        raise NotImplementedError
+    problem: Callable[..., Problem]
+    fresh: Callable[..., list[Extension]]
+    needs: Sequence[str] = ALL_NEEDS
+    prefix: str = ""
 
     @property
-    def needs(self) -> Sequence[str]:
-        """The needs that have an oracle."""
-        return ALL_NEEDS
-
-    @property
-    def names(self) -> list[str]:
-        """The parameters that the case is about."""
-        return list(self.problem.reference.parameters)
-
-    @cached_property
-    def every(self) -> list[Extension]:
-        """The extensions that have a value on the plain net."""
-        raise NotImplementedError
+    def is_alone(self) -> bool:
+        """Whether one extension is checked, not a layer."""
+        return isinstance(self.case, ExtensionCase)
 
     def known(self, extension: Extension) -> Quantity | None:
         """What an extension has to compute."""
-        return self.quantity or quantity_of(extension.savefield)
+        return self.problem().quantity or quantity_of(extension.savefield)
 
     def close(self, found: Tensor, expected: Tensor, what: str) -> None:
         """Compare in double precision."""
@@ -82,7 +62,7 @@ class Nets:
     def few(self, needs: Sequence[str] | None = None) -> list[Extension]:
         """One for each pair of propagator and needs, of those with certain needs."""
         found: dict[Any, Extension] = {}
-        for extension in self.every:
+        for extension in self.fresh():
             known = self.known(extension)
             if needs is None or (known and known.needs in needs):
                 found.setdefault((extension.propagator, known and known.needs), extension)
@@ -100,52 +80,28 @@ class Nets:
 
         Args:
             extensions: What to compute; default: all that have a value.
-            net: Options of :meth:`problem_with`.
+            net: Options of the net.
             allowed: Relative error; default: that of double precision.
             refusals: Whether extensions may refuse; default: none may.
-            ways: Options of ``Problem.run`` and ``Problem.compare``.
+            ways: Options of ``Problem.judge`` and ``Problem.run``.
         """
-        given = self.problem_with(**net or {})
         ways.setdefault("needs", self.needs)
         allowed = allowed or self.case.tolerances.float64
-        given.judge(self.every if extensions is None else extensions, allowed, refusals, **ways)
-
-
-class RuleNets(Nets):
-    """A layer between two others, and every installed extension."""
-
-    case: RuleCase
-
-    def problem_with(self, **options: Any) -> Problem:
-        """Options: reduction, samples, and ``twice``, which has a second branch."""
-        return _around(self.case, **options)
-
-    @property
-    def needs(self) -> Sequence[str]:
-        """Torch may not differentiate a layer twice."""
-        return [n for n in ALL_NEEDS if self.case.twice_differentiable or n not in TWICE]
-
-    @property
-    def names(self) -> list[str]:
-        """Those of the layer."""
-        return [f"layer.{name}" for name in shared_execution(self.case).parameters]
-
-    @cached_property
-    def every(self) -> list[Extension]:
-        """All others raised for a stated need."""
-        return self.problem.usable(installed_extensions())
+        extensions = self.fresh() if extensions is None else extensions
+        self.problem(**net or {}).judge(extensions, allowed, refusals, **ways)
 
 
 @lru_cache(maxsize=8)
 def _around(
     case: RuleCase, reduction: str = "mean", samples: int = SAMPLES, twice: bool = False
 ) -> Problem:
-    """A case's small net, with its reference."""
+    """A layer between two others; ``twice`` has a second branch."""
     run = shared_execution(case)
-    template, arguments = build_net(case, samples, twice, run.batch_axis)
+    template, arguments = network.build_net(case, samples, twice, run.batch_axis)
 
     def build(dtype: torch.dtype) -> tuple[Module, Arguments, Module]:
-        return copy.deepcopy(template).to(dtype), arguments.to(dtype), SoftmaxLoss(reduction)
+        net, loss = copy.deepcopy(template).to(dtype), network.SoftmaxLoss(reduction)
+        return net, arguments.to(dtype), loss
 
     linear = set(run.parameters) <= set(getattr(run.rule, "linear_in_params", ()))
     known = "second derivative" in traits(case) and (run.rule.hessian_is_zero or not any(run.live))
@@ -156,6 +112,11 @@ def _around(
     if twice or not isinstance(run.rule, AffineRule):
         may.add("structure")
     return Problem(build, Reference(*build(torch.float64)), frozenset(may))
+
+
+@lru_cache(maxsize=8)
+def _usable(case: RuleCase) -> list[Extension]:
+    return _around(case).usable(installed_extensions())
 
 
 class Block(Module):
@@ -170,9 +131,9 @@ class Block(Module):
         self, shape: tuple[int, ...], shrink: bool, residual: bool, twice: bool, single: bool
     ) -> None:
         super().__init__()
-        self.shrink = Shrink(() if single else shape) if shrink else None
-        self.squash, self.residual = Squash(), residual
-        self.again = Mix(shape[-1]) if twice else None
+        self.shrink = network.Shrink(() if single else shape) if shrink else None
+        self.squash, self.residual = network.Squash(), residual
+        self.again = network.Mix(shape[-1]) if twice else None
 
     def forward(self, x: Tensor) -> Tensor:
         """``[N, *shape] → [N, *shape]``."""
@@ -181,84 +142,53 @@ class Block(Module):
         return hidden if self.again is None else self.again(self.again(hidden))
 
 
-class ExtensionNets(Nets):
-    """One extension, on a net that it can do."""
+@lru_cache(maxsize=16)
+def _alone(
+    case: ExtensionCase,
+    reduction: str = "mean",
+    samples: int = SAMPLES,
+    shape: tuple[int, ...] = (2,),
+    residual: bool = False,
+    twice: bool = False,
+    single: bool = False,
+    shrink: bool | None = None,
+) -> Problem:
+    """A net for one extension; ``shrink`` has a layer that is not affine."""
+    quantity = case.quantity or quantity_of(case.extension_factory().savefield)
+    use = _takes_any_layer(case, quantity) if shrink is None else shrink
+    layer = RuleCase(
+        lambda: Block(shape, use, residual, twice, single), lambda n: draw((n, *shape), 1)
+    )
 
-    case: ExtensionCase
+    def build(dtype: torch.dtype) -> tuple[Module, Arguments, Module]:
+        loss: Module = network.SoftmaxLoss(reduction)
+        outputs = network.CLASSES
+        if case.loss is not None:
+            of = case.loss.as_rule_case(reduction)
+            given = of.arguments(samples, dtype)
+            loss = network.BoundLoss(of.module(dtype), given)
+            outputs = given.args[0].shape[1:].numel()
+        net, arguments = network.build_net(layer, samples, outputs=outputs)
+        return net.to(dtype), arguments.to(dtype), loss
 
-    def problem_with(self, **options: Any) -> Problem:
-        """Options: reduction, samples, shape, shrink, residual, twice, single."""
-        key = tuple(sorted(options.items()))
-        if key not in self._known:
-            self._known[key] = self._problem(**options)
-        return self._known[key]
-
-    @cached_property
-    def _known(self) -> dict[Any, Problem]:
-        return {}
-
-    def _problem(
-        self,
-        reduction: str = "mean",
-        samples: int = SAMPLES,
-        shape: tuple[int, ...] = (2,),
-        residual: bool = False,
-        twice: bool = False,
-        single: bool = False,
-        shrink: bool | None = None,
-    ) -> Problem:
-        use = self._takes_any_layer if shrink is None else shrink
-        layer = RuleCase(
-            lambda: Block(shape, use, residual, twice, single), lambda n: draw((n, *shape), 1)
-        )
-
-        def build(dtype: torch.dtype) -> tuple[Module, Arguments, Module]:
-            loss, outputs = self._loss(reduction, samples, dtype)
-            net, given = build_net(layer, samples, outputs=outputs)
-            return net.to(dtype), given.to(dtype), loss
-
-        may = {"structure"} if residual else {"structure", "second derivative"} if twice else ()
-        reference = Reference(*build(torch.float64))
-        return Problem(build, reference, frozenset(may), self.quantity, whole=True)
-
-    def _loss(self, reduction: str, samples: int, dtype: torch.dtype) -> tuple[Module, int]:
-        """The loss of the prediction, and how many numbers of a sample it takes."""
-        if self.case.loss is None:
-            return SoftmaxLoss(reduction), CLASSES
-        layer = self.case.loss.as_rule_case(reduction)
-        given = layer.arguments(samples, dtype)
-        return BoundLoss(layer.module(dtype), given), given.args[0].shape[1:].numel()
-
-    @cached_property
-    def _takes_any_layer(self) -> bool:
-        """Whether the extension does without affine layers."""
-        if self.quantity is not None:
-            return self.quantity.needs != "structure"
-        try:
-            self.problem_with(shrink=True).run(self.fresh())
-        except UnsupportedError:
-            return False
-        return True
-
-    @property
-    def one(self) -> Extension:
-        """A new instance."""
-        return self.fresh()[0]
-
-    def fresh(self, **arguments: Any) -> list[Extension]:
-        """A new instance."""
-        return [self.case.extension_factory(**arguments)]
-
-    @property
-    def every(self) -> list[Extension]:
-        """A new instance each time."""
-        return self.fresh()
+    may = {"structure"} if residual else {"structure", "second derivative"} if twice else ()
+    return Problem(build, Reference(*build(torch.float64)), frozenset(may), quantity, whole=True)
 
 
-@lru_cache(maxsize=8)
-def nets_of(case: RuleCase | ExtensionCase) -> Any:
-    """The nets of a case."""
+def _takes_any_layer(case: ExtensionCase, quantity: Quantity | None) -> bool:
+    """Whether an extension does without affine layers."""
+    if quantity is not None:
+        return quantity.needs != "structure"
+    try:
+        _alone(case, shrink=True).run([case.extension_factory()])
+    except UnsupportedError:
+        return False
+    return True
+
+
+def nets_of(case: Any) -> Nets:
+    """The nets of a layer or an extension."""
     if isinstance(case, RuleCase):
-        return RuleNets(case)
-    known = case.quantity or quantity_of(case.extension_factory().savefield)
-    return ExtensionNets(case, known)
+        needs = [n for n in ALL_NEEDS if case.twice_differentiable or n not in TWICE]
+        return Nets(case, partial(_around, case), partial(_usable, case), needs, "layer.")
+    return Nets(case, partial(_alone, case), lambda **given: [case.extension_factory(**given)])
