@@ -17,11 +17,6 @@ from backpack_core.testing.cases import ExtensionCase as ExtensionCase
 from backpack_core.testing.cases import LossCase as LossCase
 from backpack_core.testing.cases import RuleCase as RuleCase
 from backpack_core.testing.cases import Tolerances as Tolerances
-from backpack_core.testing.decorators import (
-    parametrize_extension_checks as parametrize_extension_checks,
-)
-from backpack_core.testing.decorators import parametrize_loss_checks as parametrize_loss_checks
-from backpack_core.testing.decorators import parametrize_rule_checks as parametrize_rule_checks
 from backpack_core.testing.isolation import only_plugins as only_plugins
 from backpack_core.testing.isolation import temporary_plugin as temporary_plugin
 from backpack_core.testing.network import LABELLED as LABELLED
@@ -32,3 +27,8 @@ from backpack_core.testing.runner import CheckResult as CheckResult
 from backpack_core.testing.runner import check_extension as check_extension
 from backpack_core.testing.runner import check_loss as check_loss
 from backpack_core.testing.runner import check_rule as check_rule
+from backpack_core.testing.runner import (
+    parametrize_extension_checks as parametrize_extension_checks,
+)
+from backpack_core.testing.runner import parametrize_loss_checks as parametrize_loss_checks
+from backpack_core.testing.runner import parametrize_rule_checks as parametrize_rule_checks

@@ -19,7 +19,7 @@ from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import MissingPluginError, UsageError
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
-from backpack_core.record.structure import map_tensors
+from backpack_core.record.structure import iter_tensors, map_tensors
 from backpack_core.testing.isolation import temporary_plugin
 from backpack_core.testing.quantities import Quantity
 
@@ -56,23 +56,26 @@ class Arguments:
 
     def to(self, dtype: torch.dtype) -> Arguments:
         """The same, with floating-point tensors in another dtype."""
-        args, kwargs = map_tensors((self.args, dict(self.kwargs)), lambda t: _cast(t, dtype))
-        return Arguments(args, kwargs)
+        return self.map(lambda t: t.to(dtype) if t.is_floating_point() else t)
 
+    def map(self, function: Callable[[Tensor], Tensor]) -> Arguments:
+        """The same, with a function applied to every tensor."""
+        return Arguments(*map_tensors((self.args, dict(self.kwargs)), function))
 
-def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+    def tensors(self) -> list[Tensor]:
+        """Every tensor, positional ones first."""
+        return list(iter_tensors((self.args, dict(self.kwargs))))
+
+    def call(self, function: Callable[..., Any]) -> Any:
+        """What a function returns for these, with the random numbers of a forward pass."""
+        return seeded(lambda: function(*self.args, **self.kwargs), FORWARD)
 
 
 def seeded(function: Callable[[], T], seed: int) -> T:
     """Call ``function`` with a seeded default generator, and leave the generator as it was."""
-    generator = torch.default_generator
-    before = generator.get_state()
-    generator.manual_seed(seed)
-    try:
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
         return function()
-    finally:
-        generator.set_state(before)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -158,7 +161,10 @@ class RuleCase(Case):
         self, samples: int = SAMPLES, dtype: torch.dtype = torch.float64, seed: int = 1
     ) -> Arguments:
         """Fresh inputs, the same each time for one seed."""
-        return as_arguments(seeded(lambda: self.input_factory(samples), seed)).to(dtype)
+        value = seeded(lambda: self.input_factory(samples), seed)
+        if not isinstance(value, Arguments):
+            value = Arguments(value if isinstance(value, tuple) else (value,))
+        return value.to(dtype)
 
     def resolve(self, module: Module) -> LayerRule:
         """The rule for the case's module.
@@ -236,22 +242,9 @@ class ExtensionCase(Case):
 def installed(rule: type[LayerRule] | None = None) -> Iterator[None]:
     """Registers a rule that no installed plugin provides, inside the block; may be nested."""
     ensure_loaded()
-    if rule is None or _is_known(rule):
+    known = {type(claim.value) for claims in registry.rules.values() for claim in claims}
+    with temporary_plugin(*(() if rule is None or rule in known else (rule,))):
         yield
-        return
-    with temporary_plugin(rule):
-        yield
-
-
-def _is_known(rule: type[LayerRule]) -> bool:
-    return any(type(claim.value) is rule for claims in registry.rules.values() for claim in claims)
-
-
-def as_arguments(value: Any) -> Arguments:
-    """What an input factory returned, as arguments."""
-    if isinstance(value, Arguments):
-        return value
-    return Arguments(value if isinstance(value, tuple) else (value,))
 
 
 def label_of(module: Module) -> str:

@@ -5,7 +5,9 @@ No rule is named here: the matrix finds out which examples have one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from ast import literal_eval
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,115 +16,71 @@ from torch import Tensor, nn
 from backpack_core.plugins.registry import registry
 from backpack_core.testing.cases import LossCase, RuleCase
 
-Made = tuple[type[nn.Module], tuple[Any, ...], tuple[int, ...]]  # type, arguments, shape of input
-
-_PLAIN: dict[str, list[Made]] = {
-    "Linear maps": [
-        (nn.Linear, (4, 2), (4,)),
-        (nn.Conv1d, (2, 2, 2), (2, 4)),
-        (nn.Conv2d, (1, 2, 2), (1, 2, 4)),
-        (nn.Conv3d, (1, 2, 2), (1, 2, 2, 2)),
-        (nn.ConvTranspose1d, (2, 2, 2), (2, 2)),
-        (nn.ConvTranspose2d, (1, 2, 2), (1, 2, 1)),
-        (nn.ConvTranspose3d, (1, 2, (2, 1, 1)), (1, 1, 2, 2)),
-    ],
-    "Activations": [
-        *(
-            (kind, (), (4,))
-            for kind in (
-                nn.ReLU,
-                nn.ReLU6,
-                nn.LeakyReLU,
-                nn.RReLU,
-                nn.PReLU,
-                nn.ELU,
-                nn.CELU,
-                nn.SELU,
-                nn.GELU,
-                nn.SiLU,
-                nn.Mish,
-                nn.Sigmoid,
-                nn.LogSigmoid,
-                nn.Tanh,
-                nn.Tanhshrink,
-                nn.Hardtanh,
-                nn.Hardsigmoid,
-                nn.Hardswish,
-                nn.Hardshrink,
-                nn.Softshrink,
-                nn.Softsign,
-                nn.Softplus,
-                nn.GLU,
-            )
-        ),
-        (nn.Threshold, (0.1, 0.2), (4,)),
-        (nn.Softmax, (1,), (4,)),
-        (nn.Softmin, (1,), (4,)),
-        (nn.LogSoftmax, (1,), (4,)),
-        (nn.Softmax2d, (), (2, 1, 2)),
-    ],
-    "Pooling": [
-        (nn.MaxPool1d, (2,), (1, 4)),
-        (nn.MaxPool2d, (2,), (1, 2, 4)),
-        (nn.MaxPool3d, (2,), (1, 2, 2, 4)),
-        (nn.AvgPool1d, (2,), (1, 4)),
-        (nn.AvgPool2d, (2,), (1, 2, 4)),
-        (nn.AvgPool3d, (2,), (1, 2, 2, 4)),
-        (nn.AdaptiveMaxPool1d, (2,), (1, 4)),
-        (nn.AdaptiveMaxPool2d, (1,), (2, 2, 2)),
-        (nn.AdaptiveMaxPool3d, (1,), (2, 2, 2, 1)),
-        (nn.AdaptiveAvgPool1d, (2,), (1, 4)),
-        (nn.AdaptiveAvgPool2d, (1,), (2, 2, 2)),
-        (nn.AdaptiveAvgPool3d, (1,), (2, 2, 2, 1)),
-        (nn.LPPool1d, (2, 2), (1, 4)),
-        (nn.LPPool2d, (2, 2), (1, 2, 4)),
-        (nn.LPPool3d, (2, (1, 1, 2)), (1, 1, 2, 4)),
-    ],
-    "Normalisation": [
-        (nn.LayerNorm, (4,), (4,)),
-        (nn.RMSNorm, (4,), (4,)),
-        (nn.GroupNorm, (1, 4), (4,)),
-        (nn.InstanceNorm1d, (2, 1e-5, 0.1, True), (2, 4)),
-        (nn.InstanceNorm2d, (1, 1e-5, 0.1, True), (1, 2, 2)),
-        (nn.InstanceNorm3d, (1, 1e-5, 0.1, True), (1, 2, 2, 1)),
-        (nn.LocalResponseNorm, (2,), (4, 1)),
-    ],
-    "Shapes, padding, dropout": [
-        (nn.Identity, (), (4,)),
-        (nn.Flatten, (), (2, 2)),
-        (nn.Unflatten, (1, (2, 2)), (4,)),
-        (nn.Unfold, (2,), (1, 2, 4)),
-        (nn.Fold, ((1, 4), (1, 2), 1, 0, (1, 2)), (2, 2)),
-        (nn.PixelShuffle, (2,), (4, 1, 1)),
-        (nn.PixelUnshuffle, (2,), (1, 2, 2)),
-        (nn.ChannelShuffle, (2,), (4, 1)),
-        (nn.Upsample, (None, 2), (1, 2)),
-        (nn.UpsamplingNearest2d, (None, 2), (1, 1, 2)),
-        (nn.UpsamplingBilinear2d, (None, 2), (1, 1, 2)),
-        *(
-            (getattr(nn, f"{kind}Pad{dims}d"), (1, *([0.5] if kind == "Constant" else [])), shape)
-            for kind in ("Constant", "Zero", "Reflection", "Replication", "Circular")
-            for dims, shape in ((1, (1, 2)), (2, (1, 2, 2)), (3, (1, 2, 2, 2)))
-        ),
-        (nn.Dropout, (0.4,), (4,)),
-        (nn.Dropout1d, (0.4,), (4, 1)),
-        (nn.Dropout2d, (0.4,), (4, 1, 1)),
-        (nn.Dropout3d, (0.4,), (4, 1, 1, 1)),
-        (nn.AlphaDropout, (0.4,), (4,)),
-        (nn.FeatureAlphaDropout, (0.4,), (4, 1)),
-    ],
+# Layers of one input: type, arguments, and the shape of a sample, if it is not 4.
+_PLAIN = {
+    "Linear maps": """
+        Linear(4, 2); Conv1d(2, 2, 2) 2, 4; Conv2d(1, 2, 2) 1, 2, 4; Conv3d(1, 2, 2) 1, 2, 2, 2;
+        ConvTranspose1d(2, 2, 2) 2, 2; ConvTranspose2d(1, 2, 2) 1, 2, 1;
+        ConvTranspose3d(1, 2, (2, 1, 1)) 1, 1, 2, 2""",
+    "Activations": """
+        ReLU(); ReLU6(); LeakyReLU(); RReLU(); PReLU(); ELU(); CELU(); SELU(); GELU(); SiLU();
+        Mish(); Sigmoid(); LogSigmoid(); Tanh(); Tanhshrink(); Hardtanh(); Hardsigmoid();
+        Hardswish(); Hardshrink(); Softshrink(); Softsign(); Softplus(); GLU();
+        Threshold(0.1, 0.2); Softmax(1,); Softmin(1,); LogSoftmax(1,); Softmax2d() 2, 1, 2""",
+    "Pooling": """
+        MaxPool1d(2,) 1, 4; MaxPool2d(2,) 1, 2, 4; MaxPool3d(2,) 1, 2, 2, 4;
+        AvgPool1d(2,) 1, 4; AvgPool2d(2,) 1, 2, 4; AvgPool3d(2,) 1, 2, 2, 4;
+        AdaptiveMaxPool1d(2,) 1, 4; AdaptiveMaxPool2d(1,) 2, 2, 2; AdaptiveMaxPool3d(1,) 2, 2, 2, 1;
+        AdaptiveAvgPool1d(2,) 1, 4; AdaptiveAvgPool2d(1,) 2, 2, 2; AdaptiveAvgPool3d(1,) 2, 2, 2, 1;
+        LPPool1d(2, 2) 1, 4; LPPool2d(2, 2) 1, 2, 4; LPPool3d(2, (1, 1, 2)) 1, 1, 2, 4""",
+    "Normalisation": """
+        LayerNorm(4,); RMSNorm(4,); GroupNorm(1, 4); InstanceNorm1d(2, 1e-5, 0.1, True) 2, 4;
+        InstanceNorm2d(1, 1e-5, 0.1, True) 1, 2, 2; InstanceNorm3d(1, 1e-5, 0.1, True) 1, 2, 2, 1;
+        LocalResponseNorm(2,) 4, 1""",
+    "Shapes, padding, dropout": """
+        Identity(); Flatten() 2, 2; Unflatten(1, (2, 2)); Unfold(2,) 1, 2, 4;
+        Fold((1, 4), (1, 2), 1, 0, (1, 2)) 2, 2; PixelShuffle(2,) 4, 1, 1;
+        PixelUnshuffle(2,) 1, 2, 2; ChannelShuffle(2,) 4, 1; Upsample(None, 2) 1, 2;
+        UpsamplingNearest2d(None, 2) 1, 1, 2; UpsamplingBilinear2d(None, 2) 1, 1, 2;
+        ConstantPad1d(1, 0.5) 1, 2; ConstantPad2d(1, 0.5) 1, 2, 2; ConstantPad3d(1, 0.5) 1, 2, 2, 2;
+        ZeroPad1d(1,) 1, 2; ZeroPad2d(1,) 1, 2, 2; ZeroPad3d(1,) 1, 2, 2, 2;
+        ReflectionPad1d(1,) 1, 2; ReflectionPad2d(1,) 1, 2, 2; ReflectionPad3d(1,) 1, 2, 2, 2;
+        ReplicationPad1d(1,) 1, 2; ReplicationPad2d(1,) 1, 2, 2; ReplicationPad3d(1,) 1, 2, 2, 2;
+        CircularPad1d(1,) 1, 2; CircularPad2d(1,) 1, 2, 2; CircularPad3d(1,) 1, 2, 2, 2;
+        Dropout(0.4,); Dropout1d(0.4,) 4, 1; Dropout2d(0.4,) 4, 1, 1; Dropout3d(0.4,) 4, 1, 1, 1;
+        AlphaDropout(0.4,); FeatureAlphaDropout(0.4,) 4, 1""",
 }
 
 
-def _case(kind: type[nn.Module], arguments: tuple[Any, ...], shape: tuple[int, ...]) -> RuleCase:
-    return RuleCase(
-        lambda: kind(*arguments), lambda n: 0.1 + torch.rand(n, *shape), name=kind.__name__
-    )
+def _plain(family: str) -> Iterator[RuleCase]:
+    for entry in _PLAIN.get(family, "").split(";"):
+        name, _, rest = entry.strip().partition("(")
+        arguments, _, shape = rest.rpartition(")")
+        if name:
+            kind, sizes = getattr(nn, name), literal_eval(f"({shape or 4},)")
+            made = literal_eval(f"({arguments})")
+            yield _case(name, kind, made, partial(_positive, sizes))
 
 
-def _known(name: str) -> Any:
+def _positive(sizes: tuple[int, ...], n: int) -> Tensor:
+    return 0.1 + torch.rand(n, *sizes)
+
+
+def _case(
+    name: str, kind: Callable[..., Any], given: tuple[Any, ...], inputs: Callable[[int], Any]
+) -> RuleCase:
+    return RuleCase(lambda: kind(*given), inputs, name=name)
+
+
+def _known(name: str) -> Callable[..., nn.Module]:
     """A module class that an installed plugin defines, together with a rule for it."""
-    return next(k for k in registry.rules if isinstance(k, type) and k.__name__ == name)
+
+    def make(*arguments: Any, **options: Any) -> nn.Module:
+        types: list[Any] = [kind for kind in registry.rules if isinstance(kind, type)]
+        made: nn.Module = next(k for k in types if k.__name__ == name)(*arguments, **options)
+        return made
+
+    return make
 
 
 class WithoutRule(nn.Module):
@@ -137,114 +95,100 @@ class WithoutRule(nn.Module):
         return input @ self.weight
 
 
-def _named(name: str, factory: Callable[[], nn.Module], inputs: Callable[[int], Any]) -> RuleCase:
-    return RuleCase(factory, inputs, name=name)
+def _unpooled(dims: int) -> Callable[[int], Any]:
+    pool: Any = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[dims - 1]
+    return lambda n: pool(2, return_indices=True)(torch.rand(n, 1, *[2] * dims))
 
 
-def _unpool(kind: type[nn.Module], dims: int) -> RuleCase:
-    pool = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)[dims - 1]
+def _drawn(*shape: int, times: int = 0) -> Callable[[int], Any]:
+    """One tensor of random numbers, or several."""
 
-    def inputs(n: int) -> tuple[Tensor, Tensor]:
-        values: tuple[Tensor, Tensor] = pool(2, return_indices=True)(torch.rand(n, 1, *[2] * dims))
-        return values
+    def inputs(n: int) -> Any:
+        several = tuple(torch.randn(n, *shape) for _ in range(times or 1))
+        return several if times else several[0]
 
-    return _named(kind.__name__, lambda: kind(2), inputs)
-
-
-def _tokens(n: int) -> Tensor:
-    return torch.randint(0, 5, (n, 2))
+    return inputs
 
 
-def _sequence(n: int) -> Tensor:
-    return torch.randn(n, 2, 2)
+def _norm(kind: type[nn.Module], mode: str, *shape: int) -> RuleCase:
+    name = f"{kind.__name__} ({mode})"
+    return _case(name, lambda: kind(2).train(mode == "training"), (), _drawn(2, *shape))
 
 
+def _fractional(kind: type[nn.Module], dims: int) -> RuleCase:
+    make = lambda: kind(2, output_size=2, return_indices=True)  # noqa: E731
+    return _case(kind.__name__, make, (), _drawn(1, *[4] * dims))
+
+
+_MODES = ("evaluation", "training")
 _OTHERS: dict[str, list[RuleCase]] = {
-    "Linear maps": [
-        _named(
-            "Bilinear", lambda: nn.Bilinear(2, 2, 2), lambda n: (torch.rand(n, 2), torch.rand(n, 2))
-        )
-    ],
+    "Linear maps": [_case("Bilinear", nn.Bilinear, (2, 2, 2), _drawn(2, times=2))],
     "Pooling": [
+        _fractional(nn.FractionalMaxPool2d, 2),
+        _fractional(nn.FractionalMaxPool3d, 3),
         *(
-            _named(
-                kind.__name__,
-                lambda kind=kind: kind(2, output_size=2, return_indices=True),  # type: ignore[misc]
-                lambda n, dims=dims: torch.rand(n, 1, *[4] * dims),  # type: ignore[misc]
-            )
-            for kind, dims in ((nn.FractionalMaxPool2d, 2), (nn.FractionalMaxPool3d, 3))
+            _case(f"MaxUnpool{d}d", getattr(nn, f"MaxUnpool{d}d"), (2,), _unpooled(d))
+            for d in (1, 2, 3)
         ),
-        _unpool(nn.MaxUnpool1d, 1),
-        _unpool(nn.MaxUnpool2d, 2),
-        _unpool(nn.MaxUnpool3d, 3),
     ],
     "Normalisation": [
-        *(
-            _named(
-                f"{kind.__name__} ({mode})",
-                lambda kind=kind, mode=mode: kind(2).train(mode == "training"),  # type: ignore[misc]
-                lambda n, shape=shape: torch.rand(n, 2, *shape),  # type: ignore[misc]
-            )
-            for kind, shape in ((nn.BatchNorm1d, ()), (nn.BatchNorm2d, (1, 2)))
-            for mode in ("evaluation", "training")
-        ),
+        *(_norm(nn.BatchNorm1d, mode) for mode in _MODES),
+        *(_norm(nn.BatchNorm2d, mode, 1, 2) for mode in _MODES),
     ],
     "Sequences": [
-        _named("Embedding", lambda: nn.Embedding(5, 2), _tokens),
-        _named("EmbeddingBag", lambda: nn.EmbeddingBag(5, 2, mode="sum"), _tokens),
-        _named("RNN", lambda: nn.RNN(2, 2, batch_first=True), _sequence),
-        _named("LSTM", lambda: nn.LSTM(2, 2, batch_first=True), _sequence),
-        _named("GRU", lambda: nn.GRU(2, 2, batch_first=True), _sequence),
-        *(
-            _named(kind.__name__, lambda kind=kind: kind(2, 2), lambda n: torch.randn(n, 2))  # type: ignore[misc]
-            for kind in (nn.RNNCell, nn.LSTMCell, nn.GRUCell)
+        _case("Embedding", nn.Embedding, (5, 2), lambda n: torch.randint(0, 5, (n, 2))),
+        _case(
+            "EmbeddingBag",
+            lambda: nn.EmbeddingBag(5, 2, mode="sum"),
+            (),
+            lambda n: torch.randint(0, 5, (n, 2)),
         ),
-        _named(
+        *(
+            _case(k.__name__, partial(k, 2, 2, batch_first=True), (), _drawn(2, 2))
+            for k in (nn.RNN, nn.LSTM, nn.GRU)
+        ),
+        *(_case(k.__name__, k, (2, 2), _drawn(2)) for k in (nn.RNNCell, nn.LSTMCell, nn.GRUCell)),
+        _case(
             "MultiheadAttention",
             lambda: nn.MultiheadAttention(2, 1, batch_first=True),
-            lambda n: (_sequence(n), _sequence(n), _sequence(n)),
+            (),
+            _drawn(2, 2, times=3),
         ),
-        _named(
+        _case(
             "TransformerEncoderLayer",
             lambda: nn.TransformerEncoderLayer(2, 1, 2, dropout=0.0, batch_first=True),
-            _sequence,
+            (),
+            _drawn(2, 2),
         ),
     ],
     "Helper modules": [
-        _named("ScaleModule", lambda: _known("ScaleModule")(0.7, optimize=True), _sequence),
-        _named("SumModule", lambda: _known("SumModule")(), lambda n: (_sequence(n), _sequence(n))),
-        _named("Permute", lambda: _known("Permute")(0, 2, 1), _sequence),
-        _named("Pad", lambda: _known("Pad")((1, 1)), _sequence),
-        _named("Slicing", lambda: _known("Slicing")((slice(None), 0)), _sequence),
-        _named(
-            "ReduceTuple",
-            lambda: _known("ReduceTuple")(),
-            lambda n: ((_sequence(n), torch.rand(n, 2)),),
-        ),
-        _named("A module without a rule", WithoutRule, lambda n: torch.randn(n, 2)),
+        _case("ScaleModule", _known("ScaleModule"), (0.7, True), _drawn(2, 2)),
+        _case("SumModule", _known("SumModule"), (), _drawn(2, 2, times=2)),
+        _case("Permute", _known("Permute"), (0, 2, 1), _drawn(2, 2)),
+        _case("Pad", _known("Pad"), ((1, 1),), _drawn(2, 2)),
+        _case("Slicing", _known("Slicing"), ((slice(None), 0),), _drawn(2, 2)),
+        _case("ReduceTuple", _known("ReduceTuple"), (), lambda n: (_drawn(2, times=2)(n),)),
+        _case("A module without a rule", WithoutRule, (), _drawn(2)),
     ],
 }
 
 LAYERS: dict[str, list[RuleCase]] = {
-    family: [*(_case(*made) for made in _PLAIN.get(family, [])), *_OTHERS.get(family, [])]
+    family: [*_plain(family), *_OTHERS.get(family, [])]
     for family in dict.fromkeys([*_PLAIN, *_OTHERS])
 }
 
 
-def _loss(
-    kind: Callable[..., nn.Module],
-    target: Callable[[int], Tensor],
-    *further: Callable[[int], Tensor],
-) -> LossCase:
-    return LossCase(
-        kind,
-        lambda n: (0.1 + 0.8 * torch.rand(n, 2), target(n), *(make(n) for make in further)),
-        name=kind.__name__,
-    )
-
-
 def _unit(n: int) -> Tensor:
     return 0.1 + 0.8 * torch.rand(n, 2)
+
+
+def _loss(kind: Callable[..., nn.Module], *further: Callable[[int], Tensor]) -> LossCase:
+    inputs = lambda n: (_unit(n), *(make(n) for make in further))  # noqa: E731
+    return LossCase(kind, inputs, name=kind.__name__)
+
+
+def _sign(n: int) -> Tensor:
+    return 2.0 * (_unit(n) > 0.5) - 1
 
 
 def _classes(n: int) -> Tensor:
@@ -254,20 +198,16 @@ def _classes(n: int) -> Tensor:
 LOSSES: list[LossCase] = [
     _loss(nn.MSELoss, _unit),
     _loss(nn.CrossEntropyLoss, _classes),
-    _loss(nn.BCEWithLogitsLoss, _unit),
-    _loss(nn.BCELoss, _unit),
-    _loss(nn.L1Loss, _unit),
-    _loss(nn.SmoothL1Loss, _unit),
+    *(_loss(k, _unit) for k in (nn.BCEWithLogitsLoss, nn.BCELoss, nn.L1Loss, nn.SmoothL1Loss)),
     _loss(nn.HuberLoss, _unit),
     _loss(nn.NLLLoss, _classes),
-    _loss(nn.KLDivLoss, _unit),
-    _loss(nn.PoissonNLLLoss, _unit),
+    *(_loss(kind, _unit) for kind in (nn.KLDivLoss, nn.PoissonNLLLoss)),
     _loss(nn.GaussianNLLLoss, _unit, _unit),
-    _loss(nn.SoftMarginLoss, lambda n: 2.0 * (_unit(n) > 0.5) - 1),
+    _loss(nn.SoftMarginLoss, _sign),
     _loss(nn.MultiLabelSoftMarginLoss, lambda n: 1.0 * (_unit(n) > 0.5)),
-    _loss(nn.HingeEmbeddingLoss, lambda n: 2.0 * (_unit(n) > 0.5) - 1),
+    _loss(nn.HingeEmbeddingLoss, _sign),
     LossCase(
-        lambda **options: _known("CausalLMLoss")(**options),
+        _known("CausalLMLoss"),
         lambda n: (torch.randn(n, 3, 2), torch.randint(0, 2, (n, 3))),
         name="CausalLMLoss",
     ),

@@ -1,12 +1,32 @@
-"""The list of checks. A decorator registers each, with the traits that a case must have."""
+"""The table of checks: what each means something for, and what it rests on.
+
+A check is judged after those it rests on, its grounds. Where one of these failed, it is not judged:
+its own message would be about the consequences. So products and declarations come before nets.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from types import ModuleType
+from typing import Any
 
-Run = TypeVar("Run", bound=Callable[..., None])
+from backpack_core.errors import UnsupportedError
+from backpack_core.testing import (
+    loss_checks,
+    merging_checks,
+    net_checks,
+    property_checks,
+    rule_checks,
+)
+from backpack_core.testing.cases import Case
+from backpack_core.testing.compare import CheckFailure
+from backpack_core.testing.execution import Execution, shared_execution
+from backpack_core.testing.nets import nets_of
+from backpack_core.testing.traits import traits
+
+Subject = Callable[[Any], Any]  # what a check takes, made from the case
 
 
 @dataclass(frozen=True)
@@ -15,42 +35,140 @@ class Check:
 
     Attributes:
         name: Name of the check.
-        run: Takes a case, and raises if it finds a fault.
+        function: Raises if it finds a fault, or yields what is compared.
+        subject: Makes from a case what the function takes.
         needs: Traits a case must have for the check to mean anything; see ``traits``.
+        grounds: Names of the checks that it rests on, as far as a case has them.
     """
 
     name: str
-    run: Callable[[Any], None]
+    function: Callable[[Any], Any]
+    subject: Subject
     needs: frozenset[str]
+    grounds: frozenset[str]
 
+    def run(self, case: Case) -> None:
+        """Raise if there is a fault."""
+        rule_checks.agree(self.function(self.subject(case)), case.tolerances.float64)
+
+
+# Names of checks | traits that they need | names of their grounds. Grounds come first.
+RULE = """
+mixes_samples | |
+not_twice_differentiable | once |
+overwritten_input | overwritten |
+accepts | separate, kept |
+hessian_is_zero | separate, kept, twice, zero hessian |
+hessian_is_diagonal | separate, kept, twice, diagonal hessian |
+linear_in_params | separate, kept, twice, linear parameters |
+derivative | separate, kept, elementwise | accepts
+jac_t_mat_prod | separate, kept, input | accepts derivative
+affine_weight | separate, kept, affine | accepts
+affine_form | separate, kept, affine | affine_weight
+param_jac_t_mat_prod | separate, kept, parameters | accepts mixes_samples affine_form
+jacobian_is_constant | separate, kept, batch first, constant jacobian | jac_t_mat_prod
+jac_mat_prod | separate, kept, input | jac_t_mat_prod
+param_jac_mat_prod operations | separate, kept, parameters | param_jac_t_mat_prod
+second_derivative | separate, kept, twice, elementwise, second derivative | accepts hessian_is_zero
+second_derivative_mat_prod | separate, kept, twice, second derivative | second_derivative
+subsampled_call | separate, kept, batch first | jac_t_mat_prod param_jac_t_mat_prod
+non_contiguous_columns | separate, kept | jac_t_mat_prod param_jac_t_mat_prod
+non_contiguous_input | separate, kept | jac_t_mat_prod param_jac_t_mat_prod
+keeps_dtype changed_since | separate, kept | jac_t_mat_prod param_jac_t_mat_prod
+other_mode | | METHODS
+mean | separate | METHODS
+sum batch_of_one frozen_layer frozen_surroundings retain_graph called_twice | separate | mean
+deepcopy pickle no_live_calls | separate | mean
+partly_frozen | separate, several parameters | mean
+subsampling | separate | mean subsampled_call
+float32 autocast | separate | mean keeps_dtype
+bfloat16 | separate, half precision | mean keeps_dtype
+mixing_is_refused | mixing | mixes_samples
+"""
+LOSS = """
+samples_are_separate hessian_is_psd normalisation | |
+hessian_mat_prod_sum sqrt_hessian_sum gradient_sum | | samples_are_separate hessian_is_psd
+sum_hessian_sum sqrt_hessian_sampled_sum | | hessian_mat_prod_sum sqrt_hessian_sum
+arriving_gradient_sum | | sum_hessian_sum sqrt_hessian_sampled_sum gradient_sum
+started_extensions_sum | | arriving_gradient_sum
+hessian_mat_prod_mean sqrt_hessian_mean gradient_mean | | normalisation arriving_gradient_sum
+sum_hessian_mean sqrt_hessian_sampled_mean | | hessian_mat_prod_mean sqrt_hessian_mean
+arriving_gradient_mean | | sum_hessian_mean sqrt_hessian_sampled_mean gradient_mean
+started_extensions_mean | | arriving_gradient_mean
+batch_of_one subsampled_call non_contiguous_input float32 | | arriving_gradient_mean
+leaves_arguments_alone unreduced | | arriving_gradient_mean
+"""
+EXTENSION = """
+declarations | |
+mean | | declarations
+sum batch_of_one shared_positions single_number residual called_twice no_samples | | mean
+frozen_surroundings partly_frozen loss_scaled in_chunks float32 bfloat16 retain_graph | | mean
+beside_others leaves_gradient_alone pickle_extension no_live_calls degree samples_add | | mean
+two_halves_mean two_halves_sum | | degree
+subsampling | subsampling | mean
+savefield | savefield | mean
+"""
+
+
+def other_mode(run: Execution) -> None:
+    """Every method and declaration in eval mode, if the case is in train mode, or the reverse."""
+    case, other = run.case, not run.module.training
+    twin = replace(case, module_factory=lambda: case.module_factory().train(other))
+    try:
+        found = traits(twin)
+        at = shared_execution(twin)
+        at.rule.check(at.view)
+    except UnsupportedError:
+        return
+    # The case's declarations hold in its own mode only.
+    found -= {"once", "overwritten"}
+    for check in CHECKS["rule"]:
+        asked = check.name in METHODS and check.name not in case.expected_failures
+        if asked and check.needs <= found:
+            try:
+                check.run(twin)
+            except CheckFailure as failure:
+                mode = "train" if other else "eval"
+                raise CheckFailure(f"In {mode} mode, {check.name}: {failure}") from None
+
+
+def _named(name: str, modules: dict[ModuleType, Subject]) -> tuple[Callable[..., Any], Subject]:
+    """The function of a check; after its name, there may be a reduction that it takes."""
+    if name == "other_mode":
+        return other_mode, shared_execution
+    stem, _, reduction = name.rpartition("_")
+    for module, subject in modules.items():
+        if hasattr(module, name):
+            return getattr(module, name), subject
+        if hasattr(module, stem):
+            return partial(getattr(module, stem), reduction=reduction), subject
+    raise LookupError(name)
+
+
+def _table(text: str, modules: dict[ModuleType, Subject]) -> Iterator[Check]:
+    for line in text.strip().splitlines():
+        names, needs, grounds = (part.strip() for part in line.split("|"))
+        wanted = frozenset(needs.split(", ") if needs else ())
+        rests = METHODS if grounds == "METHODS" else frozenset(grounds.split())
+        for name in names.split():
+            yield Check(name, *_named(name, modules), wanted, rests)
+
+
+# Of methods and declarations.
+METHODS = frozenset(
+    name
+    for line in RULE.partition("keeps_dtype")[0].strip().splitlines()
+    for name in line.split("|")[0].split()
+)
+_OF_RULES: dict[ModuleType, Subject] = {
+    rule_checks: shared_execution,
+    property_checks: shared_execution,
+    net_checks: nets_of,
+}
 
 # By kind of case. A test pins each list: a check that is removed is removed for all authors.
-CHECKS: dict[str, list[Check]] = {"rule": [], "loss": [], "extension": []}
-
-
-def of_rule(*needs: str, name: str = "") -> Callable[[Run], Run]:
-    """Register a function as a check of layer rules.
-
-    Args:
-        needs: Traits a case must have.
-        name: The check's name, where it is not the function's.
-    """
-    return _entered("rule", needs, name)
-
-
-def of_loss(*needs: str, name: str = "") -> Callable[[Run], Run]:
-    """Register a function as a check of loss rules; see :func:`of_rule`."""
-    return _entered("loss", needs, name)
-
-
-def of_extension(*needs: str, name: str = "") -> Callable[[Run], Run]:
-    """Register a function as a check of extensions; see :func:`of_rule`."""
-    return _entered("extension", needs, name)
-
-
-def _entered(kind: str, needs: tuple[str, ...], name: str) -> Callable[[Run], Run]:
-    def enter(run: Run) -> Run:
-        CHECKS[kind].append(Check(name or run.__name__, run, frozenset(needs)))
-        return run
-
-    return enter
+CHECKS = {
+    "rule": tuple(_table(RULE, _OF_RULES)),
+    "loss": tuple(_table(LOSS, {loss_checks: lambda case: case})),
+    "extension": tuple(_table(EXTENSION, {net_checks: nets_of, merging_checks: nets_of})),
+}

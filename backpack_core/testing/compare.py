@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.contract.rules import LayerRule
+from backpack_core.record.structure import iter_tensors
 
 # Errors are relative to at least this, for a quantity that is zero.
 SMALLEST_SCALE = 1e-4
@@ -20,11 +22,7 @@ class CheckFailure(AssertionError):
 
 
 def require(condition: bool, message: str) -> None:
-    """Fail the check unless the condition holds.
-
-    Raises:
-        CheckFailure: The condition does not hold.
-    """
+    """Raise :class:`CheckFailure` unless the condition holds."""
     if not condition:
         raise CheckFailure(message)
 
@@ -35,6 +33,12 @@ def relative_error(found: Tensor, expected: Tensor, floor: float = SMALLEST_SCAL
         return 0.0
     scale = max(float(expected.abs().max()), floor) or 1.0
     return float((found - expected).abs().max()) / scale
+
+
+def finite(value: Any, what: str) -> None:
+    """Require that all numbers in a structure of tensors are finite."""
+    good = all(bool(torch.isfinite(tensor).all()) for tensor in iter_tensors(value))
+    require(good, f"{what}: not all values are finite.")
 
 
 def close(
@@ -52,17 +56,21 @@ def close(
     Raises:
         CheckFailure: They differ.
     """
-    require(
-        found.shape == expected.shape,
-        f"{what}: shape {list(found.shape)}, expected {list(expected.shape)}.",
-    )
+    shapes = list(found.shape), list(expected.shape)
+    require(shapes[0] == shapes[1], f"{what}: expected shape {shapes[1]}, found {shapes[0]}.")
     dtype = torch.promote_types(found.dtype, expected.dtype)
     found, expected = found.detach().to(dtype), expected.detach().to(dtype)
-    require(bool(torch.isfinite(found).all()), f"{what}: not all values are finite.")
+    finite(found, what)
     error = relative_error(found, expected, floor)
     if not error <= tolerance:  # a hint costs more than the comparison
-        hint = _hint(found, expected)
-        raise CheckFailure(f"{what}: relative error {error:.1e}, allowed {tolerance:.0e}.{hint}")
+        worst = int((found - expected).abs().argmax())
+        at = [int(i) for i in torch.unravel_index(torch.tensor(worst), found.shape)]
+        pair = (float(tensor.flatten()[worst]) for tensor in (expected, found))
+        raise CheckFailure(
+            "{}: expected {:.6g}, found {:.6g}".format(what, *pair)
+            + f" at {at}; relative error {error:.1e}, allowed {tolerance:.0e}."
+            + _hint(found, expected)
+        )
 
 
 def _hint(found: Tensor, expected: Tensor) -> str:
@@ -70,21 +78,23 @@ def _hint(found: Tensor, expected: Tensor) -> str:
     if relative_error(-found, expected) < 1e-6:
         return " It is minus the right value: a wrong sign."
     norm = float(expected.square().sum())
-    if norm:
-        factor = float((found * expected).sum()) / norm
-        if factor and abs(factor - 1) > 1e-3 and relative_error(found / factor, expected) < 1e-6:
-            return f" It is {factor:.6g} times the right value: a wrong factor."
+    factor = float((found * expected).sum()) / norm if norm else 0.0
+    if factor and abs(factor - 1) > 1e-3 and relative_error(found / factor, expected) < 1e-6:
+        return f" It is {factor:.6g} times the right value: a wrong factor."
     return ""
 
 
 @contextmanager
-def stateless(rule: LayerRule, module: Module) -> Iterator[None]:
-    """Require that a rule keeps nothing, on itself or on the module, and draws no numbers."""
+def untouched(rule: LayerRule, module: Module, *given: Tensor) -> Iterator[None]:
+    """Require that a rule writes to nothing it is given, keeps nothing, and draws no numbers."""
     before, kept = dict(vars(rule)), set(vars(module))
-    numbers = torch.get_rng_state()
+    numbers, copies = torch.get_rng_state(), [tensor.detach().clone() for tensor in given]
     yield
     require(dict(vars(rule)) == before, "The rule changed its own attributes: keep no state.")
     added = sorted(set(vars(module)) - kept)
     require(not added, f"The rule stored {added} on the module: view.once(key, compute) keeps it.")
     same = torch.equal(numbers, torch.get_rng_state())
     require(same, "The rule drew random numbers: those of the user's next batch would be others.")
+    for tensor, copy in zip(given, copies, strict=True):
+        same = torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(copy))
+        require(same, "A method wrote to a tensor that it was given.")

@@ -18,12 +18,13 @@ from torch.nn import Module
 from backpack_core.contract.rules import LayerRule
 from backpack_core.extending import extend
 from backpack_core.record.call import edge_of, site_at
-from backpack_core.record.structure import in_order, iter_tensors, map_tensors
+from backpack_core.record.structure import in_order, iter_tensors
 from backpack_core.record.switch import disable
 from backpack_core.record.view import View
 from backpack_core.testing import oracle
-from backpack_core.testing.cases import FORWARD, SAMPLES, Arguments, RuleCase, seeded
-from backpack_core.testing.compare import require
+from backpack_core.testing.cases import SAMPLES, Arguments, RuleCase
+from backpack_core.testing.compare import CheckFailure, require
+from backpack_products import derivatives
 
 COLUMNS = 2
 
@@ -52,9 +53,22 @@ class Execution:
     output: Tensor
 
     @property
+    def allowed(self) -> float:
+        """The relative error that is allowed."""
+        return self.case.tolerances.float64
+
+    @property
     def module(self) -> Module:
         """The layer."""
         return self.view.call.module
+
+    def call(self, method: str, *arguments: Any, view: View | None = None) -> Any:
+        """A method of the rule, or what follows from it, without gradients."""
+        implied = getattr(derivatives, method, None)
+        with torch.no_grad():
+            if implied is not None:
+                return implied(self.rule, view or self.view, *arguments)
+            return getattr(self.rule, method)(view or self.view, *arguments)
 
     @cached_property
     def parameters(self) -> dict[str, Tensor]:
@@ -66,11 +80,12 @@ class Execution:
     @cached_property
     def jacobians(self) -> dict[int | str, Tensor]:
         """Dense Jacobians ``[*out, *target]`` by input position and by parameter name."""
-        targets: dict[int | str, Tensor] = {
-            i: leaf for i, leaf in enumerate(self.leaves) if leaf is not None
-        }
-        targets.update(self.parameters.items())
-        return oracle.jacobians(self.output, targets)
+        return oracle.jacobians(self.output, {**self.live, **self.parameters})
+
+    @cached_property
+    def live(self) -> dict[int, Tensor]:
+        """The inputs that are differentiated, by position."""
+        return {i: leaf for i, leaf in enumerate(self.leaves) if leaf is not None}
 
     @property
     def batch_axis(self) -> int:
@@ -122,10 +137,9 @@ def recorded(output: Tensor, gradient: Tensor | None = None) -> View:
     """
     edge = edge_of(output)
     require(edge is not None, "The output requires no gradient: there is nothing to check.")
-    assert edge is not None
-    site = site_at(edge)
-    require(site is not None, "The layer's forward pass was not recorded on its output.")
-    assert site is not None
+    site = None if edge is None else site_at(edge)
+    if site is None:
+        raise CheckFailure("The layer's forward pass was not recorded on its output.")
     axis = site.call.rule.batch_axis(View(site.call, site.index), site.index)
     with torch.no_grad():
         return View(site.call, site.index, gradient, axis=axis)
@@ -136,6 +150,8 @@ def _forward(
 ) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
     """The inputs as leaves, and the outputs, with a fixed seed."""
     leaves: list[Tensor | None] = []
+    # A module may overwrite its input, which autograd forbids for a leaf.
+    overwrites = any(getattr(part, "inplace", False) for part in module.modules())
 
     def passed(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point() or len(leaves) in case.constants:
@@ -143,17 +159,12 @@ def _forward(
             return tensor
         leaf = tensor.detach().requires_grad_()
         leaves.append(leaf)
-        # A module may overwrite its input, which autograd forbids for a leaf.
-        return leaf.clone() if _works_in_place(module) else leaf.view_as(leaf)
+        return leaf.clone() if overwrites else leaf.view_as(leaf)
 
-    declared = in_order(module, dict(given.kwargs))  # as the call that a rule sees
-    args, kwargs = map_tensors((given.args, declared), passed)
-    result = seeded(lambda: module(*args, **kwargs), FORWARD)
+    # Keywords in the order of the call that a rule sees.
+    declared = Arguments(given.args, in_order(module, dict(given.kwargs))).map(passed)
+    result = declared.call(module)
     return tuple(leaves), list(iter_tensors(result))
-
-
-def _works_in_place(module: Module) -> bool:
-    return any(getattr(part, "inplace", False) for part in module.modules())
 
 
 def shared(function: Callable[P, T]) -> Callable[P, T]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,15 +21,18 @@ from backpack_core.errors import MissingPluginError, OverwrittenInputError, Unsu
 from backpack_core.extending import extend
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
-from backpack_core.record.structure import iter_tensors
-from backpack_core.testing.cases import FORWARD, Arguments, seeded
-from backpack_core.testing.compare import SMALLEST_SCALE, CheckFailure, close, require
+from backpack_core.record.call import live_calls
+from backpack_core.testing.cases import Arguments
+from backpack_core.testing.compare import SMALLEST_SCALE, CheckFailure, close, finite, require
 from backpack_core.testing.quantities import Needs, Quantity, quantity_of
 from backpack_core.testing.reference import Reference
 
 ALL_NEEDS: tuple[str, ...] = get_args(Needs)
+# Needs that half precision can meet.
+COARSE = ("gradient", "curvature", "sampling")
 
 Values = dict[str, dict[str, Any]]  # save field → parameter → value
+Judge = Callable[[Extension, Exception], None]  # raises unless an extension may refuse so
 
 
 def installed_factories() -> list[Callable[..., Extension]]:
@@ -43,7 +47,9 @@ def installed_factories() -> list[Callable[..., Extension]]:
         kind = choose(claims, name, "extension").value
         known = quantity_of(kind.savefield)
         factory = partial(kind, **known.arguments) if known and known.arguments else kind
-        if not _required(factory):
+        found = inspect.signature(factory).parameters.values()
+        optional = ("VAR_POSITIONAL", "VAR_KEYWORD")
+        if not any(p.default is p.empty and p.kind.name not in optional for p in found):
             factories.append(factory)
     return factories
 
@@ -57,21 +63,8 @@ def installed_extensions(subsampling: Sequence[int] | None = None) -> list[Exten
     factories = installed_factories()
     if subsampling is None:
         return [factory() for factory in factories]
-    return [
-        factory(subsampling=list(subsampling))
-        for factory in factories
-        if "subsampling" in inspect.signature(factory).parameters
-    ]
-
-
-def _required(factory: Callable[..., Extension]) -> list[str]:
-    """Arguments without a default."""
-    return [
-        name
-        for name, parameter in inspect.signature(factory).parameters.items()
-        if parameter.default is parameter.empty
-        and parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-    ]
+    takes = [f for f in factories if "subsampling" in inspect.signature(f).parameters]
+    return [factory(subsampling=list(subsampling)) for factory in takes]
 
 
 @dataclass
@@ -82,11 +75,17 @@ class Problem:
         build: Makes the net, its inputs and its loss in a dtype.
         reference: The oracle for this net.
         may_refuse: Needs that the net may lack; extensions with these may raise.
+        quantity: What is expected, where the table does not say.
+        whole: Compare where the oracle is a dense Hessian of the readout, too, which does not test
+            a layer.
+        refused: Why extensions raised, by their names.
     """
 
     build: Callable[[torch.dtype], tuple[Module, Arguments, Module]]
     reference: Reference
     may_refuse: frozenset[str] = frozenset()
+    quantity: Quantity | None = None
+    whole: bool = False
     refused: dict[str, str] = field(default_factory=dict)
 
     def extended(self, dtype: torch.dtype = torch.float64) -> tuple[Module, Arguments, Module]:
@@ -98,29 +97,42 @@ class Problem:
         self,
         extensions: Sequence[Extension],
         dtype: torch.dtype = torch.float64,
-        prepare: Callable[[Module], object] = lambda net: None,
+        frozen: Callable[[str], bool] = lambda name: False,
         autocast: bool = False,
         scale: float = 1.0,
+        retains: Sequence[bool] = (False,),
+        copied: Callable[[Any], Any] = lambda module: module,
     ) -> tuple[Module, Values]:
-        """One forward and backward pass.
+        """A forward pass, and backward passes.
 
         Args:
             extensions: What to compute.
             dtype: Of parameters and inputs.
-            prepare: Changes the net before the forward pass, for example to freeze parameters.
+            frozen: Whether a parameter is frozen.
             autocast: Run the forward pass under autocast to bfloat16.
             scale: A factor on the loss.
+            retains: For each backward pass, whether it keeps the graph.
+            copied: Makes copies of net and loss, which are run.
 
         Returns:
             The net, and what its parameters hold.
         """
         net, arguments, loss = self.extended(dtype)
-        prepare(net)
-        cast = torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext()
-        with cast:
+        same = [type(copied(module)) is type(module) for module in (net, loss)]
+        require(all(same), "The copy has another type.")
+        net, loss = copied(net), copied(loss)
+        for name, parameter in net.named_parameters():
+            if frozen(name):
+                parameter.requires_grad_(False)
+        with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
             value = forward_loss(net, arguments, loss) * scale
-        with backpack(*extensions):
-            value.backward()
+        for keep in retains:
+            for extension in extensions:  # what is there from before must not stay
+                for values in values_of(net, [extension]).values():
+                    for name in values:
+                        setattr(net.get_parameter(name), extension.savefield, None)
+            with backpack(*extensions, retain_graph=keep):
+                value.backward(retain_graph=keep)
         return net, values_of(net, extensions)
 
     def usable(self, extensions: Sequence[Extension]) -> list[Extension]:
@@ -128,9 +140,7 @@ class Problem:
         return self.run_usable(extensions)[0]
 
     def run_usable(
-        self,
-        extensions: Sequence[Extension],
-        judge: Callable[[Extension, Exception], None] | None = None,
+        self, extensions: Sequence[Extension], judge: Judge | None = None
     ) -> tuple[list[Extension], Values]:
         """The extensions that have a value on this net, and what they stored.
 
@@ -147,7 +157,7 @@ class Problem:
                 return left, self.run(left)[1]
             except Exception as error:
                 culprit = self._culprit(error, left)
-                (judge or self._judge)(culprit, error)
+                (judge or self.judge_refusal)(culprit, error)
                 left.remove(culprit)
         return left, {}
 
@@ -164,14 +174,45 @@ class Problem:
                 return extension
         raise CheckFailure(f"Extensions fail together only: {error}") from error
 
-    def _judge(self, extension: Extension, error: Exception) -> None:
+    def judge_refusal(self, extension: Extension, error: Exception) -> None:
+        """Raises unless an extension refuses this net for a stated need."""
         name = type(extension).__name__
         if not isinstance(error, (UnsupportedError, MissingPluginError, OverwrittenInputError)):
             raise CheckFailure(f"{name} fails: {type(error).__name__}: {error}") from error
-        quantity = quantity_of(extension.savefield)
+        quantity = self.quantity or quantity_of(extension.savefield)
         if quantity is not None and quantity.needs not in self.may_refuse:
             raise CheckFailure(f"{name} refuses: {error}") from error
         self.refused[name] = str(error).split("\n", 1)[0]
+
+    def judge(
+        self,
+        extensions: Sequence[Extension],
+        tolerance: float,
+        refusals: Judge | None = None,
+        reference: Reference | None = None,
+        needs: Iterable[str] = ALL_NEEDS,
+        coarse: bool = False,
+        **how: Any,
+    ) -> None:
+        """Run, and compare.
+
+        Args:
+            extensions: What to compute.
+            tolerance: Relative error that is allowed.
+            refusals: Whether extensions may refuse; default: none may.
+            reference: The oracle, if not this problem's own.
+            needs: As of :meth:`compare`.
+            coarse: As of :meth:`compare`.
+            how: Options of :meth:`run`.
+        """
+        reference = reference or self.reference
+        if refusals is None:
+            net, values = self.run(extensions, **how)
+            trained = {name for name, p in net.named_parameters() if p.requires_grad}
+            reference = reference.trained(n for n in reference.parameters if n in trained)
+        else:
+            extensions, values = self.run_usable(extensions, refusals)
+        self.compare(values, extensions, tolerance, reference, needs, coarse)
 
     def compare(
         self,
@@ -180,7 +221,6 @@ class Problem:
         tolerance: float,
         reference: Reference | None = None,
         needs: Iterable[str] = ALL_NEEDS,
-        trained: Callable[[str], bool] = lambda name: True,
         coarse: bool = False,
     ) -> None:
         """Every value against its oracle; where there is none, it must be finite.
@@ -189,80 +229,51 @@ class Problem:
             values: What was stored.
             extensions: What was computed.
             tolerance: Relative error that is allowed.
-            reference: The oracle, if not this problem's own.
+            reference: The oracle, if not this problem's own; its parameters were to get values.
             needs: Quantities with other needs are only checked to be finite.
-            trained: Whether a parameter was to get a value.
             coarse: Errors are relative to the largest value in the net, not at the parameter. For
                 values that are zero only by cancellation, which rounding disturbs.
         """
         reference = reference or self.reference
-        reference = reference.trained(filter(trained, reference.parameters))
         for extension in extensions:
-            quantity = quantity_of(extension.savefield)
-            if quantity is not None and quantity.needs not in needs:
-                quantity = None
-            floor = largest_expected(quantity, reference) if coarse and quantity else SMALLEST_SCALE
             stored, what = values[extension.savefield], type(extension).__name__
-            compare_stored(what, stored, quantity, reference, tolerance, floor, _is_costly)
+            missing, extra = _differences(set(reference.parameters), set(stored))
+            require(not missing, f"{what} stored nothing on {missing}.")
+            require(not extra, f"{what} stored a value on frozen {extra}.")
+            known = self.quantity or quantity_of(extension.savefield)
+            if known is None or known.needs not in needs:
+                names = []
+            else:
+                costly = known.needs == "second derivative" and not self.whole
+                names = [name for name in stored if not (costly and name.startswith("readout"))]
+            floor = SMALLEST_SCALE
+            if coarse and known is not None and names:
+                largest = [reference.expected(known, name).abs().max() for name in names]
+                floor = float(torch.stack(largest).max())
+            for name, value in stored.items():
+                label = f"{what} of {name!r}"
+                if known is None or name not in names:
+                    finite(value, label)
+                else:
+                    observed = known.observe(value, reference, name)
+                    close(observed, reference.expected(known, name), label, tolerance, floor)
 
 
-def compare_stored(
-    what: str,
-    stored: Mapping[str, Any],
-    quantity: Quantity | None,
-    reference: Reference,
-    tolerance: float,
-    floor: float = SMALLEST_SCALE,
-    skip: Callable[[Quantity, str], bool] = lambda quantity, name: False,
-) -> None:
-    """Require that an extension stored the right value on each parameter of the reference.
-
-    Args:
-        what: Name of the extension, for messages.
-        stored: Its values, by parameter.
-        quantity: What they should be; without it, and where ``skip`` says so, they must be finite.
-        reference: The oracle.
-        tolerance: Relative error that is allowed.
-        floor: Errors are relative to no less than this.
-        skip: Whether a parameter is left out.
-    """
-    found, expected = set(stored), set(reference.parameters)
-    require(not expected - found, f"{what} stored nothing on {sorted(expected - found)}.")
-    require(not found - expected, f"{what} stored a value on frozen {sorted(found - expected)}.")
-    for name, value in stored.items():
-        label = f"{what} of {name!r}"
-        if quantity is None or skip(quantity, name):
-            for tensor in iter_tensors(value):
-                finite = bool(torch.isfinite(tensor).all())
-                require(finite, f"{label}: not all values are finite.")
-        else:
-            observed = quantity.observe(value, reference, name)
-            close(observed, reference.expected(quantity, name), label, tolerance, floor)
-
-
-def largest_expected(quantity: Quantity, reference: Reference) -> float:
-    """The largest entry of a quantity over the parameters of a net, for the scale of errors."""
-    names = [name for name in reference.parameters if not _is_costly(quantity, name)]
-    return max(float(reference.expected(quantity, name).abs().max()) for name in names)
+def _differences(expected: set[str], found: set[str]) -> tuple[list[str], list[str]]:
+    return sorted(expected - found), sorted(found - expected)
 
 
 def forward_loss(net: Module, arguments: Arguments, loss: Module) -> Tensor:
     """Net and loss, with the random numbers that the reference drew."""
-    output = seeded(lambda: net(*arguments.args, **arguments.kwargs), FORWARD)
-    value: Tensor = loss(output)
+    value: Tensor = loss(arguments.call(net))
     return value
 
 
 def values_of(net: Module, extensions: Iterable[Extension]) -> Values:
     """The values that extensions stored on the parameters of a net."""
-    return {
-        extension.savefield: {
-            name: getattr(parameter, extension.savefield)
-            for name, parameter in net.named_parameters()
-            if hasattr(parameter, extension.savefield)
-        }
-        for extension in extensions
-    }
+    named = dict(net.named_parameters())
+    fields = [extension.savefield for extension in extensions]
+    return {f: {name: getattr(p, f) for name, p in named.items() if hasattr(p, f)} for f in fields}
 
 
 def forget(net: Module) -> None:
@@ -271,18 +282,9 @@ def forget(net: Module) -> None:
         parameter.__dict__.clear()
 
 
-def _is_costly(quantity: Quantity, name: str) -> bool:
-    """Whether the oracle is a dense Hessian of the readout, which does not test the layer."""
-    return quantity.needs == "second derivative" and name.startswith("readout")
-
-
 @contextmanager
 def no_calls_left(what: str) -> Iterator[None]:
     """Require that as many calls are alive after the block as before, by reference count alone."""
-    import gc
-
-    from backpack_core.record.call import live_calls
-
     enabled, before = gc.isenabled(), live_calls()
     gc.disable()
     try:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
@@ -12,240 +12,167 @@ from torch.nn import Module
 
 from backpack_core.errors import UnsupportedError
 from backpack_core.extending import extend
-from backpack_core.record.structure import map_tensors
 from backpack_core.record.view import View
 from backpack_core.testing import oracle
-from backpack_core.testing.cases import SAMPLES, Arguments, LossCase, RuleCase, seeded
-from backpack_core.testing.checks import of_loss
-from backpack_core.testing.compare import close, require, stateless
+from backpack_core.testing.cases import SAMPLES, Arguments, LossCase, seeded
+from backpack_core.testing.compare import CheckFailure, close, require, untouched
 from backpack_core.testing.execution import COLUMNS, draw, execute, recorded, shared
 from backpack_core.testing.extensions_run import ALL_NEEDS, Problem, installed_extensions
 from backpack_core.testing.network import BoundLoss, Shrink
 from backpack_core.testing.reference import Reference
+from backpack_core.testing.rule_checks import strided
 from backpack_products.loss import HessianLossRule
 
 # Positions of the target and further arguments of a loss.
 ALL_BUT_FIRST = tuple(range(1, 16))
 
 
-@dataclass(eq=False)
 class LossRun:
     """One execution of a loss, as its rule sees it, and its Hessian.
 
     Attributes:
+        case: The case.
         rule: The rule.
         view: The call, with an arriving gradient of one.
         leaf: The prediction.
         value: The loss, with its graph.
     """
 
-    rule: HessianLossRule
-    view: View
-    leaf: Tensor
-    value: Tensor
+    def __init__(
+        self, case: LossCase, reduction: str, samples: int = SAMPLES, spread: bool = False
+    ) -> None:
+        """Run a loss on its case's inputs, which may be spread in memory."""
+        layer = replace(case.as_rule_case(reduction), constants=ALL_BUT_FIRST)
+        given = layer.arguments(samples)
+        run = execute(layer, given.map(strided) if spread else given)
+        if not isinstance(run.rule, HessianLossRule):
+            raise CheckFailure(f"{type(run.rule).__name__} is no HessianLossRule.")
+        self.case, self.rule, self.leaf, self.value = case, run.rule, run.live[0], run.output
+        self.view = run.view
+        self.view = self.times(1.0)
+        self.rule.check(self.view)
 
     @cached_property
     def full_hessian(self) -> Tensor:
-        """Shape ``[N, D, N, D]``."""
-        samples = len(self.leaf)
-        return oracle.hessian(self.value, self.leaf).reshape(samples, -1, samples, self.features)
-
-    @property
-    def features(self) -> int:
-        """``D``, the size of one prediction."""
-        return self.leaf[0].numel()
+        """Shape ``[N, *D, N, *D]``."""
+        return oracle.hessian(self.value, self.leaf)
 
     @cached_property
     def hessian(self) -> Tensor:
         """Of each sample's loss. Shape ``[N, D, D]``."""
-        return torch.stack([self.full_hessian[n, :, n] for n in range(len(self.leaf))])
+        return oracle.own_blocks(self.full_hessian, self.leaf.dim())
 
-    def arriving(self, factor: float) -> View:
-        """The view with another gradient arriving at the loss."""
+    def times(self, factor: float | Tensor) -> View:
+        """The view in a multiple of the loss, each entry by its own."""
         with torch.no_grad():
-            return View(self.view.call, grad_output=torch.full_like(self.value, factor))
+            return View(self.view.call, grad_output=torch.ones_like(self.value) * factor)
 
     def columns(self) -> Tensor:
         """Random columns at the prediction."""
         return draw((COLUMNS, *self.leaf.shape), 3)
 
-    def product(self, mat: Tensor) -> Tensor:
-        """The Hessian times columns, by the oracle."""
-        return torch.einsum("nij,vnj->vni", self.hessian, mat.flatten(2)).reshape(mat.shape)
+
+# The run of a case on its own inputs.
+shared_run = shared(LossRun)
+
+# Methods of a rule, by what is compared: called with rule, view and columns.
+METHODS: dict[str, Callable[[HessianLossRule, View, Tensor], Tensor | None]] = {
+    "hessian_mat_prod": lambda rule, view, mat: rule.hessian_mat_prod(view, mat),
+    "sum_hessian": lambda rule, view, mat: rule.sum_hessian(view),
+    "gradient": lambda rule, view, mat: rule.gradient(view),
+    "sqrt_hessian": lambda rule, view, mat: _exact_square(rule, view),
+}
 
 
-def run_loss(
-    case: LossCase, reduction: str, samples: int = SAMPLES, strided: bool = False
-) -> LossRun:
-    """Run a loss on its case's inputs."""
-    layer = case.as_rule_case(reduction)
-    given = layer.arguments(samples)
-    if strided:
-        first = torch.stack([given.args[0]] * 2, -1).flatten(-2)[..., ::2]
-        given = Arguments((first, *given.args[1:]), given.kwargs)
-    constant = RuleCase(
-        layer.module_factory, layer.input_factory, rule=layer.rule, constants=ALL_BUT_FIRST
-    )
-    run = execute(constant, given)
-    name = type(run.rule).__name__
-    require(isinstance(run.rule, HessianLossRule), f"{name} is no HessianLossRule.")
-    assert isinstance(run.rule, HessianLossRule)
-    leaf = run.leaves[0]
-    assert leaf is not None
-    found = LossRun(run.rule, run.view, leaf, run.output)
-    found.view = found.arriving(1.0)
-    run.rule.check(found.view)
-    return found
-
-
-@shared
-def shared_run(case: LossCase, reduction: str) -> LossRun:
-    """The run of a case on its own inputs."""
-    return run_loss(case, reduction)
-
-
-def _outer(root: Tensor) -> Tensor:
-    """``Σ_v S[v, n] S[v, n]ᵀ``. Shape ``[N, D, D]``."""
-    flat = root.flatten(2)
-    return torch.einsum("vni,vnj->nij", flat, flat)
-
-
-def _root(run: LossRun, view: View) -> Tensor | None:
-    """The exact root, or ``None`` where the Hessian has none and the rule says so."""
+def _exact_square(rule: HessianLossRule, view: View) -> Tensor | None:
+    """``S Sᵀ``, ``[N, D, D]``, or ``None`` where the Hessian has no root and the rule says so."""
     try:
-        with torch.no_grad():
-            return run.rule.sqrt_hessian(view)
+        root = rule.sqrt_hessian(view).flatten(2)
     except UnsupportedError:
-        if run.rule.hessian_is_psd:
+        if rule.hessian_is_psd:
             raise
         return None
+    return torch.einsum("vni,vnj->nij", root, root)
 
 
 def agrees(
-    case: LossCase,
     run: LossRun,
-    what: str,
     view: View | None = None,
-    chosen: Sequence[int] | None = None,
     factor: float = 1.0,
-    tolerance: float | None = None,
+    allowed: float = 0.0,
+    methods: Sequence[str] = tuple(METHODS),
 ) -> None:
-    """Root, product, sum and gradient of a view against the oracle.
+    """Methods of a rule against the oracle.
 
     Args:
-        case: The case.
         run: The run that the oracle knows.
-        what: In which situation, for messages.
-        view: What the rule sees; default: that of the run.
-        chosen: Which samples the view has.
+        view: What the rule sees, with some samples or all; default: that of the run.
         factor: Its Hessian is this multiple of the run's.
-        tolerance: Error that is allowed.
+        allowed: Relative error; default: that of double precision.
+        methods: Which methods; default: all.
     """
-    view, tolerance = view or run.view, tolerance or case.tolerances.float64
-    samples = list(range(len(run.leaf)) if chosen is None else chosen)
-    expected, mat = factor * run.hessian[samples], run.columns()
-    dtype = view.input.dtype
-    with torch.no_grad():
-        found = {
-            "hessian_mat_prod": run.rule.hessian_mat_prod(view, mat[:, samples].to(dtype)),
-            "sum_hessian": run.rule.sum_hessian(view),
-            "gradient": run.rule.gradient(view),
-        }
-        root = _root(run, view)
-        if root is not None:
-            found["S Sᵀ of sqrt_hessian"] = _outer(root)
-    of = {
-        "hessian_mat_prod": factor * run.product(mat)[:, samples],
-        "sum_hessian": expected.sum(0),
-        "gradient": factor * oracle.gradients(run.value, [run.leaf])[0][samples],
-        "S Sᵀ of sqrt_hessian": expected,
+    view, mat = view or run.view, run.columns()
+    samples = list(range(len(run.leaf)) if view.indices is None else view.indices)
+    product = torch.einsum("nij,vnj->vni", run.hessian, mat.flatten(2)).reshape(mat.shape)
+    expected = {
+        "hessian_mat_prod": product[:, samples],
+        "sum_hessian": run.hessian[samples].sum(0),
+        "gradient": oracle.gradients(run.value, [run.leaf])[0][samples],
+        "sqrt_hessian": run.hessian[samples],
     }
-    for name, value in found.items():
-        require(value.dtype == dtype, f"{name}, {what}: {value.dtype}, expected {dtype}.")
-        close(value, of[name], f"{name}, {what}", tolerance)
+    for name in methods:
+        with torch.no_grad():
+            value = METHODS[name](run.rule, view, mat[:, samples].to(view.input.dtype))
+        if value is not None:
+            what, kind = name + ": S Sᵀ" * (name == "sqrt_hessian"), view.input.dtype
+            require(value.dtype == kind, f"{what}: {value.dtype}, expected {kind}.")
+            close(value, factor * expected[name], what, allowed or run.case.tolerances.float64)
 
 
-def sqrt_hessian(case: LossCase, reduction: str) -> None:
-    """Outer products of the root."""
-    run = shared_run(case, reduction)
-    root = _root(run, run.view)
-    if root is not None:
-        close(_outer(root), run.hessian, "S Sᵀ", case.tolerances.float64)
-
-
-def sqrt_hessian_sampled(case: LossCase, reduction: str) -> None:
-    """Means over many columns, in units of their standard error."""
-    run = shared_run(case, reduction)
-    if not case.sampled:
-        _refuses(lambda: run.rule.sqrt_hessian_sampled(run.view, 1), "sqrt_hessian_sampled")
-        return
-    with torch.no_grad():
-        root = seeded(lambda: run.rule.sqrt_hessian_sampled(run.view, case.samples), 9)
-    require(
-        root.shape == (case.samples, *run.leaf.shape),
-        f"sqrt_hessian_sampled returned shape {list(root.shape)}.",
-    )
-    flat = root.flatten(2) * case.samples**0.5
-    first = torch.einsum("vni,vnj->nij", flat, flat) / case.samples
-    second = torch.einsum("vni,vnj->nij", flat.square(), flat.square()) / case.samples
-    error = ((second - first.square()).clamp_min(0) / case.samples).sqrt()
-    allowed = case.tolerances.standard_errors * error + 1e-9 * run.hessian.abs().max()
-    worst = float(((first - run.hessian).abs() - allowed).max())
-    require(
-        worst <= 0,
-        f"The mean of {case.samples} sampled outer products is not the Hessian: it is more than "
-        f"{case.tolerances.standard_errors} standard errors off.",
-    )
-
-
-def hessian_mat_prod(case: LossCase, reduction: str) -> None:
-    """Against the dense Hessian."""
-    run = shared_run(case, reduction)
-    mat = run.columns()
-    with torch.no_grad():
-        found = run.rule.hessian_mat_prod(run.view, mat)
-    close(found, run.product(mat), "hessian_mat_prod", case.tolerances.float64)
-
-
-def sum_hessian(case: LossCase, reduction: str) -> None:
-    """Against the dense Hessian, summed."""
-    run = shared_run(case, reduction)
-    with torch.no_grad():
-        found = run.rule.sum_hessian(run.view)
-    close(found, run.hessian.sum(0), "sum_hessian", case.tolerances.float64)
-
-
-def arriving_gradient(case: LossCase, reduction: str) -> None:
-    """Half the loss has half the Hessian; minus the loss has no root."""
-    run = run_loss(case, reduction)
-    agrees(case, run, "half the loss", run.arriving(0.5), factor=0.5)
-    minus, mat = run.arriving(-1.0), run.columns()
-    with torch.no_grad():
-        found = run.rule.hessian_mat_prod(minus, mat)
-    what = "hessian_mat_prod of minus the loss"
-    close(found, -run.product(mat), what, case.tolerances.float64)
-    _refuses(lambda: run.rule.sqrt_hessian(minus), "sqrt_hessian of minus the loss")
-
-
-def _refuses(function: object, what: str) -> None:
+def _refuses(function: Callable[..., object], what: str, *arguments: object) -> None:
     try:
-        function()  # type: ignore[operator]
+        function(*arguments)
     except UnsupportedError:
         return
     require(False, f"{what} gives a value where none exists: raise UnsupportedError.")
 
 
+def sqrt_hessian_sampled(case: LossCase, reduction: str) -> None:
+    """Means over many columns, in units of their standard error."""
+    run = shared_run(case, reduction)
+    method = run.rule.sqrt_hessian_sampled
+    if not case.sampled:
+        _refuses(method, "sqrt_hessian_sampled", run.view, 1)
+        return
+    with torch.no_grad():
+        root = seeded(lambda: method(run.view, case.samples), 9)
+    good = root.shape == (case.samples, *run.leaf.shape)
+    require(good, f"sqrt_hessian_sampled returned shape {list(root.shape)}.")
+    flat = root.flatten(2) * case.samples**0.5
+    first = torch.einsum("vni,vnj->nij", flat, flat) / case.samples
+    second = torch.einsum("vni,vnj->nij", flat.square(), flat.square()) / case.samples
+    error = ((second - first.square()).clamp_min(0) / case.samples).sqrt()
+    allowed = case.tolerances.standard_errors * error + 1e-9 * run.hessian.abs().max()
+    require(
+        bool(((first - run.hessian).abs() <= allowed).all()),
+        f"The mean of {case.samples} sampled outer products is not the Hessian: it is more than "
+        f"{case.tolerances.standard_errors} standard errors off.",
+    )
+
+
+def arriving_gradient(case: LossCase, reduction: str) -> None:
+    """Half the loss has half the Hessian; minus the loss has no root."""
+    run = LossRun(case, reduction)
+    agrees(run, run.times(0.5), factor=0.5)
+    minus = run.times(-1.0)
+    agrees(run, minus, factor=-1.0, methods=["hessian_mat_prod"])
+    with torch.no_grad():
+        _refuses(run.rule.sqrt_hessian, "sqrt_hessian of minus the loss", minus)
+
+
 def started_extensions(case: LossCase, reduction: str) -> None:
     """Every installed extension, on a single elementwise layer in front of the loss."""
-    given = _problem(case, reduction)
-    found, values = given.run_usable(installed_extensions())
-    # Extensions that start at random columns have no exact value here.
-    needs = [need for need in ALL_NEEDS if need not in ("sampling", "structure")]
-    given.compare(values, found, case.tolerances.float64, needs=needs)
-
-
-def _problem(case: LossCase, reduction: str) -> Problem:
-    layer = case.as_rule_case(reduction)
+    layer, rule = case.as_rule_case(reduction), shared_run(case, reduction).rule
 
     def build(dtype: torch.dtype) -> tuple[Module, Arguments, Module]:
         given = layer.arguments(dtype=dtype)
@@ -256,28 +183,25 @@ def _problem(case: LossCase, reduction: str) -> Problem:
     net, arguments, loss = build(torch.float64)
     reference = Reference(torch.nn.Sequential(net, torch.nn.Flatten()), arguments, loss)
     reference.parameters = {"weight": net.get_parameter("weight")}
-    rule = shared_run(case, reduction).rule
-    may = {"structure"}
-    if not rule.hessian_is_psd:
-        may |= {"curvature", "sampling"}
-    if not case.sampled:
-        may.add("sampling")
-    return Problem(build, reference, frozenset(may))
+    may = {"structure"} | (set() if case.sampled else {"sampling"})
+    may |= set() if rule.hessian_is_psd else {"curvature", "sampling"}
+    given = Problem(build, reference, frozenset(may))
+    # Extensions that start at random columns have no exact value here.
+    needs = [need for need in ALL_NEEDS if need not in ("sampling", "structure")]
+    refusals, allowed = given.judge_refusal, case.tolerances.float64
+    given.judge(installed_extensions(), allowed, refusals=refusals, needs=needs)
 
 
-for _reduction in ("mean", "sum"):
-    for _check in (
-        sqrt_hessian,
-        sqrt_hessian_sampled,
-        hessian_mat_prod,
-        sum_hessian,
-        arriving_gradient,
-        started_extensions,
-    ):
-        of_loss(name=f"{_check.__name__}_{_reduction}")(partial(_check, reduction=_reduction))
+def of_method(case: LossCase, reduction: str, method: str) -> None:
+    """One method against the dense Hessian, or the gradient."""
+    agrees(shared_run(case, reduction), methods=[method])
 
 
-@of_loss()
+hessian_mat_prod, sum_hessian, gradient, sqrt_hessian = (
+    partial(of_method, method=method) for method in METHODS
+)
+
+
 def normalisation(case: LossCase) -> None:
     """The factor that a mean puts in front of the sum; batches of a data set are weighted by it."""
     mean, total = shared_run(case, "mean"), shared_run(case, "sum")
@@ -285,7 +209,6 @@ def normalisation(case: LossCase) -> None:
     close(mean.value, expected, "the mean", case.tolerances.float64)
 
 
-@of_loss()
 def hessian_is_psd(case: LossCase) -> None:
     """Where it is declared, no eigenvalue is negative."""
     run = shared_run(case, "sum")
@@ -297,56 +220,55 @@ def hessian_is_psd(case: LossCase) -> None:
     )
 
 
-@of_loss()
 def samples_are_separate(case: LossCase) -> None:
     """No blocks between samples."""
     run = shared_run(case, "mean")
     samples = len(run.leaf)
-    blocks = run.full_hessian.transpose(1, 2)[~torch.eye(samples, dtype=torch.bool)]
-    require(not bool(blocks.any()), "Predictions of different samples share a loss term.")
+    blocks = run.full_hessian.reshape(samples, -1, samples, run.leaf[0].numel()).transpose(1, 2)
+    shared_terms = bool(blocks[~torch.eye(samples, dtype=torch.bool)].any())
+    require(not shared_terms, "Predictions of different samples share a loss term.")
 
 
-@of_loss()
-def loss_batch_of_one(case: LossCase) -> None:
+def batch_of_one(case: LossCase) -> None:
     """One sample, mean."""
-    agrees(case, run_loss(case, "mean", samples=1), "one sample")
+    agrees(LossRun(case, "mean", samples=1))
 
 
-@of_loss()
-def loss_subsampled_call(case: LossCase) -> None:
+def subsampled_call(case: LossCase) -> None:
     """Samples 2 and 0 of a mean: the factor stays that of the whole batch."""
-    run, chosen = shared_run(case, "mean"), [2, 0]
-    agrees(case, run, f"samples {chosen}", run.view.subsample(chosen), chosen)
+    run = shared_run(case, "mean")
+    agrees(run, run.view.subsample([2, 0]))
 
 
-@of_loss()
-def loss_non_contiguous_input(case: LossCase) -> None:
+def non_contiguous_input(case: LossCase) -> None:
     """A prediction that is every other entry of a larger tensor."""
-    agrees(case, run_loss(case, "mean", strided=True), "strided")
+    agrees(LossRun(case, "mean", spread=True))
 
 
-@of_loss()
-def loss_float32(case: LossCase) -> None:
+def float32(case: LossCase) -> None:
     """Against the Hessian in double precision."""
     layer = case.as_rule_case("mean")
-    given = layer.arguments(dtype=torch.float32)
+    given = layer.arguments(dtype=torch.float32).map(Tensor.detach)
     module = extend(layer.module(torch.float32))
-    args, kwargs = map_tensors((given.args, dict(given.kwargs)), Tensor.detach)
-    value = module(args[0].requires_grad_().clone(), *args[1:], **kwargs)
+    leaf = given.args[0].requires_grad_().clone()
+    value = module(leaf, *given.args[1:], **given.kwargs)
     single, allowed = recorded(value, torch.ones_like(value)), case.tolerances.float32
-    agrees(case, shared_run(case, "mean"), "single precision", single, tolerance=allowed)
+    agrees(shared_run(case, "mean"), single, allowed=allowed)
 
 
-@of_loss()
-def loss_leaves_arguments_alone(case: LossCase) -> None:
+def leaves_arguments_alone(case: LossCase) -> None:
     """Prediction, target and columns come out as they went in, and the rule keeps nothing."""
-    run = run_loss(case, "mean")
+    run = LossRun(case, "mean")
     mat = run.columns()
-    held = [mat, *run.view.stored.inputs]
-    before = [tensor.detach().clone() for tensor in held]
-    with torch.no_grad(), stateless(run.rule, run.view.call.module):
-        _root(run, run.view)
-        run.rule.hessian_mat_prod(run.view, mat)
-        run.rule.sum_hessian(run.view)
-    for tensor, copied in zip(held, before, strict=True):
-        require(torch.equal(tensor, copied), "A method wrote to a tensor that it was given.")
+    given = (mat, *run.view.stored.inputs)
+    with torch.no_grad(), untouched(run.rule, run.view.call.module, *given):
+        for method in METHODS.values():
+            method(run.rule, run.view, mat)
+
+
+def unreduced(case: LossCase) -> None:
+    """``reduction="none"``: a different gradient arrives at every entry of the loss."""
+    run = LossRun(case, "none")
+    weights = torch.linspace(0.5, 1.5, run.value.numel()).reshape(run.value.shape).to(run.value)
+    run.value = (run.value * weights).sum()
+    agrees(run, run.times(weights))

@@ -17,9 +17,10 @@ from torch.nn import Module, Parameter
 from torch.nn import functional as F
 
 from backpack_core.plugins.registry import CORE, of_rules, registry
-from backpack_core.record.structure import iter_tensors, map_tensors
+from backpack_core.record.structure import iter_tensors
+from backpack_core.record.switch import disable
 from backpack_core.record.view import View
-from backpack_core.testing.cases import Arguments, LossCase
+from backpack_core.testing.cases import Arguments, LossCase, RuleCase, seeded
 from backpack_products.elementwise import ElementwiseRule
 from backpack_products.loss import HessianLossRule
 from backpack_products.parametric import AffineRule, ParametricRule
@@ -27,31 +28,40 @@ from backpack_products.parametric import AffineRule, ParametricRule
 CLASSES = 2
 
 
-class Mix(Module):
+class Affine(Module):
+    """``y = W x + b`` of the last axis."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight, self.bias = Parameter(weight), Parameter(0.1 * torch.randn(len(weight)))
+
+    def laid_out(self, x: Tensor) -> Tensor:
+        """The input, features on the last axis."""
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[N, *, in] → [N, *, out]``."""
+        return F.linear(self.laid_out(x), self.weight, self.bias)
+
+
+class Mix(Affine):
     """An affine map of the last axis, close to the identity."""
 
     def __init__(self, features: int) -> None:
-        super().__init__()
-        noise = 0.3 * torch.randn(features, features) / features**0.5
-        self.weight = Parameter(torch.eye(features) + noise)
-        self.bias = Parameter(0.1 * torch.randn(features))
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[N, *, F] → [N, *, F]``."""
-        return F.linear(x, self.weight, self.bias)
+        super().__init__(
+            torch.eye(features) + 0.3 * torch.randn(features, features) / features**0.5
+        )
 
 
-class Readout(Module):
-    """An affine map of all entries of a sample."""
+class Readout(Affine):
+    """An affine map of all entries of a sample: ``[N, *] → [N, outputs]``."""
 
     def __init__(self, features: int, outputs: int = CLASSES) -> None:
-        super().__init__()
-        self.weight = Parameter(torch.randn(outputs, features) / features**0.5)
-        self.bias = Parameter(0.1 * torch.randn(outputs))
+        super().__init__(torch.randn(outputs, features) / features**0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[N, *] → [N, outputs]``."""
-        return F.linear(x.flatten(1), self.weight, self.bias)
+    def laid_out(self, x: Tensor) -> Tensor:
+        """All entries are features."""
+        return x.flatten(1)
 
 
 class Shrink(Module):
@@ -66,12 +76,8 @@ class Shrink(Module):
         return x * self.weight
 
 
-class Squash(Module):
+class Squash(torch.nn.Tanh):
     """``y = tanh x``."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Elementwise."""
-        return x.tanh()
 
 
 class SoftmaxLoss(Module):
@@ -88,16 +94,8 @@ class SoftmaxLoss(Module):
         return terms.mean() if self.reduction == "mean" else terms.sum()
 
 
-class LabelledLoss(Module):
+class LabelledLoss(torch.nn.CrossEntropyLoss):
     """Cross-entropy with a label for each sample, for extensions that read labels."""
-
-    def __init__(self, reduction: str = "mean") -> None:
-        super().__init__()
-        self.reduction = reduction
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        """``[N, C]`` and ``[N]`` to a number."""
-        return F.cross_entropy(x, labels, reduction=self.reduction)
 
 
 class BoundLoss(Module):
@@ -110,8 +108,7 @@ class BoundLoss(Module):
 
     def __init__(self, loss: Module, arguments: Arguments) -> None:
         super().__init__()
-        self.loss, self.arguments = loss, arguments
-        self.reduction = loss.reduction
+        self.loss, self.arguments, self.reduction = loss, arguments, loss.reduction
 
     def forward(self, prediction: Tensor) -> Tensor:
         """The loss of ``[N, *]`` or ``[N, D]``."""
@@ -122,35 +119,33 @@ class BoundLoss(Module):
         return value
 
 
-class LastAxisRule(AffineRule):
-    """The rule of :class:`Mix`."""
+class ScaledLoss(Module):
+    """``factor`` times a loss."""
 
-    module_types = (Mix,)
+    def __init__(self, loss: Module, factor: float) -> None:
+        super().__init__()
+        self.loss, self.factor, self.reduction = loss, factor, loss.reduction
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[N, C] →`` a number."""
+        value: Tensor = self.loss(x) * self.factor
+        return value
+
+
+class AffineMapRule(AffineRule):
+    """The rule of :class:`Mix` and :class:`Readout`."""
+
+    module_types = (Mix, Readout)
 
     def affine_input(self, view: View) -> Tensor:
         """Axes between the first and the last share the weight."""
-        return view.input.unsqueeze(1).flatten(1, -2).unsqueeze(2)
+        module = view.module
+        x = view.input.flatten(1) if isinstance(module, Readout) else view.input
+        return x.unsqueeze(1).flatten(1, -2).unsqueeze(2)
 
     def affine_output(self, view: View, mat: Tensor) -> Tensor:
         """Columns in the same form."""
         return mat.unsqueeze(2).flatten(2, -2).unsqueeze(3)
-
-    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        return mat @ view.parameter("weight")
-
-
-class FlatRule(AffineRule):
-    """The rule of :class:`Readout`."""
-
-    module_types = (Readout,)
-
-    def affine_input(self, view: View) -> Tensor:
-        """One position."""
-        return view.input.flatten(1)[:, None, None]
-
-    def affine_output(self, view: View, mat: Tensor) -> Tensor:
-        """One position."""
-        return mat[:, :, None, None]
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         return (mat @ view.parameter("weight")).reshape(*mat.shape[:2], *view.input_shape[1:])
@@ -216,7 +211,7 @@ class SoftmaxLossRule(HessianLossRule):
         return product
 
 
-RULES = (LastAxisRule, FlatRule, ShrinkRule, SquashRule, SoftmaxLossRule)
+RULES = (AffineMapRule, ShrinkRule, SquashRule, SoftmaxLossRule)
 
 # For ``ExtensionCase(..., loss=LABELLED)``: the labels are the loss's second argument.
 LABELLED = LossCase(LabelledLoss, lambda n: (torch.randn(n, CLASSES), torch.randint(CLASSES, (n,))))
@@ -244,49 +239,66 @@ class SmallNet(Module):
         mixes: One for each input tensor that is mixed.
         slots: Positions of those among the input tensors.
         output_nr: Which output tensor of the layer is read out.
+        batch_axis: Which axis of it holds the samples.
         twice: Call the layer on a second input as well, and add up.
     """
 
-    def __init__(
-        self,
-        layer: Module,
-        mixes: Sequence[Mix],
-        slots: Sequence[int],
-        readout: Readout,
-        output_nr: int = 0,
-        batch_axis: int = 0,
-        twice: bool = False,
-    ) -> None:
-        super().__init__()
-        self.mixes = torch.nn.ModuleList(mixes)
-        self.layer = layer
-        self.readout = readout
-        self.slots = tuple(slots)
-        self.output_nr, self.batch_axis, self.twice = output_nr, batch_axis, twice
+    layer: Module
+    mixes: torch.nn.ModuleList
+    readout: Readout
+    slots: list[int]
+    output_nr: int
+    batch_axis: int
+    twice: bool
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
         """The layer's own arguments; returns ``[N, CLASSES]``."""
-        result = self._branch(1.0, args, kwargs)
-        if self.twice:
-            result = result + self._branch(0.7, args, kwargs)
-        return result
+        result = self._branch(1.0, Arguments(args, kwargs))
+        return result + self._branch(0.7, Arguments(args, kwargs)) if self.twice else result
 
-    def _branch(self, factor: float, args: tuple[object, ...], kwargs: dict[str, object]) -> Tensor:
-        position = -1
+    def _branch(self, factor: float, given: Arguments) -> Tensor:
+        mixes = dict(zip(self.slots, self.mixes, strict=True))
+        position = iter(range(len(given.tensors())))
 
         def mixed(tensor: Tensor) -> Tensor:
-            nonlocal position
-            position += 1
-            if position not in self.slots:
-                return tensor
-            result: Tensor = self.mixes[self.slots.index(position)](tensor * factor)
-            return result
+            mix = mixes.get(next(position))
+            return tensor if mix is None else mix(tensor * factor)
 
-        args, kwargs = map_tensors((args, kwargs), mixed)
-        output = list(iter_tensors(self.layer(*args, **kwargs)))[self.output_nr]
+        given = given.map(mixed)
+        output = list(iter_tensors(self.layer(*given.args, **given.kwargs)))[self.output_nr]
         if self.batch_axis:
             output = output.movedim(self.batch_axis, 0)
-        if output.dim() == 1:  # a number for each sample
-            output = output.unsqueeze(1)
-        result: Tensor = self.readout(output)
+        result: Tensor = self.readout(output.unsqueeze(1) if output.dim() == 1 else output)
         return result
+
+
+def build_net(
+    case: RuleCase, samples: int, twice: bool = False, axis: int = 0, outputs: int = CLASSES
+) -> tuple[SmallNet, Arguments]:
+    """The small net around a case's layer, in double precision, always the same.
+
+    Args:
+        case: The layer.
+        samples: Size of the batch.
+        twice: Call the layer on two inputs.
+        axis: Which axis of the layer's output holds the samples.
+        outputs: Size of the net's output.
+    """
+    given, net = case.arguments(samples), SmallNet()
+    with disable(), torch.no_grad():
+        probe = list(iter_tensors(given.call(case.module())))[case.output_nr]
+    given, net.layer = case.arguments(samples), case.module()
+    features = {
+        slot: tensor.shape[-1]
+        for slot, tensor in enumerate(given.tensors())
+        if tensor.is_floating_point() and slot not in case.constants
+        if tensor.dim() > 1 and len(tensor) == samples
+    }
+    net.slots, net.output_nr, net.batch_axis, net.twice = [*features], case.output_nr, axis, twice
+
+    def surround() -> None:
+        net.mixes = torch.nn.ModuleList(Mix(size) for size in features.values())
+        net.readout = Readout(probe.movedim(axis, 0).shape[1:].numel(), outputs)
+
+    seeded(surround, 8)
+    return net.double(), given

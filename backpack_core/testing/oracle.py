@@ -21,15 +21,11 @@ def jacobians(output: Tensor, targets: Mapping[K, Tensor]) -> dict[K, Tensor]:
     Returns:
         For every target, shape ``[*output, *target]``.
     """
-    if not targets:
-        return {}
-    rows = []
-    for basis in torch.eye(output.numel(), dtype=output.dtype).reshape(-1, *output.shape):
-        rows.append(gradients(output, list(targets.values()), basis))
-    stacked = [torch.stack(column) for column in zip(*rows, strict=True)]
+    units = torch.eye(output.numel(), dtype=output.dtype).reshape(-1, *output.shape)
+    rows = [gradients(output, [*targets.values()], unit) for unit in units] if targets else []
     return {
-        key: rows_of.reshape((*output.shape, *target.shape))
-        for (key, target), rows_of in zip(targets.items(), stacked, strict=True)
+        key: torch.stack([row[i] for row in rows]).reshape((*output.shape, *target.shape))
+        for i, (key, target) in enumerate(targets.items())
     }
 
 
@@ -44,13 +40,10 @@ def gradients(
         cotangent: Shape of ``output``; may be left out for a scalar.
         again: Whether the result gets a graph, to be differentiated once more.
     """
-    found = torch.autograd.grad(
-        output, targets, cotangent, retain_graph=True, create_graph=again, allow_unused=True
-    )
-    return tuple(
-        torch.zeros_like(target) if g is None else g
-        for g, target in zip(found, targets, strict=True)
-    )
+    options = {"retain_graph": True, "create_graph": again, "allow_unused": True}
+    found = torch.autograd.grad(output, targets, cotangent, **options)
+    pairs = zip(found, targets, strict=True)
+    return tuple(torch.zeros_like(target) if g is None else g for g, target in pairs)
 
 
 def hessian(value: Tensor, target: Tensor) -> Tensor:
@@ -63,17 +56,16 @@ def hessian(value: Tensor, target: Tensor) -> Tensor:
 
 def transposed_product(jacobian: Tensor, mat: Tensor) -> Tensor:
     """``Jᵀ mat``: ``[*out, *in]`` and ``[V, *out]`` to ``[V, *in]``."""
-    size = mat[0].numel()
-    flat = jacobian.reshape(size, -1)
-    return (mat.reshape(len(mat), size) @ flat).reshape(len(mat), *jacobian.shape[mat.dim() - 1 :])
+    found: Tensor = torch.tensordot(mat, jacobian, mat.dim() - 1)
+    return found
 
 
 def product(jacobian: Tensor, mat: Tensor) -> Tensor:
     """``J mat``: ``[*out, *in]`` and ``[V, *in]`` to ``[V, *out]``."""
-    size = mat[0].numel()
-    flat = jacobian.reshape(-1, size)
-    out = jacobian.shape[: jacobian.dim() - (mat.dim() - 1)]
-    return (mat.reshape(len(mat), size) @ flat.T).reshape(len(mat), *out)
+    rank = mat.dim() - 1
+    axes = list(range(1, rank + 1)), list(range(jacobian.dim() - rank, jacobian.dim()))
+    found: Tensor = torch.tensordot(mat, jacobian, axes)
+    return found
 
 
 def per_sample_product(jacobian: Tensor, mat: Tensor, axis: int = 0) -> Tensor:
@@ -84,16 +76,22 @@ def per_sample_product(jacobian: Tensor, mat: Tensor, axis: int = 0) -> Tensor:
         mat: Columns at the output.
         axis: Which axis of the output holds the samples.
     """
-    rank = mat.dim() - 1
-    by_sample = jacobian.movedim(axis, 0)
-    columns = mat.movedim(axis + 1, 1).flatten(2) if rank > 1 else mat.unsqueeze(2)
-    flat = by_sample.reshape(*columns.shape[1:], -1)
-    result = torch.einsum("vno,nop->vnp", columns, flat)
-    return result.reshape(*columns.shape[:2], *jacobian.shape[rank:])
+    pairs = zip(jacobian.unbind(axis), mat.unbind(axis + 1), strict=True)
+    return torch.stack([transposed_product(j, columns) for j, columns in pairs], 1)
 
 
 def flat(tensor: Tensor, leading: int) -> Tensor:
     """All axes but the leading ones as one, also where there are no others."""
-    if tensor.dim() == leading:
-        return tensor.unsqueeze(leading)
-    return tensor.flatten(leading)
+    return tensor.unsqueeze(leading).flatten(leading)
+
+
+def own_blocks(jacobian: Tensor, rank: int) -> Tensor:
+    """The blocks of each sample with itself: ``[N, *out, N, *in]`` to ``[N, D_out, D_in]``.
+
+    Args:
+        jacobian: The Jacobian over the whole batch.
+        rank: Number of axes of the output, including the sample axis.
+    """
+    samples = len(jacobian)
+    whole = jacobian.reshape(samples, jacobian.shape[1:rank].numel(), samples, -1)
+    return torch.stack([whole[n, :, n] for n in range(samples)])

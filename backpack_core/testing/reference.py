@@ -6,7 +6,7 @@ Conventions are those of the documentation: a mean loss carries its ``1/N``.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,15 +16,54 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from backpack_core.record.structure import iter_tensors, map_tensors
+from backpack_core.plugins.registry import registry
+from backpack_core.record.structure import iter_tensors
 from backpack_core.record.switch import disable
 from backpack_core.testing import oracle
-from backpack_core.testing.cases import FORWARD, Arguments, seeded
-from backpack_core.testing.network import CLASSES, Mix, Readout, fixed_mixing
+from backpack_core.testing.cases import Arguments
+from backpack_core.testing.network import CLASSES, Affine, fixed_mixing
 from backpack_core.testing.quantities import Quantity
-from backpack_core.testing.units import Unit, own_blocks, wholes
 
 T = TypeVar("T")
+
+
+@dataclass(eq=False)
+class Unit:
+    """One call of a module that a rule differentiates as a whole.
+
+    Attributes:
+        module: The module.
+        given: What it received, with the graph behind.
+        outputs: What it returned, in the same graph.
+    """
+
+    module: Module
+    given: Arguments
+    outputs: list[Tensor]
+
+    def curvature(self, x: Tensor, gradients: Iterable[Tensor]) -> Tensor:
+        """``Σ_o g_o ∂²f_o/∂x²`` of one input, sample by sample. Shape ``[N, D, D]`` (flat).
+
+        Args:
+            x: The input; all others are held fixed.
+            gradients: ``g``, one for each output.
+        """
+        leaf = x.detach().requires_grad_()
+        given = self.given.map(lambda t: (leaf if t is x else t.detach()).clone())
+        with disable():
+            outputs = iter_tensors(given.call(self.module))
+        pairs = zip(outputs, gradients, strict=True)
+        value = torch.stack([(y * g).sum() for y, g in pairs if y.is_floating_point()]).sum()
+        return oracle.own_blocks(oracle.hessian(value, leaf), x.dim()).detach()
+
+
+def wholes(module: Module) -> Iterator[Module]:
+    """The outermost modules with a rule of their own."""
+    if not registry.resolve(module).rule.transparent:
+        yield module
+    else:
+        for child in module.children():
+            yield from wholes(child)
 
 
 @dataclass(eq=False)
@@ -49,66 +88,48 @@ class Reference:
         """The trained parameters."""
         return {name: p for name, p in self.net.named_parameters() if p.requires_grad}
 
-    def forward(self) -> tuple[Tensor, Tensor]:
-        """Output and loss, not recorded."""
-        with disable():
-            output = seeded(
-                lambda: self.net(*self.arguments.args, **self.arguments.kwargs), FORWARD
-            )
-            return output, self.loss(output)
-
     @cached_property
     def _traced(self) -> tuple[Tensor, Tensor, list[Unit]]:
-        """Output, loss, and the units in the order of their calls."""
-        received: list[Any] = []
+        """Output, loss, and the units in the order of their calls; nothing is recorded."""
+        received: list[Arguments] = []
         units: list[Unit] = []
 
         def enter(module: Module, args: Any, kwargs: Any) -> Any:
-            received.append((args, kwargs))
-            return map_tensors((args, kwargs), torch.clone)  # for modules that work in place
+            received.append(Arguments(args, kwargs))
+            passed = received[-1].map(torch.clone)  # for modules that work in place
+            return passed.args, passed.kwargs
 
-        def leave(module: Module, args: Any, kwargs: Any, output: Any) -> None:
-            args, kwargs = received.pop()
-            units.append(Unit(module, args, kwargs, list(iter_tensors(output))))
+        def leave(module: Module, args: Any, output: Any) -> None:
+            units.append(Unit(module, received.pop(), list(iter_tensors(output))))
 
-        with ExitStack() as hooks:
+        with ExitStack() as hooks, disable():
             for module in dict.fromkeys(wholes(self.net)):
                 before = module.register_forward_pre_hook(enter, with_kwargs=True)
-                after = module.register_forward_hook(leave, with_kwargs=True)
                 hooks.callback(before.remove)
-                hooks.callback(after.remove)
-            return *self.forward(), units
-
-    @property
-    def _graph(self) -> tuple[Tensor, Tensor]:
-        return self._traced[:2]
+                hooks.callback(module.register_forward_hook(leave).remove)
+            output = self.arguments.call(self.net)
+            return output, self.loss(output), units
 
     @cached_property
     def _jacobians(self) -> dict[str, Tensor]:
-        return oracle.jacobians(self._graph[0], self.parameters)
+        return oracle.jacobians(self._traced[0], self.parameters)
 
     @cached_property
     def _at_output(self) -> tuple[Tensor, Tensor]:
         """Gradient ``[N, C]`` and Hessians ``[N, C, C]`` of the loss in the net's output."""
-        output = self._graph[0].detach().requires_grad_()
+        output = self._traced[0].detach().requires_grad_()
         with disable():
             value = self.loss(output)
-        (gradient,) = oracle.gradients(value, [output], again=True)
-        full = torch.zeros(*output.shape, *output.shape, dtype=output.dtype)
-        if gradient.requires_grad:
-            full = oracle.jacobians(gradient, {0: output})[0]
-        blocks = torch.stack([full[n, :, n] for n in range(len(output))])
-        return gradient.detach(), blocks
+        gradient = oracle.gradients(value, [output])[0]
+        return gradient, oracle.own_blocks(oracle.hessian(value, output), 2)
 
-    def _chosen(self, tensor: Tensor, axis: int = 0) -> Tensor:
-        if self.indices is None:
-            return tensor
-        return tensor.index_select(axis, torch.tensor(self.indices))
+    def _chosen(self, tensor: Tensor) -> Tensor:
+        return tensor if self.indices is None else tensor[list(self.indices)]
 
     @property
     def samples(self) -> int:
         """Size of the whole batch, over which a mean is taken."""
-        return len(self._graph[0])
+        return len(self._traced[0])
 
     def restricted(self, indices: tuple[int, ...]) -> Reference:
         """The same for some samples."""
@@ -155,23 +176,20 @@ class Reference:
         """
 
         def made() -> Tensor:
-            columns = self._columns(sampled)
+            columns = self._columns() if sampled is None else self._sampled_columns(sampled)
             return torch.einsum("vnc,nc...->vn...", columns, self.jacobian(name))
 
         return self._kept(("roots", name, sampled, self.indices), made)
 
-    def _columns(self, sampled: int | None) -> Tensor:
+    def _columns(self) -> Tensor:
         """The same at the output of the net. Shape ``[V, N, C]``."""
-        blocks = self._chosen(self._at_output[1])
-        if sampled is None:
-            values, vectors = torch.linalg.eigh(blocks)
-            root: Tensor = vectors * values.clamp_min(0).sqrt().unsqueeze(1)
-            return root.permute(2, 0, 1)
-        return self._sampled_columns(sampled)
+        values, vectors = torch.linalg.eigh(self._chosen(self._at_output[1]))
+        root: Tensor = vectors * values.clamp_min(0).sqrt().unsqueeze(1)
+        return root.permute(2, 0, 1)
 
     def _sampled_columns(self, samples: int) -> Tensor:
         """``Σ_c mixing_c √p_c (e_c - p)``, as the kit's loss draws them."""
-        p = self._chosen(self._graph[0].detach()).softmax(1)
+        p = self._chosen(self._traced[0].detach()).softmax(1)
         whole = (p - p.square()).sum(1)  # trace of diag p - p pᵀ, which the loss scales
         factor = self._chosen(self._at_output[1]).diagonal(dim1=1, dim2=2).sum(1) / whole
         weighted = fixed_mixing(samples, CLASSES).unsqueeze(1) * p.sqrt()
@@ -189,7 +207,8 @@ class Reference:
         _, loss, units = self._traced
         found = []
         for unit in units:
-            for x in unit.inputs[:1]:  # units that are nonlinear in several inputs are refused
+            inputs = [t for t in unit.given.tensors() if t.requires_grad]
+            for x in inputs[:1]:  # units that are nonlinear in several inputs are refused
                 slopes = [
                     oracle.gradients(loss, [y])[0] if y.requires_grad else torch.zeros_like(y)
                     for y in unit.outputs
@@ -220,20 +239,16 @@ class Reference:
 
     def hessian(self, name: str) -> Tensor:
         """Hessian block of each sample's loss. Shape ``[N, θ, θ]`` (flat)."""
-        theta, (output, _) = self.parameters[name], self._graph
+        theta, output = self.parameters[name], self._traced[0]
 
         def of_sample(n: int) -> Tensor:
-            # The other outputs are held fixed.
-            kept = torch.zeros_like(output)
-            kept[n] = 1.0
-            with disable():
-                value = self.loss(kept * output + (1 - kept) * output.detach())
+            kept = (torch.arange(len(output)) == n).unsqueeze(1)
+            with disable():  # the other outputs are held fixed
+                value = self.loss(torch.where(kept, output, output.detach()))
             return oracle.hessian(value, theta).reshape(theta.numel(), -1).detach()
 
-        found = self._kept(
-            ("Hessian", name), lambda: torch.stack([of_sample(n) for n in range(len(output))])
-        )
-        return self._chosen(found)
+        made = lambda: torch.stack([of_sample(n) for n in range(len(output))])  # noqa: E731
+        return self._chosen(self._kept(("Hessian", name), made))
 
     def _averaged_hessian(self, index: int) -> Tensor | None:
         """``Ḡ`` at the output of a unit, by ``Ḡ_x = 1/N Σ_n J_nᵀ Ḡ_y J_n`` from the next one.
@@ -260,9 +275,8 @@ class Reference:
                 return None
             jacobian = oracle.jacobians(outputs[0], {0: output})[0]
             if jacobian.any():
-                average = self._averaged_hessian(following)
-                blocks = self._chosen(own_blocks(jacobian, outputs[0].dim()))
-                return None if average is None else _averaged(blocks, average)
+                blocks = self._chosen(oracle.own_blocks(jacobian, outputs[0].dim()))
+                return _averaged(blocks, self._averaged_hessian(following))
         size = output[0].numel()  # the loss does not depend on it
         return output.new_zeros(size, size)
 
@@ -275,13 +289,10 @@ class Reference:
         theta = self.parameters[name]
         for index, unit in enumerate(self._traced[2]):
             if any(theta is p for p in unit.module.parameters()):
-                average = self._averaged_hessian(index)
-                if average is None:
-                    return None
-                output = unit.outputs[0]
-                jacobian = oracle.jacobians(output, {0: theta})[0]
-                blocks = self._chosen(jacobian.reshape(len(output), output[0].numel(), -1))
-                return _averaged(blocks, average)
+                output, average = unit.outputs[0], self._averaged_hessian(index)
+                jacobian = {} if average is None else oracle.jacobians(output, {0: theta})
+                blocks = [j.reshape(len(j), output[0].numel(), -1) for j in jacobian.values()]
+                return _averaged(self._chosen(blocks[0]), average) if blocks else None
         return None
 
     def input_moment(self, name: str) -> Tensor | None:
@@ -290,18 +301,17 @@ class Reference:
         Returns:
             Shape ``[I, I]``, the sum over all uses; ``None`` for other parameters.
         """
-        theta = self.parameters[name]
-        total: Tensor | None = None
+        moments = []
         for unit in self._traced[2]:
-            if isinstance(unit.module, Mix | Readout) and theta is unit.module.weight:
-                (x,) = iter_tensors(unit.args)
-                x = self._chosen(x.detach())
-                rows = x.flatten(1) if isinstance(unit.module, Readout) else x.flatten(0, -2)
-                moment = rows.T @ rows / len(x)
-                total = moment if total is None else total + moment
-        return total
+            if isinstance(unit.module, Affine) and self.parameters[name] is unit.module.weight:
+                x = self._chosen(unit.given.tensors()[0].detach())
+                rows = unit.module.laid_out(x).flatten(0, -2)
+                moments.append(rows.T @ rows / len(x))
+        return torch.stack(moments).sum(0) if moments else None
 
 
-def _averaged(jacobians: Tensor, inner: Tensor) -> Tensor:
+def _averaged(jacobians: Tensor, inner: Tensor | None) -> Tensor | None:
     """``1/N Σ_n J_nᵀ Ḡ J_n``: ``[N, D, P]`` and ``[D, D]`` to ``[P, P]``."""
+    if inner is None:
+        return None
     return torch.einsum("nai,ab,nbj->ij", jacobians, inner, jacobians) / len(jacobians)

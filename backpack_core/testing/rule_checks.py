@@ -1,181 +1,111 @@
-"""Checks of a rule, method by method, against dense Jacobians by autograd."""
+"""Checks of a rule's products against dense Jacobians by autograd.
+
+A check takes an execution. It raises, or yields what it wants compared: what, found, expected.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from backpack_core.record.structure import iter_tensors, map_tensors
+from backpack_core.errors import OverwrittenInputError, UnsupportedError
 from backpack_core.record.view import View
 from backpack_core.testing import oracle
-from backpack_core.testing.cases import Arguments, RuleCase
-from backpack_core.testing.checks import of_rule
-from backpack_core.testing.compare import close, require, stateless
-from backpack_core.testing.execution import Execution, draw, execute, shared_execution
+from backpack_core.testing.compare import CheckFailure, close, require, untouched
+from backpack_core.testing.execution import Execution, draw, execute
 from backpack_core.tuning import memory_budget, set_memory_budget
-from backpack_products import derivatives
 from backpack_products import operations as ops
-from backpack_products.parametric import ParametricRule
+from backpack_products.affine import AffineProduct
+from backpack_products.parametric import AffineRule
 from backpack_products.product import SampleProduct
 
-
-def transposed(run: Execution, mat: Tensor, view: View | None = None) -> dict[int, Tensor | None]:
-    """``jac_t_mat_prod`` for every differentiated input; empty if the rule is transparent."""
-    slots = [slot for slot, leaf in enumerate(run.leaves) if leaf is not None]
-    if run.rule.transparent:
-        return {}
-    with torch.no_grad():
-        found = dict(enumerate(run.rule.jac_t_mat_prod(view or run.view, mat)))
-    return {slot: found.get(slot) for slot in slots}
+Entries = Iterator[tuple[str, Tensor | None, Tensor]]
 
 
-def check_products(run: Execution, mat: Tensor, chosen: Sequence[int] | None = None) -> None:
-    """Transposed Jacobians, input and parameters, for all samples or some."""
-    _check_input_products(run, mat, chosen)
-    _check_parameter_products(run, mat, chosen)
-
-
-def _check_input_products(run: Execution, mat: Tensor, chosen: Sequence[int] | None = None) -> None:
-    for slot, found in transposed(run, _some(mat, chosen), _view(run, chosen)).items():
-        expected = _some(oracle.transposed_product(run.jacobians[slot], mat), chosen)
-        what = f"jac_t_mat_prod, input {slot}{_of(chosen)}"
+def agree(entries: Entries | None, allowed: float) -> None:
+    """Compare everything that a check yields. ``None`` stands for zero."""
+    for what, found, expected in entries or ():
         if found is None:
             require(not bool(expected.any()), f"{what}: None, though the output depends on it.")
         else:
-            close(found, expected, what, run.case.tolerances.float64)
+            close(found, expected, what, allowed)
 
 
-def _check_parameter_products(
-    run: Execution, mat: Tensor, chosen: Sequence[int] | None = None
-) -> None:
-    for name in run.parameters:
-        expected = oracle.per_sample_product(run.jacobians[name], mat, run.batch_axis)
-        close(
-            parameter_product(run, name, _some(mat, chosen), _view(run, chosen)),
-            _some(expected, chosen),
-            f"param_jac_t_mat_prod of {name!r}{_of(chosen)}",
-            run.case.tolerances.float64,
-        )
+def calls(
+    run: Execution, mat: Tensor, view: View | None = None, only: str = ""
+) -> Iterator[tuple[int | str, str, Tensor | None]]:
+    """What ``jac_t_mat_prod`` and ``param_jac_t_mat_prod`` return: which input, name, and value."""
+    if not run.rule.transparent and only != "parameters":
+        found = dict(enumerate(run.call("jac_t_mat_prod", mat, view=view)))
+        yield from ((slot, f"jac_t_mat_prod, input {slot}", found.get(slot)) for slot in run.live)
+    for name in run.parameters if only != "inputs" else ():
+        value = run.call("param_jac_t_mat_prod", name, mat, view=view)
+        yield name, f"param_jac_t_mat_prod of {name!r}", value
 
 
-def _some(mat: Tensor, chosen: Sequence[int] | None) -> Tensor:
-    return mat if chosen is None else mat[:, list(chosen)]
+def products(run: Execution, mat: Tensor, view: View | None = None, only: str = "") -> Entries:
+    """Transposed Jacobians in inputs and parameters; those of samples, where the view has some."""
+    chosen = slice(None) if view is None or view.indices is None else list(view.indices)
+    for key, what, found in calls(run, mat[:, chosen], view, only):
+        if isinstance(key, int):
+            expected = oracle.transposed_product(run.jacobians[key], mat)
+        else:
+            expected = oracle.per_sample_product(run.jacobians[key], mat, run.batch_axis)
+        yield what, found, expected[:, chosen]
 
 
-def _view(run: Execution, chosen: Sequence[int] | None) -> View:
-    return run.view if chosen is None else run.view.subsample(chosen)
-
-
-def _of(chosen: Sequence[int] | None) -> str:
-    return "" if chosen is None else f" of samples {list(chosen)}"
-
-
-def parameter_product(run: Execution, name: str, mat: Tensor, view: View | None = None) -> Tensor:
-    """``param_jac_t_mat_prod`` of one parameter."""
-    assert isinstance(run.rule, ParametricRule)
-    with torch.no_grad():
-        return run.rule.param_jac_t_mat_prod(view or run.view, name, mat)
-
-
-@of_rule("separate", "kept")
-def accepts(case: RuleCase) -> None:
-    """``check()`` passes, and the rule is stateless: nothing is kept, and no number drawn."""
-    run = shared_execution(case)
-    with stateless(run.rule, run.module):
+def accepts(run: Execution) -> None:
+    """``check()`` passes; nothing is kept, no argument is changed, and no number drawn."""
+    run = execute(run.case)
+    mat, stored = run.columns(), run.view.stored
+    given = [mat, *stored.inputs, *stored.outputs, *run.module.parameters()]
+    with untouched(run.rule, run.module, *given):
         run.rule.check(run.view)
-        _use(run, run.columns())
+        list(calls(run, mat))
 
 
-def _use(run: Execution, mat: Tensor) -> None:
-    """Call every product once."""
-    transposed(run, mat)
-    for name in run.parameters:
-        parameter_product(run, name, mat)
+def overwritten_input(run: Execution) -> None:
+    """The stored input is no longer what the layer received."""
+    try:
+        run.call("jac_t_mat_prod", run.columns())
+    except OverwrittenInputError:
+        return
+    require(False, "overwrites_input is declared, but the rule does not raise on it.")
 
 
-@of_rule("separate", "kept", "input")
-def jac_t_mat_prod(case: RuleCase) -> None:
+def jac_t_mat_prod(run: Execution) -> Entries:
     """For every input, against ``Jᵀ mat``."""
-    run = shared_execution(case)
-    _check_input_products(run, run.columns())
+    return products(run, run.columns(), only="inputs")
 
 
-@of_rule("separate", "kept", "input")
-def jac_mat_prod(case: RuleCase) -> None:
-    """Against ``J mat`` for the first input."""
-    run = shared_execution(case)
-    mat = run.input_columns()
-    with torch.no_grad():
-        found = derivatives.jac_mat_prod(run.rule, run.view, mat)
-    expected = oracle.product(run.jacobians[0], mat)
-    close(found, expected, "jac_mat_prod", case.tolerances.float64)
-
-
-@of_rule("separate", "kept", "input")
-def jac_adjoint(case: RuleCase) -> None:
-    """``⟨J u, w⟩ = ⟨u, Jᵀ w⟩`` for the rule's own products."""
-    run = shared_execution(case)
-    mat, inp = run.columns(), run.input_columns()
-    with torch.no_grad():
-        left = (derivatives.jac_mat_prod(run.rule, run.view, inp) * mat).flatten(1).sum(1)
-    back = transposed(run, mat)[0]
-    right = torch.zeros_like(left) if back is None else (back * inp).flatten(1).sum(1)
-    close(left, right, "⟨J u, w⟩ against ⟨u, Jᵀ w⟩", case.tolerances.float64)
-
-
-@of_rule("separate", "kept", "parameters")
-def param_jac_t_mat_prod(case: RuleCase) -> None:
+def param_jac_t_mat_prod(run: Execution) -> Entries:
     """For every covered parameter, sample by sample."""
-    run = shared_execution(case)
-    _check_parameter_products(run, run.columns())
+    return products(run, run.columns(), only="parameters")
 
 
-@of_rule("separate", "kept", "parameters")
-def param_jac_mat_prod(case: RuleCase) -> None:
+def jac_mat_prod(run: Execution) -> Entries:
+    """Against ``J mat`` for the first input. With ``jac_t_mat_prod``, they are adjoint."""
+    mat = run.input_columns()
+    expected = oracle.product(run.jacobians[0], mat)
+    yield "jac_mat_prod", run.call("jac_mat_prod", mat), expected
+
+
+def param_jac_mat_prod(run: Execution) -> Entries:
     """For every covered parameter."""
-    run = shared_execution(case)
-    assert isinstance(run.rule, ParametricRule)
     for name, theta in run.parameters.items():
         mat = draw((2, *theta.shape), 5)
-        with torch.no_grad():
-            found = run.rule.param_jac_mat_prod(run.view, name, mat)
         expected = oracle.product(run.jacobians[name], mat)
-        close(found, expected, f"param_jac_mat_prod of {name!r}", case.tolerances.float64)
-
-
-@of_rule("separate", "kept", "parameters")
-def param_jac_adjoint(case: RuleCase) -> None:
-    """``⟨J_θ u, w⟩ = Σ_n ⟨u, J_θ[n]ᵀ w[n]⟩`` for the rule's own products."""
-    run = shared_execution(case)
-    assert isinstance(run.rule, ParametricRule)
-    mat = run.columns()
-    for name, theta in run.parameters.items():
-        u = draw((len(mat), *theta.shape), 6)
-        with torch.no_grad():
-            left = (run.rule.param_jac_mat_prod(run.view, name, u) * mat).flatten(1).sum(1)
-        right = (parameter_product(run, name, mat).sum(1) * u).flatten(1).sum(1)
-        what = f"⟨J u, w⟩ against ⟨u, Jᵀ w⟩ of {name!r}"
-        close(left, right, what, case.tolerances.float64)
-
-
-@of_rule("separate", "kept", "parameters")
-def param_jac_batch_sum(case: RuleCase) -> None:
-    """Summed over samples, by hand and by ``batch_sum``: the gradient of the batch."""
-    run = shared_execution(case)
-    assert isinstance(run.rule, ParametricRule)
-    mat = run.columns()
-    for name in run.parameters:
-        expected = oracle.transposed_product(run.jacobians[name], mat)
-        found = parameter_product(run, name, mat).sum(1)
-        close(found, expected, f"Σ_n of {name!r}", case.tolerances.float64)
-        with torch.no_grad():
-            summed = ops.batch_sum(run.rule.param_product(run.view, name, mat))
-        close(summed, expected, f"batch_sum of {name!r}", case.tolerances.float64)
+        yield (
+            f"param_jac_mat_prod of {name!r}",
+            run.call("param_jac_mat_prod", name, mat),
+            expected,
+        )
 
 
 # Each operation as a function of a product and of ``M`` itself, formed by the oracle.
@@ -193,28 +123,21 @@ _DEFINITIONS: dict[str, tuple[Callable[[SampleProduct], Tensor], Callable[[Tenso
 }
 
 # What other extensions may need in the same pass.
-_PLANS: tuple[frozenset[Any], ...] = (
-    frozenset(),
-    frozenset({ops.batch_sum, ops.square_sum}),
-    frozenset({ops.dense}),
-)
+_PLANS: tuple[tuple[Any, ...], ...] = ((), (ops.batch_sum, ops.square_sum), (ops.dense,))
 
 
-@of_rule("separate", "kept", "parameters")
-def operations(case: RuleCase) -> None:
+def operations(run: Execution) -> Entries:
     """Each operation against its definition by ``M``, alone and together, with little memory."""
-    run = shared_execution(case)
     mat = run.columns()
-    assert isinstance(run.rule, ParametricRule)
     for name in run.parameters:
         formed = oracle.per_sample_product(run.jacobians[name], mat, run.batch_axis)
         for budget, needs in product((memory_budget(), 1), _PLANS):
-            with _budget(budget), torch.no_grad():
-                for what, (operation, definition) in _DEFINITIONS.items():
-                    given = run.rule.param_product(run.view, name, mat)
-                    given.needs = needs
-                    label = f"{what} of {name!r} within {budget} bytes"
-                    close(operation(given), definition(formed), label, case.tolerances.float64)
+            for what, (operation, definition) in _DEFINITIONS.items():
+                with _budget(budget), torch.no_grad():
+                    given = run.call("param_product", name, mat)
+                    given.needs = frozenset(needs)
+                    found = operation(given)
+                yield f"{what} of {name!r} within {budget} bytes", found, definition(formed)
 
 
 @contextmanager
@@ -227,52 +150,99 @@ def _budget(size: int) -> Iterator[None]:
         set_memory_budget(before)
 
 
-@of_rule("separate", "kept", "batch first")
-def subsampled_call(case: RuleCase) -> None:
+def subsampled_call(run: Execution) -> Entries:
     """Products of ``view.subsample([2, 0])``."""
-    run, chosen = shared_execution(case), (2, 0)
-    run.rule.check(run.view.subsample(chosen))
-    check_products(run, run.columns(), chosen)
+    view = run.view.subsample((2, 0))
+    run.rule.check(view)
+    return products(run, run.columns(), view)
 
 
-@of_rule("separate", "kept")
-def leaves_arguments_alone(case: RuleCase) -> None:
-    """No argument is changed."""
-    run = execute(case)
-    mat = run.columns()
-    stored = run.view.stored
-    held = [mat, *stored.inputs, *stored.outputs, *run.module.parameters()]
-    before = [tensor.detach().clone() for tensor in held]
-    _use(run, mat)
-    for tensor, copy in zip(held, before, strict=True):
-        same = torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(copy))
-        require(same, "A method wrote to a tensor that it was given.")
-
-
-@of_rule("separate", "kept")
-def non_contiguous_columns(case: RuleCase) -> None:
+def non_contiguous_columns(run: Execution) -> Entries:
     """Columns with strides in another order, and columns that share memory."""
-    run = shared_execution(case)
     mat = run.columns()
-    turned = mat.movedim(0, -1).contiguous().movedim(-1, 0)
-    for strided in (turned, mat[:1].expand(3, *mat.shape[1:])):
-        check_products(run, strided)
+    for strided in (mat.movedim(0, -1).contiguous().movedim(-1, 0), mat[:1].expand_as(mat)):
+        yield from products(run, strided)
 
 
-@of_rule("separate", "kept")
-def non_contiguous_input(case: RuleCase) -> None:
+def strided(tensor: Tensor) -> Tensor:
+    """Every other entry of a larger tensor."""
+    return torch.stack([tensor, tensor], -1).flatten(-2)[..., ::2] if tensor.dim() else tensor
+
+
+def non_contiguous_input(run: Execution) -> Entries:
     """Inputs that are every other entry of a larger tensor."""
-    given = case.arguments()
-    args, kwargs = map_tensors((given.args, dict(given.kwargs)), _strided)
-    run = execute(case, Arguments(args, kwargs))
-    require(
-        not any(t.numel() > 1 and t.is_contiguous() for t in iter_tensors((args, kwargs))),
-        "The kit could not make the inputs non-contiguous.",
-    )
-    check_products(run, run.columns())
+    given = run.case.arguments().map(strided)
+    left = any(tensor.numel() > 1 and tensor.is_contiguous() for tensor in given.tensors())
+    require(not left, "The kit could not make the inputs non-contiguous.")
+    run = execute(run.case, given)
+    return products(run, run.columns())
 
 
-def _strided(tensor: Tensor) -> Tensor:
-    if tensor.dim() == 0:
-        return tensor
-    return torch.stack([tensor, tensor], -1).flatten(-2)[..., ::2]
+def keeps_dtype(run: Execution) -> None:
+    """In single precision, what every product returns is in single precision."""
+    run = execute(run.case, dtype=torch.float32)
+    mat = run.columns()
+    for _, what, found in calls(run, mat):
+        dtype = mat.dtype if found is None else found.dtype
+        require(dtype == mat.dtype, f"{what}: {dtype}, of columns in {mat.dtype}.")
+
+
+def changed_since(run: Execution) -> None:
+    """Parameters and mode change after the forward pass: products must be those of the forward."""
+    run = execute(run.case)
+    require(bool(run.jacobians), "Nothing is differentiated.")  # from before the change, too
+    for part in run.module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            setattr(part, name, Parameter(2 * parameter.detach() + 1))
+    run.module.train(not run.module.training)
+    try:
+        agree(products(run, run.columns()), run.allowed)
+    except (OverwrittenInputError, UnsupportedError):
+        return
+    except CheckFailure as failure:
+        raise CheckFailure(
+            f"{failure} The module has other parameters, and another mode, than in the forward "
+            "pass: read what the view shows, which is of then, and keep nothing."
+        ) from None
+
+
+def affine_form(run: Execution) -> Entries:
+    """``W x + b`` in weight-sharing form is the output, rearranged."""
+    rule, view = run.rule, run.view
+    assert isinstance(rule, AffineRule)
+    with torch.no_grad():
+        inputs = rule.affine_input(view)[0 : view.batch_size]
+        found = torch.einsum("goi,nsgi->nsgo", _matrix(run, "weight"), inputs)
+        if "bias" in run.parameters:
+            found = found + _matrix(run, "bias")
+        expected = rule.affine_output(view, view.output.unsqueeze(0))[0]
+    yield "W x + b in affine form", found, expected
+
+
+def _matrix(run: Execution, name: str) -> Tensor:
+    """A parameter as ``[G, O, I]``, or a bias as ``[G, O]``."""
+    given, numbers = _affine_product(run, name)
+    theta = run.parameters[name].detach()
+    matrix = torch.empty_like(theta).flatten()
+    matrix[given.to_parameter(numbers).flatten()] = theta.flatten()
+    return matrix.reshape(given.sizes)
+
+
+def _affine_product(run: Execution, name: str) -> tuple[AffineProduct, Tensor]:
+    """A parameter's product, and the numbers of its entries in affine form."""
+    assert isinstance(run.rule, AffineRule)
+    given = run.rule.param_product(run.view, name, run.columns())
+    assert isinstance(given, AffineProduct)
+    return given, torch.arange(given.shape.numel()).reshape(given.sizes)
+
+
+def affine_weight(run: Execution) -> None:
+    """The arrangement of a parameter uses every entry once, with any leading axes."""
+    for name in run.parameters:
+        given, numbers = _affine_product(run, name)
+        arranged = given.to_parameter(numbers)
+        once = arranged.shape == given.shape and arranged.unique().numel() == numbers.numel()
+        require(once, f"The arrangement of {name!r} is no permutation of its entries.")
+        several = given.to_parameter(torch.stack([numbers, 2 * numbers])[None])
+        same = torch.equal(several, torch.stack([arranged, 2 * arranged])[None])
+        require(same, f"The arrangement of {name!r} changes with axes in front.")

@@ -1,37 +1,46 @@
 """The support matrix, layers and losses against extensions, found by running each pair.
 
-    python -m backpack_core.testing.support --write docs/support-matrix.md
-
-:func:`of_model` gives the same for a user's model, without a backward pass.
+python -m backpack_core.testing.support --write docs/support-matrix.md
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import Module
 
-from backpack_core import _hooks
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
+from backpack_core.discovery import choose
 from backpack_core.errors import BackpackError
-from backpack_core.extending import extend
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.testing import catalogue
 from backpack_core.testing.cases import SAMPLES, Arguments, LossCase, RuleCase, seeded
 from backpack_core.testing.extensions_run import ALL_NEEDS, Problem, installed_extensions
-from backpack_core.testing.network import BoundLoss, Shrink, SoftmaxLoss, install_own_rules
-from backpack_core.testing.network_checks import build_net
+from backpack_core.testing.network import (
+    BoundLoss,
+    Shrink,
+    SoftmaxLoss,
+    build_net,
+    install_own_rules,
+)
 from backpack_core.testing.reference import Reference
+from backpack_core.testing.traits import has_second_derivative
 from backpack_core.testing.watch import Kind, Watch
+from backpack_products.elementwise import ElementwiseRule
 from backpack_products.extensions import FirstOrderExtension
+from backpack_products.loss import HessianLossRule
+from backpack_products.parametric import AffinePairsRule, AffineRule, ParametricRule, ProductRule
 
 
 @dataclass(frozen=True)
@@ -65,58 +74,6 @@ class Row:
     cells: dict[str, Cell] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class ModulePath:
-    """How one module of a model is differentiated.
-
-    Attributes:
-        path: Its path in the model.
-        type: Its class.
-        way: ``"rule"``, ``"autodiff"`` (parameters where operations use them) or
-            ``"graph"`` (nothing to do but to be followed).
-        rule: The rule's class; empty without one.
-        provenance: The distribution that provides the rule.
-    """
-
-    path: str
-    type: str
-    way: Literal["rule", "autodiff", "graph"]
-    rule: str
-    provenance: str
-
-
-def of_model(model: Module) -> list[ModulePath]:
-    """How each module that is one operation will be differentiated, without a backward pass.
-
-    Args:
-        model: The model; it is extended.
-
-    Returns:
-        One row for each operation, in the order of ``named_modules``.
-    """
-    extend(model)
-    rows = []
-    for path, module in model.named_modules():
-        if not _hooks.are_installed(module):
-            continue
-        resolved = registry.resolve(module)
-        own = any(p.requires_grad for p in module.parameters(recurse=False))
-        way: Literal["rule", "autodiff", "graph"] = "rule"
-        if resolved.is_fallback:
-            way = "autodiff" if own else "graph"
-        rule = "" if resolved.is_fallback else type(resolved.rule).__name__
-        rows.append(ModulePath(path, type(module).__name__, way, rule, str(resolved.provenance)))
-    return rows
-
-
-def support_matrix() -> tuple[list[str], list[list[str]]]:
-    """The whole matrix as text: header and rows, one for each layer and loss of the catalogue."""
-    names = [type(extension).__name__ for extension in installed_extensions()]
-    rows = [row for _, family in matrix() for row in family]
-    table = [[row.name, *(row.cells[name].kind for name in names)] for row in rows]
-    return ["layer", *names], table
-
-
 def matrix() -> Iterator[tuple[str, list[Row]]]:
     """Run everything: families of the catalogue, with their rows."""
     ensure_loaded()
@@ -128,9 +85,8 @@ def matrix() -> Iterator[tuple[str, list[Row]]]:
 
 def layer_row(case: RuleCase) -> Row:
     """One layer in the kit's small net."""
-    net, arguments = build_net(case, SAMPLES, torch.float64)
-    given = _problem(net, arguments, SoftmaxLoss())
-    return _row(case.label(), given, net.layer)
+    net, arguments = build_net(case, SAMPLES)
+    return _row(case.label(), net, arguments, SoftmaxLoss(), net.layer)
 
 
 def loss_row(case: LossCase) -> Row:
@@ -140,17 +96,13 @@ def loss_row(case: LossCase) -> Row:
     first = given.args[0]
     net = seeded(lambda: Shrink(first.shape[1:]), 8).double()
     bound = BoundLoss(loss, given.to(torch.float64))
-    return _row(case.label(), _problem(net, Arguments((first,)), bound), loss)
+    return _row(case.label(), net, Arguments((first,)), bound, loss)
 
 
-def _problem(net: Module, arguments: Arguments, loss: Module) -> Problem:
-    everything = frozenset(ALL_NEEDS)
-    return Problem(
-        lambda dtype: (net, arguments, loss), Reference(net, arguments, loss), everything
-    )
-
-
-def _row(name: str, given: Problem, module: Module) -> Row:
+def _row(name: str, net: Module, arguments: Arguments, loss: Module, module: Module) -> Row:
+    """What becomes of every extension at one module."""
+    reference, everything = Reference(net, arguments, loss), frozenset(ALL_NEEDS)
+    given = Problem(lambda dtype: (net, arguments, loss), reference, everything)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the row says that there is no rule
         return _run_row(name, given, module)
@@ -211,21 +163,110 @@ def _general(reason: str, extension: str, module: Module) -> str:
     return reason[:1].upper() + reason[1:]
 
 
+HEAD = """\
+# Support matrix
+
+Generated by running every extension on a small net around every layer, and compared in the tests:
+
+    python -m backpack_core.testing.support --write docs/support-matrix.md
+
+- **rule**: through the layer's rule. **fast**: by contractions that are registered for the form of
+  product that the rule gives, and form no individual products. Both are exact.
+- **graph**: read from the graph of the loss, whatever the layer is. Exact.
+- **auto**: no rule is installed; parameters are read where operations use them, and quantities
+  follow the autograd graph. Exact as well.
+- A number: refused, for the reason at the foot of the table. A layer without parameters has nothing
+  to compute for first-order extensions (·).
+
+`backpack support module:factory` shows a model of your own.
+"""
+
+
+def page(families: Iterable[tuple[str, list[Row]]]) -> str:
+    """The whole page."""
+    found = list(families)
+    return "\n".join([HEAD, *_tables(found), *_capabilities(found)]) + "\n"
+
+
+def _tables(families: list[tuple[str, list[Row]]]) -> Iterator[str]:
+    """One table for each distribution that provides extensions."""
+    groups: dict[str, list[str]] = {}
+    for name in families[0][1][0].cells:
+        provenance = choose(registry.extensions[name], name, "extension").provenance
+        groups.setdefault(provenance.distribution or "this process", []).append(name)
+    for distribution, names in groups.items():
+        yield f"## Extensions of {distribution}\n"
+        reasons: dict[str, int] = {}
+        for family, rows in families:
+            yield f"### {family}\n"
+            yield from _table(["", *names], (_cells(row, names, reasons) for row in rows))
+            yield ""
+        for reason, number in reasons.items():
+            yield f"{number}. {reason}"
+        yield ""
+
+
+def _cells(row: Row, names: list[str], reasons: dict[str, int]) -> list[str]:
+    texts = [row.name]
+    for name in names:
+        cell = row.cells[name]
+        if cell.kind == "refused":
+            texts.append(str(reasons.setdefault(cell.reason, len(reasons) + 1)))
+        else:
+            texts.append({"-": "·", "autodiff": "auto"}.get(cell.kind, cell.kind))
+    return texts
+
+
+def _table(header: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(header)} |"
+    yield f"|{'|'.join('---' for _ in header)}|"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+
+
+def _capabilities(families: list[tuple[str, list[Row]]]) -> Iterator[str]:
+    """What each rule declares."""
+    rules: dict[type[LayerRule], tuple[LayerRule, list[str]]] = {}
+    for row in (row for _, rows in families for row in rows if row.rule is not None):
+        assert row.rule is not None
+        rules.setdefault(type(row.rule), (row.rule, []))[1].append(row.name.split(" ")[0])
+    yield "## Capabilities of the rules\n"
+    header = ["rule", "base", "layers", "Hessian in the input", "linear in"]
+    yield from _table(header, (_capability(*entry) for entry in rules.values()))
+
+
+_BASES = (
+    AffineRule,
+    AffinePairsRule,
+    ProductRule,
+    ElementwiseRule,
+    HessianLossRule,
+    ParametricRule,
+)
+
+
+def _capability(rule: LayerRule, layers: list[str]) -> list[str]:
+    base = next((base.__name__ for base in _BASES if isinstance(rule, base)), "LayerRule")
+    linear, names = getattr(rule, "linear_in_params", ()), dict.fromkeys(layers)
+    return [type(rule).__name__, base, ", ".join(names), _hessian(rule), ", ".join(linear)]
+
+
+def _hessian(rule: LayerRule) -> str:
+    if isinstance(rule, HessianLossRule):
+        return "positive semi-definite" if rule.hessian_is_psd else "indefinite"
+    if rule.hessian_is_zero:
+        return "zero"
+    shape = "diagonal" if rule.hessian_is_diagonal else "full"
+    return shape if has_second_derivative(rule) else "not known"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the page, or write it."""
-    import argparse
-    from pathlib import Path
-
-    from backpack_core.testing.support_page import page
-
     parser = argparse.ArgumentParser(description="The support matrix, from running the product.")
     parser.add_argument("--write", type=Path, help="write the page to this file")
     chosen = parser.parse_args(arguments)
-    text = page(matrix())
-    if chosen.write is None:
-        print(text, end="")
-    else:
-        chosen.write.write_text(text, encoding="utf-8")
+    with chosen.write.open("w", encoding="utf-8") if chosen.write else nullcontext(None) as file:
+        print(page(matrix()), end="", file=file)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,7 @@ import torch
 
 from backpack_core.contract.rules import LayerRule
 from backpack_core.record.switch import disable
-from backpack_core.testing.cases import (
-    FORWARD,
-    Case,
-    ExtensionCase,
-    RuleCase,
-    installed,
-    seeded,
-)
+from backpack_core.testing.cases import Case, ExtensionCase, RuleCase, installed
 from backpack_core.testing.execution import Execution, shared_execution
 from backpack_products.elementwise import ElementwiseRule
 from backpack_products.parametric import AffineRule
@@ -35,46 +28,38 @@ def traits(case: Case) -> frozenset[str]:
 
 
 def _of_execution(run: Execution) -> set[str]:
-    rule = run.rule
-    found = {"mixing" if rule.mixes_samples(run.view) else "separate"}
-    found.add("twice" if run.case.twice_differentiable else "once")
-    found.add("overwritten" if run.case.overwrites_input else "kept")
-    propagates = not rule.transparent and bool(run.leaves) and run.leaves[0] is not None
-    if propagates:
-        found.add("input")
-        if rule.hessian_is_zero:
-            found.add("zero hessian")
-        if rule.jacobian_is_constant:
-            found.add("constant jacobian")
-        if rule.hessian_is_diagonal:
-            found.add("diagonal hessian")
-        if has_second_derivative(rule):
-            found.add("second derivative")
-        if isinstance(rule, ElementwiseRule):
-            found.add("elementwise")
-    if run.parameters:
-        found.add("parameters")
-        if len(run.parameters) > 1:
-            found.add("several parameters")
-        if any(name in run.parameters for name in getattr(rule, "linear_in_params", ())):
-            found.add("linear parameters")
-        if isinstance(rule, AffineRule):
-            found.add("affine")
-    if _runs_in_half(run.case):
-        found.add("half precision")
-    if run.batch_axis == 0 and "separate" in found:
-        found.add("batch first")
-    return found
+    rule, case = run.rule, run.case
+    separate = not rule.mixes_samples(run.view)
+    propagates = not rule.transparent and 0 in run.live
+    linear = getattr(rule, "linear_in_params", ())
+    found = {
+        "separate": separate,
+        "mixing": not separate,
+        "twice": case.twice_differentiable,
+        "once": not case.twice_differentiable,
+        "kept": not case.overwrites_input,
+        "overwritten": case.overwrites_input,
+        "input": propagates,
+        "zero hessian": propagates and rule.hessian_is_zero,
+        "constant jacobian": propagates and rule.jacobian_is_constant,
+        "diagonal hessian": propagates and rule.hessian_is_diagonal,
+        "second derivative": propagates and has_second_derivative(rule),
+        "elementwise": propagates and isinstance(rule, ElementwiseRule),
+        "parameters": bool(run.parameters),
+        "several parameters": len(run.parameters) > 1,
+        "linear parameters": any(name in run.parameters for name in linear),
+        "affine": bool(run.parameters) and isinstance(rule, AffineRule),
+        "half precision": _runs_in_half(case),
+        "batch first": separate and run.batch_axis == 0,
+    }
+    return {name for name, has in found.items() if has}
 
 
 def _runs_in_half(case: RuleCase) -> bool:
     """Whether the layer itself runs in half precision, for which torch lacks some operations."""
-    arguments = case.arguments(dtype=torch.bfloat16)
     try:
         with disable(), torch.no_grad():
-            seeded(
-                lambda: case.module(torch.bfloat16)(*arguments.args, **arguments.kwargs), FORWARD
-            )
+            case.arguments(dtype=torch.bfloat16).call(case.module(torch.bfloat16))
     except RuntimeError:
         return False
     return True

@@ -20,7 +20,7 @@ CHECKS = (
     "affine_weight",
     "subsampled_call",
 )
-PROPAGATION = ("jac_t_mat_prod", "jac_mat_prod", "jac_adjoint", "subsampled_call")
+PROPAGATION = ("jac_t_mat_prod", "jac_mat_prod", "subsampled_call")
 DRAWN = settings(
     max_examples=20,
     deadline=None,

@@ -1,6 +1,6 @@
 """Crosses the nodes of torch's own operator database under vmap and in a loop.
 
-python -m tests.faults.vmap_nodes --write   # backpack_core/graph/vmap_nodes.txt
+python -m tests.faults.vmap_nodes --write   # plugins/operations/backpack_operations/vmap_nodes.txt
 
 It runs in a process of its own: torch's database of operators sets global flags.
 """
@@ -30,7 +30,7 @@ MANY, FEW = 50, 3
 # A leaf, and a node whose formula is that of another one inside.
 UNTYPED = {"AccumulateGrad", "CopySlices"}
 ROOT = Path(__file__).parents[2]
-HOME = ROOT / "backpack_core" / "graph" / "vmap_nodes.txt"
+HOME = ROOT / "plugins" / "operations" / "backpack_operations" / "vmap_nodes.txt"
 
 
 @dataclass

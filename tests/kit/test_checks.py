@@ -29,33 +29,29 @@ from tests.kit.test_faults import WrongSign
 
 NAMES = {
     "rule": """
-        extensions_mean extensions_sum batch_of_one subsampling frozen_layer
-        frozen_surroundings partly_frozen float32 bfloat16 autocast retain_graph called_twice
-        deepcopy pickle no_live_calls mixing_is_refused not_twice_differentiable overwritten_input
-        derivative second_derivative second_derivative_mat_prod hessian_is_zero
-        hessian_is_diagonal jacobian_is_constant linear_in_params mixes_samples affine_form
-        affine_weight accepts jac_t_mat_prod jac_mat_prod jac_adjoint param_jac_t_mat_prod
-        param_jac_mat_prod param_jac_adjoint param_jac_batch_sum operations subsampled_call
-        leaves_arguments_alone non_contiguous_columns non_contiguous_input
-        other_mode keeps_dtype changed_since
+        mixes_samples not_twice_differentiable overwritten_input accepts hessian_is_zero
+        hessian_is_diagonal linear_in_params derivative jac_t_mat_prod affine_weight affine_form
+        param_jac_t_mat_prod jacobian_is_constant jac_mat_prod param_jac_mat_prod operations
+        second_derivative second_derivative_mat_prod subsampled_call non_contiguous_columns
+        non_contiguous_input keeps_dtype changed_since other_mode
+        mean sum batch_of_one frozen_layer frozen_surroundings retain_graph called_twice
+        deepcopy pickle no_live_calls partly_frozen subsampling float32 autocast bfloat16
+        mixing_is_refused
     """,
     "loss": """
-        sqrt_hessian_mean sqrt_hessian_sampled_mean hessian_mat_prod_mean sum_hessian_mean
-        arriving_gradient_mean started_extensions_mean sqrt_hessian_sum
-        sqrt_hessian_sampled_sum hessian_mat_prod_sum sum_hessian_sum arriving_gradient_sum
-        started_extensions_sum normalisation hessian_is_psd samples_are_separate loss_batch_of_one
-        loss_subsampled_call loss_non_contiguous_input loss_float32
-        loss_leaves_arguments_alone unreduced
+        samples_are_separate hessian_is_psd normalisation
+        hessian_mat_prod_sum sqrt_hessian_sum gradient_sum sum_hessian_sum
+        sqrt_hessian_sampled_sum arriving_gradient_sum started_extensions_sum
+        hessian_mat_prod_mean sqrt_hessian_mean gradient_mean sum_hessian_mean
+        sqrt_hessian_sampled_mean arriving_gradient_mean started_extensions_mean
+        batch_of_one subsampled_call non_contiguous_input float32
+        leaves_arguments_alone unreduced
     """,
     "extension": """
-        value_mean value_sum value_batch_of_one value_of_no_samples value_in_chunks
-        value_loss_scaled value_residual
-        value_shared_positions value_single_number value_overwritten value_frozen value_called_twice
-        value_float32
-        value_subsampling beside_others savefield leaves_gradient_alone pickle_extension
-        extension_no_live_calls degree two_halves_mean two_halves_sum samples_add
-        declarations
-        value_partly_frozen value_bfloat16
+        declarations mean sum batch_of_one shared_positions single_number residual called_twice
+        no_samples frozen_surroundings partly_frozen loss_scaled in_chunks float32 bfloat16
+        retain_graph beside_others leaves_gradient_alone pickle_extension no_live_calls degree
+        samples_add two_halves_mean two_halves_sum subsampling savefield
     """,
 }
 
@@ -64,6 +60,29 @@ def test_no_check_vanishes() -> None:
     found = {kind: [check.name for check in checks] for kind, checks in CHECKS.items()}
     assert found == {kind: names.split() for kind, names in NAMES.items()}
     assert all(len(set(names)) == len(names) for names in found.values())
+
+
+def test_grounds_are_checks_that_come_before() -> None:
+    for checks in CHECKS.values():
+        names = [check.name for check in checks]
+        for number, check in enumerate(checks):
+            assert check.grounds <= set(names[:number]), check.name
+
+
+def test_what_rests_on_a_failure_is_not_judged() -> None:
+    results = {r.check: r for r in check_rule(case_of(Gain, WrongSign))}
+    assert [name for name, r in results.items() if r.status == "failed"] == ["jac_t_mat_prod"]
+    assert results["param_jac_t_mat_prod"].status == "passed"
+    assert results["mean"].status == "not judged"
+    assert results["batch_of_one"].message == "not judged: jac_t_mat_prod failed"
+    assert not results["mean"].ok
+
+
+def test_a_failure_that_is_declared_hides_nothing() -> None:
+    case = case_of(Gain, WrongSign, expected_failures={"jac_t_mat_prod": "known"})
+    results = {r.check: r.status for r in check_rule(case)}
+    assert results["jac_t_mat_prod"] == "expected failure"
+    assert results["jac_mat_prod"] == "failed"
 
 
 def test_needs_are_traits() -> None:

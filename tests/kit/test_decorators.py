@@ -79,3 +79,50 @@ def test_other(check):
     result.assert_outcomes(xfailed=1, failed=1)
     result.stdout.fnmatch_lines(["*a factor of two*"])
     result.stdout.fnmatch_lines(["*declared to fail*"])
+
+
+BROKEN = """
+from backpack_layers.linear import LinearRule
+
+class Other(nn.Linear):
+    pass
+
+class OtherRule(LinearRule):
+    module_types = (Other,)
+
+    def _jac_t_mat_prod(self, view, mat):
+        return super()._jac_t_mat_prod(view, mat) / 2
+
+@parametrize_rule_checks([RuleCase(
+    lambda: Other(2, 1), lambda n: torch.randn(n, 2), rule=OtherRule, name="other",
+)])
+def test_other(check):
+    check()
+"""
+
+
+def test_the_first_cause_is_shown_first_and_alone(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(CASES + BROKEN)
+    result = run(pytester, "-rs")
+    counts = result.parseoutcomes()
+    assert counts["failed"] == 1
+    assert counts["skipped"] > 15
+    lines = result.outlines
+    first = next(number for number, line in enumerate(lines) if "FAILURES" in line)
+    assert "test_other[other-jac_t_mat_prod]" in lines[first + 1]
+    assert lines[first + 2].startswith("jac_t_mat_prod of other")
+    assert "expected" in lines[first + 3]
+    assert "0.5 times the right value: a wrong factor" in lines[first + 3]
+    assert lines[first + 4] == f"Not judged, since they rest on it: {counts['skipped']} checks."
+    result.stdout.fnmatch_lines(["SKIPPED [[]*not judged: jac_t_mat_prod failed"])
+    assert len(lines) <= 20
+
+
+def test_what_was_not_selected_is_still_seen(pytester: pytest.Pytester) -> None:
+    """A check whose cause is in no other test of the run fails, and shows the cause."""
+    pytester.makepyfile(CASES + BROKEN)
+    result = run(pytester, "-k", "batch_of_one or autocast")
+    result.assert_outcomes(failed=1, skipped=1, deselected=result.parseoutcomes()["deselected"])
+    result.stdout.fnmatch_lines(
+        ["not judged: jac_t_mat_prod failed", "jac_t_mat_prod of other", "*expected*found*"]
+    )

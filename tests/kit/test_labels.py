@@ -39,7 +39,7 @@ def test_labels_matter() -> None:
     zeros = lambda n: (torch.randn(n, 2), torch.zeros(n, dtype=torch.long))  # noqa: E731
     for labels in (LABELLED, LossCase(LABELLED.loss_factory, zeros)):
         case = ExtensionCase(PerSample, Quantity(note), loss=labels)
-        (result,) = check_extension(case, ["value_mean"])
+        (result,) = check_extension(case, ["mean"])
         assert result.ok, result.message
     half = len(seen) // 2
     assert not torch.equal(seen[0], seen[half])

@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from backpack_core import is_extended
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import CORE, registry
-from backpack_core.testing import catalogue, support
-from backpack_core.testing.support_page import page
+from backpack_core.testing import support
 
 PAGE = Path(__file__).parents[2] / "docs" / "support-matrix.md"
 FAMILIES: list[tuple[str, list[support.Row]]] = []
@@ -32,7 +30,7 @@ def cell(families: list[tuple[str, list[support.Row]]], layer: str, extension: s
 
 
 def test_the_page_is_what_a_run_finds(families: list[tuple[str, list[support.Row]]]) -> None:
-    assert page(families) == PAGE.read_text(encoding="utf-8"), (
+    assert support.page(families) == PAGE.read_text(encoding="utf-8"), (
         "run: python -m backpack_core.testing.support --write docs/support-matrix.md"
     )
 
@@ -95,44 +93,6 @@ def test_the_catalogue_knows_every_installed_rule(
     claims = [claim for claims in found for claim in claims]
     installed = {type(c.value).__name__ for c in claims if c.provenance != CORE}
     assert installed - {type(row.rule).__name__ for _, rows in families for row in rows} == set()
-
-
-def test_the_whole_matrix_as_text(
-    families: list[tuple[str, list[support.Row]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(support, "matrix", lambda: iter(families))
-    header, rows = support.support_matrix()
-    assert header[0] == "layer"
-    assert {len(row) for row in rows} == {len(header)}
-    assert len(rows) == sum(len(rows) for _, rows in families)
-    assert len(catalogue.LAYERS) + 1 == len(families)
-
-
-def test_a_model_module_by_module() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(1))
-            self.inner = nn.Linear(2, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.scale * self.inner(x)
-
-    class Negative(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return -x
-
-    model = nn.Sequential(nn.Linear(2, 2), Negative(), Own())
-    rows = support.of_model(model)
-    assert [(row.path, row.type, row.way) for row in rows] == [
-        ("0", "Linear", "rule"),
-        ("1", "Negative", "graph"),
-        ("2", "Own", "autodiff"),
-        ("2.inner", "Linear", "rule"),
-    ]
-    assert rows[0].rule == "LinearRule"
-    assert "backpack-plugin-layers" in rows[0].provenance
-    assert is_extended(model[0])
 
 
 def test_the_command(

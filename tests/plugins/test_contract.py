@@ -79,9 +79,10 @@ def test_page_exists_and_its_links_lead_somewhere(page: str) -> None:
 
 def test_base_classes_have_their_contract_on_a_page() -> None:
     import backpack_core
+    import backpack_products
 
     text = "".join(p.read_text(encoding="utf-8") for p in AUTHORS.glob("*.md"))
-    for name in dir(backpack_core):
+    for name in (*dir(backpack_core), *dir(backpack_products)):
         if name.endswith(("Rule", "Extension", "Propagator")):
             assert f"`{name}`" in text, name
 

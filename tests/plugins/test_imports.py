@@ -68,11 +68,8 @@ def tier_of(package: str) -> set[str]:
     return {*LIBRARIES} if package in FAMILIES else set()
 
 
-# The kit and the command line are for all; what else is imported against the order.
+# The kit and the command line are for all.
 FOR_ALL = ("testing", "cli")
-AGAINST = {
-    "backpack_core": {"backpack_operations"},
-}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -81,7 +78,7 @@ def test_sources_import_those_before_them(package: str) -> None:
     home = PACKAGES[package]
     files = sorted(home.rglob("*.py"))
     assert files
-    allowed = {package} | tier_of(package) | AGAINST.get(package, set())
+    allowed = {package} | tier_of(package)
     for path in files:
         is_for_all = package == "backpack_core" and path.relative_to(home).parts[0] in FOR_ALL
         for name in imported(path):
@@ -291,6 +288,11 @@ try:
 except ImportError as error:
     print(error)
 """
+
+
+def test_core_alone_carries_quantities_of_somebody_through_a_chain() -> None:
+    source = (ROOT / "tests" / "plugins" / "core_alone.py").read_text(encoding="utf-8")
+    assert "pip install backpack-operations" in python(source, BACKPACK_LOAD_PLUGINS="")
 
 
 @pytest.mark.parametrize(

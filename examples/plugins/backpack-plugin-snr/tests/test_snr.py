@@ -23,7 +23,7 @@ def snr(reference: Reference, name: str) -> Tensor:
     return gradients.mean(0).square() / gradients.var(0, unbiased=False)
 
 
-ALONE = {"value_batch_of_one": "a single sample has no variance: SNR raises"}
+ALONE = {"batch_of_one": "a single sample has no variance: SNR raises"}
 CASES = [ExtensionCase(SNR, Quantity(snr), expected_failures=ALONE)]
 
 

@@ -1,0 +1,256 @@
+"""Checks of extensions in small nets, against the reference: around a layer, or one alone."""
+
+from __future__ import annotations
+
+import copy
+import pickle as pickling
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from backpack_core.contract.extension import Extension
+from backpack_core.errors import UnsupportedError
+from backpack_core.plugins import declarations as declared
+from backpack_core.testing.compare import finite, require
+from backpack_core.testing.extensions_run import (
+    ALL_NEEDS,
+    COARSE,
+    Judge,
+    forget,
+    forward_loss,
+    installed_extensions,
+    no_calls_left,
+)
+from backpack_core.testing.nets import TWICE, Nets
+from backpack_core.testing.network import ScaledLoss
+from backpack_core.testing.reference import Reference
+
+
+def mean(nets: Nets) -> None:
+    """A mean loss."""
+    nets.judge()
+
+
+def sum(nets: Nets) -> None:
+    """A sum."""
+    nets.judge(net={"reduction": "sum"})
+
+
+def batch_of_one(nets: Nets) -> None:
+    """A single sample."""
+    nets.judge(net={"samples": 1})
+
+
+def called_twice(nets: Nets) -> None:
+    """Modules are called on two inputs, or on their own output."""
+    _with_refusals(nets, twice=True)
+
+
+def _with_refusals(nets: Nets, **net: Any) -> None:
+    refusals = nets.problem(**net).judge_refusal
+    nets.judge(net=net, refusals=refusals)
+
+
+def _frozen(nets: Nets, *which: Callable[[str], bool]) -> None:
+    """Some parameters are frozen, then others."""
+    for chosen in which:
+        nets.judge(nets.few(), frozen=chosen)
+
+
+def frozen_layer(nets: Nets) -> None:
+    """The layer's parameters are frozen."""
+    _frozen(nets, lambda name: name.startswith("layer."))
+
+
+def frozen_surroundings(nets: Nets) -> None:
+    """What is before the layer is frozen, so that its input requires no gradient."""
+    _frozen(nets, lambda name: name.startswith("mixes."))
+
+
+def partly_frozen(nets: Nets) -> None:
+    """Every other parameter is frozen, then the remaining ones instead."""
+    names = [n for n in nets.problem().reference.parameters if n.startswith(nets.prefix)]
+    _frozen(nets, names[::2].__contains__, names[1::2].__contains__)
+
+
+def float32(nets: Nets) -> None:
+    """Single precision, against the reference in double precision."""
+    needs = ALL_NEEDS if nets.is_alone else (*COARSE, *TWICE)
+    _coarsely(nets, needs, nets.case.tolerances.float32, half=False, dtype=torch.float32)
+
+
+def bfloat16(nets: Nets, **how: Any) -> None:
+    """Half precision, against the reference; values that it cannot resolve must be finite."""
+    needs = COARSE if nets.is_alone else (*COARSE, "double backward")
+    how = how or {"dtype": torch.bfloat16}
+    _coarsely(nets, needs, nets.case.tolerances.bfloat16, half=True, **how)
+
+
+def autocast(nets: Nets) -> None:
+    """Parameters in single precision, operations in half."""
+    bfloat16(nets, dtype=torch.float32, autocast=True)
+
+
+def _coarsely(nets: Nets, needs: Sequence[str], allowed: float, half: bool, **how: Any) -> None:
+    needs = [need for need in needs if need in nets.needs]
+    known = [(extension, nets.known(extension)) for extension in nets.fresh()]
+    good = [e for e, of in known if of and of.needs in needs and not (half and of.cancels)]
+    if nets.is_alone:
+        needs = needs if good else ()
+        nets.judge(allowed=allowed, needs=needs, coarse=half, **how)
+    else:
+        nets.judge(good, allowed=allowed, needs=needs, coarse=True, **how)
+
+
+def retain_graph(nets: Nets) -> None:
+    """Two passes through one graph, then one of another loss: nothing is kept from before."""
+    extensions = nets.few()
+    for passes in ((True,), (True, False)):
+        nets.judge(extensions, retains=passes)
+    nets.judge(extensions, net={"reduction": "sum"})
+
+
+def subsampling(nets: Nets) -> None:
+    """Samples 2 and 0, in this order."""
+    chosen, names = (2, 0), {type(extension) for extension in nets.fresh()}
+    reference = nets.problem().reference.restricted(chosen)
+    if nets.is_alone:
+        (extension,) = nets.fresh(subsampling=list(chosen))
+        require(extension.subsampling == chosen, "subsampling is not what was asked for.")
+        nets.judge([extension], reference=reference)
+    else:
+        extensions = [e for e in installed_extensions(chosen) if type(e) in names]
+        nets.judge(extensions, refusals=_because_of("subsampling"), reference=reference)
+
+
+def _because_of(word: str) -> Judge:
+    """Raises unless an extension refuses a net, and says why."""
+
+    def judge(extension: Extension, error: Exception) -> None:
+        if not isinstance(error, UnsupportedError):
+            raise error
+        require(word in str(error), f"{type(extension).__name__} refuses, but: {error}")
+
+    return judge
+
+
+def deepcopy(nets: Nets, copied: Callable[[Any], Any] = copy.deepcopy) -> None:
+    """By ``copy.deepcopy``."""
+    # What was copied wrongly is missed by all: one of each that every layer has is enough.
+    nets.judge(nets.few(("gradient", "curvature")), copied=copied)
+
+
+def pickle(nets: Nets) -> None:
+    """By ``pickle``."""
+    deepcopy(nets, lambda module: pickling.loads(pickling.dumps(module)))
+
+
+def no_live_calls(nets: Nets) -> None:
+    """Forward only; and forward with backward, and all extensions."""
+    given, extensions = nets.problem(), nets.few()
+    with no_calls_left("After a forward pass alone"):
+        made = given.extended()
+        value = forward_loss(*made)
+        del value, made
+    with no_calls_left("After a backward pass"):
+        net, values = given.run(extensions)
+        forget(net)
+        del net, values
+
+
+def mixing_is_refused(nets: Nets) -> None:
+    """Every extension raises SampleMixingError, except those that need no separate samples."""
+    judge = _because_of("sample")
+    for extension in installed_extensions():
+        if nets.problem().run_usable([extension], judge)[0]:
+            whole = not extension.propagator.per_sample
+            require(whole, f"{type(extension).__name__} gave a value, though samples mix.")
+            nets.judge([extension])
+
+
+def shared_positions(nets: Nets) -> None:
+    """An input ``[N, S, F]``."""
+    nets.judge(net={"shape": (2, 2)})
+
+
+def single_number(nets: Nets) -> None:
+    """A parameter that has no axes."""
+    nets.judge(net={"single": True})
+
+
+def residual(nets: Nets) -> None:
+    """A functional sum between modules; an extension of chains may refuse."""
+    _with_refusals(nets, residual=True)
+
+
+def loss_scaled(nets: Nets) -> None:
+    """``0.25 * loss``: everything scales as the loss does."""
+    whole = nets.problem().reference
+    scaled = Reference(whole.net, whole.arguments, ScaledLoss(whole.loss, 0.25))
+    nets.judge(reference=scaled, scale=0.25)
+
+
+def no_samples(nets: Nets) -> None:
+    """A batch of none, as Poisson sampling draws them: a value that is finite, or a refusal."""
+    extensions = nets.fresh()
+    try:
+        _, values = nets.problem(reduction="sum", samples=0).run(extensions)
+    except UnsupportedError:
+        return
+    finite(values[extensions[0].savefield], nets.case.label())
+
+
+def in_chunks(nets: Nets) -> None:
+    """``columns_add`` is declared: columns go through the net one by one, as with little memory."""
+    extension = nets.fresh()[0]
+    extension.chunk_size = 1
+    nets.judge([extension])
+
+
+def savefield(nets: Nets) -> None:
+    """Under another name."""
+    nets.judge(nets.fresh(savefield="another_name"))
+
+
+def pickle_extension(nets: Nets) -> None:
+    """The copy is an extension of the same kind that gives the same value."""
+    extension = nets.fresh()[0]
+    restored = pickling.loads(pickling.dumps(extension))
+    require(type(restored) is type(extension), "The restored extension has another type.")
+    require(restored.propagator == extension.propagator, "The propagators differ: make it a value.")
+    nets.judge([restored])
+
+
+def beside_others(nets: Nets) -> None:
+    """All installed extensions in one pass."""
+    extension = nets.fresh()[0]
+    others = [e for e in installed_extensions() if e.savefield != extension.savefield]
+
+    def judge(refusing: Extension, error: Exception) -> None:
+        if refusing is extension or not isinstance(error, UnsupportedError):
+            raise error
+
+    _, values = nets.problem().run_usable([*others, extension], judge)
+    nets.problem().compare(values, [extension], nets.case.tolerances.float64)
+
+
+def leaves_gradient_alone(nets: Nets) -> None:
+    """``.grad`` is the same with and without; parameters get the stored values and nothing else."""
+    extensions, given = nets.fresh(), nets.problem()
+    net, _ = given.run(extensions)
+    plain, arguments, loss = given.build(torch.float64)
+    forward_loss(plain, arguments, loss).backward()
+    for (name, with_it), without in zip(net.named_parameters(), plain.parameters(), strict=True):
+        assert with_it.grad is not None
+        assert without.grad is not None
+        nets.close(with_it.grad, without.grad, f".grad of {name!r}")
+        added = sorted(set(vars(with_it)) - {extensions[0].savefield})
+        require(not added, f"{added} on {name!r}: only the engine writes to parameters.")
+
+
+def declarations(nets: Nets) -> None:
+    """Every class attribute that extension and propagator set is one that their bases know."""
+    extension = nets.fresh()[0]
+    declared.refuse(type(extension))
+    declared.refuse(type(extension.propagator))
