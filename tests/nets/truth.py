@@ -115,7 +115,8 @@ class Truth:
         self.net.watched.clear()
         if self.net.has_shared:
             # An extended module returns a view of what it returns unchanged
-            # (docs/design/record.md), so that a hook on that is none on the tensor that it was given.
+            # (docs/design/record.md), so that a hook on that is none on the tensor that it was
+            # given.
             raise Unstable("A hook is on a tensor that a module has returned as it was.")
         loss.backward()
         self.parameters = {n: p for n, p in self.net.named_parameters() if p.grad is not None}
