@@ -29,6 +29,7 @@ from backpack_core.plan import plan as plans_file
 from backpack_core.plan.plan import plans
 from backpack_core.plugins.registry import registry
 
+pytestmark = pytest.mark.plans
 SAMPLES = 3
 BEFORE = 6  # of which the third, the fifth and the sixth need not be measured
 
