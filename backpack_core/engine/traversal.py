@@ -10,15 +10,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from backpack_core._torch import Node
 from backpack_core.contract.carrier import Carrier
 from backpack_core.engine.carriers import RuleCarrier, values_of
-from backpack_core.engine.inside import Later, read_here
 from backpack_core.engine.location import place
 from backpack_core.engine.losses import nothing_arrived
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Sink
-from backpack_core.errors import InternalError
 from backpack_core.graph.parameters import Trained
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge, Site
@@ -35,7 +32,6 @@ class Traversal:
         schedule: What waits where, for every group.
         sink: Where values go.
         chunks: Carries through at once what does not fit into memory; ``None`` where all does.
-        inside: What is read behind the visit, by the node where autograd brings its gradient.
     """
 
     def __init__(self, schedule: Schedule, sink: Sink, chunks: Chunks | None = None) -> None:
@@ -43,7 +39,6 @@ class Traversal:
         self.schedule = schedule
         self.sink = sink
         self.chunks = chunks
-        self.inside: dict[Node, list[Later]] = {}
         self._carriers: dict[int, RuleCarrier] = {}
 
     def visit(self, lane: int, site: Site, view: View) -> None:
@@ -95,7 +90,7 @@ class Traversal:
         whole: Any,
         arrived: Waiting,
     ) -> None:
-        """Let extensions read: at the output, or where autograd brings the gradient inside.
+        """Let extensions read.
 
         Args:
             lane: Which group.
@@ -107,10 +102,7 @@ class Traversal:
             arrived: What was sent there.
         """
         if self.groups[lane].extensions:
-            is_late = site.call.rule.reads_inside and arrived is NOTHING
-            trained = self.survey.trained[site.call]
-            here = read_here(self, lane, view, carrier, whole) if is_late else trained
-            self.read(lane, view, carrier, whole, here)
+            self.read(lane, view, carrier, whole, self.survey.trained[site.call])
 
     def send(
         self,
@@ -210,8 +202,6 @@ class Traversal:
             InternalError: A result would miss it.
         """
         self.schedule.see_end()
-        if self.inside:
-            raise InternalError("A parameter inside of a module was left unread.")
 
     def read(
         self, lane: int, view: View, carrier: Carrier, quantity: Any, trained: Sequence[Trained]

@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from backpack_core import backpack, extend, hookimpl
 from backpack_core.engine.active import Context
-from backpack_core.engine.chain import Chain, between
+from backpack_core.engine.chain import Chain, _between, between
 from backpack_core.errors import MissingPluginError, SampleMixingError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from backpack_core.graph.survey import Survey
@@ -37,8 +37,10 @@ def alone() -> Iterator[None]:
     """The library is not installed."""
     name = manager.get_name(plugin)
     manager.unregister(plugin)
+    _between.cache_clear()  # it is asked anew when the registry changes, which has not
     yield
     manager.register(plugin, name)
+    _between.cache_clear()
 
 
 def chain(number: int) -> nn.Sequential:

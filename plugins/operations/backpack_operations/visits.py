@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from backpack_core._torch import Node
 from backpack_core.contract.carrier import Carrier
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.carriers import RuleCarrier
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Sink
 from backpack_core.engine.traversal import Traversal
-from backpack_core.errors import OverwrittenInputError, SampleMixingError
+from backpack_core.errors import InternalError, OverwrittenInputError, SampleMixingError
 from backpack_core.graph.parameters import Trained
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge, Site
 from backpack_core.record.view import View
 from backpack_operations.bare import BareRule
+from backpack_operations.inside import Later, read_here
 from backpack_operations.owners import turns_of
 from backpack_operations.survey import GraphSurvey
 
@@ -36,6 +38,7 @@ class GraphTraversal(Traversal):
     def __init__(self, schedule: Schedule, sink: Sink, chunks: Chunks | None = None) -> None:
         super().__init__(schedule, sink, chunks)
         self._alignment = self.survey.alignment
+        self.inside: dict[Node, list[Later]] = {}  # by where autograd brings the gradient
 
     def arrive(self, lane: int, site: Site, view: View, carrier: Carrier, arrived: Waiting) -> Any:
         """Also from nodes, and from calls with samples on another axis."""
@@ -57,11 +60,14 @@ class GraphTraversal(Traversal):
         whole: Any,
         arrived: Waiting,
     ) -> None:
-        """Also see that samples are apart, and send what is kept so."""
+        """Also see that samples are apart, and send what is kept so; some reads are put off."""
         propagator = self.groups[lane].propagator
         if not view.positions and propagator.keeps_apart:
             self._see_apart(view, propagator, quantity)
-        super().look(lane, site, view, carrier, quantity, whole, arrived)
+        if site.call.rule.reads_inside and arrived is NOTHING and self.groups[lane].extensions:
+            self.read(lane, view, carrier, whole, read_here(self, lane, view, carrier, whole))
+        else:
+            super().look(lane, site, view, carrier, quantity, whole, arrived)
         if self._alignment.apart and self._sends_apart(lane, site):
             self._send_apart(lane, site, view, carrier, quantity)
 
@@ -109,6 +115,12 @@ class GraphTraversal(Traversal):
                     wide = propagator.widen(arriving, self.survey.batch_size)
                     entries = self._alignment.entries_at(edge)
                     self.schedule.deliver(lane, edge, wide=propagator.put_together(wide, entries))
+
+    def see_end(self) -> None:
+        """Raise also if a parameter inside of a module was left unread."""
+        super().see_end()
+        if self.inside:
+            raise InternalError("A parameter inside of a module was left unread.")
 
     def edges_behind(self, site: Site) -> Sequence[Edge | None]:
         """The inputs of the call, or the graph inside it."""
