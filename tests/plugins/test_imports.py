@@ -293,6 +293,11 @@ except ImportError as error:
 """
 
 
+def test_core_alone_carries_quantities_of_somebody_through_a_chain() -> None:
+    source = (ROOT / "tests" / "plugins" / "core_alone.py").read_text(encoding="utf-8")
+    assert "pip install backpack-operations" in python(source, BACKPACK_LOAD_PLUGINS="")
+
+
 @pytest.mark.parametrize(
     ("name", "distribution"),
     [("BatchGrad", "backpack-plugin-firstorder"), ("KFAC", "backpack-plugin-secondorder")],
