@@ -31,7 +31,6 @@ from backpack_core.engine.location import place, place_between
 from backpack_core.engine.planning import Planning
 from backpack_core.engine.schedule import HookSchedule
 from backpack_core.engine.sink import FieldSink
-from backpack_core.engine.sweep import Chunks
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, Kept, Site
 from backpack_core.record.view import View
@@ -112,9 +111,8 @@ class BackwardPass:
         self.groups = list(context.groups)
         self._is_part = is_part
         self.sink: FieldSink = FieldSink(self.survey, outer.sink if outer else None, is_part)
-        chunks = Chunks(self.between, self.groups, self._kept, self.sink.partial)
-        self.schedule = HookSchedule(chunks, context.passes)
-        self.traversal = self.between.traversal(self.schedule, self.sink, chunks)
+        self.schedule = HookSchedule(self.between, self.groups, context.passes)
+        self.traversal = self.between.traversal(self.schedule, self.sink, self._kept)
         self._planning: Planning | None = None
         self.observers = own_observers(context, self.survey)
         if not (groups or whole):

@@ -179,35 +179,12 @@ def _whole(uses: list[Reading]) -> Any:
     return uses[0]
 
 
-def _combined(partial: Values, key: tuple[Extension, int], value: Any) -> Any:
+def combined(partial: Values, key: tuple[Extension, int], value: Any) -> Any:
     """A value with that of earlier chunks, which is taken out; ``None`` if either is left out."""
     if key not in partial:
         return value
     before = partial.pop(key)
     return None if before is None or value is None else key[0].combine(before, value)
-
-
-class ChunkSink(Sink):
-    """Keeps the values of one chunk of columns.
-
-    Of a parameter with several uses it may reach some only, which are read at its end.
-    """
-
-    def __init__(self, survey: Survey) -> None:
-        super().__init__(survey)
-        self._values: Values = {}
-
-    def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
-        """Keep the value until the chunk is through."""
-        self._values[extension, id(parameter)] = value
-
-    def add_to(self, partial: Values) -> None:
-        """Read what is still waiting, and combine the values with those of earlier chunks."""
-        for group, view, uses in self._pending.values():
-            self._complete(group, view, [uses])
-        self._pending.clear()
-        for key, value in self._values.items():
-            partial[key] = _combined(partial, key, value)
 
 
 class FieldSink(Sink):
@@ -246,7 +223,7 @@ class FieldSink(Sink):
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
         """Set the attribute, with what earlier chunks of columns gave added."""
         key = id(parameter)
-        value = _combined(self.partial, (extension, key), value) if self.partial else value
+        value = combined(self.partial, (extension, key), value) if self.partial else value
         if value is None or key in self._outside:
             return
         if self._owners.setdefault(key, self._token) is not self._token:

@@ -202,7 +202,7 @@ def test_samples_that_meet_are_refused() -> None:
         model(torch.rand(5, 3)).sum().backward()
 
 
-def test_the_hook_is_called_once_in_each_pass() -> None:
+def test_the_hook_is_called_when_plugins_change_and_not_in_each_pass() -> None:
     class Counting:
         calls = 0
 
@@ -213,10 +213,11 @@ def test_the_hook_is_called_once_in_each_pass() -> None:
     model = extend(nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)))
     counting = Counting()
     manager.register(counting, "counting")
+    _between.cache_clear()
     try:
-        for passes in range(1, 5):
+        for _ in range(4):
             with backpack(BatchGrad()):
                 model(torch.rand(5, 3)).sum().backward()
-            assert Counting.calls == passes
+        assert Counting.calls == 1
     finally:
         manager.unregister(counting)

@@ -15,13 +15,15 @@ from backpack_core.engine.active import Context
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.between import Between
 from backpack_core.engine.schedule import Schedule, when_reached
+from backpack_core.engine.sink import FieldSink
 from backpack_core.plan.structure import OVERWRITTEN, Structure, Unplanned
-from backpack_core.record.call import Call, Edge, Site
+from backpack_core.record.call import Call, Edge, Kept, Site
 from backpack_operations import nodes, refusals
 from backpack_operations.aligning import align
 from backpack_operations.bare import add_leaves
 from backpack_operations.crossings import Crossings
 from backpack_operations.numbers import Loose, Numbered
+from backpack_operations.own_order import Chunks
 from backpack_operations.paths import fault_in, nonlinear
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_behind
@@ -47,8 +49,6 @@ class Numbers(NamedTuple):
 
 class Operations(Between[GraphSurvey]):
     """What lies between the calls of one pass, whatever that is."""
-
-    traversal = GraphTraversal
 
     def __init__(self, context: Context, asked: Sequence[Propagator], survey: GraphSurvey) -> None:
         super().__init__(context, asked, survey)
@@ -142,6 +142,11 @@ class Operations(Between[GraphSurvey]):
         add_leaves(survey)
 
     # Visits ---------------------------------------------------------------------------------------
+
+    def traversal(self, schedule: Schedule, sink: FieldSink, kept: Kept) -> GraphTraversal:
+        """What does not fit into memory goes through in chunks."""
+        schedule.chunks = Chunks(self, schedule.groups, kept, sink.partial)
+        return GraphTraversal(schedule, sink)
 
     @property
     def has_operations(self) -> bool:

@@ -27,7 +27,7 @@ from backpack_operations.owners import turns_of
 from backpack_operations.survey import GraphSurvey
 
 if TYPE_CHECKING:
-    from backpack_core.engine.sweep import Chunks
+    from backpack_operations.own_order import Chunks  # which makes traversals
 
 
 class GraphTraversal(Traversal):
@@ -35,8 +35,8 @@ class GraphTraversal(Traversal):
 
     survey: GraphSurvey
 
-    def __init__(self, schedule: Schedule, sink: Sink, chunks: Chunks | None = None) -> None:
-        super().__init__(schedule, sink, chunks)
+    def __init__(self, schedule: Schedule, sink: Sink) -> None:
+        super().__init__(schedule, sink)
         self._alignment = self.survey.alignment
         self.inside: dict[Node, list[Later]] = {}  # by where autograd brings the gradient
 
@@ -78,9 +78,27 @@ class GraphTraversal(Traversal):
         view: View,
         carrier: Carrier,
         quantity: Any,
+        whole: Any,
+        arrived: Waiting,
+    ) -> None:
+        """Also carry through at once what does not fit, and send the rest."""
+        if site.layout is None and not view.axis:  # else what is below has another shape
+            if self.groups[lane].propagator.sheds_everywhere or site.call.rule.is_loss:
+                whole = self._shed(lane, site, view, carrier, whole)
+            if whole is not quantity:
+                arrived = NOTHING
+        self._send_rest(lane, site, view, carrier, whole, arrived)
+
+    def _send_rest(
+        self,
+        lane: int,
+        site: Site,
+        view: View,
+        carrier: Carrier,
+        quantity: Any,
         arrived: Waiting = NOTHING,
     ) -> None:
-        """Send the quantity on to the inputs of the call, or into the graph inside it."""
+        """Send a quantity on to the inputs of the call, or into the graph inside it."""
         call, propagator = site.call, self.groups[lane].propagator
         goes_inside = call in self.survey.opened
         is_rule = not carrier.gives_values
@@ -89,7 +107,7 @@ class GraphTraversal(Traversal):
             return
         if view.positions and not self._alignment.apart:
             try:
-                super().send(lane, site, view, carrier, quantity)
+                super().send(lane, site, view, carrier, quantity, quantity, NOTHING)
             except OverwrittenInputError:
                 # Autograd kept its own copy: go through the node that made the output.
                 self._send_below(lane, site, quantity, arrived)
@@ -122,10 +140,50 @@ class GraphTraversal(Traversal):
         if self.inside:
             raise InternalError("A parameter inside of a module was left unread.")
 
-    def edges_behind(self, site: Site) -> Sequence[Edge | None]:
-        """The inputs of the call, or the graph inside it."""
-        goes_inside = site.call in self.survey.opened and not site.call.rule.is_loss
-        return (site.below,) if goes_inside else site.call.edges
+    def residuals(self, lane: int, site: Site, view: View) -> dict[int, Any]:
+        """What does not fit of it is carried through; chunks leave it to those before them."""
+        chunks: Chunks | None = self.schedule.chunks
+        if chunks is None:
+            return {}
+        found, propagator = super().residuals(lane, site, view), self.groups[lane].propagator
+        size = chunks.size(lane, view.device.type) if found else None
+        if size is None:
+            return found
+        for position, new in found.items():
+            edge = site.call.edges[position]
+            assert edge is not None
+            found[position], parts = propagator.shed(None, view, new, size, self._is_rooted(edge))
+            for part in parts:
+                deliver = partial(_deliver, lane=lane, edge=edge, own=part)
+                chunks.carry(lane, site.edge.node, deliver)
+        return found
+
+    def _shed(self, lane: int, site: Site, view: View, carrier: Carrier, quantity: Any) -> Any:
+        """Carry through at once what does not fit; returns the rest."""
+        chunks: Chunks | None = self.schedule.chunks
+        size = None if chunks is None else chunks.size(lane, view.device.type)
+        if chunks is None or size is None:
+            return quantity
+        call, propagator = site.call, self.groups[lane].propagator
+        goes_inside = call in self.survey.opened and not call.rule.is_loss
+        edges = (site.below,) if goes_inside else call.edges
+        is_rooted = any(edge is not None and self._is_rooted(edge) for edge in edges)
+        kept, parts = propagator.shed(call.rule, view, quantity, size, is_rooted)
+        for part in parts:
+            send = partial(
+                GraphTraversal._send_rest,
+                lane=lane,
+                site=site,
+                view=view,
+                carrier=carrier,
+                quantity=part,
+            )
+            chunks.carry(lane, site.edge.node, send)
+        return kept
+
+    def _is_rooted(self, edge: Edge) -> bool:
+        """Whether what goes to an edge has to be in the form of ``Propagator.rooted``."""
+        return self.survey.is_shared or self.survey.site_at(edge) is None
 
     def carrier(self, lane: int, view: View) -> Carrier:
         """No override speaks for a parameter by itself, nor where samples are elsewhere."""
@@ -263,6 +321,10 @@ class GraphTraversal(Traversal):
                     raise
             else:
                 return
+
+
+def _deliver(traversal: GraphTraversal, lane: int, edge: Edge, own: Any) -> None:
+    traversal.schedule.deliver(lane, edge, own=own)
 
 
 def _moved(axis: int, mat: Tensor) -> Tensor:
