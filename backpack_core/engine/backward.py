@@ -59,6 +59,7 @@ class BackwardPass:
         is_per_sample: Whether samples have to stay apart, since quantities belong to single ones.
         is_curvature: Whether quantities belong to what autograd brings, and nothing besides.
         visiting: What rules see of the call that is visited now.
+        is_announced: Whether ``backward()`` was seen, so that all roots are known.
         is_outermost: Whether it was begun in no hook of another pass.
         is_whole: Whether it is no part of another one; of one in which there is nothing else, it
             counts as the whole.
@@ -97,7 +98,7 @@ class BackwardPass:
         self.is_outermost = outer is None
         self._clears: bool = outer is None or (is_part and outer._clears)
         self.is_whole = outer is None or (is_part and not outer.survey.sites)
-        self._is_announced = bool(gradients)
+        self.is_announced = bool(gradients)
         groups, whole = context.groups, context.whole
         asked = [*(group.propagator for group in groups), *(e.propagator for e in whole)]
         self.between = between().of(context, asked)
@@ -121,7 +122,7 @@ class BackwardPass:
         if outer is None:  # else it has no part in what that is read as a whole
             self.observers[:0] = [extension.attend(self) for extension in whole]
         self.observers += observers_of_libraries(self)
-        is_known = self._is_announced and self.is_outermost
+        is_known = self.is_announced and self.is_outermost
         self._planning = planning = Planning(context, self.between, roots if is_known else ())
         if not self._take_plan(planning):
             self._look_around(roots)
@@ -156,8 +157,6 @@ class BackwardPass:
             is_some = survey.uses or survey.bare or of_loss
             self.context.seen.update(["ran", "trained"] if is_some else ["ran"])
         self.between.see_through(edges)
-        if not is_first:
-            self.sink.refuse_late_uses()
         self.between.attend(self)
         if is_first and self._clears:
             keeps = self.context.keeps_results
@@ -228,8 +227,6 @@ class BackwardPass:
         call, context = site.call, self.context
         is_asked = bool(self.groups or context.whole)
         if is_asked and (call, site.index) not in self.survey.sites:
-            if self._is_announced and not call.is_released:
-                raise losses.behind_weights(call, context.extensions[0])
             self._look_around([site.edge])
         view = self.view(site, grad)
         self.is_differentiable = view.is_differentiable

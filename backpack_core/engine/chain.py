@@ -91,11 +91,13 @@ class Chain(Between[Survey]):
             raise needs_operations("backpack(beside=[...]) leaves out a part of the graph")
         if results_handed_over():
             raise needs_operations("Weights are handed over, as by torch.func.functional_call")
-        todo = self._below(edges)
+        is_late, todo = bool(self.survey.sites), self._below(edges)
         while todo:
             site = todo.pop()
             if (site.call, site.index) not in self.survey.sites and not site.call.is_released:
                 todo += self._enter(site)
+        if is_late and self.survey.is_shared:
+            raise needs_operations("Parameters have uses that came up after others were read")
 
     def _below(self, roots: list[Edge]) -> list[Site]:
         """The last calls, below what functions make of them."""

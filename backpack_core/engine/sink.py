@@ -300,18 +300,10 @@ class FieldSink(Sink):
         """Parameters with results of this pass, and of those around it, by ``id``."""
         return ChainMap(self._owners, {**self._outside})
 
-    def refuse_late_uses(self) -> None:
-        """Raise if a parameter that was read already turns out to be used once more."""
-        survey = self.survey
-        read = {key for key, owner in self._owners.items() if owner is self._token}
-        known = [(key, use.count) for key, use in survey.uses.items() if key in read and use.count]
-        if any(count > 1 or key in survey.bare for key, count in known):
-            raise UnsupportedError(
-                "A second forward pass, or a second branch, shares parameters with the first and "
-                "meets it only behind the losses, and the first was through before this one was "
-                "seen. Call backward() inside the block on one tensor that both lead to, or on "
-                "each loss by itself."
-            )
+    @property
+    def stored(self) -> set[int]:
+        """Parameters with results of this pass, by ``id``."""
+        return {key for key, owner in self._owners.items() if owner is self._token}
 
 
 def see_values(values: Any, who: str) -> None:

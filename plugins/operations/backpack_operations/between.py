@@ -22,6 +22,7 @@ from backpack_operations import nodes, refusals
 from backpack_operations.aligning import align
 from backpack_operations.bare import add_leaves
 from backpack_operations.crossings import Crossings
+from backpack_operations.late import refuse_late_uses, refuse_unmet
 from backpack_operations.numbers import Loose, Numbered
 from backpack_operations.own_order import Chunks
 from backpack_operations.paths import fault_in, nonlinear
@@ -172,6 +173,8 @@ class Operations(Between[GraphSurvey]):
     def attend(self, run: BackwardPass) -> None:
         """Be called at parameters, where samples are kept apart, and behind views."""
         survey, schedule = self.survey, run.schedule
+        if not self._is_first:
+            refuse_late_uses(survey, run.sink.stored)
         starts, leaves, viewed = self._attended
         for node in survey.alignment.starts.keys() - starts:
             schedule.await_node(node)
@@ -199,6 +202,8 @@ class Operations(Between[GraphSurvey]):
     ) -> None:
         """Visit the call, or those that returned views of the tensor; go through its node."""
         survey, (node, output_nr, _), place = self.survey, site.edge, site[:2]
+        if place not in survey.sites and run.is_announced and self.asked:
+            refuse_unmet(site.call, self.context.extensions[0])
         if survey.leaves:  # nobody can ask when autograd is through
             run.sink.look_ahead()
         if not (survey.moved and place in survey.moved and place in survey.sites):
