@@ -31,7 +31,6 @@ from backpack_core.engine.location import place, place_between
 from backpack_core.engine.planning import Planning
 from backpack_core.engine.schedule import HookSchedule
 from backpack_core.engine.sink import FieldSink
-from backpack_core.engine.sweep import Chunks
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, Kept, Site
 from backpack_core.record.view import View
@@ -60,6 +59,7 @@ class BackwardPass:
         is_per_sample: Whether samples have to stay apart, since quantities belong to single ones.
         is_curvature: Whether quantities belong to what autograd brings, and nothing besides.
         visiting: What rules see of the call that is visited now.
+        is_announced: Whether ``backward()`` was seen, so that all roots are known.
         is_outermost: Whether it was begun in no hook of another pass.
         is_whole: Whether it is no part of another one; of one in which there is nothing else, it
             counts as the whole.
@@ -98,7 +98,7 @@ class BackwardPass:
         self.is_outermost = outer is None
         self._clears: bool = outer is None or (is_part and outer._clears)
         self.is_whole = outer is None or (is_part and not outer.survey.sites)
-        self._is_announced = bool(gradients)
+        self.is_announced = bool(gradients)
         groups, whole = context.groups, context.whole
         asked = [*(group.propagator for group in groups), *(e.propagator for e in whole)]
         self.between = between().of(context, asked)
@@ -112,9 +112,8 @@ class BackwardPass:
         self.groups = list(context.groups)
         self._is_part = is_part
         self.sink: FieldSink = FieldSink(self.survey, outer.sink if outer else None, is_part)
-        chunks = Chunks(self.between, self.groups, self._kept, self.sink.partial)
-        self.schedule = HookSchedule(chunks, context.passes)
-        self.traversal = self.between.traversal(self.schedule, self.sink, chunks)
+        self.schedule = HookSchedule(self.between, self.groups, context.passes)
+        self.traversal = self.between.traversal(self.schedule, self.sink, self._kept)
         self._planning: Planning | None = None
         self.observers = own_observers(context, self.survey)
         if not (groups or whole):
@@ -123,7 +122,7 @@ class BackwardPass:
         if outer is None:  # else it has no part in what that is read as a whole
             self.observers[:0] = [extension.attend(self) for extension in whole]
         self.observers += observers_of_libraries(self)
-        is_known = self._is_announced and self.is_outermost
+        is_known = self.is_announced and self.is_outermost
         self._planning = planning = Planning(context, self.between, roots if is_known else ())
         if not self._take_plan(planning):
             self._look_around(roots)
@@ -158,8 +157,6 @@ class BackwardPass:
             is_some = survey.uses or survey.bare or of_loss
             self.context.seen.update(["ran", "trained"] if is_some else ["ran"])
         self.between.see_through(edges)
-        if not is_first:
-            self.sink.refuse_late_uses()
         self.between.attend(self)
         if is_first and self._clears:
             keeps = self.context.keeps_results
@@ -230,8 +227,6 @@ class BackwardPass:
         call, context = site.call, self.context
         is_asked = bool(self.groups or context.whole)
         if is_asked and (call, site.index) not in self.survey.sites:
-            if self._is_announced and not call.is_released:
-                raise losses.behind_weights(call, context.extensions[0])
             self._look_around([site.edge])
         view = self.view(site, grad)
         self.is_differentiable = view.is_differentiable

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -18,11 +18,12 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.active import Context
 from backpack_core.graph.survey import Survey
 from backpack_core.plan.structure import Structure
-from backpack_core.record.call import Edge, Site
+from backpack_core.record.call import Edge, Kept, Site
 
 if TYPE_CHECKING:  # those ask it, and hand themselves over
     from backpack_core.engine.backward import BackwardPass
     from backpack_core.engine.schedule import Schedule
+    from backpack_core.engine.sink import FieldSink
     from backpack_core.engine.traversal import Traversal
 
 S = TypeVar("S", bound=Survey)
@@ -31,16 +32,11 @@ S = TypeVar("S", bound=Survey)
 class Between(ABC, Generic[S]):
     """What lies between the calls of one pass. It must hold neither the pass nor a schedule.
 
-    Class attributes:
-        traversal: What happens at visits.
-
     Attributes:
         survey: What is known about the graph.
         context: What was asked for.
         asked: The propagators that were asked for.
     """
-
-    traversal: ClassVar[type[Traversal]]
 
     def __init__(self, context: Context, asked: Sequence[Propagator], survey: S) -> None:
         """Begin; nothing is known about the graph."""
@@ -130,6 +126,16 @@ class Between(ABC, Generic[S]):
         """The reverse of :meth:`numbered`, for another graph of the same structure."""
 
     # Visits ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def traversal(self, schedule: Schedule, sink: FieldSink, kept: Kept) -> Traversal:
+        """What happens at visits.
+
+        Args:
+            schedule: What waits where.
+            sink: Where results go.
+            kept: What was computed from calls alone.
+        """
 
     @property
     def has_operations(self) -> bool:

@@ -17,6 +17,7 @@ from backpack_core.engine.active import Context
 from backpack_core.engine.between import Between
 from backpack_core.engine.losses import nothing_arrived
 from backpack_core.engine.schedule import Schedule
+from backpack_core.engine.sink import FieldSink
 from backpack_core.engine.traversal import Traversal
 from backpack_core.errors import BackpackError, MissingPluginError, SampleMixingError
 from backpack_core.graph.nodes import described, is_leaf
@@ -25,7 +26,7 @@ from backpack_core.plan.structure import Structure
 from backpack_core.plugins.loading import missing
 from backpack_core.plugins.manager import hooks
 from backpack_core.plugins.registry import registry
-from backpack_core.record.call import Call, Edge, Site, is_noted, site_at
+from backpack_core.record.call import Call, Edge, Kept, Site, is_noted, site_at
 from backpack_core.record.owner import OWNER_ATTRIBUTE, is_parameter, results_handed_over
 from backpack_core.record.run import NO_RUN, Run
 from backpack_core.record.view import View
@@ -65,8 +66,6 @@ def mixing(what: str, further: str = "") -> BackpackError:
 class Chain(Between[Survey]):
     """A chain of modules with rules."""
 
-    traversal = Traversal
-
     def __init__(self, context: Context, asked: Sequence[Propagator], survey: Survey) -> None:
         super().__init__(context, asked, survey)
         self._run: Run = NO_RUN  # of the model
@@ -92,11 +91,13 @@ class Chain(Between[Survey]):
             raise needs_operations("backpack(beside=[...]) leaves out a part of the graph")
         if results_handed_over():
             raise needs_operations("Weights are handed over, as by torch.func.functional_call")
-        todo = self._below(edges)
+        is_late, todo = bool(self.survey.sites), self._below(edges)
         while todo:
             site = todo.pop()
             if (site.call, site.index) not in self.survey.sites and not site.call.is_released:
                 todo += self._enter(site)
+        if is_late and self.survey.is_shared:
+            raise needs_operations("Parameters have uses that came up after others were read")
 
     def _below(self, roots: list[Edge]) -> list[Site]:
         """The last calls, below what functions make of them."""
@@ -221,6 +222,10 @@ class Chain(Between[Survey]):
     def fill(self, numbers: Any, structure: Structure) -> None:
         """Nothing to do."""
         return
+
+    def traversal(self, schedule: Schedule, sink: FieldSink, kept: Kept) -> Traversal:
+        """All columns go through at once."""
+        return Traversal(schedule, sink)
 
     def leave(self, schedule: Schedule, lane: int, edge: Edge, wide: Any, own: Any) -> None:
         """It has been seen that there is a call at every edge.

@@ -12,8 +12,6 @@ from backpack_core.contract.loss import Normaliser, normaliser_of
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place
 from backpack_core.plugins.loading import missing
-from backpack_core.plugins.registry import registry
-from backpack_core.record.call import Call
 from backpack_core.record.view import View
 
 
@@ -57,25 +55,6 @@ def nothing_arrived(view: View, name: str) -> Exception:
         "torch.nn, and compute the loss with it; a functional loss cannot be seen. If this is the "
         "derivative of something else (torch.autograd.grad, of an output), compute it outside of "
         "the block."
-    )
-
-
-def behind_weights(call: Call, extension: Extension) -> errors.UnsupportedError:
-    """The error if autograd reaches a call by no way that a sample goes.
-
-    Args:
-        call: The call.
-        extension: What was asked for.
-    """
-    return errors.UnsupportedError(
-        f"{registry.describe(extension)} is read at the weights that calls used, and some of them "
-        f"were computed with the output of {call.path}, which backward() therefore reaches: by a "
-        "gradient that was made with create_graph=True (the inner step of MAML, and "
-        "torch.func.functional_call with its result), or by another model that makes weights. "
-        "What belongs to which sample is not known there. Cut the graph: call "
-        "torch.autograd.grad(...) without create_graph=True, or give functional_call "
-        "weight.detach().requires_grad_(); the quantities are stored on the weights that it is "
-        "given."
     )
 
 

@@ -6,12 +6,11 @@ there; at nodes between calls, a subclass sees to it that they are crossed.
 
 from __future__ import annotations
 
-import heapq
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
 from backpack_core import _torch
@@ -22,9 +21,6 @@ from backpack_core.errors import InternalError
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, Site
 from backpack_core.values import without_autocast
-
-if TYPE_CHECKING:
-    from backpack_core.engine.sweep import Chunks  # which make schedules
 
 T = TypeVar("T")
 Passes = WeakValueDictionary[int, Any]  # passes under way, by autograd's graph-task id
@@ -51,7 +47,10 @@ class Schedule(ABC):
     Attributes:
         between: Takes what is sent to nodes between calls.
         at_nodes: What waits there, by the group and the number of the output.
+        chunks: Carries through what does not fit into memory, if a library has brought it.
     """
+
+    chunks: Any = None
 
     def __init__(self, between: Between[Any], groups: Sequence[Group]) -> None:
         self.between = between
@@ -125,15 +124,16 @@ class Schedule(ABC):
 class HookSchedule(Schedule):
     """A schedule in autograd's order: hooks tell when autograd is at a node."""
 
-    def __init__(self, chunks: Chunks, passes: Passes) -> None:
+    def __init__(self, between: Between[Any], groups: Sequence[Group], passes: Passes) -> None:
         """Begin.
 
         Args:
-            chunks: Makes sweeps; knows the graph and the groups.
+            between: Takes what is sent to nodes between calls.
+            groups: The groups whose quantities are sent.
             passes: The passes under way, by graph task, from which a failed one is removed.
         """
-        super().__init__(chunks.between, chunks.groups)
-        self.chunks, self.passes = chunks, passes
+        super().__init__(between, groups)
+        self.passes = passes
         self.task = -1  # of autograd's, once that has begun
         self._begun = threading.get_ident(), 1 + len(_torch.running_passes())
 
@@ -199,43 +199,6 @@ def guarded(passes: Passes, function: Callable[..., None], *args: Any) -> None:
     except BaseException:
         passes.pop(_torch.graph_task_id(), None)
         raise
-
-
-class RankSchedule(Schedule):
-    """A schedule in an order that was made beforehand, for chunks and passes without autograd."""
-
-    def __init__(
-        self, between: Between[Any], groups: Sequence[Group], ranks: dict[Node, int]
-    ) -> None:
-        """Begin.
-
-        Args:
-            between: Takes what is sent to nodes between calls.
-            groups: The groups whose quantities are sent.
-            ranks: The place of each node in the order.
-        """
-        super().__init__(between, groups)
-        self._ranks = ranks
-        self._queue: list[tuple[int, Node]] = []
-        self._sites: dict[Node, dict[tuple[Call, int], Site]] = {}
-
-    def await_node(self, node: Node) -> None:
-        """Put the node into the queue, at its place in the order."""
-        heapq.heappush(self._queue, (self._ranks[node], node))
-
-    def await_site(self, site: Site) -> None:
-        """Put the call into the queue, at its place in the order."""
-        self._sites.setdefault(site.edge.node, {})[site.call, site.index] = site
-        self.await_node(site.edge.node)
-
-    def run(self, visit: Callable[[Site], None]) -> None:
-        """Visit calls and cross nodes, in order, until nothing waits."""
-        while self._queue:
-            _, node = heapq.heappop(self._queue)
-            for site in self._sites.pop(node, {}).values():
-                visit(site)
-            self.between.cross(self, node)
-        self.see_end()
 
 
 def add(merge: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:

@@ -179,35 +179,12 @@ def _whole(uses: list[Reading]) -> Any:
     return uses[0]
 
 
-def _combined(partial: Values, key: tuple[Extension, int], value: Any) -> Any:
+def combined(partial: Values, key: tuple[Extension, int], value: Any) -> Any:
     """A value with that of earlier chunks, which is taken out; ``None`` if either is left out."""
     if key not in partial:
         return value
     before = partial.pop(key)
     return None if before is None or value is None else key[0].combine(before, value)
-
-
-class ChunkSink(Sink):
-    """Keeps the values of one chunk of columns.
-
-    Of a parameter with several uses it may reach some only, which are read at its end.
-    """
-
-    def __init__(self, survey: Survey) -> None:
-        super().__init__(survey)
-        self._values: Values = {}
-
-    def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
-        """Keep the value until the chunk is through."""
-        self._values[extension, id(parameter)] = value
-
-    def add_to(self, partial: Values) -> None:
-        """Read what is still waiting, and combine the values with those of earlier chunks."""
-        for group, view, uses in self._pending.values():
-            self._complete(group, view, [uses])
-        self._pending.clear()
-        for key, value in self._values.items():
-            partial[key] = _combined(partial, key, value)
 
 
 class FieldSink(Sink):
@@ -246,7 +223,7 @@ class FieldSink(Sink):
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
         """Set the attribute, with what earlier chunks of columns gave added."""
         key = id(parameter)
-        value = _combined(self.partial, (extension, key), value) if self.partial else value
+        value = combined(self.partial, (extension, key), value) if self.partial else value
         if value is None or key in self._outside:
             return
         if self._owners.setdefault(key, self._token) is not self._token:
@@ -323,18 +300,10 @@ class FieldSink(Sink):
         """Parameters with results of this pass, and of those around it, by ``id``."""
         return ChainMap(self._owners, {**self._outside})
 
-    def refuse_late_uses(self) -> None:
-        """Raise if a parameter that was read already turns out to be used once more."""
-        survey = self.survey
-        read = {key for key, owner in self._owners.items() if owner is self._token}
-        known = [(key, use.count) for key, use in survey.uses.items() if key in read and use.count]
-        if any(count > 1 or key in survey.bare for key, count in known):
-            raise UnsupportedError(
-                "A second forward pass, or a second branch, shares parameters with the first and "
-                "meets it only behind the losses, and the first was through before this one was "
-                "seen. Call backward() inside the block on one tensor that both lead to, or on "
-                "each loss by itself."
-            )
+    @property
+    def stored(self) -> set[int]:
+        """Parameters with results of this pass, by ``id``."""
+        return {key for key, owner in self._owners.items() if owner is self._token}
 
 
 def see_values(values: Any, who: str) -> None:

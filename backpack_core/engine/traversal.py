@@ -1,31 +1,24 @@
 """What happens at a visit: extensions read at parameters, and quantities go on to the inputs.
 
 The order of visits is the schedule's, and the place of results the sink's, so the same code serves
-autograd's pass and chunks of columns.
+autograd's order and any other.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from backpack_core._torch import Node
 from backpack_core.contract.carrier import Carrier
 from backpack_core.engine.carriers import RuleCarrier, values_of
-from backpack_core.engine.inside import Later, read_here
 from backpack_core.engine.location import place
 from backpack_core.engine.losses import nothing_arrived
-from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
+from backpack_core.engine.schedule import Schedule, Waiting
 from backpack_core.engine.sink import Sink
-from backpack_core.errors import InternalError
 from backpack_core.graph.parameters import Trained
 from backpack_core.plugins.registry import registry
-from backpack_core.record.call import Edge, Site
+from backpack_core.record.call import Site
 from backpack_core.record.view import View
-
-if TYPE_CHECKING:
-    from backpack_core.engine.sweep import Chunks  # which make traversals
 
 
 class Traversal:
@@ -34,16 +27,12 @@ class Traversal:
     Attributes:
         schedule: What waits where, for every group.
         sink: Where values go.
-        chunks: Carries through at once what does not fit into memory; ``None`` where all does.
-        inside: What is read behind the visit, by the node where autograd brings its gradient.
     """
 
-    def __init__(self, schedule: Schedule, sink: Sink, chunks: Chunks | None = None) -> None:
+    def __init__(self, schedule: Schedule, sink: Sink) -> None:
         self.survey, self.groups = schedule.survey, schedule.groups
         self.schedule = schedule
         self.sink = sink
-        self.chunks = chunks
-        self.inside: dict[Node, list[Later]] = {}
         self._carriers: dict[int, RuleCarrier] = {}
 
     def visit(self, lane: int, site: Site, view: View) -> None:
@@ -54,7 +43,7 @@ class Traversal:
             site: The place.
             view: What a rule sees of the call: all samples.
         """
-        group, call = self.groups[lane], site.call
+        group = self.groups[lane]
         propagator = group.propagator
         try:
             if view.positions and propagator.subsampling is not None:
@@ -69,14 +58,8 @@ class Traversal:
             is_shared = self.survey.is_shared and quantity is not None
             whole = propagator.rooted(quantity) if is_shared else quantity
             self.look(lane, site, view, carrier, quantity, whole, arrived)
-            if not propagator.travels:
-                return
-            if site.layout is None and not view.axis:  # else what is below has another shape
-                if propagator.sheds_everywhere or call.rule.is_loss:
-                    whole = self._shed(lane, site, view, carrier, whole)
-                if whole is not quantity:
-                    arrived = NOTHING
-            self.send(lane, site, view, carrier, whole, arrived)
+            if propagator.travels:
+                self.send(lane, site, view, carrier, quantity, whole, arrived)
         except Exception as error:
             place(error, view, group.first)
             raise
@@ -95,7 +78,7 @@ class Traversal:
         whole: Any,
         arrived: Waiting,
     ) -> None:
-        """Let extensions read: at the output, or where autograd brings the gradient inside.
+        """Let extensions read.
 
         Args:
             lane: Which group.
@@ -107,10 +90,7 @@ class Traversal:
             arrived: What was sent there.
         """
         if self.groups[lane].extensions:
-            is_late = site.call.rule.reads_inside and arrived is NOTHING
-            trained = self.survey.trained[site.call]
-            here = read_here(self, lane, view, carrier, whole) if is_late else trained
-            self.read(lane, view, carrier, whole, here)
+            self.read(lane, view, carrier, whole, self.survey.trained[site.call])
 
     def send(
         self,
@@ -119,13 +99,14 @@ class Traversal:
         view: View,
         carrier: Carrier,
         quantity: Any,
-        arrived: Waiting = NOTHING,
+        whole: Any,
+        arrived: Waiting,
     ) -> None:
-        """Send the quantity on to the inputs of the call."""
+        """Send the quantity on to the inputs of the call; see :meth:`look` for the arguments."""
         edges = site.call.edges
         if not any(edges):
             return  # nothing before this call wants the quantity
-        for position, arriving in self.sent(lane, site, view, carrier, quantity).items():
+        for position, arriving in self.sent(lane, site, view, carrier, whole).items():
             edge = edges[position]
             if edge is not None:
                 self.schedule.deliver(lane, edge, own=arriving)
@@ -141,53 +122,18 @@ class Traversal:
         else:
             kind = type(carrier.speaker)
             inputs = watch(call.module, kind, "sent", carrier.send, view, quantity)
-        if not carrier.gives_values and not call.rule.is_loss and self.chunks is not None:
-            self._add_residuals(lane, site, view, inputs, self.chunks)
+        if not carrier.gives_values and not call.rule.is_loss:
+            for position, new in self.residuals(lane, site, view).items():
+                old = inputs.get(position)
+                merge = self.groups[lane].propagator.merge
+                inputs[position] = new if old is None else merge(old, new)
         return inputs
 
-    # What does not fit ---------------------------------------------------------------------------
-
-    def _shed(self, lane: int, site: Site, view: View, carrier: Carrier, quantity: Any) -> Any:
-        """Carry through at once what does not fit; returns the rest."""
-        chunks, call = self.chunks, site.call
-        size = None if chunks is None else chunks.size(lane, view.device.type)
-        if chunks is None or size is None:
-            return quantity
-        edges = self.edges_behind(site)
-        is_rooted = any(edge is not None and self._is_rooted(edge) for edge in edges)
-        propagator = self.groups[lane].propagator
-        kept, parts = propagator.shed(call.rule, view, quantity, size, is_rooted)
-        for part in parts:
-            send = partial(
-                type(self).send, lane=lane, site=site, view=view, carrier=carrier, quantity=part
-            )
-            chunks.carry(lane, site.edge.node, send)
-        return kept
-
-    def edges_behind(self, site: Site) -> Sequence[Edge | None]:
-        """Where quantities go from a call."""
-        return site.call.edges
-
-    def _add_residuals(
-        self, lane: int, site: Site, view: View, inputs: dict[int, Any], chunks: Chunks
-    ) -> None:
-        """Add what comes into being at a call; what does not fit of it is carried through."""
-        propagator = self.groups[lane].propagator
-        for position, new in propagator.residual(site.call.rule, view).items():
-            edge, size = site.call.edges[position], chunks.size(lane, view.device.type)
-            if edge is None:
-                continue
-            if size is not None:
-                new, parts = propagator.shed(None, view, new, size, self._is_rooted(edge))
-                for part in parts:
-                    deliver = partial(_deliver, lane=lane, edge=edge, own=part)
-                    chunks.carry(lane, site.edge.node, deliver)
-            old = inputs.get(position)
-            inputs[position] = new if old is None else propagator.merge(old, new)
-
-    def _is_rooted(self, edge: Edge) -> bool:
-        """Whether what goes to an edge has to be in the form of ``Propagator.rooted``."""
-        return self.survey.is_shared or self.survey.site_at(edge) is None
+    def residuals(self, lane: int, site: Site, view: View) -> dict[int, Any]:
+        """What comes into being at a call, by position."""
+        found = self.groups[lane].propagator.residual(site.call.rule, view)
+        edges = site.call.edges
+        return {place: new for place, new in found.items() if edges[place] is not None}
 
     def carrier(self, lane: int, view: View) -> Carrier:
         """Who answers for the module; the rules, for all modules, where nobody else may."""
@@ -210,8 +156,6 @@ class Traversal:
             InternalError: A result would miss it.
         """
         self.schedule.see_end()
-        if self.inside:
-            raise InternalError("A parameter inside of a module was left unread.")
 
     def read(
         self, lane: int, view: View, carrier: Carrier, quantity: Any, trained: Sequence[Trained]
@@ -226,7 +170,3 @@ class Traversal:
             return
         readings = carrier.find(view, trained, quantity)  # before any of it is read
         self.sink.note(lane, group, view, trained, readings)
-
-
-def _deliver(traversal: Traversal, lane: int, edge: Edge, own: Any) -> None:
-    traversal.schedule.deliver(lane, edge, own=own)

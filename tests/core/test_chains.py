@@ -218,3 +218,17 @@ def test_the_hook_is_called_when_plugins_change_and_in_no_pass() -> None:
             with backpack(BatchGrad()):
                 model(torch.rand(5, 3)).sum().backward()
         assert Counting.calls == 1
+
+
+def test_columns_go_at_once_where_nobody_sends_chunks(request: pytest.FixtureRequest) -> None:
+    model, lossfunc = chain(1), extend(nn.CrossEntropyLoss())
+    X, y = torch.rand(5, 4), torch.arange(5) % 3
+    found = []
+    for _ in range(2):
+        with backpack(DiagGGNExact(chunk_size=1), check="never"):
+            lossfunc(model(X), y).backward()
+        found.append([p.diag_ggn_exact.clone() for p in model.parameters() if p.requires_grad])
+        if len(found) == 1:
+            request.getfixturevalue("alone")
+    for in_chunks, at_once in zip(*found, strict=True):
+        torch.testing.assert_close(in_chunks, at_once)

@@ -22,12 +22,12 @@ from backpack_core import (
     set_memory_budget,
     unextend,
 )
-from backpack_core.engine.sweep import Chunks
 from backpack_core.errors import BackpackError, InternalError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
 from backpack_core.plan import plan as plans_file
 from backpack_core.plan.plan import plans
 from backpack_core.plugins.registry import registry
+from backpack_operations.own_order import Chunks
 
 pytestmark = pytest.mark.plans
 SAMPLES = 3

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from backpack_core import backpack, extend
 from backpack_core.engine.schedule import NOTHING, Schedule
-from backpack_core.engine.traversal import Traversal
 from backpack_core.errors import InternalError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from backpack_interplay.gradient import PlainGradient
+from backpack_operations.visits import GraphTraversal
 from backpack_products.columns import ApartColumns, Columns, Root
 
 ROOT = Path(__file__).parents[2]
@@ -75,13 +75,13 @@ def columns_meet() -> None:
 
 
 def parameter_left() -> None:
-    begin = Traversal.__init__
+    begin = GraphTraversal.__init__
 
     def with_something(self: Any, *given: Any) -> None:
         begin(self, *given)
         self.inside = {None: []}
 
-    Traversal.__init__ = with_something  # type: ignore
+    GraphTraversal.__init__ = with_something  # type: ignore
     _pass(BatchGrad())
 
 
@@ -100,7 +100,7 @@ def _restored(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name in (
         (Schedule, "take"),
         (PlainGradient, "take"),
-        (Traversal, "__init__"),
+        (GraphTraversal, "__init__"),
     ):
         monkeypatch.setattr(owner, name, getattr(owner, name))
 

@@ -150,9 +150,9 @@ SHORTCUTS: dict[str, Shortcut] = {
     ),
     "columns by vmap": Shortcut({f"{_OPERATIONS}.bridge._over_columns": _one_by_one}),
     "parameters read inside": Shortcut(
-        {f"{_CORE}.engine.traversal.read_here": _read_all},
+        {f"{_OPERATIONS}.visits.read_here": _read_all},
         {},
-        [f"{_CORE}.engine.inside._reach"],
+        [f"{_OPERATIONS}.inside._reach"],
     ),
     "calls passed by": Shortcut({f"{_CORE}.engine.backward.BackwardPass.passes_by": never}),
     "quick recording": Shortcut({f"{_CORE}.recording.simple_node": nothing}),
@@ -162,12 +162,12 @@ SHORTCUTS: dict[str, Shortcut] = {
         {f"{_SECOND}.signed_sqrt._may_factor": never}, {}, [f"{_SECOND}.signed_sqrt._factored"]
     ),
     "all columns at once": Shortcut(
-        {f"{_CORE}.engine.sweep.column_budget": lambda device: 1},
-        {f"{_CORE}.engine.sweep.column_budget": lambda device: 2**40},
+        {f"{_OPERATIONS}.own_order.column_budget": lambda device: 1},
+        {f"{_OPERATIONS}.own_order.column_budget": lambda device: 2**40},
     ),
     "gradients shared": Shortcut(gradient="shared", taken=[_LEFT_OUT]),
     "gradients left out": Shortcut(gradient="none", taken=[_LEFT_OUT]),
-    "autograd skipped": Shortcut(gradient="skipped", taken=[f"{_INTERPLAY}.alone.RankSchedule"]),
+    "autograd skipped": Shortcut(gradient="skipped", taken=[f"{_INTERPLAY}.alone.visit_all"]),
 }
 
 

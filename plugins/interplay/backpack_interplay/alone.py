@@ -7,19 +7,15 @@ and the graph tells that as well; the gradients of activations would be computed
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from backpack_core._torch import LeafNode, Node
 from backpack_core.contract.observer import Options
 from backpack_core.engine.backward import BackwardPass
-from backpack_core.engine.schedule import RankSchedule
 from backpack_core.graph.order import ranks
-from backpack_core.record.call import Site
-from backpack_core.values import without_autocast
 from backpack_interplay.gradient import WithoutGradients, leaves_to_narrow
+from backpack_operations.own_order import visit_all
 
 
 class Skipped(WithoutGradients):
@@ -29,33 +25,10 @@ class Skipped(WithoutGradients):
         self, run: BackwardPass, given: Options, gradients: Sequence[Tensor | None]
     ) -> bool:
         """Do that, if it may be."""
-        return carry_all(run, given, gradients)
-
-
-def carry_all(found: BackwardPass, options: Options, gradients: Sequence[Tensor | None]) -> bool:
-    """Visit every call, and say whether that was done, so that autograd need not go.
-
-    Args:
-        found: The pass, before autograd has begun.
-        options: The arguments of ``backward()``.
-        gradients: What comes in at each root.
-    """
-    order = _order(found, options)
-    if order is None:
-        return False
-    (gradient,) = gradients
-    found.is_running = found.is_alone = True
-    schedule: Any = RankSchedule(found.between, found.groups, order)
-    found.schedule = found.traversal.schedule = schedule
-
-    def visit(site: Site) -> None:
-        found.visit(site, gradient if site.call.rule.is_loss else None, None)
-
-    with torch.no_grad(), without_autocast():
-        for site in found.survey.sites.values():  # nothing sent there is an error
-            schedule.await_site(site)
-        schedule.run(visit)
-    return True
+        order = _order(run, given)
+        if order is not None:
+            visit_all(run, order, *gradients)
+        return order is not None
 
 
 def _order(found: BackwardPass, options: Options) -> dict[Node, int] | None:

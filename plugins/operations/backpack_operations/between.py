@@ -15,13 +15,16 @@ from backpack_core.engine.active import Context
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.between import Between
 from backpack_core.engine.schedule import Schedule, when_reached
+from backpack_core.engine.sink import FieldSink
 from backpack_core.plan.structure import OVERWRITTEN, Structure, Unplanned
-from backpack_core.record.call import Call, Edge, Site
+from backpack_core.record.call import Call, Edge, Kept, Site
 from backpack_operations import nodes, refusals
 from backpack_operations.aligning import align
 from backpack_operations.bare import add_leaves
 from backpack_operations.crossings import Crossings
+from backpack_operations.late import refuse_late_uses, refuse_unmet
 from backpack_operations.numbers import Loose, Numbered
+from backpack_operations.own_order import Chunks
 from backpack_operations.paths import fault_in, nonlinear
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_behind
@@ -47,8 +50,6 @@ class Numbers(NamedTuple):
 
 class Operations(Between[GraphSurvey]):
     """What lies between the calls of one pass, whatever that is."""
-
-    traversal = GraphTraversal
 
     def __init__(self, context: Context, asked: Sequence[Propagator], survey: GraphSurvey) -> None:
         super().__init__(context, asked, survey)
@@ -143,6 +144,11 @@ class Operations(Between[GraphSurvey]):
 
     # Visits ---------------------------------------------------------------------------------------
 
+    def traversal(self, schedule: Schedule, sink: FieldSink, kept: Kept) -> GraphTraversal:
+        """What does not fit into memory goes through in chunks."""
+        schedule.chunks = Chunks(self, schedule.groups, kept, sink.partial)
+        return GraphTraversal(schedule, sink)
+
     @property
     def has_operations(self) -> bool:
         """Whether nodes lie between calls."""
@@ -167,6 +173,8 @@ class Operations(Between[GraphSurvey]):
     def attend(self, run: BackwardPass) -> None:
         """Be called at parameters, where samples are kept apart, and behind views."""
         survey, schedule = self.survey, run.schedule
+        if not self._is_first:
+            refuse_late_uses(survey, run.sink.stored)
         starts, leaves, viewed = self._attended
         for node in survey.alignment.starts.keys() - starts:
             schedule.await_node(node)
@@ -194,6 +202,8 @@ class Operations(Between[GraphSurvey]):
     ) -> None:
         """Visit the call, or those that returned views of the tensor; go through its node."""
         survey, (node, output_nr, _), place = self.survey, site.edge, site[:2]
+        if place not in survey.sites and run.is_announced and self.asked:
+            refuse_unmet(site.call, self.context.extensions[0])
         if survey.leaves:  # nobody can ask when autograd is through
             run.sink.look_ahead()
         if not (survey.moved and place in survey.moved and place in survey.sites):

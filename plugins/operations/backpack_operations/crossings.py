@@ -12,7 +12,7 @@ from backpack_core import _torch
 from backpack_core._torch import Node
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.location import place_between
-from backpack_core.engine.schedule import HookSchedule, Schedule, add
+from backpack_core.engine.schedule import Schedule, add
 from backpack_core.graph.nodes import is_leaf
 from backpack_core.graph.order import children_of
 from backpack_core.record.call import Edge, is_noted
@@ -110,9 +110,9 @@ class Crossings:
         there: Crossing,
     ) -> Crossing:
         """Where samples lie at a node that autograd is at, and what takes residuals there."""
-        if not isinstance(schedule, HookSchedule):
-            return there
         chunks = schedule.chunks
+        if chunks is None:
+            return there
         size = partial(chunks.size, lane, node._input_metadata[0].device.type)
 
         def carry(part: Sent) -> None:

@@ -9,23 +9,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from backpack_core._torch import Node
 from backpack_core.contract.carrier import Carrier
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.carriers import RuleCarrier
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Sink
 from backpack_core.engine.traversal import Traversal
-from backpack_core.errors import OverwrittenInputError, SampleMixingError
+from backpack_core.errors import InternalError, OverwrittenInputError, SampleMixingError
 from backpack_core.graph.parameters import Trained
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge, Site
 from backpack_core.record.view import View
 from backpack_operations.bare import BareRule
+from backpack_operations.inside import Later, read_here
 from backpack_operations.owners import turns_of
 from backpack_operations.survey import GraphSurvey
 
 if TYPE_CHECKING:
-    from backpack_core.engine.sweep import Chunks
+    from backpack_operations.own_order import Chunks  # which makes traversals
 
 
 class GraphTraversal(Traversal):
@@ -33,9 +35,10 @@ class GraphTraversal(Traversal):
 
     survey: GraphSurvey
 
-    def __init__(self, schedule: Schedule, sink: Sink, chunks: Chunks | None = None) -> None:
-        super().__init__(schedule, sink, chunks)
+    def __init__(self, schedule: Schedule, sink: Sink) -> None:
+        super().__init__(schedule, sink)
         self._alignment = self.survey.alignment
+        self.inside: dict[Node, list[Later]] = {}  # by where autograd brings the gradient
 
     def arrive(self, lane: int, site: Site, view: View, carrier: Carrier, arrived: Waiting) -> Any:
         """Also from nodes, and from calls with samples on another axis."""
@@ -57,11 +60,14 @@ class GraphTraversal(Traversal):
         whole: Any,
         arrived: Waiting,
     ) -> None:
-        """Also see that samples are apart, and send what is kept so."""
+        """Also see that samples are apart, and send what is kept so; some reads are put off."""
         propagator = self.groups[lane].propagator
         if not view.positions and propagator.keeps_apart:
             self._see_apart(view, propagator, quantity)
-        super().look(lane, site, view, carrier, quantity, whole, arrived)
+        if site.call.rule.reads_inside and arrived is NOTHING and self.groups[lane].extensions:
+            self.read(lane, view, carrier, whole, read_here(self, lane, view, carrier, whole))
+        else:
+            super().look(lane, site, view, carrier, quantity, whole, arrived)
         if self._alignment.apart and self._sends_apart(lane, site):
             self._send_apart(lane, site, view, carrier, quantity)
 
@@ -72,9 +78,27 @@ class GraphTraversal(Traversal):
         view: View,
         carrier: Carrier,
         quantity: Any,
+        whole: Any,
+        arrived: Waiting,
+    ) -> None:
+        """Also carry through at once what does not fit, and send the rest."""
+        if site.layout is None and not view.axis:  # else what is below has another shape
+            if self.groups[lane].propagator.sheds_everywhere or site.call.rule.is_loss:
+                whole = self._shed(lane, site, view, carrier, whole)
+            if whole is not quantity:
+                arrived = NOTHING
+        self._send_rest(lane, site, view, carrier, whole, arrived)
+
+    def _send_rest(
+        self,
+        lane: int,
+        site: Site,
+        view: View,
+        carrier: Carrier,
+        quantity: Any,
         arrived: Waiting = NOTHING,
     ) -> None:
-        """Send the quantity on to the inputs of the call, or into the graph inside it."""
+        """Send a quantity on to the inputs of the call, or into the graph inside it."""
         call, propagator = site.call, self.groups[lane].propagator
         goes_inside = call in self.survey.opened
         is_rule = not carrier.gives_values
@@ -83,7 +107,7 @@ class GraphTraversal(Traversal):
             return
         if view.positions and not self._alignment.apart:
             try:
-                super().send(lane, site, view, carrier, quantity)
+                super().send(lane, site, view, carrier, quantity, quantity, NOTHING)
             except OverwrittenInputError:
                 # Autograd kept its own copy: go through the node that made the output.
                 self._send_below(lane, site, quantity, arrived)
@@ -110,10 +134,56 @@ class GraphTraversal(Traversal):
                     entries = self._alignment.entries_at(edge)
                     self.schedule.deliver(lane, edge, wide=propagator.put_together(wide, entries))
 
-    def edges_behind(self, site: Site) -> Sequence[Edge | None]:
-        """The inputs of the call, or the graph inside it."""
-        goes_inside = site.call in self.survey.opened and not site.call.rule.is_loss
-        return (site.below,) if goes_inside else site.call.edges
+    def see_end(self) -> None:
+        """Raise also if a parameter inside of a module was left unread."""
+        super().see_end()
+        if self.inside:
+            raise InternalError("A parameter inside of a module was left unread.")
+
+    def residuals(self, lane: int, site: Site, view: View) -> dict[int, Any]:
+        """What does not fit of it is carried through; chunks leave it to those before them."""
+        chunks: Chunks | None = self.schedule.chunks
+        if chunks is None:
+            return {}
+        found, propagator = super().residuals(lane, site, view), self.groups[lane].propagator
+        size = chunks.size(lane, view.device.type) if found else None
+        if size is None:
+            return found
+        for position, new in found.items():
+            edge = site.call.edges[position]
+            assert edge is not None
+            found[position], parts = propagator.shed(None, view, new, size, self._is_rooted(edge))
+            for part in parts:
+                deliver = partial(_deliver, lane=lane, edge=edge, own=part)
+                chunks.carry(lane, site.edge.node, deliver)
+        return found
+
+    def _shed(self, lane: int, site: Site, view: View, carrier: Carrier, quantity: Any) -> Any:
+        """Carry through at once what does not fit; returns the rest."""
+        chunks: Chunks | None = self.schedule.chunks
+        size = None if chunks is None else chunks.size(lane, view.device.type)
+        if chunks is None or size is None:
+            return quantity
+        call, propagator = site.call, self.groups[lane].propagator
+        goes_inside = call in self.survey.opened and not call.rule.is_loss
+        edges = (site.below,) if goes_inside else call.edges
+        is_rooted = any(edge is not None and self._is_rooted(edge) for edge in edges)
+        kept, parts = propagator.shed(call.rule, view, quantity, size, is_rooted)
+        for part in parts:
+            send = partial(
+                GraphTraversal._send_rest,
+                lane=lane,
+                site=site,
+                view=view,
+                carrier=carrier,
+                quantity=part,
+            )
+            chunks.carry(lane, site.edge.node, send)
+        return kept
+
+    def _is_rooted(self, edge: Edge) -> bool:
+        """Whether what goes to an edge has to be in the form of ``Propagator.rooted``."""
+        return self.survey.is_shared or self.survey.site_at(edge) is None
 
     def carrier(self, lane: int, view: View) -> Carrier:
         """No override speaks for a parameter by itself, nor where samples are elsewhere."""
@@ -251,6 +321,10 @@ class GraphTraversal(Traversal):
                     raise
             else:
                 return
+
+
+def _deliver(traversal: GraphTraversal, lane: int, edge: Edge, own: Any) -> None:
+    traversal.schedule.deliver(lane, edge, own=own)
 
 
 def _moved(axis: int, mat: Tensor) -> Tensor:

@@ -22,14 +22,14 @@ from backpack_core.graph.parameters import Trained
 from backpack_core.record.view import View
 
 if TYPE_CHECKING:
-    from backpack_core.engine.traversal import Traversal  # which calls this
+    from backpack_operations.visits import GraphTraversal  # which calls this
 
-# The arguments of ``Traversal.read``, for a reading that waits.
+# The arguments of ``GraphTraversal.read``, for a reading that waits.
 Later = tuple[int, View, Carrier, Any, Sequence[Trained]]
 
 
 def read_here(
-    traversal: Traversal, lane: int, view: View, carrier: Carrier, quantity: Any
+    traversal: GraphTraversal, lane: int, view: View, carrier: Carrier, quantity: Any
 ) -> Sequence[Trained]:
     """The parameters to read at the output now; the others are read when their gradient arrives."""
     survey, schedule, rule = traversal.survey, traversal.schedule, view.call.rule
@@ -56,7 +56,7 @@ def read_here(
     return [use for use in trained if use not in later]
 
 
-def _reach(traversal: Traversal, grads: Sequence[Tensor | None]) -> None:
+def _reach(traversal: GraphTraversal, grads: Sequence[Tensor | None]) -> None:
     for lane, view, *what in traversal.inside.pop(current_node(), ()):
         view.inner, view.counted = grads[0], None
         try:

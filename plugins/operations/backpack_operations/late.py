@@ -1,0 +1,49 @@
+"""What is refused in the middle of a pass: calls that no walk from the roots has met."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from backpack_core.contract.extension import Extension
+from backpack_core.errors import UnsupportedError
+from backpack_core.graph.survey import Survey
+from backpack_core.plugins.registry import registry
+from backpack_core.record.call import Call
+
+
+def refuse_unmet(call: Call, extension: Extension) -> None:
+    """Raise if autograd reaches a call by no way that a sample goes.
+
+    Args:
+        call: The call; of one that was freed, nothing is known.
+        extension: What was asked for.
+    """
+    if call.is_released:
+        return
+    raise UnsupportedError(
+        f"{registry.describe(extension)} is read at the weights that calls used, and some of them "
+        f"were computed with the output of {call.path}, which backward() therefore reaches: by a "
+        "gradient that was made with create_graph=True (the inner step of MAML, and "
+        "torch.func.functional_call with its result), or by another model that makes weights. "
+        "What belongs to which sample is not known there. Cut the graph: call "
+        "torch.autograd.grad(...) without create_graph=True, or give functional_call "
+        "weight.detach().requires_grad_(); the quantities are stored on the weights that it is "
+        "given."
+    )
+
+
+def refuse_late_uses(survey: Survey, stored: Set[int]) -> None:
+    """Raise if a parameter that was read already turns out to be used once more.
+
+    Args:
+        survey: What is known about the graph.
+        stored: The parameters with results of this pass, by ``id``.
+    """
+    known = [(key, use.count) for key, use in survey.uses.items() if key in stored and use.count]
+    if any(count > 1 or key in survey.bare for key, count in known):
+        raise UnsupportedError(
+            "A second forward pass, or a second branch, shares parameters with the first and "
+            "meets it only behind the losses, and the first was through before this one was "
+            "seen. Call backward() inside the block on one tensor that both lead to, or on "
+            "each loss by itself."
+        )

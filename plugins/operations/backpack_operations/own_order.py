@@ -1,0 +1,190 @@
+"""The driver in an order of our own: for columns in chunks, and for passes without autograd.
+
+An exact quantity has a column for every output of the model; all at once are the largest tensors of
+the backward pass. When the loss is visited, the whole graph is still alive. So all chunks but the
+last go through it one after the other, and the last one travels with autograd. Besides memory this
+saves time: small chunks reuse memory that the allocator holds.
+
+The other driver is autograd, whose hooks call ``engine/schedule.py``.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack_core._torch import Node
+from backpack_core.contract.extension import Extension
+from backpack_core.engine.backward import BackwardPass
+from backpack_core.engine.between import Between
+from backpack_core.engine.groups import Group
+from backpack_core.engine.schedule import Schedule
+from backpack_core.engine.sink import Sink, Values, combined
+from backpack_core.graph.order import ranks
+from backpack_core.graph.survey import Survey
+from backpack_core.record.call import Call, Kept, Site
+from backpack_core.record.storage import storage
+from backpack_core.record.structure import iter_tensors
+from backpack_core.tuning import column_budget, memory_budget
+from backpack_core.values import without_autocast
+from backpack_operations.visits import GraphTraversal
+
+
+class OwnOrder(Schedule):
+    """A schedule in an order that was made beforehand."""
+
+    def __init__(
+        self, between: Between[Any], groups: Sequence[Group], ranks: dict[Node, int]
+    ) -> None:
+        """Begin.
+
+        Args:
+            between: Takes what is sent to nodes between calls.
+            groups: The groups whose quantities are sent.
+            ranks: The place of each node in the order.
+        """
+        super().__init__(between, groups)
+        self._ranks = ranks
+        self._queue: list[tuple[int, Node]] = []
+        self._sites: dict[Node, dict[tuple[Call, int], Site]] = {}
+
+    def await_node(self, node: Node) -> None:
+        """Put the node into the queue, at its place in the order."""
+        heapq.heappush(self._queue, (self._ranks[node], node))
+
+    def await_site(self, site: Site) -> None:
+        """Put the call into the queue, at its place in the order."""
+        self._sites.setdefault(site.edge.node, {})[site.call, site.index] = site
+        self.await_node(site.edge.node)
+
+    def run(self, visit: Callable[[Site], None]) -> None:
+        """Visit calls and cross nodes, in order, until nothing waits."""
+        while self._queue:
+            _, node = heapq.heappop(self._queue)
+            for site in self._sites.pop(node, {}).values():
+                visit(site)
+            self.between.cross(self, node)
+        self.see_end()
+
+
+# Passes without autograd -------------------------------------------------------------------------
+
+
+def visit_all(run: BackwardPass, order: dict[Node, int], gradient: Tensor | None) -> None:
+    """Visit every call of a pass, in the place of autograd.
+
+    Args:
+        run: The pass, before autograd has begun.
+        order: The place of every node in the order.
+        gradient: What comes in at the loss.
+    """
+    run.is_running = run.is_alone = True
+    schedule: Any = OwnOrder(run.between, run.groups, order)
+    schedule.chunks = run.schedule.chunks
+    run.schedule = run.traversal.schedule = schedule
+
+    def visit(site: Site) -> None:
+        run.visit(site, gradient if site.call.rule.is_loss else None, None)
+
+    with torch.no_grad(), without_autocast():
+        for site in run.survey.sites.values():  # nothing sent there is an error
+            schedule.await_site(site)
+        schedule.run(visit)
+
+
+# Chunks of columns -------------------------------------------------------------------------------
+
+
+class ChunkSink(Sink):
+    """Keeps the values of one chunk of columns.
+
+    Of a parameter with several uses it may reach some only, which are read at its end.
+    """
+
+    def __init__(self, survey: Survey) -> None:
+        super().__init__(survey)
+        self._values: Values = {}
+
+    def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
+        """Keep the value until the chunk is through."""
+        self._values[extension, id(parameter)] = value
+
+    def add_to(self, partial: Values) -> None:
+        """Read what is still waiting, and combine the values with those of earlier chunks."""
+        for group, view, uses in self._pending.values():
+            self._complete(group, view, [uses])
+        self._pending.clear()
+        for key, value in self._values.items():
+            partial[key] = combined(partial, key, value)
+
+
+@dataclass(eq=False)
+class Chunks:
+    """Sends chunks of columns during one backward pass.
+
+    Attributes:
+        between: What lies between calls, and what is known about the graph.
+        groups: The groups whose quantities are sent.
+        kept: What was computed from calls alone, for all columns that pass through them.
+        partial: The results of the chunks so far, combined.
+    """
+
+    between: Between[Any]
+    groups: Sequence[Group]
+    kept: Kept
+    partial: Values
+    _ranks: dict[Node, int] = field(default_factory=dict)
+    _within: Callable[[int], AbstractContextManager[Any]] = field(
+        default_factory=lambda: storage().chunks()
+    )
+
+    def size(self, lane: int, device: str) -> int | None:
+        """How many columns may travel at once, on a type of device; ``None`` for all."""
+        group = self.groups[lane]
+        survey: Survey = self.between.survey
+        extensions = () if group.has_overrides else group.extensions
+        if not extensions or not all(e.columns_add for e in extensions):
+            return None
+        asked = [e.chunk_size for e in extensions if e.chunk_size is not None]
+        if asked:
+            return min(asked)
+        limit = column_budget(device)
+        if any(e.per_sample for e in extensions):
+            limit = max(limit, survey.weights * survey.batch_size)
+        return max(1, limit // max(1, survey.widest))
+
+    def carry(self, lane: int, node: Node, begin: Callable[[GraphTraversal], None]) -> None:
+        """Visit everything that a chunk reaches, and combine what extensions read.
+
+        Args:
+            lane: The group of the columns.
+            node: The node at which the columns are.
+            begin: Sends the chunk from there.
+        """
+        if node not in self._ranks:
+            self._ranks = ranks(node)
+        schedule = OwnOrder(self.between, self.groups, self._ranks)
+        sink = ChunkSink(self.between.survey)
+        traversal = GraphTraversal(schedule, sink)
+        with self._within(memory_budget()):
+            begin(traversal)
+            schedule.run(lambda site: self._visit(traversal, lane, site))
+        sink.add_to(self.partial)
+
+    def _visit(self, traversal: GraphTraversal, lane: int, site: Site) -> None:
+        call = site.call
+        view = self.between.survey.view(site, self.kept)
+        if self.between.survey.asks_rule(call):
+            call.rule.check(view)
+        traversal.visit(lane, site, view)
+        # Keep what depends on the call alone for the next chunk, as far as memory allows; but not
+        # if it was made of tensors that hooks took.
+        held = sum(t.nbytes for t in iter_tensors(list(view.kept.values())))
+        if view.taken is not None or held > memory_budget():
+            view.kept.clear()
