@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core._torch import CopyNode, Node, current_node
+from backpack_core._torch import Node, current_node
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.active import Context
@@ -18,6 +18,7 @@ from backpack_core.engine.schedule import Schedule, when_reached
 from backpack_core.plan.structure import OVERWRITTEN, Structure, Unplanned
 from backpack_core.record.call import Call, Edge, Site
 from backpack_operations import nodes, refusals
+from backpack_operations._torch import CopyNode
 from backpack_operations.aligning import align
 from backpack_operations.bare import add_leaves
 from backpack_operations.crossings import Crossings

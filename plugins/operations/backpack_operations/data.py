@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from backpack_core._torch import has_memory, is_symbolic, memory_of
+from backpack_core._torch import has_memory, memory_of
 from backpack_core.record.call import Call
 from backpack_core.record.run import Given, Run, SampleLayout, layout_of, span_of
 from backpack_operations.moves import Numbers, Shape, along, shortened, viewed
+from backpack_products.values import is_symbolic
 
 
 def of_data(

@@ -11,13 +11,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from backpack_core._torch import CopyNode, Node
+from backpack_core._torch import Node
 from backpack_core.errors import BackpackError
 from backpack_core.graph.order import reached
 from backpack_core.graph.parameters import Trained, complex_parameter
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, Layout, Site, site_at, viewed_at
 from backpack_core.record.owner import owned_by_models, results_handed_over
+from backpack_operations._torch import CopyNode
 from backpack_operations.alignment import Alignment
 from backpack_operations.told import Told
 
