@@ -29,6 +29,7 @@ from backpack_operations.surveying import look_behind
 from backpack_operations.terms import refuse_other_terms, refuse_unknown_normaliser
 from backpack_operations.told import told
 from backpack_operations.unruled import ask_without_rule
+from backpack_operations.viewed import look_through
 from backpack_operations.visits import GraphTraversal
 
 Grads = Sequence[Tensor | None]
@@ -209,7 +210,7 @@ class Operations(Between[GraphSurvey]):
             if site.edge.output_nr in grads and site.call not in self._viewed:
                 self._viewed.add(site.call)
                 grad = grads[site.edge.output_nr]
-                seen = None if grad is None else layout.look_through(grad.unsqueeze(0)).squeeze(0)
+                seen = None if grad is None else look_through(layout, grad.unsqueeze(0)).squeeze(0)
                 if self.survey.leaves:
                     run.sink.look_ahead()
                 run.visit(site, seen, None)

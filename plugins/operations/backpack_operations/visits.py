@@ -23,6 +23,7 @@ from backpack_core.record.view import View
 from backpack_operations.bare import BareRule
 from backpack_operations.owners import turns_of
 from backpack_operations.survey import GraphSurvey
+from backpack_operations.viewed import below, look_back, look_through
 
 if TYPE_CHECKING:
     from backpack_core.engine.sweep import Chunks
@@ -113,7 +114,7 @@ class GraphTraversal(Traversal):
     def edges_behind(self, site: Site) -> Sequence[Edge | None]:
         """The inputs of the call, or the graph inside it."""
         goes_inside = site.call in self.survey.opened and not site.call.rule.is_loss
-        return (site.below,) if goes_inside else site.call.edges
+        return (below(site),) if goes_inside else site.call.edges
 
     def carrier(self, lane: int, view: View) -> Carrier:
         """No override speaks for a parameter by itself, nor where samples are elsewhere."""
@@ -146,7 +147,7 @@ class GraphTraversal(Traversal):
         if wide is None:
             return own
         if site.layout is not None:
-            wide = propagator.map(wide, site.layout.look_through)
+            wide = propagator.map(wide, partial(look_through, site.layout))
         if view.axis:
             wide = propagator.map(wide, lambda mat: mat.movedim(1 + view.axis, 1))
         if view.positions or self._alignment.is_apart(site.edge):
@@ -182,11 +183,11 @@ class GraphTraversal(Traversal):
             if propagator.travels:
                 return
             if site.layout is None:
-                self.schedule.deliver(lane, site.below, own=quantity)
+                self.schedule.deliver(lane, below(site), own=quantity)
             else:
                 wide = propagator.widen(quantity, self.survey.batch_size)
-                wide = propagator.map(wide, site.layout.look_back)
-                self.schedule.deliver(lane, site.below, wide=wide)
+                wide = propagator.map(wide, partial(look_back, site.layout))
+                self.schedule.deliver(lane, below(site), wide=wide)
             return
         if view.positions:  # of all samples: inputs without any cannot be cut
             view, wide = view.full, propagator.widen(quantity, self.survey.batch_size)
@@ -208,9 +209,9 @@ class GraphTraversal(Traversal):
         """Go on through the node that made the output."""
         restarts = self.groups[lane].propagator.starts_everywhere and site.layout is None
         if arrived == NOTHING or restarts:  # at a view, it would have the shape of that
-            self.schedule.deliver(lane, site.below, own=quantity)
+            self.schedule.deliver(lane, below(site), own=quantity)
         else:
-            self.schedule.deliver(lane, site.below, *arrived)
+            self.schedule.deliver(lane, below(site), *arrived)
 
     def _see_apart(self, view: View, propagator: Propagator, quantity: Any) -> None:
         """See that samples are apart at what was computed from the input, on whatever axis.
