@@ -6,18 +6,14 @@ first after it. Imports ``_torch`` only.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules import module as torch_module
 
 from backpack_core._torch import Node
-
-T = TypeVar("T")
 
 # The key of our hooks. Torch's own keys count from zero in every process, so one of them could be
 # given out again to a module that was pickled.
@@ -52,30 +48,12 @@ def hook_first(output: Tensor, node: Node, hook: Any) -> dict[int, Any]:
         node._register_hook_dict(output)
     else:
         table[KEY] = hook
-        _move_first(table, KEY)
+        move_first(table, KEY)
     found: dict[int, Any] = table
     return found
 
 
-def hook_leaf_first(leaf: Tensor, owner: T, hear: Callable[[T, Tensor, Tensor], None]) -> Any:
-    """Have autograd call ``hear(owner, leaf, gradient)`` before all other hooks of a leaf.
-
-    The hook holds neither owner nor leaf. Returns a handle that removes it.
-    """
-    this, that = weakref.ref(owner), weakref.ref(leaf)
-
-    def hook(gradient: Tensor | None) -> None:
-        found, tensor = this(), that()
-        if found is not None and tensor is not None and gradient is not None:
-            hear(found, tensor, gradient)
-
-    handle = leaf.register_hook(hook)
-    table: Any = leaf._backward_hooks
-    _move_first(table, handle.id)
-    return handle
-
-
-def _move_first(table: dict[int, Any], key: int) -> None:
+def move_first(table: dict[int, Any], key: int) -> None:
     """Make a key the first of a table; ``move_to_end`` would not change what autograd reads."""
     others = [(other, hook) for other, hook in table.items() if other != key]
     hook = table[key]

@@ -6,23 +6,18 @@ longer offers what it uses: something slower or more careful, never another mean
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Iterable
 from threading import Lock, local
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
-from torch.utils.checkpoint import CheckpointFunction
 
 from backpack_core.errors import add_library_folder
 
@@ -30,17 +25,8 @@ add_library_folder(torch.__file__)
 
 Node = torch.autograd.graph.Node
 
-# Types of nodes: of leaves, of in-place operations on a view, and of re-entrant checkpoints.
+# The type of the nodes of leaves.
 LeafNode: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-CopyNode: Any = torch._C._functions.CopySlices  # type: ignore[attr-defined]
-REENTRANT: Any = CheckpointFunction._backward_cls
-# Functions that return the gradient they get, with a side effect: they call hooks of a module, or
-# begin an exchange between replicas or shards. By name, since importing them takes long.
-_HANDING_ON = {
-    "torch.nn.modules._functions.BackwardHookFunction",
-    "torch.nn.parallel.distributed._DDPSink",
-    "torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction",
-}
 
 
 # The backward pass that autograd is running on this thread; -1 outside of one.
@@ -56,8 +42,6 @@ peek_transform: Callable[[], Any] = getattr(
 _will_execute: Callable[[Node], bool] = getattr(
     torch._C, "_will_engine_execute_node", lambda node: True
 )
-# Whether a profiler of torch is recording.
-profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 _keeps_graph: Callable[[], bool] = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", torch.is_grad_enabled
 )
@@ -173,12 +157,6 @@ def is_distributed(module: Module | None = None) -> bool:
     return running is not None or isinstance(module, DistributedDataParallel)
 
 
-def metadata_of(node: Node, output_nr: int) -> Any:
-    """Shape, dtype and device of a gradient that a node takes; a leaf's node has its tensor."""
-    variable = getattr(node, "variable", None)
-    return node._input_metadata[output_nr] if variable is None else variable
-
-
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was changed in place (its version); zero where torch does not count."""
     try:
@@ -216,53 +194,9 @@ def hold_address(tensor: Tensor) -> object:
     return StorageWeakRef(tensor.untyped_storage())
 
 
-def holders_of(tensor: Tensor) -> tuple[int, ...] | None:
-    """How many hold a tensor, its base and its storage, in Python and below; ``None`` if unknown.
-
-    Views, arrays, graphs and lists all show in one of these counts.
-    """
-    count: Any = getattr(torch._C, "_storage_Use_Count", None)
-    if count is None:
-        return None
-    storage, base = tensor.untyped_storage(), tensor._base
-    found: list[int] = [sys.getrefcount(tensor), sys.getrefcount(storage), count(storage._cdata)]
-    for one in (tensor,) if base is None else (tensor, base):
-        found.append(one._use_count())  # type: ignore[attr-defined]
-    return (*found, sys.getrefcount(base))
-
-
 def base_of(tensor: Tensor) -> Tensor | None:
     """The tensor that a view looks at."""
     return tensor._base if tensor._is_view() else None
-
-
-def is_symbolic(tensor: Tensor) -> bool:
-    """Whether a tensor has a shape, but no values (``FakeTensorMode``, ``meta``)."""
-    return tensor.is_meta or isinstance(tensor, FakeTensor)
-
-
-@cache
-def operations() -> dict[type, str]:
-    """The types of torch's own nodes, and the operation that each stands for."""
-    found = {}
-    for name, kind in vars(torch._C._functions).items():
-        match = re.fullmatch(r"(\w+)Backward\d+(_copy)?", name)
-        if match is not None:
-            found[kind] = match[1]
-    return found
-
-
-@cache
-def hands_on(kind: type) -> bool:
-    """Whether nodes of a type return the gradient they get, with side effects to happen once."""
-    function = getattr(kind, "_forward_cls", None)
-    return f"{function.__module__}.{function.__qualname__}" in _HANDING_ON if function else False
-
-
-def node_type(name: str) -> type | None:
-    """The type of torch's own nodes with a name; ``None`` if this version has none."""
-    found: type | None = getattr(torch._C._functions, name, None)
-    return found
 
 
 def is_scripting() -> bool:
@@ -284,17 +218,6 @@ def class_of(module: Module) -> type[Module]:
         return type(module)
     original: type[Module] = parametrize.type_before_parametrizations(module)
     return original
-
-
-@contextmanager
-def quiet_vmap() -> Iterator[None]:
-    """Silence torch's warning that vmap loops over an operation: that costs time only."""
-    functorch: Any = torch._C._functorch
-    functorch._set_vmap_fallback_warning_enabled(False)
-    try:
-        yield
-    finally:
-        functorch._set_vmap_fallback_warning_enabled(True)
 
 
 def _watched() -> Callable[[bool], tuple[Any, Any] | None]:

@@ -215,16 +215,6 @@ def _names(text: str) -> set[str]:
     return {canonical(name) for name in text.split(",") if name.strip()}
 
 
-def names_that_mean_nothing(plugins: Iterable[Plugin]) -> Iterator[tuple[str, str]]:
-    """Entries of the environment's block-list and preferences that no plugin has, by variable."""
-    known = {canonical(name) for plugin in plugins for name in plugin.provenance[:2]}
-    for variable in ("BACKPACK_BLOCK_PLUGINS", "BACKPACK_PREFER"):
-        for entry in filter(None, map(str.strip, os.environ.get(variable, "").split(","))):
-            key, _, name = entry.rpartition("=")
-            if canonical(name) not in known or (variable == "BACKPACK_PREFER" and not key):
-                yield variable, entry
-
-
 def canonical(name: str) -> str:
     """The name of a distribution or plugin, normalised as package indexes do it."""
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
@@ -264,20 +254,6 @@ def class_named(name: str) -> Any:
     """The class with a qualified name if its module is imported already; else ``None``."""
     module, _, attribute = name.rpartition(".")
     return getattr(sys.modules.get(module), attribute, None)
-
-
-def entry_points(group: str) -> Iterable[Any]:
-    """The entry points of a group, of all installed distributions."""
-    from importlib_metadata import entry_points
-
-    return entry_points(group=group)
-
-
-def installed() -> Iterator[str]:
-    """The names of all installed distributions."""
-    from importlib_metadata import distributions
-
-    return (canonical(name_of(dist)) for dist in distributions())
 
 
 class Declaration(NamedTuple):

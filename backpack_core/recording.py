@@ -209,8 +209,7 @@ def _call(
     thread, is_readable = get_ident(), _torch.saving_hooks() is None
     run, gives_again = run_of_model(module, thread), is_readable
     if not is_readable:
-        noted, gives_again = storage().keep(put_in_order(noted))
-        run = run.shown_by(inputs, noted.inputs)
+        noted, run, gives_again = storage().keep(put_in_order(noted), run)
     return Call(
         module,
         resolved.rule,

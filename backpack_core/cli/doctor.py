@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+from importlib_metadata import distributions, entry_points
 
 from backpack_core.cli.isolation import load_isolated
 from backpack_core.cli.reports import LIMIT, Provided, Report
@@ -12,9 +15,7 @@ from backpack_core.discovery import (
     Plugin,
     canonical,
     declarations,
-    entry_points,
-    installed,
-    names_that_mean_nothing,
+    name_of,
     preference,
 )
 from backpack_core.errors import nearest
@@ -78,10 +79,20 @@ def examine(limit: float = LIMIT) -> Diagnosis:
     return Diagnosis(reports, sorted(findings, key=lambda f: (f.severity, f.who, f.plugin)))
 
 
+def _names_that_mean_nothing(plugins: Iterable[Plugin]) -> Iterator[tuple[str, str]]:
+    """Entries of the environment's block-list and preferences that no plugin has, by variable."""
+    known = {canonical(name) for plugin in plugins for name in plugin.provenance[:2]}
+    for variable in ("BACKPACK_BLOCK_PLUGINS", "BACKPACK_PREFER"):
+        for entry in filter(None, map(str.strip, os.environ.get(variable, "").split(","))):
+            key, _, name = entry.rpartition("=")
+            if canonical(name) not in known or (variable == "BACKPACK_PREFER" and not key):
+                yield variable, entry
+
+
 def _of_environment(installed: list[Plugin]) -> Iterator[Finding]:
     """Environment variables that speak of plugins that there are not."""
     known = {name for plugin in installed for name in plugin.provenance[:2]}
-    for variable, entry in names_that_mean_nothing(installed):
+    for variable, entry in _names_that_mean_nothing(installed):
         near = nearest(entry.rpartition("=")[2], known) or "."
         yield Finding(
             "warning",
@@ -99,7 +110,7 @@ def _of_others() -> Iterator[Finding]:
     A function that such an entry point names returns who is concerned, what is wrong and what to
     do, or ``None``.
     """
-    for entry_point in entry_points("backpack.doctor"):
+    for entry_point in entry_points(group="backpack.doctor"):
         owner = entry_point.dist.name if entry_point.dist is not None else entry_point.value
         try:
             found = entry_point.load()()
@@ -245,7 +256,7 @@ def _conflict(what: str, key: str, rivals: list[tuple[str, str]]) -> Finding:
 def _without_plugins() -> list[str]:
     """Installed distributions named as those of plugins that declare no entry point."""
     declared = {canonical(distribution) for distribution, *_ in declarations()}
-    names = set(installed())
+    names = {canonical(name_of(distribution)) for distribution in distributions()}
     return sorted(name for name in names - declared if name.startswith("backpack-plugin-"))
 
 

@@ -26,7 +26,7 @@ from backpack_core.graph.nodes import is_leaf
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Site
-from backpack_core.record.untouched import memories, noted, owned, see_unchanged
+from backpack_core.record.untouched import guard_of, memories, owned
 from backpack_core.record.view import View
 
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
@@ -143,8 +143,8 @@ class Sink(ABC):
 
     def _read(self, extension: Extension, view: View, complete: list[Uses]) -> list[Any]:
         """What an extension reads at each parameter; ``None`` where it leaves it out."""
-        is_checked = view.is_checked
-        seen = noted(view, ())
+        guard = guard_of(view)
+        seen = [] if guard is None else guard.before(view, ())
         values: list[Any] = []
         for parameter, uses in complete:
             value = None
@@ -152,16 +152,17 @@ class Sink(ABC):
                 if self._is_wanted(extension, id(parameter)):
                     shown = uses[0] if len(uses) == 1 else _whole(uses)
                     shown = shown.lasting() if extension.is_deferred else shown
-                    seen += shown.held() if is_checked else ()
+                    seen += () if guard is None else shown.held()
                     value = extension.read(shown)
                     if value is None:
                         raise ShapeError(f"{type(extension).__name__}.read returned None.")
-                    seen += shown.made if is_checked else ()
+                    seen += () if guard is None else shown.made
             except UnsupportedError as error:
                 if not tolerates(extension, view, uses[-1].name, error):
                     raise
             values.append(value)
-        see_unchanged(view, seen, extension, "read")
+        if guard is not None:
+            guard.after(view, seen, extension, "read")
         return values
 
     def _is_wanted(self, extension: Extension, number: int) -> bool:

@@ -158,14 +158,6 @@ class Registry:
         if claims := self.propagators.get(kind.__name__):
             choose(claims, kind.__name__, "propagator")
 
-    def saves_under(self, kind: type[Extension]) -> Claim[type[Extension]] | None:
-        """Another extension with the same save field that is not related by inheritance."""
-        for claim in (c for claims in self.extensions.values() for c in claims):
-            is_relative = issubclass(kind, claim.value) or issubclass(claim.value, kind)
-            if claim.value.savefield == kind.savefield and kind.savefield and not is_relative:
-                return claim
-        return None
-
     def has_overrides(self, extension_type: type[Extension]) -> bool:
         """Whether any plugin contributed a carrier for this extension."""
         return any(issubclass(extension_type, key[0]) for key in self.overrides)

@@ -58,25 +58,6 @@ class Layout(NamedTuple):
         """Whether the view shows every number of its base."""
         return self.size.numel() == self.base_size.numel()
 
-    def look_through(self, mat: Tensor) -> Tensor:
-        """Columns at the view, from columns at its base: ``[V, *base] → [V, *size]``."""
-        base, view = self._blank(mat)
-        base.copy_(mat)
-        return view
-
-    def look_back(self, mat: Tensor) -> Tensor:
-        """Columns at the base, zero outside of the view: ``[V, *size] → [V, *base]``."""
-        base, view = self._blank(mat)
-        view.copy_(mat)
-        return base
-
-    def _blank(self, mat: Tensor) -> tuple[Tensor, Tensor]:
-        """Zeros with the layout of the base, and the view of them."""
-        span = 1 + sum((n - 1) * s for n, s in zip(self.base_size, self.base_stride, strict=True))
-        flat = mat.new_zeros(len(mat), span)
-        base = flat.as_strided((len(mat), *self.base_size), (span, *self.base_stride))
-        return base, flat.as_strided((len(mat), *self.size), (span, *self.stride), self.offset)
-
 
 NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
@@ -246,14 +227,6 @@ class Site(NamedTuple):
     index: int  # type: ignore[assignment] # a tuple has a method of that name
     edge: Edge
     layout: Layout | None = None
-
-    @property
-    def below(self) -> Edge:
-        """The edge of the same output as the nodes inside of the call see it."""
-        node, output_nr, level = self.edge
-        if level > 1:
-            return Edge(node, output_nr, level - 1)
-        return Edge(node, output_nr, INNER if level == 1 else INSIDE)
 
 
 INNER: Final = -1

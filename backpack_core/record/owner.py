@@ -27,9 +27,10 @@ PATH_ATTRIBUTE: Final = "_backpack_path"  # where a part lies in the model
 # The runs of extended models by thread, outermost first.
 _running: dict[int, list[tuple[Owner, Run]]] = {}
 _RETURNED: Final = "backpack_returned"
-_models: weakref.WeakValueDictionary[int, Module] = weakref.WeakValueDictionary()
+# Extended models that somebody holds.
+MODELS: weakref.WeakValueDictionary[int, Module] = weakref.WeakValueDictionary()
 # Tensors that stood in the place of parameters, by ``id``, with the module that had each.
-_handed: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Module], str]] = {}
+HANDED: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Module], str]] = {}
 
 
 def _still_running() -> list[tuple[Owner, Run]]:
@@ -64,7 +65,7 @@ class Owner:
         self.axes = axes or {}
         self._module = None if module is None else weakref.ref(module)
         if module is not None:
-            _models[id(module)] = module
+            MODELS[id(module)] = module
 
     def begin(self, received: Sequence[Any] | None) -> None:
         """Note that the model begins to run on this thread.
@@ -102,7 +103,7 @@ class Owner:
                 if tensor is not None and not isinstance(tensor, Parameter):
                     key = id(tensor)
                     forget = partial(_forget, key)
-                    _handed[key] = weakref.ref(tensor, forget), weakref.ref(part), name
+                    HANDED[key] = weakref.ref(tensor, forget), weakref.ref(part), name
 
     def end(self, results: Iterable[Tensor] = ()) -> None:
         """Note that the run has ended, or was left by an exception.
@@ -132,24 +133,9 @@ class Owner:
         """In a copy of the whole model, that copy; in a copy of a part, an owner of nothing."""
         return Owner(memo.get(id(self.module)), self.axes)
 
-    def axis_of(self, path: str) -> int:
-        """The declared axis of the samples of a part."""
-        while self.axes and path and path not in self.axes:
-            path = path.rpartition(".")[0]
-        return self.axes.get(path, 0)
-
     def __reduce__(self) -> tuple[Any, ...]:
         """A restored module belongs to no model until it is extended again."""
         return Owner, (None,)
-
-
-def name_of_parameter(modules: Iterable[Module], parameter: Tensor) -> str | None:
-    """The name of a parameter in the extended models that some modules are part of."""
-    for model in owners_of(modules):
-        for name, own in model.named_parameters():
-            if own is parameter:
-                return name
-    return None
 
 
 def owner_of(module: Module) -> Module:
@@ -166,37 +152,19 @@ def owners_of(modules: Iterable[Module]) -> list[Module]:
 
 
 def _forget(key: int, reference: weakref.ref[Tensor]) -> None:
-    if key in _handed and _handed[key][0] is reference:
-        del _handed[key]
+    if key in HANDED and HANDED[key][0] is reference:
+        del HANDED[key]
 
 
 def is_parameter(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter, or stood in the place of one when a model ran."""
-    return isinstance(tensor, Parameter) or id(tensor) in _handed
+    return isinstance(tensor, Parameter) or id(tensor) in HANDED
 
 
 def results_handed_over() -> dict[tuple[Node, int], Tensor]:
     """Results of a computation that stood in the place of parameters, by the output of a node."""
-    handed = (reference() for reference, *_ in [*_handed.values()])
+    handed = (reference() for reference, *_ in [*HANDED.values()])
     return {(t.grad_fn, t.output_nr): t for t in handed if t is not None and t.grad_fn is not None}
-
-
-def owned_by_models() -> dict[int, tuple[Module, str]]:
-    """Parameters of all extended models, by ``id``: the module that owns each, and its name there.
-
-    If no module of a model is called (``F.linear(x, model.weight)``), nothing else connects its
-    parameters with it.
-    """
-    living = (reference() for reference in _models.valuerefs())
-    models = [m for m in living if m is not None and OWNER_ATTRIBUTE in m.__dict__]
-    modules = (module for model in models for module in model.modules())
-    handed = [(key, part(), name) for key, (_, part, name) in [*_handed.items()]]
-    return {key: (part, name) for key, part, name in handed if part is not None} | {
-        id(own): (module, name)
-        for module in modules
-        for name, own in module._parameters.items()
-        if own is not None
-    }
 
 
 def run_of_model(module: Module, thread: int) -> Run:

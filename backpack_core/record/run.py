@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple, cast
 
@@ -84,16 +83,6 @@ class Given(NamedTuple):
         """Its memory, and the first and last number there that are its own."""
         return self.memory, *self.layout.ends
 
-    @property
-    def rows(self) -> int:
-        """The length of axis 0; one of a number."""
-        return self.shape[0] if self.shape else 1
-
-    @property
-    def kind(self) -> tuple[torch.dtype, int]:
-        """The type of its numbers, and how many axes it has."""
-        return self.dtype, len(self.shape)
-
 
 class Run(NamedTuple):
     """What an extended model received in one run.
@@ -117,22 +106,6 @@ class Run(NamedTuple):
     rows: tuple[int, range] | None = None
     given: tuple[Given, ...] = ()
     axis: int = 0
-
-    def lists(self, depth: int) -> list[list[Given]]:
-        """Tensors whose paths differ at one depth only: those in a list, or in items of one."""
-        found = defaultdict[tuple[int, ...], list[Given]](list)
-        for given in self.given if len(self.given) > 1 and not self.axis else ():
-            if len(given.path) > depth:
-                found[given.path[:depth] + given.path[depth + 1 :]].append(given)
-        return [several for several in found.values() if len(several) > 1]
-
-    def groups(self, depth: int) -> list[list[Given]]:
-        """The same of one kind each: an index beside them in the list is none of them."""
-        found = []
-        for several in self.lists(depth):
-            for kind in dict.fromkeys(given.kind for given in several):
-                found.append([given for given in several if given.kind == kind])
-        return [group for group in found if len(group) > 1]
 
     def receives(self, tensors: Iterable[Tensor]) -> int:
         """Whether any tensor shares memory with the model's input: 1, or 2 if samples are first.
@@ -161,13 +134,6 @@ class Run(NamedTuple):
                 if result.shape[lead] == tensor.shape[lead] and has_memory(result):
                     self.memories.setdefault(memory_of(result), layout_of(result, axis or 0))
                     self.passed.append(hold_address(result))
-
-    def shown_by(self, tensors: Sequence[Tensor], stands: Iterable[Tensor]) -> Run:
-        """The same run for a call whose tensors are replaced by stand-ins with other memory."""
-        found = self.receives(tensors)
-        given = [t for t in stands if t.dim() and has_memory(t)] if found else ()
-        axis = 0 if found > 1 else -1
-        return self._replace(memories={memory_of(t): layout_of(t, axis) for t in given})
 
 
 def span_of(tensor: Tensor) -> tuple[int, int, int]:

@@ -19,6 +19,7 @@ from torch.nn import Module
 from backpack_core._torch import Node, version_of
 from backpack_core.errors import MissingPluginError, OverwrittenInputError
 from backpack_core.record.call import Stored
+from backpack_core.record.run import Run
 
 if TYPE_CHECKING:
     from backpack_core.record.execution import Execution
@@ -55,10 +56,11 @@ class Storage:
 
     # Tensors of calls ----------------------------------------------------------------------------
 
-    def keep(self, stored: Stored) -> tuple[Stored, bool]:
+    def keep(self, stored: Stored, run: Run) -> tuple[Stored, Run, bool]:
         """The form in which a call is stored while hooks take what autograd saves.
 
-        And whether the hooks give a tensor that they took to us, and to autograd once more.
+        With it, the run as it knows such a call, and whether the hooks give a tensor that they took
+        to us, and to autograd once more.
         """
         raise _missing("A forward pass whose saved tensors go through hooks, as in a checkpoint,")
 

@@ -51,8 +51,8 @@ class View:
         kept: What was computed from the call alone (patches, positions of maxima), for all columns.
         stored: The call's tensors, even if the call has let go of them: for shapes and flags. Their
             numbers are in :attr:`values`.
-        counted: The tensors that the view shows, with their versions when first asked for; see
-            ``untouched.py``.
+        counted: The tensors that the view shows, with their versions when first asked for; for
+            guards of ``untouched.py``.
         memories: The memory of what is shown, and of results, once somebody asks; see
             ``untouched.py``.
         taken: What was unpacked of tensors that hooks took; ``None`` without such hooks.

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core._torch import quiet_vmap
 from backpack_core.record.structure import iter_tensors
+from backpack_operations._torch import quiet_vmap
 
 COLUMNS = 3
 # Entries of an output from which on it is not looked at.

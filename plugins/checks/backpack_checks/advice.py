@@ -17,6 +17,7 @@ from backpack_core import hookimpl
 from backpack_core._torch import parametrizations_of
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
+from backpack_core.discovery import Claim
 from backpack_core.errors import PluginConflictError, nearest
 from backpack_core.plugins.declarations import described
 from backpack_core.plugins.registry import registry
@@ -37,12 +38,21 @@ def backpack_validate(kind: type, module: Module | None) -> list[str]:
 
 
 def _see_that_field_is_free(kind: type[Extension]) -> None:
-    other = registry.saves_under(kind)
+    other = _saves_under(kind)
     if other is not None:
         raise PluginConflictError(
             f"{described(kind)}: savefield {kind.savefield!r} is that of {other.value.__name__} of "
             f"{other.provenance} already: choose another name."
         )
+
+
+def _saves_under(kind: type[Extension]) -> Claim[type[Extension]] | None:
+    """Another extension with the same save field that is not related by inheritance."""
+    for claim in (c for claims in registry.extensions.values() for c in claims):
+        is_relative = issubclass(kind, claim.value) or issubclass(claim.value, kind)
+        if claim.value.savefield == kind.savefield and kind.savefield and not is_relative:
+            return claim
+    return None
 
 
 def missing_types(rule: type[LayerRule]) -> Iterator[str]:

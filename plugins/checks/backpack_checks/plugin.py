@@ -5,9 +5,13 @@ from __future__ import annotations
 from backpack_checks.advice import backpack_validate as backpack_validate
 from backpack_checks.attending import Checks
 from backpack_checks.profile import Profile
+from backpack_checks.untouched import ByVersions
 from backpack_core import hookimpl
 from backpack_core.contract.observer import Observer
 from backpack_core.engine.backward import BackwardPass
+from backpack_core.record.untouched import GUARDS
+
+GUARDS.append(ByVersions())
 
 
 @hookimpl

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack_checks._torch import profiler_runs
 from backpack_checks.sums import SumCheck
-from backpack_core._torch import profiler_runs
 from backpack_core.record.call import path_of
 
 

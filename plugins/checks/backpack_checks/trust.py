@@ -13,7 +13,6 @@ from typing import Final
 
 from backpack_checks.dye import DyePropagator
 from backpack_checks.dyed import Judge, Question, Weights
-from backpack_core._torch import is_symbolic
 from backpack_core.graph.nodes import is_leaf
 from backpack_core.graph.survey import Survey
 from backpack_core.plan.plan import plans
@@ -22,6 +21,7 @@ from backpack_core.record.owner import owner_of
 from backpack_operations import nodes
 from backpack_operations.paths import reached_past_losses
 from backpack_operations.survey import GraphSurvey
+from backpack_products.values import is_symbolic
 
 MOST: Final = 100  # structures of one model, those that were seen last
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
+from torch.utils.checkpoint import CheckpointFunction
 
+from backpack_checks._torch import hook_leaf_first
 from backpack_checks.trust import Trust, known_of
-from backpack_core import _torch
-from backpack_core._hooks import hook_leaf_first
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.observer import Observer, Options, Sharer
@@ -34,6 +34,7 @@ from backpack_products.product import SampleProduct
 
 Key = tuple[int, str]  # number of the site in the walk, name of the parameter there
 
+_REENTRANT: Any = CheckpointFunction._backward_cls  # the nodes of re-entrant checkpoints
 _PRECISE = (torch.float32, torch.float64)  # in half precision, autograd adds up more exactly
 _Candidate = tuple[Tensor, tuple[Key, ...]]  # a parameter, and the keys of its uses
 
@@ -281,7 +282,7 @@ def leaves_to_narrow(
     else:
         roots = [edge.node for edge in edges]
         nodes = behind(roots).union(roots)
-        if not any(type(node) is _torch.REENTRANT for node in nodes):
+        if not any(type(node) is _REENTRANT for node in nodes):
             return [node for node in nodes if is_leaf(node)]
         _say("re-entrant checkpoints take no inputs=")
     return None

@@ -6,12 +6,15 @@ shapes, types and devices. The numbers are unpacked when a rule reads them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack_core._torch import version_of
+from backpack_core._torch import has_memory, memory_of, version_of
 from backpack_core.record.call import Stored
+from backpack_core.record.run import Run, layout_of
 from backpack_core.record.storage import Taken
 from backpack_core.record.structure import map_tensors
 from backpack_interplay.checkpoints import SavedTensor, save, unpack
@@ -32,6 +35,14 @@ def through_hooks(stored: Stored) -> Stored:
 
     saved = tuple([taken.get(id(tensor)) for tensor in (*stored.inputs, *stored.outputs)])
     return _replaced(stored, stands)._replace(saved=saved)
+
+
+def shown_by(run: Run, tensors: Sequence[Tensor], stands: Iterable[Tensor]) -> Run:
+    """The run of a model for a call whose tensors are replaced by stand-ins with other memory."""
+    found = run.receives(tensors)
+    given = [t for t in stands if t.dim() and has_memory(t)] if found else ()
+    axis = 0 if found > 1 else -1
+    return run._replace(memories={memory_of(t): layout_of(t, axis) for t in given})
 
 
 class Unpacked(Taken):

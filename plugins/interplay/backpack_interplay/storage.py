@@ -12,12 +12,13 @@ from torch.nn import Module
 from backpack_core._torch import Node
 from backpack_core.record.call import Stored
 from backpack_core.record.execution import Execution
+from backpack_core.record.run import Run
 from backpack_core.record.storage import Storage, Taken
 from backpack_core.record.view import View
 from backpack_interplay import checkpoints, compiled, parametrized, shards
 from backpack_interplay.leaves import leaves_behind, pull_back
 from backpack_interplay.replay import output_again
-from backpack_interplay.saving import Unpacked, through_hooks
+from backpack_interplay.saving import Unpacked, shown_by, through_hooks
 
 
 class Interplay(Storage):
@@ -31,10 +32,11 @@ class Interplay(Storage):
         compiled.refuse_inside()
         return compiled.uncompiled
 
-    def keep(self, stored: Stored) -> tuple[Stored, bool]:
+    def keep(self, stored: Stored, run: Run) -> tuple[Stored, Run, bool]:
         """Through the hooks that autograd's saved tensors go through."""
-        hook = checkpoints.saving_hook()
-        return through_hooks(stored), hook is None or hook.gives_again
+        hook, kept = checkpoints.saving_hook(), through_hooks(stored)
+        run = shown_by(run, stored.inputs, kept.inputs)
+        return kept, run, hook is None or hook.gives_again
 
     def open(self, stored: Stored) -> Taken:
         """Unpacks tensors that hooks took."""

@@ -20,6 +20,7 @@ from backpack_core.errors import BackpackError
 from backpack_core.record.call import Call, Edge, Site
 from backpack_operations import faults, nodes
 from backpack_operations.apart import cross_apart, cross_columns
+from backpack_operations.viewed import look_through
 from backpack_products.columns import ApartColumns, Columns
 
 Place = tuple[Node, int]  # an output of a node
@@ -137,7 +138,7 @@ class Alignment:
         if owned is None or layout is None:
             return owned
         rows = owned.long().argmax(0).reshape(-1, *[1] * (len(layout.base_size) - 1))
-        seen = layout.look_through(rows.expand(1, *layout.base_size)).squeeze(0).flatten(1)
+        seen = look_through(layout, rows.expand(1, *layout.base_size)).squeeze(0).flatten(1)
         if bool((seen != seen[:, :1]).any()):
             raise faults.turned_batch(site.call, 0, self.batch_size)
         return seen[:, 0] == torch.arange(len(owned), device=owned.device).unsqueeze(1)

@@ -15,11 +15,11 @@ from backpack_core._torch import memories_of, version_of
 from backpack_core.contract.bases import base
 from backpack_core.plugins.registry import FALLBACK
 from backpack_core.record.call import Call, Edge, Site, Stored
-from backpack_core.record.owner import owned_by_models
 from backpack_core.record.state import NO_SETTINGS
 from backpack_core.record.untouched import memories
 from backpack_core.record.view import View
 from backpack_operations.operands import FactoredColumns
+from backpack_operations.owned import owned_by_models
 from backpack_operations.survey import GraphSurvey
 from backpack_products.columns import ApartColumns
 from backpack_products.parametric import ParametricRule

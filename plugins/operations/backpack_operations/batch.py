@@ -29,7 +29,10 @@ def declared_axis(call: Call) -> int:
     is_loss = call.rule.is_loss
     if owner is None or is_loss or not owner.axes:
         return 0
-    return owner.axis_of(attributes.get(PATH_ATTRIBUTE, ""))
+    path = attributes.get(PATH_ATTRIBUTE, "")
+    while path and path not in owner.axes:  # what holds for a part, holds inside of it
+        path = path.rpartition(".")[0]
+    return owner.axes.get(path, 0)
 
 
 def is_doubtful(shape: tuple[int, ...], samples: int) -> bool:

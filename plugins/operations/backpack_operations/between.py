@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core._torch import CopyNode, Node, current_node
+from backpack_core._torch import Node, current_node
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.active import Context
@@ -19,6 +19,7 @@ from backpack_core.engine.sink import FieldSink
 from backpack_core.plan.structure import OVERWRITTEN, Structure, Unplanned
 from backpack_core.record.call import Call, Edge, Kept, Site
 from backpack_operations import nodes, refusals
+from backpack_operations._torch import CopyNode
 from backpack_operations.aligning import align
 from backpack_operations.bare import add_leaves
 from backpack_operations.crossings import Crossings
@@ -31,6 +32,7 @@ from backpack_operations.surveying import look_behind
 from backpack_operations.terms import refuse_other_terms, refuse_unknown_normaliser
 from backpack_operations.told import told
 from backpack_operations.unruled import ask_without_rule
+from backpack_operations.viewed import look_through
 from backpack_operations.visits import GraphTraversal
 
 Grads = Sequence[Tensor | None]
@@ -218,7 +220,7 @@ class Operations(Between[GraphSurvey]):
             if site.edge.output_nr in grads and site.call not in self._viewed:
                 self._viewed.add(site.call)
                 grad = grads[site.edge.output_nr]
-                seen = None if grad is None else layout.look_through(grad.unsqueeze(0)).squeeze(0)
+                seen = None if grad is None else look_through(layout, grad.unsqueeze(0)).squeeze(0)
                 if self.survey.leaves:
                     run.sink.look_ahead()
                 run.visit(site, seen, None)

@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointError
 
-from backpack_core._torch import Node, is_symbolic, metadata_of, quiet_vmap
+from backpack_core._torch import Node
 from backpack_core.errors import BridgeError, OverwrittenInputError
 from backpack_core.graph.nodes import described, is_leaf, refuse
 from backpack_core.record.storage import storage
 from backpack_operations import nodes
-from backpack_products.values import largest
+from backpack_operations._torch import metadata_of, quiet_vmap
+from backpack_products.values import is_symbolic, largest
 
 Mats = dict[int, Tensor]  # [V, *shape] by output of a node, or by position of an edge behind it
 Place: TypeAlias = tuple[Node, int]  # an output of a node

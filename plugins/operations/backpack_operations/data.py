@@ -6,16 +6,18 @@ sample's, which ``parts.py`` finds out.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from backpack_core._torch import has_memory, is_symbolic, memory_of
+from backpack_core._torch import has_memory, memory_of
 from backpack_core.record.call import Call
 from backpack_core.record.run import Given, Run, SampleLayout, layout_of, span_of
 from backpack_operations.moves import Numbers, Shape, along, shortened, viewed
+from backpack_products.values import is_symbolic
 
 
 def of_data(
@@ -65,7 +67,7 @@ class _Data:
             self._groups = joinable(run)
             known = {given.path: rows for given, rows in zip(run.given, items, strict=True)}
         elif depth is not None:
-            self._groups = run.groups(depth)
+            self._groups = groups(run, depth)
             known = {g.path: samples[n, None] for of in self._groups for n, g in enumerate(of)}
         # Given tensors, each with the samples of its rows, or with the only one.
         self._told = [
@@ -201,10 +203,29 @@ def _seen_through(view: Tensor, layout: SampleLayout, samples: Tensor) -> Number
     return shortened(seen, samples)
 
 
+def lists(run: Run, depth: int) -> list[list[Given]]:
+    """Tensors whose paths differ at one depth only: those in a list, or in items of one."""
+    found = defaultdict[tuple[int, ...], list[Given]](list)
+    for given in run.given if len(run.given) > 1 and not run.axis else ():
+        if len(given.path) > depth:
+            found[given.path[:depth] + given.path[depth + 1 :]].append(given)
+    return [several for several in found.values() if len(several) > 1]
+
+
+def groups(run: Run, depth: int) -> list[list[Given]]:
+    """The same of one kind each: an index beside them in the list is none of them."""
+    found = []
+    for several in lists(run, depth):
+        kinds = [(given.dtype, len(given.shape)) for given in several]
+        for kind in dict.fromkeys(kinds):
+            found.append([g for g, own in zip(several, kinds, strict=True) if own == kind])
+    return [group for group in found if len(group) > 1]
+
+
 def joinable(run: Run) -> list[list[Given]]:
     """The lists of tensors that a model received, and may have joined."""
     depths = range(max((len(given.path) for given in run.given), default=0))
-    return [several for depth in depths for several in run.lists(depth) if _can_join(several)]
+    return [several for depth in depths for several in lists(run, depth) if _can_join(several)]
 
 
 def _can_join(group: list[Given]) -> bool:

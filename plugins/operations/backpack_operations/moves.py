@@ -14,9 +14,10 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from backpack_core._torch import Node, metadata_of
+from backpack_core._torch import Node
 from backpack_core.errors import BackpackError
 from backpack_operations import nodes
+from backpack_operations._torch import metadata_of
 from backpack_operations.bridge import push
 from backpack_operations.own_pass import beside_pass
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from backpack_core import _torch
-from backpack_core._torch import Node, metadata_of, node_type, operations
+from backpack_core._torch import Node
 from backpack_core.graph.nodes import is_leaf
+from backpack_operations import _torch
+from backpack_operations._torch import metadata_of, node_type, operations
 
 
 def _lines(name: str) -> list[str]:

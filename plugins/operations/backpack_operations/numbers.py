@@ -11,8 +11,9 @@ from typing import NamedTuple
 from backpack_core.graph.survey import Use
 from backpack_core.plan.plan import model_of, trained_by
 from backpack_core.plan.structure import Structure, Unplanned
-from backpack_core.record.owner import owned_by_models, owner_of
+from backpack_core.record.owner import owner_of
 from backpack_operations import faults
+from backpack_operations.owned import owned_by_models
 from backpack_operations.paths import inside
 from backpack_operations.survey import Bare, GraphSurvey
 

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from backpack_core._torch import Node, metadata_of
+from backpack_core._torch import Node
 from backpack_core.discovery import version_of
 from backpack_core.record.storage import storage
 from backpack_operations import nodes
+from backpack_operations._torch import metadata_of
 from backpack_products.affine import AffineProduct
 from backpack_products.columns import ApartColumns, Columns, Root, require_one_form
 from backpack_products.factors import FactorProduct

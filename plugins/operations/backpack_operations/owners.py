@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from backpack_core._torch import Node, has_memory, is_symbolic
+from backpack_core._torch import Node, has_memory
 from backpack_core.graph.nodes import is_leaf
 from backpack_core.record.call import Call, Edge, Site
 from backpack_core.record.owner import is_parameter
@@ -24,6 +24,7 @@ from backpack_operations.data import of_data
 from backpack_operations.moves import Given, Numbers, Shape, along, are_elsewhere, made
 from backpack_operations.of_weights import Origins
 from backpack_operations.survey import GraphSurvey, edges_behind
+from backpack_products.values import is_symbolic
 
 
 class Owners:

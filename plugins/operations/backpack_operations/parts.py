@@ -16,7 +16,7 @@ from backpack_core.record.call import Call, Edge
 from backpack_core.record.owner import is_returned
 from backpack_operations import faults, nodes
 from backpack_operations.alignment import Place
-from backpack_operations.data import lengths_of
+from backpack_operations.data import groups, lengths_of
 from backpack_operations.moves import Numbers, are_elsewhere
 from backpack_operations.owners import Owners
 from backpack_operations.survey import GraphSurvey
@@ -35,7 +35,7 @@ def tell_parts(survey: GraphSurvey) -> None:
     deepest = max((len(given.path) for run in runs for given in run.given), default=0)
     readings = list[tuple[int, int | None]]()
     for depth in range(deepest):
-        counts = {len(group) for run in runs for group in run.groups(depth)}
+        counts = {len(group) for run in runs for group in groups(run, depth)}
         readings += [(n, depth) for n in counts if len(counts) == 1 and _ends(survey, n)]
     readings = [reading for reading in readings if _may_be(survey, fresh, *reading)]
     _read(survey, samples, None)

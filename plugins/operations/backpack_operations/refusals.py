@@ -18,9 +18,10 @@ from backpack_core.graph.nodes import described, name_of
 from backpack_core.graph.order import behind
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.registry import registry
-from backpack_core.record.owner import name_of_parameter, owned_by_models, owners_of
+from backpack_core.record.owner import owners_of
 from backpack_operations import faults, nodes
 from backpack_operations.alignment import Alignment
+from backpack_operations.owned import name_of_parameter, owned_by_models
 from backpack_operations.owners import Owners
 from backpack_operations.paths import is_factor
 from backpack_operations.survey import GraphSurvey

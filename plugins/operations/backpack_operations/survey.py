@@ -11,15 +11,18 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from backpack_core._torch import CopyNode, Node
+from backpack_core._torch import Node
 from backpack_core.errors import BackpackError
 from backpack_core.graph.order import reached
 from backpack_core.graph.parameters import Trained, complex_parameter
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, Layout, Site, site_at, viewed_at
-from backpack_core.record.owner import owned_by_models, results_handed_over
+from backpack_core.record.owner import results_handed_over
+from backpack_operations._torch import CopyNode
 from backpack_operations.alignment import Alignment
+from backpack_operations.owned import owned_by_models
 from backpack_operations.told import Told
+from backpack_operations.viewed import below
 
 Region = tuple[Call, ...]  # calls that have no rule for propagation, each inside of the next
 
@@ -185,7 +188,7 @@ class GraphSurvey(Survey):
         if site is None:
             return [behind for _, behind in edges_behind(edge.node)]
         if site.call in self.opened:
-            return [site.below]
+            return [below(site)]
         return [behind for behind in site.call.edges if behind is not None]
 
     def disown(self, call: Call) -> None:

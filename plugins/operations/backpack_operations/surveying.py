@@ -23,6 +23,7 @@ from backpack_operations.parts import tell_parts
 from backpack_operations.paths import losses_without_rule
 from backpack_operations.summed import told_by_sums
 from backpack_operations.survey import GraphSurvey, Region, edges_behind
+from backpack_operations.viewed import below
 
 _Steps = list[tuple[Edge, Region]]
 
@@ -65,7 +66,7 @@ def _open(survey: GraphSurvey, site: Site, region: Region) -> _Steps:
     survey.opened.add(call)
     survey.disown(call)
     survey.given[call] = ChainMap(_computed(call), survey.handed)
-    return [(site.below, (call, *region))]
+    return [(below(site), (call, *region))]
 
 
 def _walk(survey: GraphSurvey, todo: _Steps) -> None:
@@ -120,7 +121,7 @@ def _enter(survey: GraphSurvey, site: Site, region: Region) -> _Steps:
     if call.rule.transparent:  # it may be asked for parameters all the same
         survey.opened.add(call)
         survey.given[call] = ChainMap(_computed(call), survey.handed)
-        return [(site.below, (call, *region))]
+        return [(below(site), (call, *region))]
     # Nor does a rule know rows of another number than it was given: operations inside do.
     is_moved = survey.received.get((call, index)) == -1 and not survey.trained[call]
     if call.is_rewired or is_left or is_moved or (is_given and not call.rule.is_loss):

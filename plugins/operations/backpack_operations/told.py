@@ -62,7 +62,7 @@ class Told(NamedTuple):
         return self.items is not None and all(len(rows) == 1 for rows in self.items)
 
     def _of_items(self, run: Run) -> Told:
-        items, lengths = self.items or (), [given.rows for given in run.given]
+        items, lengths = self.items or (), [(*given.shape, 1)[0] for given in run.given]
         fits = [len(rows) in (1, n) for rows, n in zip(items, lengths, strict=False)]
         if len(items) != len(lengths) or not all(fits):
             raise UsageError(

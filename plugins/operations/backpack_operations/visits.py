@@ -25,6 +25,7 @@ from backpack_operations.bare import BareRule
 from backpack_operations.inside import Later, read_here
 from backpack_operations.owners import turns_of
 from backpack_operations.survey import GraphSurvey
+from backpack_operations.viewed import below, look_back, look_through
 
 if TYPE_CHECKING:
     from backpack_operations.own_order import Chunks  # which makes traversals
@@ -166,7 +167,7 @@ class GraphTraversal(Traversal):
             return quantity
         call, propagator = site.call, self.groups[lane].propagator
         goes_inside = call in self.survey.opened and not call.rule.is_loss
-        edges = (site.below,) if goes_inside else call.edges
+        edges = (below(site),) if goes_inside else call.edges
         is_rooted = any(edge is not None and self._is_rooted(edge) for edge in edges)
         kept, parts = propagator.shed(call.rule, view, quantity, size, is_rooted)
         for part in parts:
@@ -216,7 +217,7 @@ class GraphTraversal(Traversal):
         if wide is None:
             return own
         if site.layout is not None:
-            wide = propagator.map(wide, site.layout.look_through)
+            wide = propagator.map(wide, partial(look_through, site.layout))
         if view.axis:
             wide = propagator.map(wide, lambda mat: mat.movedim(1 + view.axis, 1))
         if view.positions or self._alignment.is_apart(site.edge):
@@ -252,11 +253,11 @@ class GraphTraversal(Traversal):
             if propagator.travels:
                 return
             if site.layout is None:
-                self.schedule.deliver(lane, site.below, own=quantity)
+                self.schedule.deliver(lane, below(site), own=quantity)
             else:
                 wide = propagator.widen(quantity, self.survey.batch_size)
-                wide = propagator.map(wide, site.layout.look_back)
-                self.schedule.deliver(lane, site.below, wide=wide)
+                wide = propagator.map(wide, partial(look_back, site.layout))
+                self.schedule.deliver(lane, below(site), wide=wide)
             return
         if view.positions:  # of all samples: inputs without any cannot be cut
             view, wide = view.full, propagator.widen(quantity, self.survey.batch_size)
@@ -278,9 +279,9 @@ class GraphTraversal(Traversal):
         """Go on through the node that made the output."""
         restarts = self.groups[lane].propagator.starts_everywhere and site.layout is None
         if arrived == NOTHING or restarts:  # at a view, it would have the shape of that
-            self.schedule.deliver(lane, site.below, own=quantity)
+            self.schedule.deliver(lane, below(site), own=quantity)
         else:
-            self.schedule.deliver(lane, site.below, *arrived)
+            self.schedule.deliver(lane, below(site), *arrived)
 
     def _see_apart(self, view: View, propagator: Propagator, quantity: Any) -> None:
         """See that samples are apart at what was computed from the input, on whatever axis.

@@ -16,7 +16,7 @@ from torch import Tensor
 from backpack_core.contract.bases import base, judge
 from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.errors import ShapeError, nearest
-from backpack_core.record.untouched import ask, noted, see_unchanged
+from backpack_core.record.untouched import ask, guard_of
 from backpack_core.record.view import View
 from backpack_products.affine import AffineProduct
 from backpack_products.columns import ApartColumns, OwnedColumns
@@ -63,9 +63,11 @@ class ParametricRule(LayerRule):
         given = mat.shape
         if given[1:] != view.output_shape:
             expect(view, self, "_param_product is given", mat, view.output_shape)
-        seen, owned = noted(view, (mat,)), view.stored.owned
+        guard, owned = guard_of(view), view.stored.owned
+        seen = [] if guard is None else guard.before(view, (mat,))
         products = [self._param_product(view, name, mat) for name in names]
-        see_unchanged(view, seen, self, "_param_product")
+        if guard is not None:
+            guard.after(view, seen, self, "_param_product")
         for name, product in zip(names, products, strict=True):
             if (
                 SampleProduct not in type(product).__mro__

@@ -16,8 +16,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from backpack_core._torch import holders_of
 from backpack_core.replaced import replaced
+from backpack_products._torch import holders_of
 
 # Smaller ones come from the heap, whose pages are there.
 SMALLEST: Final = 2**19

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core._torch import is_symbolic as is_symbolic
 from backpack_core._torch import memory_of as memory_of
+from backpack_products._torch import is_symbolic as is_symbolic
 
 
 def any_of(mask: Tensor) -> bool:

@@ -1,0 +1,64 @@
+"""Every use of torch's private interface in this package, beside core's. Imports torch only."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+
+from backpack_core._torch import Node
+
+# The type of the nodes of in-place operations on a view.
+CopyNode: Any = torch._C._functions.CopySlices  # type: ignore[attr-defined]
+# Functions that return the gradient they get, with a side effect: they call hooks of a module, or
+# begin an exchange between replicas or shards. By name, since importing them takes long.
+_HANDING_ON = {
+    "torch.nn.modules._functions.BackwardHookFunction",
+    "torch.nn.parallel.distributed._DDPSink",
+    "torch.distributed.fsdp._fully_shard._fsdp_param_group.RegisterPostBackwardFunction",
+}
+
+
+def metadata_of(node: Node, output_nr: int) -> Any:
+    """Shape, dtype and device of a gradient that a node takes; a leaf's node has its tensor."""
+    variable = getattr(node, "variable", None)
+    return node._input_metadata[output_nr] if variable is None else variable
+
+
+@cache
+def operations() -> dict[type, str]:
+    """The types of torch's own nodes, and the operation that each stands for."""
+    found = {}
+    for name, kind in vars(torch._C._functions).items():
+        match = re.fullmatch(r"(\w+)Backward\d+(_copy)?", name)
+        if match is not None:
+            found[kind] = match[1]
+    return found
+
+
+@cache
+def hands_on(kind: type) -> bool:
+    """Whether nodes of a type return the gradient they get, with side effects to happen once."""
+    function = getattr(kind, "_forward_cls", None)
+    return f"{function.__module__}.{function.__qualname__}" in _HANDING_ON if function else False
+
+
+def node_type(name: str) -> type | None:
+    """The type of torch's own nodes with a name; ``None`` if this version has none."""
+    found: type | None = getattr(torch._C._functions, name, None)
+    return found
+
+
+@contextmanager
+def quiet_vmap() -> Iterator[None]:
+    """Silence torch's warning that vmap loops over an operation: that costs time only."""
+    functorch: Any = torch._C._functorch
+    functorch._set_vmap_fallback_warning_enabled(False)
+    try:
+        yield
+    finally:
+        functorch._set_vmap_fallback_warning_enabled(True)

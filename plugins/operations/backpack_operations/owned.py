@@ -1,0 +1,37 @@
+"""Which module of an extended model owns a parameter that an operation uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core.record.owner import HANDED, MODELS, OWNER_ATTRIBUTE, owners_of
+
+
+def name_of_parameter(modules: Iterable[Module], parameter: Tensor) -> str | None:
+    """The name of a parameter in the extended models that some modules are part of."""
+    for model in owners_of(modules):
+        for name, own in model.named_parameters():
+            if own is parameter:
+                return name
+    return None
+
+
+def owned_by_models() -> dict[int, tuple[Module, str]]:
+    """Parameters of all extended models, by ``id``: the module that owns each, and its name there.
+
+    If no module of a model is called (``F.linear(x, model.weight)``), nothing else connects its
+    parameters with it.
+    """
+    living = (reference() for reference in MODELS.valuerefs())
+    models = [m for m in living if m is not None and OWNER_ATTRIBUTE in m.__dict__]
+    modules = (module for model in models for module in model.modules())
+    handed = [(key, part(), name) for key, (_, part, name) in [*HANDED.items()]]
+    return {key: (part, name) for key, part, name in handed if part is not None} | {
+        id(own): (module, name)
+        for module in modules
+        for name, own in module._parameters.items()
+        if own is not None
+    }
