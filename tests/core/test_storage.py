@@ -147,10 +147,12 @@ class Counting(Storage):
 
     asked = 0
 
-    def keep(self, stored: storage.Stored) -> tuple[storage.Stored, bool]:
+    def keep(
+        self, stored: storage.Stored, run: storage.Run
+    ) -> tuple[storage.Stored, storage.Run, bool]:
         """As they are."""
         self.asked += 1
-        return stored, False
+        return stored, run, False
 
 
 class Library:

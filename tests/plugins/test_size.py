@@ -13,14 +13,14 @@ import pytest
 CORE = Path(__file__).parents[2] / "backpack_core"
 # What a room may hold; a room that has shrunk takes its limit along. The aim is 3,500 in all.
 ROOMS = {
-    "face": 500,  # what lies in the folder itself, but for the rooms below
-    "torch": 290,
-    "record": 1310,
-    "graph": 190,
+    "face": 490,  # what lies in the folder itself, but for the rooms below
+    "torch": 220,
+    "record": 1210,
+    "graph": 180,
     "plan": 300,
-    "engine": 1770,
+    "engine": 1560,
     "contract": 540,
-    "plugins": 770,
+    "plugins": 710,
 }
 FILES = {
     "_hooks.py": "torch",
