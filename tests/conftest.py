@@ -13,6 +13,7 @@ from backpack_core import plugins
 from backpack_core.engine.planning import Planning
 from backpack_core.errors import warned
 from backpack_core.testing.execution import forget_executions
+from tests import steps
 from tests.devices import DrawnOnHost, usable
 from tests.leftovers import left_behind, state
 
@@ -41,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     device = usable(config.getoption("--device"))
     if device.type != "cpu":
         torch.set_default_device(device)
+    steps.switch_on()
     plans = config.getoption("--plans")
     if plans != "on":
         Planning.take = _take_none  # type: ignore[method-assign]

@@ -1,0 +1,70 @@
+"""Verifies every step of a pass: shapes, dtypes and owners of what is sent, and of what is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack_core.engine.schedule import Schedule
+from backpack_core.engine.sink import Sink
+from backpack_core.record.call import Edge
+from backpack_products.columns import ApartColumns, Columns
+
+
+class NotAsItHasToBe(BaseException):
+    """Something that was sent or read is wrong; no handler takes it for an error of a plugin's."""
+
+
+_leave, _note = Schedule.leave, Sink.note
+
+
+def switch_on() -> None:
+    """Verify in all passes of this process from now on."""
+    Schedule.leave = _verified_leave  # type: ignore[method-assign]
+    Sink.note = _verified_note  # type: ignore[method-assign]
+
+
+def _verified_leave(
+    schedule: Schedule, lane: int, edge: Edge, wide: Any = None, own: Any = None
+) -> None:
+    for quantity, see in ((wide, _see_wide), (own, _see_own)):
+        if isinstance(quantity, Columns) and not edge.level:
+            for mat in quantity.blocks.values():
+                see(schedule, edge, mat, isinstance(quantity, ApartColumns))
+    _leave(schedule, lane, edge, wide, own)
+
+
+def _see(is_right: bool, *what: object) -> None:
+    if not is_right:
+        raise NotAsItHasToBe(*what)
+
+
+def _see_wide(schedule: Schedule, edge: Edge, mat: Tensor, is_apart: bool) -> None:
+    """Columns for the whole batch: ``[V, *]`` at a tensor ``[*]``, or ``[V, N, *]`` if apart."""
+    metadata, samples = edge.node._input_metadata[edge.output_nr], schedule.survey.batch_size
+    rest = mat.shape[2:] if is_apart else mat.shape[1:]
+    _see(rest == torch.Size(metadata.shape), "shape", mat.shape, metadata.shape)
+    _see(not is_apart or mat.shape[1] == samples, "samples", mat.shape, samples)
+    _see(mat.dtype == metadata.dtype, "dtype", mat.dtype, metadata.dtype)
+
+
+def _see_own(schedule: Schedule, edge: Edge, mat: Tensor, is_apart: bool) -> None:
+    """Columns for the samples that take part: ``[V, n, *]``, samples in front."""
+    shape = list(edge.node._input_metadata[edge.output_nr].shape)
+    site = schedule.survey.site_at(edge)
+    if not is_apart:
+        del shape[0 if site is None else schedule.survey.place_of(site)[0]]
+    _see(list(mat.shape[2:]) == shape, "shape", mat.shape, shape)
+
+
+def _verified_note(
+    sink: Sink, lane: int, group: Any, view: Any, trained: Any, readings: Any
+) -> None:
+    """A reading is of the parameter's shape, and of a parameter that the survey knows."""
+    for own, reading in zip(trained, readings, strict=True):
+        shape = torch.Size(getattr(reading, "shape", own.parameter.shape))
+        _see(id(own.parameter) in sink.survey.uses, "owner", own.name)
+        _see(shape == own.parameter.shape, "shape", own.name, shape)
+    _note(sink, lane, group, view, trained, readings)
