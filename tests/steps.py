@@ -51,12 +51,13 @@ def _see_wide(schedule: Schedule, edge: Edge, mat: Tensor, is_apart: bool) -> No
 
 
 def _see_own(schedule: Schedule, edge: Edge, mat: Tensor, is_apart: bool) -> None:
-    """Columns for the samples that take part: ``[V, n, *]``, samples in front."""
+    """Columns for the samples that take part: ``[V, *]``, with these on the axis of samples."""
     shape = list(edge.node._input_metadata[edge.output_nr].shape)
-    site = schedule.survey.site_at(edge)
+    found, site = [*mat.shape[2 if is_apart else 1 :]], schedule.survey.site_at(edge)
     if not is_apart:
-        del shape[0 if site is None else schedule.survey.place_of(site)[0]]
-    _see(list(mat.shape[2:]) == shape, "shape", mat.shape, shape)
+        axis = 0 if site is None else schedule.survey.place_of(site)[0]
+        del shape[axis], found[axis]
+    _see(found == shape, "shape", mat.shape, shape)
 
 
 def _verified_note(

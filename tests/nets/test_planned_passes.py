@@ -42,6 +42,7 @@ def _nets(block: int, request: pytest.FixtureRequest) -> list[Prepared]:
     return found
 
 
+@pytest.mark.plans
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_planned_passes(block: int, planned: list[Planned], request: pytest.FixtureRequest) -> None:
     faults, taken, nets = list[str](), 0, _nets(block, request)
