@@ -145,6 +145,10 @@ class Summary:
             for line in lines
         ]
         text = ["  ".join(row).rstrip() for row in table]
-        return "\n".join([*text, *[f"{n} passes {how}" for how, n in self.passes.items()]])
+        return "\n".join([*text, *[f"{n} {_passes(n)} {how}" for how, n in self.passes.items()]])
 
     __repr__ = __str__
+
+
+def _passes(count: int) -> str:
+    return "pass" if count == 1 else "passes"
