@@ -26,6 +26,11 @@ def switch_on() -> None:
     Sink.note = _verified_note  # type: ignore[method-assign]
 
 
+def switch_off() -> None:
+    """Verify nothing, as where calls of functions are counted."""
+    Schedule.leave, Sink.note = _leave, _note  # type: ignore[method-assign]
+
+
 def _verified_leave(
     schedule: Schedule, lane: int, edge: Edge, wide: Any = None, own: Any = None
 ) -> None:
