@@ -7,18 +7,36 @@ autograd's order and any other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from backpack_core.contract.carrier import Carrier
 from backpack_core.engine.carriers import RuleCarrier, values_of
 from backpack_core.engine.location import place
 from backpack_core.engine.losses import nothing_arrived
-from backpack_core.engine.schedule import Schedule, Waiting
+from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Sink
 from backpack_core.graph.parameters import Trained
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Site
 from backpack_core.record.view import View
+
+
+class Visit(NamedTuple):
+    """One group at one output of one call.
+
+    Attributes:
+        lane: Which group.
+        site: The place.
+        view: What a rule sees of the call; of the samples that take part.
+        carrier: Who answers for the module.
+        arrived: What was sent there.
+    """
+
+    lane: int
+    site: Site
+    view: View
+    carrier: Carrier
+    arrived: Waiting = NOTHING
 
 
 class Traversal:
@@ -49,91 +67,68 @@ class Traversal:
             if view.positions and propagator.subsampling is not None:
                 view = view.subsample(propagator.subsampling)
             carrier = self._carriers.get(lane) or self.carrier(lane, view)
-            arrived = self.schedule.take(lane, site)
-            quantity = self.arrive(lane, site, view, carrier, arrived)
+            this = Visit(lane, site, view, carrier, self.schedule.take(lane, site))
+            quantity = self.arrive(this)
             if quantity is None and not view.is_reached:
                 quantity = propagator.nothing(view)
             if quantity is None and not carrier.starts(view):
                 raise nothing_arrived(view, type(group.first).__name__)
             is_shared = self.survey.is_shared and quantity is not None
             whole = propagator.rooted(quantity) if is_shared else quantity
-            self.look(lane, site, view, carrier, quantity, whole, arrived)
+            self.look(this, quantity, whole)
             if propagator.travels:
-                self.send(lane, site, view, carrier, quantity, whole, arrived)
+                self.send(this, quantity, whole)
         except Exception as error:
             place(error, view, group.first)
             raise
 
-    def arrive(self, lane: int, site: Site, view: View, carrier: Carrier, arrived: Waiting) -> Any:
+    def arrive(self, visit: Visit) -> Any:
         """What arrived, as a quantity at the call's output."""
-        return carrier.arrive(view, arrived.own)
+        return visit.carrier.arrive(visit.view, visit.arrived.own)
 
-    def look(
-        self,
-        lane: int,
-        site: Site,
-        view: View,
-        carrier: Carrier,
-        quantity: Any,
-        whole: Any,
-        arrived: Waiting,
-    ) -> None:
+    def look(self, visit: Visit, quantity: Any, whole: Any) -> None:
         """Let extensions read.
 
         Args:
-            lane: Which group.
-            site: The place.
-            view: What a rule sees of the call.
-            carrier: Who answers for the module.
+            visit: The visit.
             quantity: The quantity at the output.
             whole: The same, in the form in which uses of a parameter are added.
-            arrived: What was sent there.
         """
+        lane, site, view, carrier, _ = visit
         if self.groups[lane].extensions:
             self.read(lane, view, carrier, whole, self.survey.trained[site.call])
 
-    def send(
-        self,
-        lane: int,
-        site: Site,
-        view: View,
-        carrier: Carrier,
-        quantity: Any,
-        whole: Any,
-        arrived: Waiting,
-    ) -> None:
+    def send(self, visit: Visit, quantity: Any, whole: Any) -> None:
         """Send the quantity on to the inputs of the call; see :meth:`look` for the arguments."""
-        edges = site.call.edges
+        edges = visit.site.call.edges
         if not any(edges):
             return  # nothing before this call wants the quantity
-        for position, arriving in self.sent(lane, site, view, carrier, whole).items():
+        for position, arriving in self.sent(visit, whole).items():
             edge = edges[position]
             if edge is not None:
-                self.schedule.deliver(lane, edge, own=arriving)
+                self.schedule.deliver(visit.lane, edge, own=arriving)
 
-    def sent(
-        self, lane: int, site: Site, view: View, carrier: Carrier, quantity: Any
-    ) -> dict[int, Any]:
+    def sent(self, visit: Visit, quantity: Any) -> dict[int, Any]:
         """What goes to the inputs of the call, by position."""
-        call, watch = site.call, self.groups[lane].watch
+        lane, (call, *_), view, carrier, _ = visit
+        group = self.groups[lane]
         inputs: dict[int, Any]
-        if watch is None:
+        if group.watch is None:
             inputs = carrier.send(view, quantity)
         else:
             kind = type(carrier.speaker)
-            inputs = watch(call.module, kind, "sent", carrier.send, view, quantity)
+            inputs = group.watch(call.module, kind, "sent", carrier.send, view, quantity)
         if not carrier.gives_values and not call.rule.is_loss:
-            for position, new in self.residuals(lane, site, view).items():
+            for position, new in self.residuals(visit).items():
                 old = inputs.get(position)
-                merge = self.groups[lane].propagator.merge
-                inputs[position] = new if old is None else merge(old, new)
+                inputs[position] = new if old is None else group.propagator.merge(old, new)
         return inputs
 
-    def residuals(self, lane: int, site: Site, view: View) -> dict[int, Any]:
+    def residuals(self, visit: Visit) -> dict[int, Any]:
         """What comes into being at a call, by position."""
-        found = self.groups[lane].propagator.residual(site.call.rule, view)
-        edges = site.call.edges
-        return {place: new for place, new in found.items() if edges[place] is not None}
+        call = visit.site.call
+        found = self.groups[visit.lane].propagator.residual(call.rule, visit.view)
+        return {place: new for place, new in found.items() if call.edges[place] is not None}
 
     def carrier(self, lane: int, view: View) -> Carrier:
         """Who answers for the module; the rules, for all modules, where nobody else may."""

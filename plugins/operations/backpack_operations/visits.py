@@ -15,7 +15,7 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.carriers import RuleCarrier
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Sink
-from backpack_core.engine.traversal import Traversal
+from backpack_core.engine.traversal import Traversal, Visit
 from backpack_core.errors import InternalError, OverwrittenInputError, SampleMixingError
 from backpack_core.graph.parameters import Trained
 from backpack_core.plugins.registry import registry
@@ -41,8 +41,9 @@ class GraphTraversal(Traversal):
         self._alignment = self.survey.alignment
         self.inside: dict[Node, list[Later]] = {}  # by where autograd brings the gradient
 
-    def arrive(self, lane: int, site: Site, view: View, carrier: Carrier, arrived: Waiting) -> Any:
+    def arrive(self, visit: Visit) -> Any:
         """Also from nodes, and from calls with samples on another axis."""
+        lane, site, view, carrier, arrived = visit
         propagator = self.groups[lane].propagator
         is_usual = arrived.wide is None and not view.axis
         waiting = arrived.own if is_usual else self._at_output(propagator, site, view, arrived)
@@ -51,73 +52,47 @@ class GraphTraversal(Traversal):
             return propagator.split_positions(quantity, turns_of(self.survey, site.call))
         return quantity
 
-    def look(
-        self,
-        lane: int,
-        site: Site,
-        view: View,
-        carrier: Carrier,
-        quantity: Any,
-        whole: Any,
-        arrived: Waiting,
-    ) -> None:
+    def look(self, visit: Visit, quantity: Any, whole: Any) -> None:
         """Also see that samples are apart, and send what is kept so; some reads are put off."""
-        propagator = self.groups[lane].propagator
-        if not view.positions and propagator.keeps_apart:
-            self._see_apart(view, propagator, quantity)
-        if site.call.rule.reads_inside and arrived is NOTHING and self.groups[lane].extensions:
+        lane, site, view, carrier, arrived = visit
+        group = self.groups[lane]
+        if not view.positions and group.propagator.keeps_apart:
+            self._see_apart(view, group.propagator, quantity)
+        if site.call.rule.reads_inside and arrived is NOTHING and group.extensions:
             self.read(lane, view, carrier, whole, read_here(self, lane, view, carrier, whole))
         else:
-            super().look(lane, site, view, carrier, quantity, whole, arrived)
+            super().look(visit, quantity, whole)
         if self._alignment.apart and self._sends_apart(lane, site):
             self._send_apart(lane, site, view, carrier, quantity)
 
-    def send(
-        self,
-        lane: int,
-        site: Site,
-        view: View,
-        carrier: Carrier,
-        quantity: Any,
-        whole: Any,
-        arrived: Waiting,
-    ) -> None:
+    def send(self, visit: Visit, quantity: Any, whole: Any) -> None:
         """Also carry through at once what does not fit, and send the rest."""
-        if site.layout is None and not view.axis:  # else what is below has another shape
-            if self.groups[lane].propagator.sheds_everywhere or site.call.rule.is_loss:
-                whole = self._shed(lane, site, view, carrier, whole)
+        site = visit.site
+        if site.layout is None and not visit.view.axis:  # else what is below has another shape
+            if self.groups[visit.lane].propagator.sheds_everywhere or site.call.rule.is_loss:
+                whole = self._shed(visit, whole)
             if whole is not quantity:
-                arrived = NOTHING
-        self._send_rest(lane, site, view, carrier, whole, arrived)
+                visit = visit._replace(arrived=NOTHING)
+        self._send_rest(visit, whole)
 
-    def _send_rest(
-        self,
-        lane: int,
-        site: Site,
-        view: View,
-        carrier: Carrier,
-        quantity: Any,
-        arrived: Waiting = NOTHING,
-    ) -> None:
+    def _send_rest(self, visit: Visit, quantity: Any) -> None:
         """Send a quantity on to the inputs of the call, or into the graph inside it."""
+        lane, site, view, carrier, arrived = visit
         call, propagator = site.call, self.groups[lane].propagator
         goes_inside = call in self.survey.opened
         is_rule = not carrier.gives_values
         if is_rule and (propagator.starts_everywhere if call.rule.is_loss else goes_inside):
             self._send_below(lane, site, quantity, arrived)
             return
-        if view.positions and not self._alignment.apart:
-            try:
-                super().send(lane, site, view, carrier, quantity, quantity, NOTHING)
-            except OverwrittenInputError:
-                # Autograd kept its own copy: go through the node that made the output.
-                self._send_below(lane, site, quantity, arrived)
-            return
         if not any(call.edges):
             return
         try:
-            inputs = self.sent(lane, site, view, carrier, quantity)
+            if view.positions and not self._alignment.apart:
+                super().send(visit, quantity, quantity)
+                return
+            inputs = self.sent(visit, quantity)
         except OverwrittenInputError:
+            # Autograd kept its own copy: go through the node that made the output.
             self._send_below(lane, site, quantity, arrived)
             return
         for position, arriving in inputs.items():
@@ -141,12 +116,13 @@ class GraphTraversal(Traversal):
         if self.inside:
             raise InternalError("A parameter inside of a module was left unread.")
 
-    def residuals(self, lane: int, site: Site, view: View) -> dict[int, Any]:
+    def residuals(self, visit: Visit) -> dict[int, Any]:
         """What does not fit of it is carried through; chunks leave it to those before them."""
         chunks: Chunks | None = self.schedule.chunks
         if chunks is None:
             return {}
-        found, propagator = super().residuals(lane, site, view), self.groups[lane].propagator
+        lane, site, view, *_ = visit
+        found, propagator = super().residuals(visit), self.groups[lane].propagator
         size = chunks.size(lane, view.device.type) if found else None
         if size is None:
             return found
@@ -159,9 +135,10 @@ class GraphTraversal(Traversal):
                 chunks.carry(lane, site.edge.node, deliver)
         return found
 
-    def _shed(self, lane: int, site: Site, view: View, carrier: Carrier, quantity: Any) -> Any:
+    def _shed(self, visit: Visit, quantity: Any) -> Any:
         """Carry through at once what does not fit; returns the rest."""
         chunks: Chunks | None = self.schedule.chunks
+        lane, site, view, *_ = visit
         size = None if chunks is None else chunks.size(lane, view.device.type)
         if chunks is None or size is None:
             return quantity
@@ -170,15 +147,9 @@ class GraphTraversal(Traversal):
         edges = (below(site),) if goes_inside else call.edges
         is_rooted = any(edge is not None and self._is_rooted(edge) for edge in edges)
         kept, parts = propagator.shed(call.rule, view, quantity, size, is_rooted)
+        apart = visit._replace(arrived=NOTHING)
         for part in parts:
-            send = partial(
-                GraphTraversal._send_rest,
-                lane=lane,
-                site=site,
-                view=view,
-                carrier=carrier,
-                quantity=part,
-            )
+            send = partial(GraphTraversal._send_rest, visit=apart, quantity=part)
             chunks.carry(lane, site.edge.node, send)
         return kept
 
