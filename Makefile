@@ -8,11 +8,12 @@ STAMP := $(VENV)/.installed
 # Folders of the distributions, and of the packages that they hold.
 DISTRIBUTIONS := . plugins/products plugins/operations plugins/checks plugins/interplay \
 	plugins/layers plugins/firstorder plugins/secondorder plugins/transformers \
-	plugins/capture data compat
+	plugins/capture plugins/privacy plugins/attribution plugins/optimizers data compat
 PACKAGES := backpack_core plugins/products/backpack_products plugins/operations/backpack_operations \
 	plugins/checks/backpack_checks plugins/interplay/backpack_interplay plugins/layers/backpack_layers plugins/firstorder/backpack_firstorder \
 	plugins/secondorder/backpack_secondorder plugins/transformers/backpack_transformers \
-	plugins/capture/backpack_capture data/backpack_data compat/backpack
+	plugins/capture/backpack_capture plugins/privacy/backpack_privacy \
+	plugins/attribution/backpack_attribution plugins/optimizers/backpack_optimizers data/backpack_data compat/backpack
 EXTRAS := testing,cli,dev
 DOCS_STAMP := $(VENV)/.docs-installed
 

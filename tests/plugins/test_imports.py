@@ -21,6 +21,8 @@ WITH_ENTRY_POINTS = (
     "backpack_transformers",
 )
 FAMILIES = (*WITH_ENTRY_POINTS, "backpack_capture")
+# What is built with them, as anybody could: on public interfaces only.
+APPLICATIONS = ("backpack_privacy", "backpack_attribution", "backpack_optimizers")
 # What families stand on: each may import those before it, and core.
 LIBRARIES = (
     "backpack_products",
@@ -32,7 +34,7 @@ PACKAGES = {
     "backpack_core": ROOT / "backpack_core",
     **{
         name: ROOT / "plugins" / name.removeprefix("backpack_") / name
-        for name in (*LIBRARIES, *FAMILIES)
+        for name in (*LIBRARIES, *FAMILIES, *APPLICATIONS)
     },
 }
 
@@ -65,7 +67,9 @@ def tier_of(package: str) -> set[str]:
     """What a package may import of ours, besides core and itself."""
     if package in LIBRARIES:
         return {*LIBRARIES[: LIBRARIES.index(package)]}
-    return {*LIBRARIES} if package in FAMILIES else set()
+    if package in FAMILIES:
+        return {*LIBRARIES}
+    return {*LIBRARIES, *FAMILIES} if package in APPLICATIONS else set()
 
 
 # The kit and the command line are for all.
@@ -83,7 +87,9 @@ def test_sources_import_those_before_them(package: str) -> None:
         is_for_all = package == "backpack_core" and path.relative_to(home).parts[0] in FOR_ALL
         for name in imported(path):
             top = name.partition(".")[0]
-            others = {*FAMILIES, "backpack"} if is_for_all else {*LIBRARIES, *FAMILIES, "backpack"}
+            others = {*FAMILIES, *APPLICATIONS, "backpack"} | (
+                set() if is_for_all else {*LIBRARIES}
+            )
             assert top not in others - allowed, f"{path.relative_to(ROOT)} imports {name}"
 
 
@@ -197,6 +203,25 @@ def test_plugins_import_nothing_private(package: str) -> None:
             top, *rest = name.split(".")
             private = top == "backpack_core" and any(part.startswith("_") for part in rest)
             assert not private, f"{path.relative_to(ROOT)} imports {name}"
+
+
+@pytest.mark.parametrize("package", APPLICATIONS)
+def test_applications_import_what_the_reference_lists(package: str) -> None:
+    """They prove that the public interface is enough, so they use nothing else of ours."""
+    pages = (ROOT / "docs/_ext/api_pages.py").read_text(encoding="utf-8")
+    public = {*re.findall(r'"(backpack_[\w.]+)"', pages)}
+    blocks = re.findall(
+        r'f"(backpack_\w+)\.\{name\}"\s+for name in \((.*?)\n +\)', pages, re.DOTALL
+    )
+    public |= {f"{home}.{name}" for home, names in blocks for name in re.findall(r'"(\w+)"', names)}
+    for path in sorted(PACKAGES[package].rglob("*.py")):
+        for name in imported(path):
+            top = name.partition(".")[0]
+            is_ours = top in {"backpack_core", "backpack_data", *LIBRARIES, *FAMILIES}
+            module = name.rpartition(".")[0] or name
+            assert not is_ours or {name, module} & public, (
+                f"{path.relative_to(ROOT)} imports {name}"
+            )
 
 
 def python(source: str, **environment: str) -> str:

@@ -1,0 +1,1 @@
+"""Which training samples shaped what a model says."""

@@ -1,0 +1,1 @@
+"""Second-order optimizers as ``torch.optim.Optimizer``."""

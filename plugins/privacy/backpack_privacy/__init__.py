@@ -1,0 +1,1 @@
+"""Differentially private training with individual gradients."""
