@@ -347,7 +347,7 @@ def told(run: Run, extensions: Sequence[Extension]) -> None:
     for samples in (index, [max(index) - n for n in index], index):
         run.net.zero_grad()
         loss = run.loss()
-        with backpack(*extensions, samples=samples):
+        with backpack(*extensions, samples=torch.tensor(samples)):
             loss.backward()
 
 

@@ -137,6 +137,10 @@ class Alignment:
         owned, layout = self.owned_at(site.edge), site.layout
         if owned is None or layout is None:
             return owned
+        if (
+            owned.shape[1] != layout.base_size[0]
+        ):  # they are on another axis of what it is a view of
+            raise faults.turned_batch(site.call, 0, self.batch_size)
         rows = owned.long().argmax(0).reshape(-1, *[1] * (len(layout.base_size) - 1))
         seen = look_through(layout, rows.expand(1, *layout.base_size)).squeeze(0).flatten(1)
         if bool((seen != seen[:, :1]).any()):

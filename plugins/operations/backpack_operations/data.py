@@ -233,10 +233,15 @@ def _can_join(group: list[Given]) -> bool:
     return all(given.shape for given in group) and len({given.shape[1:] for given in group}) == 1
 
 
+def is_packed(call: Call) -> bool:
+    """Whether a module received sequences that say by themselves where samples are."""
+    return any(isinstance(given, PackedSequence) for given in call.stored.args)
+
+
 def lengths_of(call: Call) -> set[int]:
     """How long tensors of a list are, if a module received as many rows as all of them together."""
-    if any(isinstance(given, PackedSequence) for given in call.stored.args):
-        return set()  # which says by itself where samples are
+    if is_packed(call):
+        return set()
     rows = call.stored.inputs[0].shape[:1].numel()
     lists = [[given.shape[0] for given in several] for several in joinable(call.run)]
     return {n for lengths in lists if sum(lengths) == rows for n in lengths}

@@ -16,7 +16,7 @@ from backpack_core.record.call import Call, Edge
 from backpack_core.record.owner import is_returned
 from backpack_operations import faults, nodes
 from backpack_operations.alignment import Place
-from backpack_operations.data import groups, lengths_of
+from backpack_operations.data import groups, is_packed, lengths_of
 from backpack_operations.moves import Numbers, are_elsewhere
 from backpack_operations.owners import Owners
 from backpack_operations.survey import GraphSurvey
@@ -31,7 +31,7 @@ def tell_parts(survey: GraphSurvey) -> None:
     runs = {id(call.run): call.run for call in calls if not call.run.is_inner}.values()
     if all(len(run.given) < 2 for run in runs):
         return
-    fresh = [c for c in calls if not (c.rule.is_loss or any(c.edges[:1]) or not c.stored.inputs)]
+    fresh = [c for c in calls if not (c.rule.is_loss or any(c.edges[:1]) or _is_whole(c))]
     deepest = max((len(given.path) for run in runs for given in run.given), default=0)
     readings = list[tuple[int, int | None]]()
     for depth in range(deepest):
@@ -45,12 +45,20 @@ def tell_parts(survey: GraphSurvey) -> None:
         return
     if not any(_fits(survey, *reading) for reading in (*readings, (samples, None))):
         given = {given.shape[0] for run in runs for given in run.given if given.shape}
-        count = readings[0][0] if readings else samples
+        count, depth = readings[0] if readings else (samples, None)
         rows = {call.stored.inputs[0].shape[:1].numel() for call in fresh}
-        if count not in given and not rows <= given:  # items were put together, nothing is as many
-            survey.batch_size = count
+        is_joined = count not in given and not rows <= given  # items, and nothing is as many
+        # Where no module has received any of it, the number of entries at the ends is all there is.
+        if is_joined or not (fresh or _ends(survey, samples)):
+            _read(survey, count, None if any(map(is_packed, fresh)) else depth)
         elif ragged:
             survey.faults.append((faults.ragged(ragged[0]), None))
+
+
+def _is_whole(call: Call) -> bool:
+    """Whether a module received nothing, or all that the model did: neither tells items apart."""
+    shapes = [tuple(tensor.shape) for tensor in call.stored.inputs]
+    return not shapes or (len(shapes) > 1 and shapes == [given.shape for given in call.run.given])
 
 
 def _read(survey: GraphSurvey, samples: int, depth: int | None) -> None:

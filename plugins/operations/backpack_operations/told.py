@@ -25,11 +25,13 @@ class Told(NamedTuple):
         samples: How many there are.
         items: The samples of the rows of each tensor, or its only one; ``None`` where one index
             is of all tensors that are as long.
+        are_numbers: Whether it is a list of numbers, which may be an index of rows as well.
     """
 
     rows: Tensor
     samples: int
     items: tuple[Tensor, ...] | None = None
+    are_numbers: bool = False
 
     @property
     def is_usual(self) -> bool:
@@ -40,11 +42,19 @@ class Told(NamedTuple):
         """The same for what models received in a pass.
 
         Raises:
-            UsageError: One received other tensors, or none with as many rows.
+            UsageError: One received other tensors, or none with as many rows; or there are as many
+                tensors as rows, and numbers may be of either.
         """
         found = self
         for run in runs:
-            if self.items is not None and not (self._is_index and len(run.given) < 2):
+            if self._may_be_rows(run):
+                raise UsageError(
+                    f"samples={self.rows.tolist()} may be of the {len(self.rows)} tensors that the "
+                    "model received, or of their rows, of which there are as many. Give "
+                    "torch.tensor(samples) for the rows, or [torch.tensor([n]) for n in samples] "
+                    "for the tensors."
+                )
+            if self.items is not None and not (self.are_numbers and len(run.given) < 2):
                 found = self._of_items(run)
             elif run.sizes and len(self.rows) not in run.sizes:
                 raise UsageError(
@@ -56,10 +66,13 @@ class Told(NamedTuple):
                 found = found._replace(items=None)
         return found
 
-    @property
-    def _is_index(self) -> bool:
-        """Whether it is a list of numbers, which may be an index as well."""
-        return self.items is not None and all(len(rows) == 1 for rows in self.items)
+    def _may_be_rows(self, run: Run) -> bool:
+        """Whether numbers may be of arguments or of their rows; those of a list are told by one."""
+        is_list = all(len(given.path) > 1 for given in run.given)
+        counts = {len(run.given), *run.sizes}
+        return (
+            self.are_numbers and not is_list and counts == {len(self.rows)} and len(self.rows) > 1
+        )
 
     def _of_items(self, run: Run) -> Told:
         items, lengths = self.items or (), [(*given.shape, 1)[0] for given in run.given]
@@ -85,13 +98,17 @@ def told(samples: Samples) -> Told:
     Raises:
         UsageError: These are no whole numbers from zero on.
     """
-    items = None
+    items, are_numbers = None, False
     if isinstance(samples, (list, tuple)):
-        items = tuple(_index(entry, samples).reshape(-1) for entry in samples)
+        entries = [_index(entry, samples) for entry in samples]
+        items, are_numbers = (
+            tuple(e.reshape(-1) for e in entries),
+            all(not e.dim() for e in entries),
+        )
     index = _index(samples, samples) if items is None else torch.cat([*items, _NOBODY])
     if index.dim() != 1:
         raise _no_index(samples)
-    return Told(index, int(index.max()) + 1 if len(index) else 0, items)
+    return Told(index, int(index.max()) + 1 if len(index) else 0, items, are_numbers)
 
 
 _NOBODY = torch.zeros(0, dtype=torch.long, device="cpu")
