@@ -6,17 +6,21 @@ Most graphs have samples on axis 0 everywhere, which is quickly seen. See
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from torch import Tensor
 
 from backpack_core._torch import Node, has_memory, memory_of
 from backpack_core.errors import BackpackError
+from backpack_core.graph.order import children_of
 from backpack_core.record.call import Call, Edge, Site
 from backpack_core.record.owner import owner_of
 from backpack_core.record.view import View
-from backpack_operations import faults
+from backpack_operations import faults, nodes
 from backpack_operations.alignment import Alignment
 from backpack_operations.alignment_walk import Walk
 from backpack_operations.batch import declared_axis, is_doubtful
+from backpack_operations.of_weights import Origins
 from backpack_operations.owners import Owners
 from backpack_operations.paths import inside
 from backpack_operations.survey import GraphSurvey
@@ -41,8 +45,10 @@ def align(
         _hand_to_nodes(survey)
         tables = {site.call for site in survey.unusual if _is_table(survey, owners, site)}
         tables -= {call for (call, _), axis in survey.axes.items() if axis}
-    within = (inside(site) for site in survey.unusual if site.call in tables)
-    survey.tables = set().union(*within)
+    _take_for_tables(survey, tables)
+    if tables and (data := _lone_tables(survey, roots)):
+        tables -= data
+        _take_for_tables(survey, tables)
     for place, size in survey.received.items():
         is_moved = owners.are_moved and owners.received_moved(place[0])
         is_other = size != survey.batch_size or _is_declared(survey, place[0])
@@ -117,6 +123,32 @@ def _is_table(survey: GraphSurvey, owners: Owners, site: Site) -> bool:
         return False
     is_small = call.stored.outputs[site.index].nbytes * survey.batch_size <= survey.widest
     return is_small or _is_of_buffers(call)
+
+
+def _take_for_tables(survey: GraphSurvey, calls: Container[Call]) -> None:
+    within = (inside(site) for site in survey.unusual if site.call in calls)
+    survey.tables = set().union(*within)
+
+
+def _lone_tables(survey: GraphSurvey, roots: list[Edge]) -> set[Call]:
+    """Calls taken for tables of which something reaches a loss without meeting any samples.
+
+    They received the samples then, as ``layer(2 * x)``: nothing else has brought any.
+    """
+    origins, found = Origins(survey), set[Call]()
+    known = {site.edge.node: site.call for site in survey.unusual}
+    losses = [edge for call, _ in survey.received if call.rule.is_loss for edge in call.edges[:1]]
+    todo, seen = [edge.node for edge in (*losses, *roots) if edge is not None], set[Node]()
+    while todo:
+        node = todo.pop()
+        is_table = origins.of_tables(node)
+        is_pick, lengths = nodes.operation_of(node) in nodes.PICKS, nodes.lengths_of(node, 0)
+        if is_table and node in known:
+            found.add(known[node])
+        if node not in seen and (is_table or is_pick or not lengths):
+            seen.add(node)
+            todo += children_of(node)
+    return found
 
 
 def _is_of_buffers(call: Call) -> bool:

@@ -153,7 +153,8 @@ class _Data:
         items = [given.shape for group in groups for given in group]
         is_item = any(s[:1] == shape[:1] and len(s) == len(shape) for s in items)
         if not found and not is_item:
-            found = [self._of_items(g, 0) for g in groups if shape[:1] == (len(g),)]
+            lists = [group for group in groups if len(group[0].path) > 1]
+            found = [self._of_items(g, 0) for g in lists if shape[:1] == (len(g),)]
         readings = [numbers for numbers in found if numbers is not None]
         is_clear = bool(readings) and all(readings[0].equal(other) for other in readings)
         return readings[0] if is_clear else None
@@ -219,7 +220,8 @@ def groups(run: Run, depth: int) -> list[list[Given]]:
         kinds = [(given.dtype, len(given.shape)) for given in several]
         for kind in dict.fromkeys(kinds):
             found.append([g for g, own in zip(several, kinds, strict=True) if own == kind])
-    return [group for group in found if len(group) > 1]
+    # Arguments are seldom samples: those of several shapes are different things of each.
+    return [g for g in found if len(g) > 1 and (len(g[0].path) > 1 or _can_join(g))]
 
 
 def joinable(run: Run) -> list[list[Given]]:

@@ -356,7 +356,7 @@ class Owners:
         if given is None and not any(call.edges[:1]):
             given = self.of_input(call)
         if given is None and not any(call.edges[:1]):
-            given = self._of_data(tuple(received.shape), declared, call.receives_input > 1)
+            given = self._of_data(tuple(received.shape), declared, is_sure=True)
         if given is None or given.numel() != max(given.shape, default=0):
             return None
         if given.numel() == 1:
