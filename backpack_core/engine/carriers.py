@@ -51,7 +51,9 @@ class RuleCarrier(Carrier):
         if not is_list or False in [isinstance(reading, Reading) for reading in found]:
             raise self._wrong("products", found, view, f"a list with a reading for each of {names}")
         if view.positions > 1:
-            found = [each.of_samples(self._survey.batch_size, view.kept) for each in found]
+            chosen = self._propagator.subsampling
+            count = self._survey.batch_size if chosen is None else len(chosen)
+            found = [each.of_samples(count, view.kept) for each in found]
         beside: dict[Any, Any] = {}
         for name, reading in zip(names, found, strict=True):
             reading.name, reading.module, reading.rule = name, module, type(rule)

@@ -118,6 +118,9 @@ class Truth:
             # (docs/design/record.md), so that a hook on that is none on the tensor that it was
             # given.
             raise Unstable("A hook is on a tensor that a module has returned as it was.")
+        halves = [step for step in recipe.steps if step.settings.get("name") == "halves"]
+        if halves and recipe.plan.passes == "with_updates":
+            raise Unstable("torch updates a parameter that it needs later in the same pass.")
         loss.backward()
         self.parameters = {n: p for n, p in self.net.named_parameters() if p.grad is not None}
         self.gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}

@@ -1,0 +1,174 @@
+"""Data that were changed before the first layer: rows behind it are followed all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack_core import backpack, extend
+from backpack_core.errors import SampleMixingError, ShapeError, UsageError
+from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact, SumGradSquared
+from tests import oracle
+
+D, C = 6, 2
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "scaled": lambda x: 2 * x,
+    "exponential": torch.exp,
+    "turned": lambda x: x.rot90(2, (1, 2)),
+    "copied": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2).contiguous(),
+}
+
+
+class Net(nn.Module):
+    """A narrow layer, whose output is smaller than a table may be, on changed data."""
+
+    def __init__(self, change: str) -> None:
+        super().__init__()
+        self.change, self.head = CHANGES[change], nn.Linear(D, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.change(x))  # type: ignore[no-any-return]
+
+
+def _picked(change: str, rows: list[int], samples: int, steps: int, check: str = "first") -> None:
+    torch.manual_seed(0)
+    model, lossfunc = extend(Net(change).double()), nn.MSELoss(reduction="sum")
+    X, y = torch.randn(samples, steps, D).double(), torch.randn(samples * steps, C).double()
+    loss = extend(lossfunc)(model(X).reshape(-1, C)[torch.tensor(rows)], y[torch.tensor(rows)])
+    extensions = BatchGrad(), BatchL2Grad(), SumGradSquared()
+    with backpack(*extensions, check=check):
+        loss.backward()
+    for parameter in model.parameters():
+        found = vars(parameter)["grad_batch"].clone()
+        for n in range(samples):
+            own = [row for row in rows if row // steps == n]
+            expected = torch.zeros_like(parameter)
+            if own:
+                each = lossfunc(model(X).reshape(-1, C)[own], y[own])
+                (expected,) = torch.autograd.grad(each, parameter)
+            oracle.assert_close(found[n], expected)
+        oracle.assert_close(vars(parameter)["batch_l2"], found.flatten(1).square().sum(1))
+
+
+@pytest.mark.parametrize("rows", ["of one", "one of each", "the last of all"])
+@pytest.mark.parametrize(("samples", "steps"), [(2, 3), (3, 2), (2, 2), (3, 3)])
+@pytest.mark.parametrize("change", CHANGES)
+def test_picked_rows(change: str, samples: int, steps: int, rows: str) -> None:
+    """As many as samples, but not one of each: they were taken for one of each."""
+    picked = {
+        "of one": [*range(min(samples, steps))],
+        "one of each": [n * steps + n % steps for n in range(samples)],
+        "the last of all": [samples * steps - 1 - n for n in reversed(range(samples))],
+    }[rows]
+    _picked(change, picked, samples, steps)
+    _picked(change, picked, samples, steps, check="never")
+
+
+@pytest.mark.parametrize(("samples", "steps"), [(2, 3), (3, 2), (2, 2), (3, 3)])
+@pytest.mark.parametrize("change", CHANGES)
+def test_time_first(change: str, samples: int, steps: int) -> None:
+    """Steps in front of samples, behind the layer."""
+    torch.manual_seed(0)
+    model, lossfunc = extend(Net(change).double()), nn.MSELoss(reduction="sum")
+    X, y = torch.randn(samples, steps, D).double(), torch.randn(samples, steps, C).double()
+    turned = model(X).transpose(0, 1).reshape(-1, C), y.transpose(0, 1).reshape(-1, C)
+    with backpack(BatchGrad(), DiagGGNExact()):
+        extend(lossfunc)(*turned).backward()
+    for parameter in model.parameters():
+        for n in range(samples):
+            (own,) = torch.autograd.grad(lossfunc(model(X[n : n + 1]), y[n : n + 1]), parameter)
+            oracle.assert_close(vars(parameter)["grad_batch"][n], own)
+
+
+@pytest.mark.parametrize("turn", [lambda h: h.flip(0), lambda h: h.roll(1, 0)])
+def test_samples_in_another_order_are_refused(turn: Callable[[Tensor], Tensor]) -> None:
+    model, lossfunc = extend(Net("scaled")), extend(nn.MSELoss())
+    loss = lossfunc(turn(model(torch.randn(3, 2, D))), torch.randn(3, 2, C))
+    with pytest.raises(SampleMixingError), backpack(BatchGrad()):
+        loss.backward()
+
+
+def test_two_arguments_of_one_sample() -> None:
+    """Rows of a frozen body are those of its one sample, not one of each argument."""
+    torch.manual_seed(0)
+    body, head = nn.Conv1d(1, 2, 1).double().requires_grad_(False), nn.Linear(2, 1).double()
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = body, head
+
+        def forward(self, x: Tensor, other: Tensor) -> Tensor:
+            weight = self.body.weight - self.body.weight.mean()
+            return self.head(nn.functional.conv1d(x, weight).flatten(0, 1))  # type: ignore[no-any-return]
+
+    model, lossfunc = extend(Two()), extend(nn.MSELoss(reduction="sum"))
+    arguments = torch.randn(1, 1, 2).double(), torch.randn(1, 1, 1).double()
+    with backpack(BatchGrad()):
+        lossfunc(model(*arguments), torch.randn(2, 1).double()).backward()
+    assert vars(head.weight)["grad_batch"].shape == (1, 1, 2)
+    oracle.assert_close(vars(head.weight)["grad_batch"][0], head.weight.grad)
+    loss = lossfunc(model(*arguments), torch.randn(2, 1).double())
+    refused = pytest.raises(ShapeError, match="cannot choose samples")
+    with refused, backpack(BatchGrad(subsampling=[0])):
+        loss.backward()
+
+
+def test_numbers_for_several_arguments_that_are_as_long() -> None:
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(D, 1)
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            return self.head(x + y)  # type: ignore[no-any-return]
+
+    model = extend(Sum())
+    X, other = torch.randn(2, 2, D).unbind()
+    refused = pytest.raises(UsageError, match=r"torch\.tensor\(samples\) for the rows")
+    with refused, backpack(BatchGrad(), samples=[1, 0]):
+        model(X, other).sum().backward()
+    model.zero_grad()
+    with backpack(BatchGrad(), samples=torch.tensor([1, 0])):
+        model(X, other).sum().backward()
+    oracle.assert_close(vars(model.head.weight)["grad_batch"].squeeze(1), (X + other).flip(0))
+
+
+@pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
+def test_a_parameter_for_each_item_of_a_list() -> None:
+    """No layer receives any of the items: the loss alone tells how many there are."""
+
+    class Spread(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.randn(2).double())
+
+        def forward(self, items: list[Tensor]) -> Tensor:
+            return self.scale.expand(len(items), 2)
+
+    model, lossfunc = extend(Spread()), extend(nn.MSELoss(reduction="sum"))
+    y = torch.randn(2, 2).double()
+    with backpack(BatchGrad()):
+        lossfunc(model([torch.randn(1, 3), torch.randn(1, 3)]), y).backward()
+    oracle.assert_close(vars(model.scale)["grad_batch"], 2 * (model.scale.detach() - y))
+
+
+@pytest.mark.parametrize("chosen", [[0], [1, 0], [2, 2]])
+def test_chosen_samples_of_a_view_that_was_overwritten(chosen: list[int]) -> None:
+    torch.manual_seed(0)
+    layer, lossfunc = extend(nn.Linear(1, 1).double()), extend(nn.MSELoss(reduction="sum"))
+    X, y = torch.randn(3, 1, 2, 1).double(), torch.randn(3, 1, 2, 1).double()
+
+    def loss(some: slice) -> Tensor:
+        h = layer(X[some])
+        h[:, :, :1] = (3 * h[:, :, :1]).clone()
+        return lossfunc(h, y[some])  # type: ignore[no-any-return]
+
+    with backpack(BatchGrad(subsampling=chosen)):
+        loss(slice(None)).backward()
+    for found, n in zip(vars(layer.weight)["grad_batch"], chosen, strict=True):
+        (own,) = torch.autograd.grad(loss(slice(n, n + 1)), layer.weight)
+        oracle.assert_close(found, own)
