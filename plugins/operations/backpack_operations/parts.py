@@ -45,12 +45,12 @@ def tell_parts(survey: GraphSurvey) -> None:
         return
     if not any(_fits(survey, *reading) for reading in (*readings, (samples, None))):
         given = {given.shape[0] for run in runs for given in run.given if given.shape}
-        count, depth = readings[0] if readings else (samples, None)
+        count, kept = readings[0] if readings else (samples, None)
         rows = {call.stored.inputs[0].shape[:1].numel() for call in fresh}
         is_joined = count not in given and not rows <= given  # items, and nothing is as many
         # Where no module has received any of it, the number of entries at the ends is all there is.
         if is_joined or not (fresh or _ends(survey, samples)):
-            _read(survey, count, None if any(map(is_packed, fresh)) else depth)
+            _read(survey, count, None if any(map(is_packed, fresh)) else kept)
         elif ragged:
             survey.faults.append((faults.ragged(ragged[0]), None))
 
