@@ -118,9 +118,16 @@ class Truth:
             # (docs/design/record.md), so that a hook on that is none on the tensor that it was
             # given.
             raise Unstable("A hook is on a tensor that a module has returned as it was.")
-        halves = [step for step in recipe.steps if step.settings.get("name") == "halves"]
-        if halves and recipe.plan.passes == "with_updates":
+        inside = {step.settings.get("name") for step in recipe.steps}
+        if "halves" in inside and recipe.plan.passes == "with_updates":
             raise Unstable("torch updates a parameter that it needs later in the same pass.")
+        if "checkpoint" in inside and recipe.plan.passes == "with_other_weights":
+            raise Unstable("torch computes again with the weights that the net has by then.")
+        lengths = [source.lengths[: recipe.batch] for source in recipe.sources.values()]
+        if any({*of} == {1} for of in lengths) and any(
+            "picked" in t.settings for t in recipe.terms
+        ):
+            raise Unstable("Items of one row each, of which one is picked, may be one sample's.")
         loss.backward()
         self.parameters = {n: p for n, p in self.net.named_parameters() if p.grad is not None}
         self.gradients = {n: p.grad for n, p in self.parameters.items() if p.grad is not None}

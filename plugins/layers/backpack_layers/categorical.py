@@ -25,10 +25,12 @@ def drawn(p: Tensor, samples: int) -> Tensor:
         samples: How many draws.
 
     Returns:
-        Shape ``[M, samples]``. On a CPU, some class where a probability is no number.
+        Shape ``[M, samples]``; some class where a probability is no number.
     """
     if p.device.type != "cpu":
-        return torch.multinomial(p, samples, replacement=True)
+        # A device ends the process where a probability is no number, and a look would be a wait.
+        known = p.isfinite().all(1, keepdim=True)
+        return torch.multinomial(p.where(known, torch.ones_like(p)), samples, replacement=True)
     count, classes = p.shape
     uniform = torch.rand(count, samples, dtype=torch.float64, device=p.device)
     result = torch.empty(count, samples, dtype=torch.int64, device=p.device)

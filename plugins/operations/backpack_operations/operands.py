@@ -117,7 +117,8 @@ def _turned(product: Any, node: Any, shape: torch.Size) -> AffineProduct:
     order: Tensor = node(product.to_parameter(numbers)).flatten()
 
     def arrange(mat: Tensor) -> Tensor:
-        return mat.flatten(-count)[..., order].reshape(*mat.shape[:-count], *shape)
+        found = mat.flatten(-count)[..., order.to(mat.device)]
+        return found.reshape(*mat.shape[:-count], *shape)
 
     return AffineProduct(product.out, product.inp, shape, arrange, product.is_own)
 

@@ -43,16 +43,29 @@ def tell_parts(survey: GraphSurvey) -> None:
     ragged = [call for call, known in lengths if len(known) > 1 and samples in known]
     if not (readings or ragged):
         return
-    if not any(_fits(survey, *reading) for reading in (*readings, (samples, None))):
-        given = {given.shape[0] for run in runs for given in run.given if given.shape}
-        count, kept = readings[0] if readings else (samples, None)
-        rows = {call.stored.inputs[0].shape[:1].numel() for call in fresh}
-        is_joined = count not in given and not rows <= given  # items, and nothing is as many
-        # Where no module has received any of it, the number of entries at the ends is all there is.
-        if is_joined or not (fresh or _ends(survey, samples)):
-            _read(survey, count, None if any(map(is_packed, fresh)) else kept)
-        elif ragged:
-            survey.faults.append((faults.ragged(ragged[0]), None))
+    plain = (samples, None)
+    if any(_fits(survey, *reading) for reading in (*readings, plain)):
+        return
+    given = {given.shape[0] for run in runs for given in run.given if given.shape}
+    count, depth_of_items = readings[0] if readings else plain
+    rows = {call.stored.inputs[0].shape[:1].numel() for call in fresh}
+    is_joined = count not in given and not rows <= given  # items, and nothing is as many
+    # What modules received tells; where none has received any of it, the number at the ends does.
+    if readings and {n for _, n in _losses(survey)} == {count}:
+        is_joined |= _knows(survey, fresh, *readings[0]) > _knows(survey, fresh, *plain)
+    if is_joined or not (fresh or _ends(survey, samples)):
+        _read(survey, count, None if any(map(is_packed, fresh)) else depth_of_items)
+        return
+    _read(survey, *plain)
+    if ragged:
+        survey.faults.append((faults.ragged(ragged[0]), None))
+
+
+def _knows(survey: GraphSurvey, fresh: list[Call], samples: int, depth: int | None) -> bool:
+    """Whether the samples of all that modules have received are known."""
+    _read(survey, samples, depth)
+    owners = Owners(survey)
+    return bool(fresh) and all(owners.of_input(call) is not None for call in fresh)
 
 
 def _is_whole(call: Call) -> bool:
