@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 from typing import ClassVar, Literal, TypeAlias, get_args
@@ -222,41 +222,70 @@ class ClippedSumGrad(FirstOrderExtension):
         """
         is_measured = all(handle.is_measured for handle in values.values())
         factor = factor_of(self.scale, self.normaliser, normalisers, is_measured)
-        groups: dict[Module | None, dict[Tensor, Handle]] = {}
+        groups: dict[Hashable, dict[Tensor, Handle]] = {}
         for parameter, handle in values.items():
-            key = None if self.clipping == "flat" else handle.module
+            key = self.group(parameter, handle.module)
             groups.setdefault(key, {})[parameter] = handle
+        tables = {key: _table(handles) for key, handles in groups.items()}
+        norms = {key: _norms(groups[key], table) / factor for key, table in tables.items()}
+        weights = self.weights(norms)
         found: dict[Tensor, Tensor] = {}
-        for handles in groups.values():
-            found.update(self._sums(handles, factor))
+        for key, handles in groups.items():
+            found.update(_sums(handles, tables[key], weights[key] / factor))
         return {parameter: found[parameter].to(parameter.dtype) for parameter in values}
 
-    def _sums(
-        self, handles: Mapping[Tensor, Handle], factor: float | Tensor
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The weighted sums of parameters that are clipped together."""
-        small = [parameter for parameter, handle in handles.items() if handle.norms is None]
-        table = torch.cat([_rows(handles[p].product) for p in small], 1) if small else None
-        weights = self._weights([*handles.values()], table, factor)
-        for parameter, handle in handles.items():
-            if handle.norms is not None:  # a weight may underflow in half precision
-                some = weights.to(handle.product.like.dtype)[None, None]
-                yield parameter, weighted_sum(handle.product, some).squeeze(0)
-        if table is not None:
-            total = weights.to(table.dtype) @ table
-            parts = total.split([parameter.numel() for parameter in small])
-            for parameter, part in zip(small, parts, strict=True):
-                yield parameter, part.view(parameter.shape).clone()
+    def group(self, parameter: Tensor, module: Module | None) -> Hashable:
+        """With which others a parameter is clipped: those for which this returns the same.
 
-    def _weights(
-        self, handles: Sequence[Handle], table: Tensor | None, factor: float | Tensor
-    ) -> Tensor:
-        """``min(1, C / ‖g_n‖) / factor``, where ``g_n`` is without the factor. Shape ``[N]``."""
-        known = [handle.norms for handle in handles if handle.norms is not None]
-        known += [] if table is None else [vector_norm(table, 1)]
-        quotients = stacked(known).total(0).dividing(self.max_norm * factor)
-        # A gradient of zero has weight one.
-        return quotients.clamp(max=1.0) / factor
+        A subclass that clips other groups overrides it.
+
+        Args:
+            parameter: The parameter.
+            module: The module whose layer rule reads it, or that owns it.
+        """
+        return None if self.clipping == "flat" else module
+
+    def weights(self, norms: Mapping[Hashable, Tensor]) -> Mapping[Hashable, Tensor]:
+        """What the gradients of the samples' own losses are multiplied by, before they are added.
+
+        A subclass that clips in another way overrides it.
+
+        Args:
+            norms: Of those gradients, for each group; shape ``[N]``, in single precision at least.
+
+        Returns:
+            For each group, shape ``[N]``: ``min(1, C / ‖g_n‖)``. A gradient of zero has weight one.
+        """
+        return {key: (self.max_norm / norm).clamp(max=1.0) for key, norm in norms.items()}
+
+
+def _sums(
+    handles: Mapping[Tensor, Handle], table: Tensor | None, weights: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The weighted sums of parameters that are clipped together."""
+    for parameter, handle in handles.items():
+        if handle.norms is not None:  # a weight may underflow in half precision
+            some = weights.to(handle.product.like.dtype)[None, None]
+            yield parameter, weighted_sum(handle.product, some).squeeze(0)
+    if table is not None:
+        small = [parameter for parameter, handle in handles.items() if handle.norms is None]
+        total = weights.to(table.dtype) @ table
+        parts = total.split([parameter.numel() for parameter in small])
+        for parameter, part in zip(small, parts, strict=True):
+            yield parameter, part.view(parameter.shape).clone()
+
+
+def _table(handles: Mapping[Tensor, Handle]) -> Tensor | None:
+    """The individual gradients of all small parameters side by side, ``[N, P]``."""
+    small = [handle.product for handle in handles.values() if handle.norms is None]
+    return torch.cat([_rows(product) for product in small], 1) if small else None
+
+
+def _norms(handles: Mapping[Tensor, Handle], table: Tensor | None) -> Tensor:
+    """Of parameters that are clipped together, with the factor. Shape ``[N]``."""
+    known = [handle.norms for handle in handles.values() if handle.norms is not None]
+    known += [] if table is None else [vector_norm(table, 1)]
+    return stacked(known).total(0).value()
 
 
 def _rows(product: SampleProduct) -> Tensor:

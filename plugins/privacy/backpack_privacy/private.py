@@ -1,0 +1,519 @@
+"""Private training: the user's model, loss and optimizer, with clipped sums and noise."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from backpack_core import backpack
+from backpack_core.errors import UnsupportedError, UsageError
+from backpack_privacy.accounting import Accountant
+from backpack_privacy.clipping import Clipping, PrivateSum, centred_count
+from backpack_privacy.movement import Movement, finite
+from backpack_privacy.processes import Processes
+from backpack_privacy.randomness import Source
+from backpack_privacy.refusals import Buffers, check_model, check_optimizer
+from backpack_privacy.sampling import Draw, PrivateLoader, Sampler
+
+
+@dataclass(frozen=True)
+class Record:
+    """What clipping did in one step, in this process. It is not private: do not publish it.
+
+    Attributes:
+        norms: Of the gradients of the samples' own losses, for each group; shape ``[N]``.
+        bounds: The bounds.
+        clipped: Which share of the samples was beyond the bound.
+    """
+
+    norms: dict[str, Tensor]
+    bounds: dict[str, float]
+    clipped: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What may be spent.
+
+    Attributes:
+        delta: The probability with which more may leak; ``None`` if it was not said.
+        epsilon: The target; ``None`` if there is none.
+        steps: How many steps the target was planned for.
+    """
+
+    delta: float | None = None
+    epsilon: float | None = None
+    steps: int | None = None
+
+
+class Private:
+    """Made by :func:`make_private`. Model, loss function and optimizer stay the user's objects.
+
+    Two loops are equal:
+
+        >>> for inputs, targets in private.loader:
+        ...     private.step(lossfunc(model(inputs), targets))
+
+        >>> for inputs, targets in private.loader:
+        ...     with private:  # one backward pass
+        ...         lossfunc(model(inputs), targets).backward()
+        ...     if private.is_complete:  # always so, unless batches are shown in parts
+        ...         optimizer.step()
+
+    Attributes:
+        model, lossfunc, optimizer: The user's.
+        loader: The batches; see :class:`~backpack_privacy.PrivateLoader`.
+        clipping: The bounds.
+        noise_multiplier: Standard deviation of the noise, relative to the sensitivity.
+        accountant: What was spent.
+        records: What clipping did in the last thousand steps, a :class:`Record` each.
+        steps: How many were taken.
+        ahead: How many batches may wait for their backward pass. Set it to 1 for loops that ask
+            for a batch before they work on the last one.
+    """
+
+    ahead = 0
+
+    loader: PrivateLoader
+
+    def __init__(
+        self,
+        model: Module,
+        lossfunc: Callable[..., Tensor],
+        optimizer: Optimizer,
+        *,
+        inner: Module,
+        clipping: Clipping,
+        noise_multiplier: float,
+        sampler: Sampler,
+        source: Source,
+        accountant: Accountant,
+        processes: Processes,
+        normaliser: Any,
+        budget: Budget,
+        checks: int,
+        public_buffers: Sequence[str],
+    ) -> None:
+        """Install the hooks; :func:`make_private` has checked the arguments."""
+        self.model, self.lossfunc, self.optimizer = model, lossfunc, optimizer
+        self.clipping, self.noise_multiplier = clipping, noise_multiplier
+        self.accountant, self.records, self.steps = accountant, deque[Record](maxlen=1000), 0
+        self._inner, self._sampler, self._source = inner, sampler, source
+        self._processes, self._normaliser, self._budget = processes, normaliser, budget
+        self._named = check_optimizer(inner, optimizer)
+        self._groups = clipping.bind(self._named)
+        clipping.noise_multiplier(noise_multiplier)  # raises if the counts spend everything
+        self._movement = Movement(optimizer, self._named, checks)
+        self._buffers: Buffers | None = Buffers(inner, tuple(public_buffers))
+        # Empty draws wait while a prefetched batch is worked on.
+        self._drawn, self._empty = deque[Draw](), 0
+        self._is_new_epoch = True
+        self._pass: tuple[backpack, PrivateSum, Draw] | None = None
+        self._forwards = 0
+        self._forget()
+        self._handles = [
+            inner.register_forward_pre_hook(self._on_forward),
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    # The loops
+
+    def step(
+        self,
+        loss: Tensor,
+        *,
+        scaler: Any = None,
+        backward: Callable[[Tensor], Any] | None = None,
+        normaliser: float | None = None,
+    ) -> bool:
+        """One backward pass; and if the batch is complete, noise and a step of the optimizer.
+
+        Args:
+            loss: Of the batch that the loader showed last.
+            scaler: A ``torch.amp.GradScaler``: the loss is multiplied by its scale, and clipped
+                sums are those without. A step whose sums overflow is skipped and counted, which
+                shows in the accountant as a step; prefer bfloat16, which needs none.
+            backward: What to call instead of ``loss.backward()``, such as ``accelerator.backward``.
+                It scales the loss itself, if there is a scaler.
+            normaliser: What this loss divides by, if that differs from batch to batch.
+
+        Returns:
+            Whether the optimizer took a step.
+
+        Raises:
+            UsageError: The loop or the loss cannot be private; the message says what to do.
+        """
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        with self.recording(scale, normaliser):
+            if backward is not None:
+                backward(loss)
+            else:
+                (loss if scaler is None else scaler.scale(loss)).backward()
+        if not self.is_complete:
+            return False
+        if scaler is None:
+            self.optimizer.step()
+            return True
+        return self._step_with(scaler, scale)
+
+    def _step_with(self, scaler: Any, scale: float) -> bool:
+        if finite(self._sums):
+            self._fill(scale)
+            scaler.step(self.optimizer)
+        else:
+            for parameter in self._named.values():
+                parameter.grad = torch.full_like(parameter, torch.inf)
+            scaler.step(self.optimizer)  # finds that, and leaves the parameters alone
+            self._finish()
+            scaler.update()
+            return False
+        scaler.update()
+        return True
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all parts of the batch have gone backward, so that a step is due."""
+        return self._is_complete
+
+    def recording(self, scale: float = 1.0, normaliser: float | None = None) -> Private:
+        """Set what the next ``with private:`` is told about its loss.
+
+        Args:
+            scale: What the loss is multiplied by besides, see :meth:`step`.
+            normaliser: See :meth:`step`.
+        """
+        self._told = scale, normaliser
+        return self
+
+    def __enter__(self) -> Private:
+        """Begin a backward pass over the batch that was drawn last.
+
+        Raises:
+            UsageError: No batch was drawn, plain gradients are there, or the budget is spent.
+        """
+        if self._pass is not None:
+            raise UsageError("`with private:` is one backward pass, and cannot be nested.")
+        self._check_begin()
+        draw = self._drawn.popleft()
+        scale, normaliser = self._told
+        if normaliser is None:
+            normaliser = len(draw.rows) if self._normaliser == "samples" else self._normaliser
+        extension = PrivateSum(self.clipping, self._groups, normaliser, scale)
+        # The wrapper refuses passes that leave gradients out.
+        gradient: Any = "none" if self.model is self._inner else "shared"
+        block = backpack(extension, gradient=gradient, samples=draw.owners)
+        block.__enter__()
+        self._pass = block, extension, draw
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End it: take the clipped sums.
+
+        Raises:
+            UsageError: The pass was not one over the samples of the batch.
+        """
+        assert self._pass is not None
+        block, extension, draw = self._pass
+        self._pass, self._told = None, _UNTOLD
+        forwards, self._forwards = self._forwards, 0
+        try:
+            block.__exit__(kind, error, traceback)
+            if kind is None:
+                _check_pass(extension, draw, forwards)
+                self._take(extension, draw)
+        except Exception:
+            self._forget()
+            raise
+        finally:
+            for parameter in self._named.values():
+                parameter.grad = None
+                if hasattr(parameter, PrivateSum.savefield):
+                    delattr(parameter, PrivateSum.savefield)
+        if error is not None:
+            self._forget()
+            if isinstance(error, UnsupportedError):
+                error.__notes__.append(_NOTE)
+
+    def _check_begin(self) -> None:
+        if not self._drawn:
+            raise UsageError(
+                "No batch of private.loader is waiting for a backward pass. Loop over "
+                "private.loader, not over the loader that was given to make_private(...), and go "
+                "backward once for each batch: what is spent depends on how batches are drawn."
+            )
+        check_model(self._inner)
+        if {n for n, p in self._inner.named_parameters() if p.requires_grad} != {*self._named}:
+            raise UsageError(
+                "Other parameters want a gradient than when make_private(...) was called. Call it "
+                "after all layers are there, and after freezing."
+            )
+        self._check_no_gradient()
+        planned = self._budget.steps
+        if planned is not None and self.steps >= planned:
+            raise UsageError(
+                f"The {planned} steps that were planned for epsilon {self._budget.epsilon:g} are "
+                "taken: a further one would spend more. Plan for more epochs=, or stop here."
+            )
+
+    def _check_no_gradient(self) -> None:
+        name = next((n for n, p in self._named.items() if p.grad is not None), None)
+        if name is not None:
+            raise UsageError(
+                f"The parameter {name} has a plain gradient: backward() was called outside of "
+                "private.step(loss) and `with private:`, or zero_grad() was forgotten before. "
+                "A step on it would not be private. Take that backward() out, and call "
+                "optimizer.zero_grad() once."
+            )
+
+    def _take(self, extension: PrivateSum, draw: Draw) -> None:
+        """Add the sums and norms of a pass to those of the batch."""
+        if self._buffers is not None:
+            self._buffers.check()
+            self._buffers = None
+        for parameter in self._named.values():
+            found = getattr(parameter, PrivateSum.savefield, None)
+            if found is not None:
+                self._sums[parameter].add_(found)
+        for name, norms in extension.norms.items():
+            self._norms[name].append(norms)
+        self._is_complete, self._is_partial = draw.is_last, not draw.is_last
+
+    # What the loader says
+
+    def begins(self) -> None:
+        """An epoch begins; what was left of the last one is forgotten."""
+        self._drawn.clear()
+        self._empty = 0
+        self._is_new_epoch = True
+        self._forget()
+
+    def draws(self, draw: Draw) -> None:
+        """A batch, or a part of one, is about to be shown.
+
+        Args:
+            draw: What is in it.
+
+        Raises:
+            UsageError: The batch before was not used.
+        """
+        if self._is_complete:
+            raise UsageError(
+                "The sums of the last batch are complete, and no step was taken. Call "
+                "optimizer.step() after `with private:`, or use private.step(loss)."
+            )
+        if len(self._drawn) > self.ahead:
+            raise UsageError(
+                "The batch before was drawn and not used. A step has to be taken for every batch: "
+                "which ones are left out could tell about their samples, and the others' order "
+                "would be lost. To stop early, leave the loop."
+            )
+        if draw.rows:
+            self._drawn.append(draw)
+        elif self._drawn or self._is_partial:
+            self._empty += 1  # after the step that is due first
+        else:
+            self._step_without_samples()
+
+    def _step_without_samples(self) -> None:
+        """A step of noise, as for every batch, with no sample in this process."""
+        planned = self._budget.steps
+        if planned is not None and self.steps >= planned:
+            self._check_begin()
+        self._check_no_gradient()
+        self._is_complete = True
+        self.optimizer.step()
+
+    # The step of the optimizer
+
+    def _on_forward(self, module: Module, inputs: Any) -> None:
+        """Count the forward passes that a backward pass may belong to."""
+        if torch.is_grad_enabled() and module.training and self._pass is None:
+            self._forwards += 1
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Put private gradients in the place of plain ones."""
+        if any(callable(argument) for argument in [*args, *kwargs.values()]):
+            raise UsageError(
+                "optimizer.step(closure) evaluates the loss by itself, without clipping. Call "
+                "private.step(loss)."
+            )
+        if not self._is_filled:
+            self._check_no_gradient()
+            if not self._is_complete:
+                raise UsageError(
+                    "optimizer.step() has no private sum of a whole batch to step on. Go backward "
+                    "in `with private:`, or call private.step(loss), and step where "
+                    "private.is_complete."
+                )
+            self._fill()
+        self._movement.before(self._sums)
+
+    def _fill(self, scale: float = 1.0) -> None:
+        """``.grad``: the sum over processes, with noise, divided by the expected number."""
+        sums = [*self._sums.values()]
+        if not finite(self._sums):
+            raise UsageError(
+                "The gradient of a sample is not a number, so that the sum cannot be private. Look "
+                "for inputs that are not finite, and use bfloat16 or float32 in the place of "
+                "float16 (or a scaler, private.step(loss, scaler=scaler))."
+            )
+        deviation = (
+            self.clipping.noise_multiplier(self.noise_multiplier) * self.clipping.sensitivity
+        )
+        noisy = [total.clone() for total in sums]
+        if self._processes.rank == 0 and deviation:
+            for total in noisy:
+                total.add_(self._source.normal(total), alpha=deviation)
+        self._processes.add_up(noisy)
+        for parameter, total in zip(self._sums, noisy, strict=True):
+            parameter.grad = (total * (scale / self._sampler.expected)).to(parameter.dtype)
+        self._is_filled = True
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Count the step, and look whether parameters moved as they should."""
+        self._finish()
+        self._movement.after()
+        while self._empty:
+            self._empty -= 1
+            self._step_without_samples()
+
+    def _finish(self) -> None:
+        for parameter in self._named.values():
+            parameter.grad = None
+        empty = next(iter(self._sums)).new_empty(0)
+        norms = {name: torch.cat([empty, *known]) for name, known in self._norms.items()}
+        bounds = dict(self.clipping.bounds)
+        clipped = {
+            n: float((norms[n] > c).double().mean()) if len(norms[n]) else 0.0
+            for n, c in bounds.items()
+        }
+        self.records.append(Record(norms, bounds, clipped))
+        self._adapt(norms)
+        self.steps += 1
+        if self._sampler.rate is not None or self._is_new_epoch:
+            self.accountant.add(self.noise_multiplier, self._sampler.rate)
+        self._is_new_epoch = False
+        self._forget()
+
+    def _adapt(self, norms: dict[str, Tensor]) -> None:
+        """Tell the clipping which share of the samples was within the bounds, with noise."""
+        if self.clipping.count_noise is None:
+            return
+        counts = {n: centred_count(norms[n], c) for n, c in self.clipping.bounds.items()}
+        noise = torch.zeros(len(counts), dtype=torch.float64)
+        if self._processes.rank == 0 and self.noise_multiplier:
+            noise = self._source.normal(noise) * self.clipping.count_noise
+        noisy = torch.tensor([*counts.values()], dtype=torch.float64) + noise
+        device = next(iter(self._sums)).device
+        noisy = noisy.to(device)
+        self._processes.add_up([noisy])
+        shares = (noisy / self._sampler.expected + 0.5).tolist()
+        self.clipping.after(dict(zip(counts, shares, strict=True)))
+
+    def _forget(self) -> None:
+        """Begin a batch anew."""
+        self._sums: dict[Tensor, Tensor] = {
+            p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+            for p in self._named.values()
+        }
+        self._norms: dict[str, list[Tensor]] = {name: [] for name in self.clipping.bounds}
+        self._is_complete = self._is_partial = self._is_filled = False
+        self._told = _UNTOLD
+
+    # What it has cost
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """What all steps so far have spent.
+
+        Args:
+            delta: The probability with which more may leak; default: ``target_delta``.
+
+        Raises:
+            UsageError: No ``delta`` was given, here or before.
+        """
+        delta = self._budget.delta if delta is None else delta
+        if delta is None:
+            raise UsageError("Say private.epsilon(delta), such as a tenth of one over the samples.")
+        return self.accountant.epsilon(delta)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What goes into a checkpoint, beside those of model and optimizer."""
+        return {
+            "spent": self.accountant.state_dict(),
+            "bounds": self.clipping.state_dict(),
+            "source": self._source.state_dict(),
+            "steps": self.steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint.
+
+        Args:
+            state: What :meth:`state_dict` returned.
+
+        Raises:
+            UsageError: It is from something else.
+        """
+        missing = {"spent", "bounds", "source", "steps"} - {*state}
+        if missing:
+            raise UsageError(
+                f"The state lacks {', '.join(sorted(missing))}: give what private.state_dict() "
+                "returned. Without it, what was spent before would be forgotten."
+            )
+        self.clipping.load_state_dict(state["bounds"])
+        self.accountant.load_state_dict(state["spent"])
+        self._source.load_state_dict(state["source"])
+        self.steps = state["steps"]
+
+    def close(self) -> None:
+        """Take the hooks out: from now on the optimizer takes plain gradients."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __repr__(self) -> str:
+        """What was set, and how far it is."""
+        spent = sum(step.count for step in self.accountant.spent)
+        return (
+            f"<Private: noise {self.noise_multiplier:g}, sensitivity "
+            f"{self.clipping.sensitivity:g}, {self._sampler.expected:g} of {self._sampler.units} "
+            f"expected in a batch, {self.steps} steps taken, {spent} counted>"
+        )
+
+
+_UNTOLD: tuple[float, float | None] = (1.0, None)
+_NOTE = (
+    "Nothing was released: no step was taken. If it names a term beside the loss, such as a "
+    "penalty on weights, use the optimizer's weight_decay instead, which needs no privacy."
+)
+
+
+def _check_pass(extension: PrivateSum, draw: Draw, forwards: int) -> None:
+    """Raise unless one forward pass over the rows of the draw went backward once."""
+    if forwards > 1:
+        raise UsageError(
+            f"The model ran {forwards} times in train mode before this backward pass, and the "
+            "first samples of all runs would count as one. Give it one batch with everything; for "
+            "a look at other data use torch.no_grad(), or model.eval()."
+        )
+    counts = {len(norms) for norms in extension.norms.values()}
+    if counts != {draw.units}:
+        found = ", ".join(map(str, sorted(counts))) or "none"
+        raise UsageError(
+            f"{draw.units} samples were drawn, and {found} took part in the backward pass. Give "
+            "the model the whole batch as it is: samples that are left out, repeated or put "
+            "together are not those that the accounting supposes."
+        )
