@@ -16,13 +16,6 @@ from tests.privacy.problems import NETS, Plain, difference, make, noise_of, priv
 STEPS = 10
 
 
-@pytest.fixture(autouse=True)
-def double() -> Any:
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def layers(model: nn.Module, kind: str) -> list[list[int]]:
     names = [name for name, _ in model.named_parameters()]
     if kind == "flat":

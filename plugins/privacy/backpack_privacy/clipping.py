@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from math import exp, hypot, inf, sqrt
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
-from torch.nn import Module
 
 from backpack_core.errors import UsageError
-from backpack_core.extensions import ClippedSumGrad
 
 Groups: TypeAlias = Literal["flat", "per_layer", "per_parameter"]
 Weights: TypeAlias = Literal["clip", "automatic"] | Callable[[Tensor, float], Tensor]
@@ -229,53 +227,6 @@ class AdaptiveClipping(Clipping):
         """See the class."""
         for name, bound in self.bounds.items():
             self.bounds[name] = bound * exp(-self.rate * (kept[name] - self.quantile))
-
-
-class PrivateSum(ClippedSumGrad):  # type: ignore[misc]
-    """The sum that a :class:`Clipping` bounds; it keeps the norms of its last pass.
-
-    Attributes:
-        norms: Of each group, shape ``[N]``.
-    """
-
-    savefield = "private_sum"
-
-    def __init__(
-        self, clipping: Clipping, groups: Mapping[Tensor, str], normaliser: Any, scale: float = 1.0
-    ) -> None:
-        """Store how to clip.
-
-        Args:
-            clipping: The bounds.
-            groups: The group of each trained parameter.
-            normaliser: What the loss divides by, see :class:`ClippedSumGrad`.
-            scale: What the loss was multiplied by.
-        """
-        super().__init__(1.0, normaliser=normaliser, scale=scale)
-        self._bounded, self._names = clipping, groups
-        self.norms: dict[str, Tensor] = {}
-
-    def group(self, parameter: Tensor, module: Module | None) -> Hashable:
-        """The name of the group.
-
-        Raises:
-            UsageError: The parameter was not trained when training was made private.
-        """
-        found = self._names.get(parameter)
-        if found is None:
-            raise UsageError(
-                f"A parameter of shape {[*parameter.shape]} takes part in the loss that was not "
-                "trained when make_private(...) was called. Call it after all parameters are set."
-            )
-        return found
-
-    def weights(self, norms: Mapping[Hashable, Tensor]) -> Mapping[Hashable, Tensor]:
-        """See :class:`Clipping`."""
-        self.norms = {str(name): found.detach() for name, found in norms.items()}
-        bounds = self._bounded.bounds
-        return {
-            name: self._bounded.weights(found, bounds[str(name)]) for name, found in norms.items()
-        }
 
 
 def _check_bound(bound: Any, name: str) -> None:

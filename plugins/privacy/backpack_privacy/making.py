@@ -131,7 +131,7 @@ def make_private(
         accountant=counted,
         processes=processes,
         normaliser=normaliser,
-        budget=Budget(target_delta, target_epsilon, steps),
+        budget=Budget(target_delta, steps),
         checks=checks,
         public_buffers=public_buffers,
     )

@@ -42,6 +42,7 @@ class Movement:
         if not self._left:
             return
         self._noise_only -= {n for n, p in self._named.items() if p in sums and sums[p].any()}
+        self._check_unchanged()
         twin = deepcopy(self._optimizer)  # takes no hooks along
         pairs = zip(_parameters(self._optimizer), _parameters(twin), strict=True)
         twins = dict(pairs)
@@ -50,6 +51,16 @@ class Movement:
         twin.step()
         self._before = {n: p.detach().clone() for n, p in self._named.items()}
         self._expected = {n: twins[p].detach() for n, p in self._named.items()}
+
+    def _check_unchanged(self) -> None:
+        """What the last step reached is still there."""
+        for name, reached in self._before.items():
+            if not torch.equal(reached, self._named[name].detach()):
+                raise UsageError(
+                    f"The parameter {name} was changed between two steps. If its old value was put "
+                    "back, or another optimizer takes plain gradients, training is lost or not "
+                    f"private: take that out. {_ALL_WELL}"
+                )
 
     def after(self) -> None:
         """Compare, once the step is taken.
@@ -67,9 +78,11 @@ class Movement:
                 raise UsageError(_otherwise(name, float(moved), float(missed)))
             if moved:
                 self._still.discard(name)
-        self._before, self._expected = {}, {}
+            self._before[name].copy_(parameter.detach())
+        self._expected = {}
         self._left -= 1
         if not self._left:
+            self._before = {}
             self._judge()
 
     def _judge(self) -> None:
@@ -110,8 +123,3 @@ def _otherwise(name: str, moved: float, missed: float) -> str:
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def finite(sums: Mapping[Tensor, Tensor]) -> bool:
-    """Whether all sums are numbers."""
-    return all(bool(torch.isfinite(found).all()) for found in sums.values())

@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from backpack_core import backpack
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_privacy.accounting import Accountant
-from backpack_privacy.clipping import Clipping, PrivateSum, centred_count
-from backpack_privacy.movement import Movement, finite
+from backpack_privacy.clipping import Clipping, centred_count
+from backpack_privacy.movement import Movement
 from backpack_privacy.processes import Processes
 from backpack_privacy.randomness import Source
 from backpack_privacy.refusals import Buffers, check_model, check_optimizer
 from backpack_privacy.sampling import Draw, PrivateLoader, Sampler
+from backpack_privacy.sums import Pass, Sums, Told
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,10 @@ class Budget:
 
     Attributes:
         delta: The probability with which more may leak; ``None`` if it was not said.
-        epsilon: The target; ``None`` if there is none.
-        steps: How many steps the target was planned for.
+        steps: How many steps were planned; ``None`` for any number.
     """
 
     delta: float | None = None
-    epsilon: float | None = None
     steps: int | None = None
 
 
@@ -109,16 +107,15 @@ class Private:
         self._inner, self._sampler, self._source = inner, sampler, source
         self._processes, self._normaliser, self._budget = processes, normaliser, budget
         self._named = check_optimizer(inner, optimizer)
-        self._groups = clipping.bind(self._named)
+        self._sums = Sums(self._named, clipping)
         clipping.noise_multiplier(noise_multiplier)  # raises if the counts spend everything
         self._movement = Movement(optimizer, self._named, checks)
         self._buffers: Buffers | None = Buffers(inner, tuple(public_buffers))
         # Empty draws wait while a prefetched batch is worked on.
         self._drawn, self._empty = deque[Draw](), 0
         self._is_new_epoch = True
-        self._pass: tuple[backpack, PrivateSum, Draw] | None = None
-        self._forwards = 0
-        self._forget()
+        self._pass: Pass | None = None
+        self._told, self._forwards, self._is_filled = Told(), 0, False
         self._handles = [
             inner.register_forward_pre_hook(self._on_forward),
             optimizer.register_step_pre_hook(self._before_step),
@@ -166,23 +163,22 @@ class Private:
         return self._step_with(scaler, scale)
 
     def _step_with(self, scaler: Any, scale: float) -> bool:
-        if finite(self._sums):
+        is_finite = self._sums.is_finite()
+        if is_finite:
             self._fill(scale)
-            scaler.step(self.optimizer)
-        else:
+        else:  # the scaler finds that, and leaves the parameters alone
             for parameter in self._named.values():
                 parameter.grad = torch.full_like(parameter, torch.inf)
-            scaler.step(self.optimizer)  # finds that, and leaves the parameters alone
-            self._finish()
-            scaler.update()
-            return False
+        scaler.step(self.optimizer)
         scaler.update()
-        return True
+        if not is_finite:
+            self._finish()
+        return is_finite
 
     @property
     def is_complete(self) -> bool:
         """Whether all parts of the batch have gone backward, so that a step is due."""
-        return self._is_complete
+        return self._sums.is_complete
 
     def recording(self, scale: float = 1.0, normaliser: float | None = None) -> Private:
         """Set what the next ``with private:`` is told about its loss.
@@ -191,7 +187,7 @@ class Private:
             scale: What the loss is multiplied by besides, see :meth:`step`.
             normaliser: See :meth:`step`.
         """
-        self._told = scale, normaliser
+        self._told = Told(scale, normaliser)
         return self
 
     def __enter__(self) -> Private:
@@ -203,16 +199,8 @@ class Private:
         if self._pass is not None:
             raise UsageError("`with private:` is one backward pass, and cannot be nested.")
         self._check_begin()
-        draw = self._drawn.popleft()
-        scale, normaliser = self._told
-        if normaliser is None:
-            normaliser = len(draw.rows) if self._normaliser == "samples" else self._normaliser
-        extension = PrivateSum(self.clipping, self._groups, normaliser, scale)
-        # The wrapper refuses passes that leave gradients out.
-        gradient: Any = "none" if self.model is self._inner else "shared"
-        block = backpack(extension, gradient=gradient, samples=draw.owners)
-        block.__enter__()
-        self._pass = block, extension, draw
+        self._pass = Pass(self._sums, self.clipping, self._drawn.popleft())
+        self._pass.begin(self._told, self._normaliser, self.model is not self._inner)
         return self
 
     def __exit__(
@@ -227,26 +215,23 @@ class Private:
             UsageError: The pass was not one over the samples of the batch.
         """
         assert self._pass is not None
-        block, extension, draw = self._pass
-        self._pass, self._told = None, _UNTOLD
+        ended, self._pass, self._told = self._pass, None, Told()
         forwards, self._forwards = self._forwards, 0
+        if isinstance(error, UnsupportedError):
+            error.__notes__.append(_NOTE)
+        ended.end(kind, error, traceback)
         try:
-            block.__exit__(kind, error, traceback)
             if kind is None:
-                _check_pass(extension, draw, forwards)
-                self._take(extension, draw)
-        except Exception:
-            self._forget()
+                _check_forwards(forwards)
+                self._check_buffers()
+        except UsageError:
+            self._sums.forget()
             raise
-        finally:
-            for parameter in self._named.values():
-                parameter.grad = None
-                if hasattr(parameter, PrivateSum.savefield):
-                    delattr(parameter, PrivateSum.savefield)
-        if error is not None:
-            self._forget()
-            if isinstance(error, UnsupportedError):
-                error.__notes__.append(_NOTE)
+
+    def _check_buffers(self) -> None:
+        if self._buffers is not None:
+            self._buffers.check()
+            self._buffers = None
 
     def _check_begin(self) -> None:
         if not self._drawn:
@@ -262,11 +247,14 @@ class Private:
                 "after all layers are there, and after freezing."
             )
         self._check_no_gradient()
+        self._check_budget()
+
+    def _check_budget(self) -> None:
         planned = self._budget.steps
         if planned is not None and self.steps >= planned:
             raise UsageError(
-                f"The {planned} steps that were planned for epsilon {self._budget.epsilon:g} are "
-                "taken: a further one would spend more. Plan for more epochs=, or stop here."
+                f"All {planned} steps that were planned are taken, and a further one would spend "
+                "more. Plan for more epochs=, or stop here."
             )
 
     def _check_no_gradient(self) -> None:
@@ -279,19 +267,6 @@ class Private:
                 "optimizer.zero_grad() once."
             )
 
-    def _take(self, extension: PrivateSum, draw: Draw) -> None:
-        """Add the sums and norms of a pass to those of the batch."""
-        if self._buffers is not None:
-            self._buffers.check()
-            self._buffers = None
-        for parameter in self._named.values():
-            found = getattr(parameter, PrivateSum.savefield, None)
-            if found is not None:
-                self._sums[parameter].add_(found)
-        for name, norms in extension.norms.items():
-            self._norms[name].append(norms)
-        self._is_complete, self._is_partial = draw.is_last, not draw.is_last
-
     # What the loader says
 
     def begins(self) -> None:
@@ -299,7 +274,7 @@ class Private:
         self._drawn.clear()
         self._empty = 0
         self._is_new_epoch = True
-        self._forget()
+        self._sums.forget()
 
     def draws(self, draw: Draw) -> None:
         """A batch, or a part of one, is about to be shown.
@@ -310,7 +285,7 @@ class Private:
         Raises:
             UsageError: The batch before was not used.
         """
-        if self._is_complete:
+        if self._sums.is_complete:
             raise UsageError(
                 "The sums of the last batch are complete, and no step was taken. Call "
                 "optimizer.step() after `with private:`, or use private.step(loss)."
@@ -323,18 +298,16 @@ class Private:
             )
         if draw.rows:
             self._drawn.append(draw)
-        elif self._drawn or self._is_partial:
+        elif self._drawn or self._sums.is_partial:
             self._empty += 1  # after the step that is due first
         else:
             self._step_without_samples()
 
     def _step_without_samples(self) -> None:
         """A step of noise, as for every batch, with no sample in this process."""
-        planned = self._budget.steps
-        if planned is not None and self.steps >= planned:
-            self._check_begin()
+        self._check_budget()
         self._check_no_gradient()
-        self._is_complete = True
+        self._sums.is_complete = True
         self.optimizer.step()
 
     # The step of the optimizer
@@ -353,19 +326,18 @@ class Private:
             )
         if not self._is_filled:
             self._check_no_gradient()
-            if not self._is_complete:
+            if not self._sums.is_complete:
                 raise UsageError(
                     "optimizer.step() has no private sum of a whole batch to step on. Go backward "
                     "in `with private:`, or call private.step(loss), and step where "
                     "private.is_complete."
                 )
             self._fill()
-        self._movement.before(self._sums)
+        self._movement.before(self._sums.totals)
 
     def _fill(self, scale: float = 1.0) -> None:
         """``.grad``: the sum over processes, with noise, divided by the expected number."""
-        sums = [*self._sums.values()]
-        if not finite(self._sums):
+        if not self._sums.is_finite():
             raise UsageError(
                 "The gradient of a sample is not a number, so that the sum cannot be private. Look "
                 "for inputs that are not finite, and use bfloat16 or float32 in the place of "
@@ -374,12 +346,12 @@ class Private:
         deviation = (
             self.clipping.noise_multiplier(self.noise_multiplier) * self.clipping.sensitivity
         )
-        noisy = [total.clone() for total in sums]
+        noisy = [total.clone() for total in self._sums.totals.values()]
         if self._processes.rank == 0 and deviation:
             for total in noisy:
                 total.add_(self._source.normal(total), alpha=deviation)
         self._processes.add_up(noisy)
-        for parameter, total in zip(self._sums, noisy, strict=True):
+        for parameter, total in zip(self._named.values(), noisy, strict=True):
             parameter.grad = (total * (scale / self._sampler.expected)).to(parameter.dtype)
         self._is_filled = True
 
@@ -394,20 +366,16 @@ class Private:
     def _finish(self) -> None:
         for parameter in self._named.values():
             parameter.grad = None
-        empty = next(iter(self._sums)).new_empty(0)
-        norms = {name: torch.cat([empty, *known]) for name, known in self._norms.items()}
-        bounds = dict(self.clipping.bounds)
-        clipped = {
-            n: float((norms[n] > c).double().mean()) if len(norms[n]) else 0.0
-            for n, c in bounds.items()
-        }
-        self.records.append(Record(norms, bounds, clipped))
+        norms, bounds = self._sums.norms, dict(self.clipping.bounds)
+        clipped = {name: float((norms[name] > bound).sum()) for name, bound in bounds.items()}
+        shares = {name: count / max(1, len(norms[name])) for name, count in clipped.items()}
+        self.records.append(Record(norms, bounds, shares))
         self._adapt(norms)
         self.steps += 1
         if self._sampler.rate is not None or self._is_new_epoch:
             self.accountant.add(self.noise_multiplier, self._sampler.rate)
-        self._is_new_epoch = False
-        self._forget()
+        self._is_new_epoch = self._is_filled = False
+        self._sums.forget()
 
     def _adapt(self, norms: dict[str, Tensor]) -> None:
         """Tell the clipping which share of the samples was within the bounds, with noise."""
@@ -418,21 +386,10 @@ class Private:
         if self._processes.rank == 0 and self.noise_multiplier:
             noise = self._source.normal(noise) * self.clipping.count_noise
         noisy = torch.tensor([*counts.values()], dtype=torch.float64) + noise
-        device = next(iter(self._sums)).device
-        noisy = noisy.to(device)
+        noisy = noisy.to(next(iter(self._named.values())).device)
         self._processes.add_up([noisy])
         shares = (noisy / self._sampler.expected + 0.5).tolist()
         self.clipping.after(dict(zip(counts, shares, strict=True)))
-
-    def _forget(self) -> None:
-        """Begin a batch anew."""
-        self._sums: dict[Tensor, Tensor] = {
-            p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
-            for p in self._named.values()
-        }
-        self._norms: dict[str, list[Tensor]] = {name: [] for name in self.clipping.bounds}
-        self._is_complete = self._is_partial = self._is_filled = False
-        self._told = _UNTOLD
 
     # What it has cost
 
@@ -494,26 +451,17 @@ class Private:
         )
 
 
-_UNTOLD: tuple[float, float | None] = (1.0, None)
 _NOTE = (
     "Nothing was released: no step was taken. If it names a term beside the loss, such as a "
     "penalty on weights, use the optimizer's weight_decay instead, which needs no privacy."
 )
 
 
-def _check_pass(extension: PrivateSum, draw: Draw, forwards: int) -> None:
-    """Raise unless one forward pass over the rows of the draw went backward once."""
+def _check_forwards(forwards: int) -> None:
+    """Raise unless one forward pass went backward."""
     if forwards > 1:
         raise UsageError(
             f"The model ran {forwards} times in train mode before this backward pass, and the "
             "first samples of all runs would count as one. Give it one batch with everything; for "
             "a look at other data use torch.no_grad(), or model.eval()."
-        )
-    counts = {len(norms) for norms in extension.norms.values()}
-    if counts != {draw.units}:
-        found = ", ".join(map(str, sorted(counts))) or "none"
-        raise UsageError(
-            f"{draw.units} samples were drawn, and {found} took part in the backward pass. Give "
-            "the model the whole batch as it is: samples that are left out, repeated or put "
-            "together are not those that the accounting supposes."
         )
