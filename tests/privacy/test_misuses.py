@@ -24,7 +24,7 @@ def private(model: Any = None, lossfunc: Any = None, optimizer: Any = None, **op
     lossfunc = nn.CrossEntropyLoss() if lossfunc is None else lossfunc
     if optimizer is None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = options.pop("loader", None) or loader_of(DATA)
+    loader = options.pop("loader") if "loader" in options else loader_of(DATA)
     settings: dict[str, Any] = {"noise_multiplier": 1.0, "max_norm": 1.0, **options}
     return make_private(model, lossfunc, optimizer, loader, **settings)
 
