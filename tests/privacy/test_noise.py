@@ -116,7 +116,8 @@ def test_poisson_batches() -> None:
 def test_ranks_share_a_poisson_batch(world: int) -> None:
     whole = [*Poisson(20, 4.0).epoch(Seeded(1))]
     parts = [[*Poisson(20, 4.0, rank, world).epoch(Seeded(1))] for rank in range(world)]
-    assert [sorted(unit for part in step for unit in part) for step in zip(*parts, strict=True)] == whole
+    steps = [sorted(unit for part in step for unit in part) for step in zip(*parts, strict=True)]
+    assert steps == whole
 
 
 def test_shuffled_batches_have_everybody_once() -> None:

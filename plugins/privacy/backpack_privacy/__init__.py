@@ -3,8 +3,9 @@
 from backpack_privacy.accounting import Accountant, Spent
 from backpack_privacy.clipping import AdaptiveClipping, Clipping
 from backpack_privacy.making import make_private
-from backpack_privacy.private import Private, Record
+from backpack_privacy.private import Private
 from backpack_privacy.refusals import replace_batch_norm
+from backpack_privacy.release import Record
 from backpack_privacy.sampling import PrivateLoader
 
 __all__ = [

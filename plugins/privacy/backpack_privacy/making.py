@@ -15,10 +15,11 @@ from backpack_core import extend
 from backpack_core.errors import UsageError
 from backpack_privacy.accounting import Accountant, Kind, check_delta
 from backpack_privacy.clipping import Clipping
-from backpack_privacy.private import Budget, Private
+from backpack_privacy.private import Private
 from backpack_privacy.processes import Processes, alone, check_shards
 from backpack_privacy.randomness import source
 from backpack_privacy.refusals import check_loss, check_model, check_optimizer
+from backpack_privacy.release import Budget, Release
 from backpack_privacy.sampling import (
     SAMPLERS,
     PrivateLoader,
@@ -124,12 +125,14 @@ def make_private(
         lossfunc,
         optimizer,
         inner=inner,
-        clipping=_clipping(max_norm, clipping),
-        noise_multiplier=float(noise_multiplier),
-        sampler=sampler,
-        source=random,
-        accountant=counted,
-        processes=processes,
+        release=Release(
+            _clipping(max_norm, clipping),
+            float(noise_multiplier),
+            sampler,
+            random,
+            counted,
+            processes,
+        ),
         normaliser=normaliser,
         budget=Budget(target_delta, steps),
         checks=checks,

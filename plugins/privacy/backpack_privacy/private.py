@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -14,42 +13,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from backpack_core.errors import UnsupportedError, UsageError
-from backpack_privacy.accounting import Accountant
-from backpack_privacy.clipping import Clipping, centred_count
 from backpack_privacy.movement import Movement
-from backpack_privacy.processes import Processes
-from backpack_privacy.randomness import Source
 from backpack_privacy.refusals import Buffers, check_model, check_optimizer
-from backpack_privacy.sampling import Draw, PrivateLoader, Sampler
+from backpack_privacy.release import Budget, Release
+from backpack_privacy.sampling import Draw, PrivateLoader
 from backpack_privacy.sums import Pass, Sums, Told
-
-
-@dataclass(frozen=True)
-class Record:
-    """What clipping did in one step, in this process. It is not private: do not publish it.
-
-    Attributes:
-        norms: Of the gradients of the samples' own losses, for each group; shape ``[N]``.
-        bounds: The bounds.
-        clipped: Which share of the samples was beyond the bound.
-    """
-
-    norms: dict[str, Tensor]
-    bounds: dict[str, float]
-    clipped: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Budget:
-    """What may be spent.
-
-    Attributes:
-        delta: The probability with which more may leak; ``None`` if it was not said.
-        steps: How many steps were planned; ``None`` for any number.
-    """
-
-    delta: float | None = None
-    steps: int | None = None
 
 
 class Private:
@@ -73,7 +41,6 @@ class Private:
         noise_multiplier: Standard deviation of the noise, relative to the sensitivity.
         accountant: What was spent.
         records: What clipping did in the last thousand steps, a :class:`Record` each.
-        steps: How many were taken.
         ahead: How many batches may wait for their backward pass. Set it to 1 for loops that ask
             for a batch before they work on the last one.
     """
@@ -89,12 +56,7 @@ class Private:
         optimizer: Optimizer,
         *,
         inner: Module,
-        clipping: Clipping,
-        noise_multiplier: float,
-        sampler: Sampler,
-        source: Source,
-        accountant: Accountant,
-        processes: Processes,
+        release: Release,
         normaliser: Any,
         budget: Budget,
         checks: int,
@@ -102,18 +64,17 @@ class Private:
     ) -> None:
         """Install the hooks; :func:`make_private` has checked the arguments."""
         self.model, self.lossfunc, self.optimizer = model, lossfunc, optimizer
-        self.clipping, self.noise_multiplier = clipping, noise_multiplier
-        self.accountant, self.records, self.steps = accountant, deque[Record](maxlen=1000), 0
-        self._inner, self._sampler, self._source = inner, sampler, source
-        self._processes, self._normaliser, self._budget = processes, normaliser, budget
+        self.clipping, self.noise_multiplier = release.clipping, release.noise_multiplier
+        self.accountant, self.records = release.accountant, release.records
+        self._inner, self._release = inner, release
+        self._normaliser, self._budget = normaliser, budget
         self._named = check_optimizer(inner, optimizer)
-        self._sums = Sums(self._named, clipping)
-        clipping.noise_multiplier(noise_multiplier)  # raises if the counts spend everything
+        self._sums = Sums(self._named, self.clipping)
+        release.check()
         self._movement = Movement(optimizer, self._named, checks)
         self._buffers: Buffers | None = Buffers(inner, tuple(public_buffers))
         # Empty draws wait while a prefetched batch is worked on.
         self._drawn, self._empty = deque[Draw](), 0
-        self._is_new_epoch = True
         self._pass: Pass | None = None
         self._told, self._forwards, self._is_filled = Told(), 0, False
         self._handles = [
@@ -163,17 +124,14 @@ class Private:
         return self._step_with(scaler, scale)
 
     def _step_with(self, scaler: Any, scale: float) -> bool:
-        is_finite = self._sums.is_finite()
-        if is_finite:
-            self._fill(scale)
-        else:  # the scaler finds that, and leaves the parameters alone
-            for parameter in self._named.values():
-                parameter.grad = torch.full_like(parameter, torch.inf)
-        scaler.step(self.optimizer)
+        before = self.steps
+        self._fill(scale, is_looked_at=True)
+        scaler.step(self.optimizer)  # leaves the parameters alone if there is an infinite number
         scaler.update()
-        if not is_finite:
-            self._finish()
-        return is_finite
+        if self.steps > before:
+            return True
+        self._finish()
+        return False
 
     @property
     def is_complete(self) -> bool:
@@ -273,7 +231,7 @@ class Private:
         """An epoch begins; what was left of the last one is forgotten."""
         self._drawn.clear()
         self._empty = 0
-        self._is_new_epoch = True
+        self._release.begins()
         self._sums.forget()
 
     def draws(self, draw: Draw) -> None:
@@ -335,24 +293,22 @@ class Private:
             self._fill()
         self._movement.before(self._sums.totals)
 
-    def _fill(self, scale: float = 1.0) -> None:
-        """``.grad``: the sum over processes, with noise, divided by the expected number."""
-        if not self._sums.is_finite():
+    def _fill(self, scale: float = 1.0, is_looked_at: bool = False) -> None:
+        """``.grad`` is the private gradient.
+
+        Args:
+            scale: What it is multiplied by.
+            is_looked_at: Whether a scaler looks for numbers that are not finite.
+        """
+        gradients = self._release.gradients(self._sums)
+        if not is_looked_at and not all(bool(torch.isfinite(g).all()) for g in gradients):
             raise UsageError(
                 "The gradient of a sample is not a number, so that the sum cannot be private. Look "
                 "for inputs that are not finite, and use bfloat16 or float32 in the place of "
                 "float16 (or a scaler, private.step(loss, scaler=scaler))."
             )
-        deviation = (
-            self.clipping.noise_multiplier(self.noise_multiplier) * self.clipping.sensitivity
-        )
-        noisy = [total.clone() for total in self._sums.totals.values()]
-        if self._processes.rank == 0 and deviation:
-            for total in noisy:
-                total.add_(self._source.normal(total), alpha=deviation)
-        self._processes.add_up(noisy)
-        for parameter, total in zip(self._named.values(), noisy, strict=True):
-            parameter.grad = (total * (scale / self._sampler.expected)).to(parameter.dtype)
+        for parameter, gradient in zip(self._named.values(), gradients, strict=True):
+            parameter.grad = gradient.mul_(scale).to(parameter.dtype)
         self._is_filled = True
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -366,32 +322,16 @@ class Private:
     def _finish(self) -> None:
         for parameter in self._named.values():
             parameter.grad = None
-        norms, bounds = self._sums.norms, dict(self.clipping.bounds)
-        clipped = {name: float((norms[name] > bound).sum()) for name, bound in bounds.items()}
-        shares = {name: count / max(1, len(norms[name])) for name, count in clipped.items()}
-        self.records.append(Record(norms, bounds, shares))
-        self._adapt(norms)
-        self.steps += 1
-        if self._sampler.rate is not None or self._is_new_epoch:
-            self.accountant.add(self.noise_multiplier, self._sampler.rate)
-        self._is_new_epoch = self._is_filled = False
+        self._release.finish(self._sums)
+        self._is_filled = False
         self._sums.forget()
 
-    def _adapt(self, norms: dict[str, Tensor]) -> None:
-        """Tell the clipping which share of the samples was within the bounds, with noise."""
-        if self.clipping.count_noise is None:
-            return
-        counts = {n: centred_count(norms[n], c) for n, c in self.clipping.bounds.items()}
-        noise = torch.zeros(len(counts), dtype=torch.float64)
-        if self._processes.rank == 0 and self.noise_multiplier:
-            noise = self._source.normal(noise) * self.clipping.count_noise
-        noisy = torch.tensor([*counts.values()], dtype=torch.float64) + noise
-        noisy = noisy.to(next(iter(self._named.values())).device)
-        self._processes.add_up([noisy])
-        shares = (noisy / self._sampler.expected + 0.5).tolist()
-        self.clipping.after(dict(zip(counts, shares, strict=True)))
-
     # What it has cost
+
+    @property
+    def steps(self) -> int:
+        """How many steps were taken."""
+        return self._release.steps
 
     def epsilon(self, delta: float | None = None) -> float:
         """What all steps so far have spent.
@@ -409,12 +349,7 @@ class Private:
 
     def state_dict(self) -> dict[str, Any]:
         """What goes into a checkpoint, beside those of model and optimizer."""
-        return {
-            "spent": self.accountant.state_dict(),
-            "bounds": self.clipping.state_dict(),
-            "source": self._source.state_dict(),
-            "steps": self.steps,
-        }
+        return self._release.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a checkpoint.
@@ -425,16 +360,7 @@ class Private:
         Raises:
             UsageError: It is from something else.
         """
-        missing = {"spent", "bounds", "source", "steps"} - {*state}
-        if missing:
-            raise UsageError(
-                f"The state lacks {', '.join(sorted(missing))}: give what private.state_dict() "
-                "returned. Without it, what was spent before would be forgotten."
-            )
-        self.clipping.load_state_dict(state["bounds"])
-        self.accountant.load_state_dict(state["spent"])
-        self._source.load_state_dict(state["source"])
-        self.steps = state["steps"]
+        self._release.load_state_dict(state)
 
     def close(self) -> None:
         """Take the hooks out: from now on the optimizer takes plain gradients."""
@@ -443,12 +369,7 @@ class Private:
 
     def __repr__(self) -> str:
         """What was set, and how far it is."""
-        spent = sum(step.count for step in self.accountant.spent)
-        return (
-            f"<Private: noise {self.noise_multiplier:g}, sensitivity "
-            f"{self.clipping.sensitivity:g}, {self._sampler.expected:g} of {self._sampler.units} "
-            f"expected in a batch, {self.steps} steps taken, {spent} counted>"
-        )
+        return f"<Private: {self._release}>"
 
 
 _NOTE = (

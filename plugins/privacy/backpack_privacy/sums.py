@@ -91,10 +91,6 @@ class Sums:
             self.norms[name] = torch.cat([self.norms[name].to(norms), norms])
         self.is_complete, self.is_partial = draw.is_last, not draw.is_last
 
-    def is_finite(self) -> bool:
-        """Whether all sums are numbers."""
-        return all(bool(torch.isfinite(total).all()) for total in self.totals.values())
-
     def group_of(self, parameter: Tensor, module: Module | None) -> str:
         """The group of a parameter.
 
