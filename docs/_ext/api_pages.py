@@ -86,6 +86,12 @@ PAGES = (
         ("backpack_capture",),
     ),
     Page(
+        "privacy",
+        "backpack_privacy",
+        "Differentially private training. [Private training](../private.md) shows how.",
+        ("backpack_privacy",),
+    ),
+    Page(
         "transformers",
         "backpack_transformers",
         "Rules for models of the transformers package.",

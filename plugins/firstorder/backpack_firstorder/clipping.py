@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 from typing import ClassVar, Literal, TypeAlias, get_args
@@ -45,6 +45,10 @@ from backpack_products.product import DenseProduct
 from backpack_products.tuning import READ, WRITE
 
 Clipping: TypeAlias = Literal["flat", "per_layer"]
+# Of a parameter, and the module whose rule reads it: the same for all that are clipped together.
+GroupOf: TypeAlias = Callable[[Tensor, Module | None], Hashable]
+# Of the norms of each group, ``[N]``: the factors of the samples' gradients, ``[N]``.
+WeightsOf: TypeAlias = Callable[[Mapping[Hashable, Tensor]], Mapping[Hashable, Tensor]]
 
 # Parameters with at most this many entries are handled together: one kernel for all their norms.
 _SMALL = 2**12
@@ -143,18 +147,20 @@ class ClippedSumGrad(FirstOrderExtension):
     def __init__(
         self,
         max_norm: float,
-        clipping: Clipping = "flat",
+        clipping: Clipping | GroupOf = "flat",
         subsampling: Sequence[int] | None = None,
         savefield: str | None = None,
         fail_mode: FailMode = "autodiff",
         scale: float = 1.0,
         normaliser: Told = "loss",
+        weights: WeightsOf | None = None,
     ) -> None:
         """Store the settings.
 
         Args:
             max_norm: The bound ``C`` on ``‖∇ℓ_n‖``.
-            clipping: Over what norms are taken, see the class.
+            clipping: Over what norms are taken, see the class. A function of a parameter and the
+                module that it counts with returns the same for all that are clipped together.
             subsampling: Indices of the samples to take; default: all.
             savefield: Name of the attribute on parameters; default: the class's.
             fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
@@ -162,6 +168,9 @@ class ClippedSumGrad(FirstOrderExtension):
                 bound and the value are those of the loss without it.
             normaliser: What the loss divides by, ``W``: the number of samples for a mean over them,
                 ``None`` for a sum; default: what the extended losses say.
+            weights: What gradients are multiplied by, in the place of ``min(1, C / ‖g_n‖)``: a
+                function of the norms ``‖g_n‖`` of each group, by what ``clipping`` returned for it
+                (with ``"flat"``, ``None``), that returns the weights; shape ``[N]`` each.
 
         Raises:
             UsageError: The bound, the scale or the normaliser is not positive, or the kind of
@@ -169,15 +178,21 @@ class ClippedSumGrad(FirstOrderExtension):
         """
         if not is_number(max_norm) or not max_norm > 0:
             raise UsageError(f"max_norm must be a positive number. Got {max_norm!r}.")
-        if clipping not in get_args(Clipping):
-            raise UsageError(f"clipping must be one of {get_args(Clipping)}. Got {clipping!r}.")
+        if not callable(clipping) and clipping not in get_args(Clipping):
+            raise UsageError(
+                f"clipping must be one of {get_args(Clipping)}, or a function of a parameter and "
+                f"its module. Got {clipping!r}."
+            )
+        if weights is not None and not callable(weights):
+            raise UsageError(f"weights must be a function of the norms. Got {weights!r}.")
         if not is_number(scale) or not 0 < scale < inf:
             raise UsageError(f"scale must be a positive and finite number. Got {scale!r}.")
         super().__init__(subsampling, savefield, fail_mode)
         self.max_norm = max_norm
         self.normaliser = check_normaliser(normaliser)
         self.scale = scale
-        self.clipping: Clipping = clipping
+        self.clipping: Clipping | GroupOf = clipping
+        self.weights = weights
 
     def read(self, product: SampleProduct) -> Handle:
         """The norms, and the product that the sum will weight."""
@@ -222,41 +237,56 @@ class ClippedSumGrad(FirstOrderExtension):
         """
         is_measured = all(handle.is_measured for handle in values.values())
         factor = factor_of(self.scale, self.normaliser, normalisers, is_measured)
-        groups: dict[Module | None, dict[Tensor, Handle]] = {}
+        groups: dict[Hashable, dict[Tensor, Handle]] = {}
         for parameter, handle in values.items():
-            key = None if self.clipping == "flat" else handle.module
+            key = self._group(parameter, handle.module)
             groups.setdefault(key, {})[parameter] = handle
+        tables = {key: _table(handles) for key, handles in groups.items()}
+        norms = {key: _norms(groups[key], table) / factor for key, table in tables.items()}
+        weights = (self.weights or self._clip)(norms)
         found: dict[Tensor, Tensor] = {}
-        for handles in groups.values():
-            found.update(self._sums(handles, factor))
+        for key, handles in groups.items():
+            found.update(_sums(handles, tables[key], weights[key] / factor))
         return {parameter: found[parameter].to(parameter.dtype) for parameter in values}
 
-    def _sums(
-        self, handles: Mapping[Tensor, Handle], factor: float | Tensor
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """The weighted sums of parameters that are clipped together."""
-        small = [parameter for parameter, handle in handles.items() if handle.norms is None]
-        table = torch.cat([_rows(handles[p].product) for p in small], 1) if small else None
-        weights = self._weights([*handles.values()], table, factor)
-        for parameter, handle in handles.items():
-            if handle.norms is not None:  # a weight may underflow in half precision
-                some = weights.to(handle.product.like.dtype)[None, None]
-                yield parameter, weighted_sum(handle.product, some).squeeze(0)
-        if table is not None:
-            total = weights.to(table.dtype) @ table
-            parts = total.split([parameter.numel() for parameter in small])
-            for parameter, part in zip(small, parts, strict=True):
-                yield parameter, part.view(parameter.shape).clone()
+    def _group(self, parameter: Tensor, module: Module | None) -> Hashable:
+        """What is the same for all parameters that are clipped together."""
+        if callable(self.clipping):
+            return self.clipping(parameter, module)
+        return None if self.clipping == "flat" else module
 
-    def _weights(
-        self, handles: Sequence[Handle], table: Tensor | None, factor: float | Tensor
-    ) -> Tensor:
-        """``min(1, C / ‖g_n‖) / factor``, where ``g_n`` is without the factor. Shape ``[N]``."""
-        known = [handle.norms for handle in handles if handle.norms is not None]
-        known += [] if table is None else [vector_norm(table, 1)]
-        quotients = stacked(known).total(0).dividing(self.max_norm * factor)
-        # A gradient of zero has weight one.
-        return quotients.clamp(max=1.0) / factor
+    def _clip(self, norms: Mapping[Hashable, Tensor]) -> Mapping[Hashable, Tensor]:
+        """The usual weights, ``min(1, C / ‖g_n‖)``. A gradient of zero has weight one."""
+        return {key: (self.max_norm / norm).clamp(max=1.0) for key, norm in norms.items()}
+
+
+def _sums(
+    handles: Mapping[Tensor, Handle], table: Tensor | None, weights: Tensor
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The weighted sums of parameters that are clipped together."""
+    for parameter, handle in handles.items():
+        if handle.norms is not None:  # a weight may underflow in half precision
+            some = weights.to(handle.product.like.dtype)[None, None]
+            yield parameter, weighted_sum(handle.product, some).squeeze(0)
+    if table is not None:
+        small = [parameter for parameter, handle in handles.items() if handle.norms is None]
+        total = weights.to(table.dtype) @ table
+        parts = total.split([parameter.numel() for parameter in small])
+        for parameter, part in zip(small, parts, strict=True):
+            yield parameter, part.view(parameter.shape).clone()
+
+
+def _table(handles: Mapping[Tensor, Handle]) -> Tensor | None:
+    """The individual gradients of all small parameters side by side, ``[N, P]``."""
+    small = [handle.product for handle in handles.values() if handle.norms is None]
+    return torch.cat([_rows(product) for product in small], 1) if small else None
+
+
+def _norms(handles: Mapping[Tensor, Handle], table: Tensor | None) -> Tensor:
+    """Of parameters that are clipped together, with the factor. Shape ``[N]``."""
+    known = [handle.norms for handle in handles.values() if handle.norms is not None]
+    known += [] if table is None else [vector_norm(table, 1)]
+    return stacked(known).total(0).value()
 
 
 def _rows(product: SampleProduct) -> Tensor:

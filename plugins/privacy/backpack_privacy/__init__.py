@@ -1,1 +1,21 @@
 """Differentially private training with individual gradients."""
+
+from backpack_privacy.accounting import Accountant, Spent
+from backpack_privacy.clipping import AdaptiveClipping, Clipping
+from backpack_privacy.making import make_private
+from backpack_privacy.private import Private
+from backpack_privacy.refusals import replace_batch_norm
+from backpack_privacy.release import Record
+from backpack_privacy.sampling import PrivateLoader
+
+__all__ = [
+    "Accountant",
+    "AdaptiveClipping",
+    "Clipping",
+    "Private",
+    "PrivateLoader",
+    "Record",
+    "Spent",
+    "make_private",
+    "replace_batch_norm",
+]

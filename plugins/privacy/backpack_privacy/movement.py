@@ -1,0 +1,125 @@
+"""Whether parameters move as the private gradients say, in the first steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from backpack_core.errors import UsageError
+
+# Of a step, relative: the optimizer's copy computes the same, up to the order of sums.
+_TOLERANCE = 1e-2
+
+
+class Movement:
+    """Compares each step with that of a copy of the optimizer on a copy of the parameters."""
+
+    def __init__(self, optimizer: Optimizer, named: Mapping[str, Tensor], steps: int) -> None:
+        """Store what is watched.
+
+        Args:
+            optimizer: The user's.
+            named: The trained parameters.
+            steps: In how many steps.
+        """
+        self._optimizer, self._named = optimizer, named
+        self._left = self._steps = steps
+        self._still = set(named)  # have not moved so far
+        self._noise_only = set(named)  # no sample's gradient has reached them so far
+        self._before: dict[str, Tensor] = {}
+        self._expected: dict[str, Tensor] = {}
+
+    def before(self, sums: Mapping[Tensor, Tensor]) -> None:
+        """Predict a step: the gradients are there, and the parameters are not changed yet.
+
+        Args:
+            sums: The clipped sums, without noise.
+        """
+        if not self._left:
+            return
+        self._noise_only -= {n for n, p in self._named.items() if p in sums and sums[p].any()}
+        self._check_unchanged()
+        twin = deepcopy(self._optimizer)  # takes no hooks along
+        pairs = zip(_parameters(self._optimizer), _parameters(twin), strict=True)
+        twins = dict(pairs)
+        for parameter, copy in twins.items():
+            copy.grad = None if parameter.grad is None else parameter.grad.clone()
+        twin.step()
+        self._before = {n: p.detach().clone() for n, p in self._named.items()}
+        self._expected = {n: twins[p].detach() for n, p in self._named.items()}
+
+    def _check_unchanged(self) -> None:
+        """What the last step reached is still there."""
+        for name, reached in self._before.items():
+            if not torch.equal(reached, self._named[name].detach()):
+                raise UsageError(
+                    f"The parameter {name} was changed between two steps. If its old value was put "
+                    "back, or another optimizer takes plain gradients, training is lost or not "
+                    f"private: take that out. {_ALL_WELL}"
+                )
+
+    def after(self) -> None:
+        """Compare, once the step is taken.
+
+        Raises:
+            UsageError: A parameter moved otherwise, or not at all, or by noise alone.
+        """
+        if not self._left:
+            return
+        for name, parameter in self._named.items():
+            before, expected = self._before[name], self._expected[name]
+            moved = (parameter.detach() - before).double().norm()
+            missed = (parameter.detach() - expected).double().norm()
+            if not missed <= _TOLERANCE * (expected - before).double().norm():
+                raise UsageError(_otherwise(name, float(moved), float(missed)))
+            if moved:
+                self._still.discard(name)
+            self._before[name].copy_(parameter.detach())
+        self._expected = {}
+        self._left -= 1
+        if not self._left:
+            self._before = {}
+            self._judge()
+
+    def _judge(self) -> None:
+        if self._still:
+            name = min(self._still)
+            dtype = str(self._named[name].dtype).removeprefix("torch.")
+            raise UsageError(
+                f"The parameter {name} has not moved in {self._steps} steps. Its learning rate is "
+                f"zero, or its steps are smaller than what {dtype} can tell apart: raise the "
+                f"learning rate, keep parameters in float32, or freeze it. {_ALL_WELL}"
+            )
+        if self._noise_only:
+            name = min(self._noise_only)
+            raise UsageError(
+                f"The parameter {name} has received noise alone in {self._steps} steps: no "
+                "sample's loss depends on it. Is the layer used in forward(), is the adapter "
+                f"switched on, is its input zero? If so on purpose, freeze it. {_ALL_WELL}"
+            )
+
+
+_ALL_WELL = "(make_private(..., checks=0) looks at none of this.)"
+
+
+def _otherwise(name: str, moved: float, missed: float) -> str:
+    if not moved:
+        return (
+            f"The parameter {name} did not move, and its private gradient says that it should. "
+            "Something put its old value back, or the optimizer's step was replaced. Take that "
+            f"out. {_ALL_WELL}"
+        )
+    return (
+        f"The parameter {name} moved otherwise than its private gradient says: by {moved:.3g}, "
+        f"which misses the optimizer's step by {missed:.3g}. Something else changes it, with "
+        "gradients that have no noise perhaps: a second optimizer, a hook, a callback. Take that "
+        f"out. {_ALL_WELL}"
+    )
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]

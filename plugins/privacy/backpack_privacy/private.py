@@ -1,0 +1,388 @@
+"""Private training: the user's model, loss and optimizer, with clipped sums and noise."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from backpack_core.errors import UnsupportedError, UsageError
+from backpack_privacy.movement import Movement
+from backpack_privacy.refusals import Buffers, check_model, check_optimizer
+from backpack_privacy.release import Budget, Release
+from backpack_privacy.sampling import Draw, PrivateLoader
+from backpack_privacy.sums import Pass, Sums, Told
+
+
+class Private:
+    """Made by :func:`make_private`. Model, loss function and optimizer stay the user's objects.
+
+    Two loops are equal:
+
+        >>> for inputs, targets in private.loader:
+        ...     private.step(lossfunc(model(inputs), targets))
+
+        >>> for inputs, targets in private.loader:
+        ...     with private:  # one backward pass
+        ...         lossfunc(model(inputs), targets).backward()
+        ...     if private.is_complete:  # always so, unless batches are shown in parts
+        ...         optimizer.step()
+
+    Attributes:
+        model, lossfunc, optimizer: The user's.
+        loader: The batches; see :class:`~backpack_privacy.PrivateLoader`.
+        clipping: The bounds.
+        noise_multiplier: Standard deviation of the noise, relative to the sensitivity.
+        accountant: What was spent.
+        records: What clipping did in the last thousand steps, a :class:`Record` each.
+        ahead: How many batches may wait for their backward pass. Set it to 1 for loops that ask
+            for a batch before they work on the last one.
+    """
+
+    ahead = 0
+
+    loader: PrivateLoader
+
+    def __init__(
+        self,
+        model: Module,
+        lossfunc: Callable[..., Tensor],
+        optimizer: Optimizer,
+        *,
+        inner: Module,
+        release: Release,
+        normaliser: Any,
+        budget: Budget,
+        checks: int,
+        public_buffers: Sequence[str],
+    ) -> None:
+        """Install the hooks; :func:`make_private` has checked the arguments."""
+        self.model, self.lossfunc, self.optimizer = model, lossfunc, optimizer
+        self.clipping, self.noise_multiplier = release.clipping, release.noise_multiplier
+        self.accountant, self.records = release.accountant, release.records
+        self._inner, self._release = inner, release
+        self._normaliser, self._budget = normaliser, budget
+        self._named = check_optimizer(inner, optimizer)
+        self._sums = Sums(self._named, self.clipping)
+        release.check()
+        self._movement = Movement(optimizer, self._named, checks)
+        self._buffers: Buffers | None = Buffers(inner, tuple(public_buffers))
+        # Empty draws wait while a prefetched batch is worked on.
+        self._drawn, self._empty = deque[Draw](), 0
+        self._pass: Pass | None = None
+        self._told, self._forwards, self._is_filled = Told(), 0, False
+        self._handles = [
+            inner.register_forward_pre_hook(self._on_forward),
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    # The loops
+
+    def step(
+        self,
+        loss: Tensor,
+        *,
+        scaler: Any = None,
+        backward: Callable[[Tensor], Any] | None = None,
+        normaliser: float | None = None,
+    ) -> bool:
+        """One backward pass; and if the batch is complete, noise and a step of the optimizer.
+
+        Args:
+            loss: Of the batch that the loader showed last.
+            scaler: A ``torch.amp.GradScaler``: the loss is multiplied by its scale, and clipped
+                sums are those without. A step whose sums overflow is skipped and counted, which
+                shows in the accountant as a step; prefer bfloat16, which needs none.
+            backward: What to call instead of ``loss.backward()``, such as ``accelerator.backward``.
+                It scales the loss itself, if there is a scaler.
+            normaliser: What this loss divides by, if that differs from batch to batch.
+
+        Returns:
+            Whether the optimizer took a step.
+
+        Raises:
+            UsageError: The loop or the loss cannot be private; the message says what to do.
+        """
+        scale = 1.0 if scaler is None else scaler.get_scale()
+        with self.recording(scale, normaliser):
+            if backward is not None:
+                backward(loss)
+            else:
+                (loss if scaler is None else scaler.scale(loss)).backward()
+        if not self.is_complete:
+            return False
+        if scaler is None:
+            self.optimizer.step()
+            return True
+        return self._step_with(scaler, scale)
+
+    def _step_with(self, scaler: Any, scale: float) -> bool:
+        before = self.steps
+        self._fill(scale, is_looked_at=True)
+        scaler.step(self.optimizer)  # leaves the parameters alone if there is an infinite number
+        scaler.update()
+        if self.steps > before:
+            return True
+        self._finish()
+        return False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all parts of the batch have gone backward, so that a step is due."""
+        return self._sums.is_complete
+
+    def recording(self, scale: float = 1.0, normaliser: float | None = None) -> Private:
+        """Set what the next ``with private:`` is told about its loss.
+
+        Args:
+            scale: What the loss is multiplied by besides, see :meth:`step`.
+            normaliser: See :meth:`step`.
+        """
+        self._told = Told(scale, normaliser)
+        return self
+
+    def __enter__(self) -> Private:
+        """Begin a backward pass over the batch that was drawn last.
+
+        Raises:
+            UsageError: No batch was drawn, plain gradients are there, or the budget is spent.
+        """
+        if self._pass is not None:
+            raise UsageError("`with private:` is one backward pass, and cannot be nested.")
+        self._check_begin()
+        self._pass = Pass(self._sums, self.clipping, self._drawn.popleft())
+        self._pass.begin(self._told, self._normaliser, self.model is not self._inner)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """End it: take the clipped sums.
+
+        Raises:
+            UsageError: The pass was not one over the samples of the batch.
+        """
+        assert self._pass is not None
+        ended, self._pass, self._told = self._pass, None, Told()
+        forwards, self._forwards = self._forwards, 0
+        if isinstance(error, UnsupportedError):
+            error.__notes__.append(_NOTE)
+        ended.end(kind, error, traceback)
+        try:
+            if kind is None:
+                _check_forwards(forwards)
+                self._check_buffers()
+        except UsageError:
+            self._sums.forget()
+            raise
+
+    def _check_buffers(self) -> None:
+        if self._buffers is not None:
+            self._buffers.check()
+            self._buffers = None
+
+    def _check_begin(self) -> None:
+        if not self._drawn:
+            raise UsageError(
+                "No batch of private.loader is waiting for a backward pass. Loop over "
+                "private.loader, not over the loader that was given to make_private(...), and go "
+                "backward once for each batch: what is spent depends on how batches are drawn."
+            )
+        check_model(self._inner)
+        if {n for n, p in self._inner.named_parameters() if p.requires_grad} != {*self._named}:
+            raise UsageError(
+                "Other parameters want a gradient than when make_private(...) was called. Call it "
+                "after all layers are there, and after freezing."
+            )
+        self._check_no_gradient()
+        self._check_budget()
+
+    def _check_budget(self) -> None:
+        planned = self._budget.steps
+        if planned is not None and self.steps >= planned:
+            raise UsageError(
+                f"All {planned} steps that were planned are taken, and a further one would spend "
+                "more. Plan for more epochs=, or stop here."
+            )
+
+    def _check_no_gradient(self) -> None:
+        name = next((n for n, p in self._named.items() if p.grad is not None), None)
+        if name is not None:
+            raise UsageError(
+                f"The parameter {name} has a plain gradient: backward() was called outside of "
+                "private.step(loss) and `with private:`, or zero_grad() was forgotten before. "
+                "A step on it would not be private. Take that backward() out, and call "
+                "optimizer.zero_grad() once."
+            )
+
+    # What the loader says
+
+    def begins(self) -> None:
+        """An epoch begins; what was left of the last one is forgotten."""
+        self._drawn.clear()
+        self._empty = 0
+        self._release.begins()
+        self._sums.forget()
+
+    def draws(self, draw: Draw) -> None:
+        """A batch, or a part of one, is about to be shown.
+
+        Args:
+            draw: What is in it.
+
+        Raises:
+            UsageError: The batch before was not used.
+        """
+        if self._sums.is_complete:
+            raise UsageError(
+                "The sums of the last batch are complete, and no step was taken. Call "
+                "optimizer.step() after `with private:`, or use private.step(loss)."
+            )
+        if len(self._drawn) > self.ahead:
+            raise UsageError(
+                "The batch before was drawn and not used. A step has to be taken for every batch: "
+                "which ones are left out could tell about their samples, and the others' order "
+                "would be lost. To stop early, leave the loop."
+            )
+        if draw.rows:
+            self._drawn.append(draw)
+        elif self._drawn or self._sums.is_partial:
+            self._empty += 1  # after the step that is due first
+        else:
+            self._step_without_samples()
+
+    def _step_without_samples(self) -> None:
+        """A step of noise, as for every batch, with no sample in this process."""
+        self._check_budget()
+        self._check_no_gradient()
+        self._sums.is_complete = True
+        self.optimizer.step()
+
+    # The step of the optimizer
+
+    def _on_forward(self, module: Module, inputs: Any) -> None:
+        """Count the forward passes that a backward pass may belong to."""
+        if torch.is_grad_enabled() and module.training and self._pass is None:
+            self._forwards += 1
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Put private gradients in the place of plain ones."""
+        if any(callable(argument) for argument in [*args, *kwargs.values()]):
+            raise UsageError(
+                "optimizer.step(closure) evaluates the loss by itself, without clipping. Call "
+                "private.step(loss)."
+            )
+        if not self._is_filled:
+            self._check_no_gradient()
+            if not self._sums.is_complete:
+                raise UsageError(
+                    "optimizer.step() has no private sum of a whole batch to step on. Go backward "
+                    "in `with private:`, or call private.step(loss), and step where "
+                    "private.is_complete."
+                )
+            self._fill()
+        self._movement.before(self._sums.totals)
+
+    def _fill(self, scale: float = 1.0, is_looked_at: bool = False) -> None:
+        """``.grad`` is the private gradient.
+
+        Args:
+            scale: What it is multiplied by.
+            is_looked_at: Whether a scaler looks for numbers that are not finite.
+        """
+        gradients = self._release.gradients(self._sums)
+        if not is_looked_at and not all(bool(torch.isfinite(g).all()) for g in gradients):
+            raise UsageError(
+                "The gradient of a sample is not a number, so that the sum cannot be private. Look "
+                "for inputs that are not finite, and use bfloat16 or float32 in the place of "
+                "float16 (or a scaler, private.step(loss, scaler=scaler))."
+            )
+        for parameter, gradient in zip(self._named.values(), gradients, strict=True):
+            parameter.grad = gradient.mul_(scale).to(parameter.dtype)
+        self._is_filled = True
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Count the step, and look whether parameters moved as they should."""
+        self._finish()
+        self._movement.after()
+        while self._empty:
+            self._empty -= 1
+            self._step_without_samples()
+
+    def _finish(self) -> None:
+        for parameter in self._named.values():
+            parameter.grad = None
+        self._release.finish(self._sums)
+        self._is_filled = False
+        self._sums.forget()
+
+    # What it has cost
+
+    @property
+    def steps(self) -> int:
+        """How many steps were taken."""
+        return self._release.steps
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """What all steps so far have spent.
+
+        Args:
+            delta: The probability with which more may leak; default: ``target_delta``.
+
+        Raises:
+            UsageError: No ``delta`` was given, here or before.
+        """
+        delta = self._budget.delta if delta is None else delta
+        if delta is None:
+            raise UsageError("Say private.epsilon(delta), such as a tenth of one over the samples.")
+        return self.accountant.epsilon(delta)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What goes into a checkpoint, beside those of model and optimizer."""
+        return self._release.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint.
+
+        Args:
+            state: What :meth:`state_dict` returned.
+
+        Raises:
+            UsageError: It is from something else.
+        """
+        self._release.load_state_dict(state)
+
+    def close(self) -> None:
+        """Take the hooks out: from now on the optimizer takes plain gradients."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __repr__(self) -> str:
+        """What was set, and how far it is."""
+        return f"<Private: {self._release}>"
+
+
+_NOTE = (
+    "Nothing was released: no step was taken. If it names a term beside the loss, such as a "
+    "penalty on weights, use the optimizer's weight_decay instead, which needs no privacy."
+)
+
+
+def _check_forwards(forwards: int) -> None:
+    """Raise unless one forward pass went backward."""
+    if forwards > 1:
+        raise UsageError(
+            f"The model ran {forwards} times in train mode before this backward pass, and the "
+            "first samples of all runs would count as one. Give it one batch with everything; for "
+            "a look at other data use torch.no_grad(), or model.eval()."
+        )

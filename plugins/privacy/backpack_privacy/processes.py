@@ -1,0 +1,74 @@
+"""Private sums over several processes: added up, with noise once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+
+from backpack_core.errors import UsageError
+
+
+class Processes:
+    """The processes that train one model together; without ``torch.distributed``, one.
+
+    Attributes:
+        rank: The number of this one.
+        world: How many there are.
+    """
+
+    def __init__(self, group: Any = None) -> None:
+        """Ask for rank and size.
+
+        Args:
+            group: A process group; default: all processes.
+        """
+        self._group = group
+        self._is_many = distributed.is_available() and distributed.is_initialized()
+        self.rank = distributed.get_rank(group) if self._is_many else 0
+        self.world = distributed.get_world_size(group) if self._is_many else 1
+
+    def add_up(self, tensors: list[Tensor]) -> None:
+        """Put sums over all processes in the place of tensors: one message for each dtype."""
+        if self.world == 1:
+            return
+        kinds = dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors)
+        for kind in kinds:
+            some = [tensor for tensor in tensors if (tensor.dtype, tensor.device) == kind]
+            flat = torch.cat([tensor.flatten() for tensor in some])
+            distributed.all_reduce(flat, group=self._group)
+            for tensor, part in zip(some, flat.split([t.numel() for t in some]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+def alone(model: Module) -> Module:
+    """The model that ``DistributedDataParallel`` wraps, which then exchanges nothing by itself.
+
+    Private sums are added up once for each step, also where a process has no sample in it. What
+    the wrapper would exchange are plain gradients, which nobody needs.
+    """
+    if not isinstance(model, DistributedDataParallel):
+        return model
+    model.require_backward_grad_sync = False
+    model.require_forward_param_sync = False
+    found: Module = model.module
+    return found
+
+
+def check_shards(parameters: Mapping[str, Tensor]) -> None:
+    """Refuse sharded parameters.
+
+    Raises:
+        UsageError: There are some.
+    """
+    for name, parameter in parameters.items():
+        if hasattr(parameter, "placements"):
+            raise UsageError(
+                f"The parameter {name} is sharded (fully_shard), and processes that have no sample "
+                "in a batch would be waited for in every layer. Use DistributedDataParallel, or "
+                "the model itself in each process."
+            )

@@ -1,0 +1,123 @@
+"""Where random numbers come from: the operating system's source, or a seed for tests."""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from math import pi, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack_core.errors import UsageError
+
+# Each Gaussian number is the sum of so many, divided by the root.
+SUMMED = 4
+_BITS = 53  # of a uniform number in double precision
+_AT_ONCE = 2**18  # numbers, so that their bits stay in the cache
+
+
+class Source(ABC):
+    """Uniform and Gaussian random numbers."""
+
+    @abstractmethod
+    def uniform(self, count: int) -> Tensor:
+        """Numbers in ``[0, 1)``, shape ``[count]``, in double precision on the host."""
+
+    @abstractmethod
+    def normal(self, like: Tensor) -> Tensor:
+        """Independent standard normal numbers with the shape, dtype and device of a tensor."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to go on after a restart."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
+        """Go on from there."""
+
+
+class System(Source):
+    """Numbers from the operating system's cryptographic source.
+
+    Whoever sees some of its numbers cannot tell others, which the guarantee supposes and a
+    generator for simulations does not offer. A Gaussian number is made in double precision from
+    several draws, ``Σ_i z_i / √n`` with ``n`` = 4, so that which floating-point numbers
+    occur does not tell the value underneath (Holohan and Braghin, 2021, arXiv:2107.10138).
+    """
+
+    def uniform(self, count: int) -> Tensor:
+        """See the class."""
+        if not count:
+            return torch.empty(0, dtype=torch.float64)
+        bits = torch.frombuffer(bytearray(os.urandom(8 * count)), dtype=torch.int64)
+        found: Tensor = (bits & (2**_BITS - 1)).double() * 2.0**-_BITS
+        return found
+
+    def normal(self, like: Tensor) -> Tensor:
+        """See the class."""
+        found = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+        flat = found.view(-1)
+        for start in range(0, flat.numel(), _AT_ONCE):
+            part = flat[start : start + _AT_ONCE]
+            part.copy_(self._normal(part.numel()))
+        return found
+
+    def _normal(self, count: int) -> Tensor:
+        """By the transformation of Box and Muller, which makes two numbers of two."""
+        pairs = (count * SUMMED + 1) // 2
+        radius = (-2 * torch.log1p(-self.uniform(pairs))).sqrt()
+        angle = self.uniform(pairs) * (2 * pi)
+        every = torch.cat([radius * angle.cos(), radius * angle.sin()])
+        return every[: count * SUMMED].view(SUMMED, count).sum(0) / sqrt(SUMMED)
+
+
+class Seeded(Source):
+    """Numbers from torch's generators: the same for the same seed. For tests, not for privacy."""
+
+    def __init__(self, seed: int) -> None:
+        """Store the seed."""
+        self._seed = seed
+        self._generators: dict[str, torch.Generator] = {}
+
+    def uniform(self, count: int) -> Tensor:
+        """See the class."""
+        return torch.rand(count, dtype=torch.float64, generator=self._of("cpu", "uniform"))
+
+    def normal(self, like: Tensor) -> Tensor:
+        """See the class."""
+        generator = self._of(str(like.device), "normal")
+        return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
+
+    def _of(self, device: str, use: str) -> torch.Generator:
+        """Batches and noise have generators of their own, so neither depends on the other."""
+        key = f"{device} {use}"
+        if key not in self._generators:
+            seed = self._seed if use == "normal" else self._seed + 2**32
+            self._generators[key] = torch.Generator(device).manual_seed(seed)
+        return self._generators[key]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of the generators."""
+        return {key: found.get_state() for key, found in self._generators.items()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See the base class."""
+        for key, known in state.items():
+            self._of(*key.split(" ")).set_state(known)
+
+
+def source(seed: int | None) -> Source:
+    """The system's source, or one with a seed.
+
+    Raises:
+        UsageError: The seed is not a whole number.
+    """
+    if seed is None:
+        return System()
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise UsageError(
+            "seed is a whole number, for tests, or None for the system's source of random numbers, "
+            f"which privacy needs. Got {seed!r}."
+        )
+    return Seeded(seed)

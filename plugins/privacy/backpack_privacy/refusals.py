@@ -1,0 +1,204 @@
+"""What cannot be private raises before the first step, with what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.optim import Optimizer
+
+from backpack_core.errors import SampleMixingError, UsageError
+
+RECIPE = "replace_batch_norm(model) puts GroupNorm in its place, before the optimizer is made"
+
+
+def replace_batch_norm(
+    model: nn.Module, norm: Callable[[_BatchNorm], nn.Module] | None = None
+) -> nn.Module:
+    """Put a normalisation that treats samples one by one in the place of each batch normalisation.
+
+    Call it before the optimizer is made: the new layers have parameters of their own.
+
+    Args:
+        model: Changed in place.
+        norm: What to put there; default: ``GroupNorm`` with at most 32 groups, whose scale and
+            shift are those of the old layer.
+
+    Returns:
+        The model, or what replaces it if it is a batch normalisation itself.
+    """
+    make = norm or _group_norm
+    if isinstance(model, _BatchNorm):
+        return make(model).train(model.training)
+    for name, child in model.named_children():
+        new = replace_batch_norm(child, norm)
+        if new is not child:
+            setattr(model, name, new)
+    return model
+
+
+def _group_norm(old: _BatchNorm) -> nn.Module:
+    groups = next(g for g in range(min(32, old.num_features), 0, -1) if not old.num_features % g)
+    new = nn.GroupNorm(groups, old.num_features, eps=old.eps, affine=old.affine)
+    if old.affine:
+        new.weight.data, new.bias.data = old.weight.data.clone(), old.bias.data.clone()
+        new.weight.requires_grad_(old.weight.requires_grad)
+        new.bias.requires_grad_(old.bias.requires_grad)
+    return new.to(old.weight.device) if old.affine else new
+
+
+def check_model(model: Any) -> None:
+    """Refuse layers through which samples meet, or data stays in buffers.
+
+    Raises:
+        UsageError: It is not a model, or one that another library has made private.
+        SampleMixingError: A batch normalisation is in train mode.
+    """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"The first argument is the model. Got {type(model).__name__}.")
+    if isinstance(model, nn.DataParallel):
+        raise UsageError(
+            "DataParallel splits batches behind the accounting's back. Pass the model itself, "
+            "and use one process for each device."
+        )
+    if type(model).__name__ == "GradSampleModule":
+        raise UsageError(
+            "The model is wrapped by Opacus already, which would compute everything twice. Pass "
+            "the model itself, GradSampleModule(model)._module."
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and module.training:
+            raise SampleMixingError(
+                f"{type(module).__name__} '{name}' makes every sample of a batch influence every "
+                f"other, so no bound on one sample's share exists. {RECIPE}; or keep it in eval "
+                "mode, with statistics of public data."
+            )
+        if isinstance(module, _InstanceNorm) and module.training and module.track_running_stats:
+            raise UsageError(
+                f"{type(module).__name__} '{name}' keeps running statistics of private data in its "
+                "buffers, without noise. Set track_running_stats=False."
+            )
+
+
+def check_optimizer(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """The parameters that are trained, by name: the same in the model and in the optimizer.
+
+    Raises:
+        UsageError: They are not the same, or the optimizer cannot take noisy gradients.
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(
+            f"The third argument is a torch.optim.Optimizer. Got {type(optimizer).__name__}."
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(
+            "LBFGS evaluates the loss several times in a step, and each evaluation would have to "
+            "be private. Use an optimizer that takes one gradient for a step, such as SGD or Adam."
+        )
+    if type(optimizer).__name__.startswith("DP") and "opacus" in type(optimizer).__module__:
+        raise UsageError(
+            "The optimizer is one of Opacus already. Pass optimizer.original_optimizer."
+        )
+    trained: dict[str, Tensor] = {
+        name: p for name, p in model.named_parameters() if p.requires_grad
+    }
+    if not trained:
+        raise UsageError(
+            "No parameter of the model wants a gradient. Call requires_grad_(True) on those that "
+            "are trained, before make_private(...)."
+        )
+    stepped = {p for group in optimizer.param_groups for p in group["params"]}
+    _check_same(model, trained, stepped)
+    return trained
+
+
+def _check_same(model: nn.Module, trained: dict[str, Tensor], stepped: set[Tensor]) -> None:
+    ours = {*trained.values()}
+    left = next((name for name, p in trained.items() if p not in stepped), None)
+    strangers = [p for p in stepped if p not in {*model.parameters()}]
+    if strangers:
+        raise UsageError(
+            f"The optimizer steps on a parameter of shape {[*strangers[0].shape]} that the model "
+            "does not have. If the model was changed after the optimizer was made (adapters added, "
+            "layers replaced, moved), make the optimizer again; if it belongs to another module, "
+            "put both into one model."
+        )
+    if left is not None:
+        raise UsageError(
+            f"The parameter {left} wants a gradient, and the optimizer does not step on it: it "
+            "would use up a part of the bound and never move. Add it to the optimizer, or call "
+            "requires_grad_(False) on it."
+        )
+    if stepped - ours:
+        name = next(n for n, p in model.named_parameters() if p in stepped - ours)
+        raise UsageError(
+            f"The optimizer steps on {name}, which wants no gradient, so it would not be trained. "
+            "Call requires_grad_(True) on it, or leave it out of the optimizer."
+        )
+
+
+def check_loss(lossfunc: Any, normaliser: Any) -> None:
+    """Refuse a loss of which nobody knows what it divides by.
+
+    Raises:
+        UsageError: It is a function, and ``normaliser`` is not given; or it cannot be called.
+    """
+    if not callable(lossfunc):
+        raise UsageError(f"The second argument is the loss function. Got {lossfunc!r}.")
+    if getattr(lossfunc, "reduction", None) == "none":
+        raise UsageError(
+            f'{type(lossfunc).__name__} has reduction="none", so what adds up the losses is not '
+            'known. Use reduction="mean" or "sum".'
+        )
+    told = normaliser in ("samples", None) or (
+        isinstance(normaliser, (int, float)) and not isinstance(normaliser, bool)
+    )
+    if not (told or normaliser == "loss"):
+        raise UsageError(
+            'normaliser is "loss" (what the loss module says), "samples" (a mean over samples), '
+            f"a number, or None (a sum). Got {normaliser!r}."
+        )
+    if not isinstance(lossfunc, nn.Module) and normaliser == "loss":
+        raise UsageError(
+            "The loss is a function, so nobody knows whether it divides by the number of samples, "
+            "and the bound would be meant for something else. Use a module, such as "
+            'nn.CrossEntropyLoss(); or say it, normaliser="samples" for a mean over samples and '
+            "normaliser=None for a sum."
+        )
+
+
+class Buffers:
+    """Watches whether a pass changes buffers of a model: these would hold data without noise."""
+
+    def __init__(self, model: nn.Module, public: tuple[str, ...]) -> None:
+        """Remember what buffers have.
+
+        Args:
+            model: The model.
+            public: Names of buffers that may change.
+        """
+        self._model, self._public = model, public
+        self._known = {name: found.clone() for name, found in self._buffers()}
+
+    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
+        return ((n, b) for n, b in self._model.named_buffers() if n not in self._public)
+
+    def check(self) -> None:
+        """Compare.
+
+        Raises:
+            UsageError: One has changed.
+        """
+        for name, found in self._buffers():
+            known = self._known.get(name)
+            if known is None or not torch.equal(known, found):
+                raise UsageError(
+                    f"The forward pass changed the buffer {name}. If it depends on the data, it "
+                    "would be published without noise: make the layer leave it alone in train "
+                    "mode. If it does not (a counter, an estimate from weights), say so, "
+                    f"make_private(..., public_buffers=[{name!r}])."
+                )

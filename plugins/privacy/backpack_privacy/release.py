@@ -1,0 +1,154 @@
+"""What leaves a batch: the sum with noise. And what it costs, and what clipping did."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack_core.errors import UsageError
+from backpack_privacy.accounting import Accountant
+from backpack_privacy.clipping import Clipping, centred_count
+from backpack_privacy.processes import Processes
+from backpack_privacy.randomness import Source
+from backpack_privacy.sampling import Sampler
+from backpack_privacy.sums import Sums
+
+
+@dataclass(frozen=True)
+class Record:
+    """What clipping did in one step, in this process. It is not private: do not publish it.
+
+    Attributes:
+        norms: Of the gradients of the samples' own losses, for each group; shape ``[N]``.
+        bounds: The bounds.
+        clipped: Which share of the samples was beyond the bound.
+    """
+
+    norms: dict[str, Tensor]
+    bounds: dict[str, float]
+    clipped: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What may be spent.
+
+    Attributes:
+        delta: The probability with which more may leak; ``None`` if it was not said.
+        steps: How many steps were planned; ``None`` for any number.
+    """
+
+    delta: float | None = None
+    steps: int | None = None
+
+
+class Release:
+    """Adds noise, counts, and adapts the bounds.
+
+    Attributes:
+        clipping: The bounds.
+        noise_multiplier: Standard deviation of the noise, relative to the sensitivity.
+        accountant: What was spent.
+        records: Of the last thousand steps.
+        steps: How many were taken.
+    """
+
+    def __init__(
+        self,
+        clipping: Clipping,
+        noise_multiplier: float,
+        sampler: Sampler,
+        source: Source,
+        accountant: Accountant,
+        processes: Processes,
+    ) -> None:
+        """Store the parts."""
+        self.clipping, self.noise_multiplier = clipping, noise_multiplier
+        self.accountant, self.records, self.steps = accountant, deque[Record](maxlen=1000), 0
+        self._sampler, self._source, self._processes = sampler, source, processes
+        self._is_new_epoch = True
+
+    def __repr__(self) -> str:
+        """What was set, and how far it is."""
+        return (
+            f"noise {self.noise_multiplier:g}, sensitivity {self.clipping.sensitivity:g}, "
+            f"{self._sampler.expected:g} of {self._sampler.units} expected in a batch, "
+            f"{self.steps} steps taken"
+        )
+
+    def check(self) -> None:
+        """Refuse clipping that leaves nothing of the noise.
+
+        Raises:
+            UsageError: Its counts alone spend everything.
+        """
+        self.clipping.noise_multiplier(self.noise_multiplier)
+
+    def begins(self) -> None:
+        """An epoch begins."""
+        self._is_new_epoch = True
+
+    def gradients(self, sums: Sums) -> list[Tensor]:
+        """The sums over processes with noise, divided by the expected number of samples."""
+        multiplier = self.clipping.noise_multiplier(self.noise_multiplier)
+        found = [total.clone() for total in sums.totals.values()]
+        if self._processes.rank == 0 and multiplier:
+            for total in found:
+                noise = self._source.normal(total)
+                total.add_(noise, alpha=multiplier * self.clipping.sensitivity)
+        self._processes.add_up(found)
+        return [total.div_(self._sampler.expected) for total in found]
+
+    def finish(self, sums: Sums) -> None:
+        """A step was taken with these: count it, and let the bounds follow."""
+        norms, bounds = sums.norms, dict(self.clipping.bounds)
+        clipped = {name: float((norms[name] > bound).sum()) for name, bound in bounds.items()}
+        shares = {name: count / max(1, len(norms[name])) for name, count in clipped.items()}
+        self.records.append(Record(norms, bounds, shares))
+        if self.clipping.count_noise is not None:
+            self._adapt(norms, self.clipping.count_noise)
+        self.steps += 1
+        if self._sampler.rate is not None or self._is_new_epoch:
+            self.accountant.add(self.noise_multiplier, self._sampler.rate)
+        self._is_new_epoch = False
+
+    def _adapt(self, norms: dict[str, Tensor], deviation: float) -> None:
+        """Tell the clipping which share of the samples was within the bounds, with noise."""
+        counts = {n: centred_count(norms[n], c) for n, c in self.clipping.bounds.items()}
+        noisy = torch.tensor([*counts.values()], dtype=torch.float64)
+        if self._processes.rank == 0 and self.noise_multiplier:
+            noisy += deviation * self._source.normal(noisy)
+        noisy = noisy.to(next(iter(norms.values())).device)
+        self._processes.add_up([noisy])
+        shares = (noisy / self._sampler.expected + 0.5).tolist()
+        self.clipping.after(dict(zip(counts, shares, strict=True)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is needed to go on."""
+        return {
+            "spent": self.accountant.state_dict(),
+            "bounds": self.clipping.state_dict(),
+            "source": self._source.state_dict(),
+            "steps": self.steps,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on.
+
+        Raises:
+            UsageError: The state is from something else.
+        """
+        missing = {"spent", "bounds", "source", "steps"} - {*state}
+        if missing:
+            raise UsageError(
+                f"The state lacks {', '.join(sorted(missing))}: give what private.state_dict() "
+                "returned. Without it, what was spent before would be forgotten."
+            )
+        self.clipping.load_state_dict(state["bounds"])
+        self.accountant.load_state_dict(state["spent"])
+        self._source.load_state_dict(state["source"])
+        self.steps = state["steps"]

@@ -1,0 +1,292 @@
+"""Which samples are in a batch: drawn at random, as the accounting supposes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+from backpack_core.errors import UsageError
+from backpack_privacy.randomness import Source
+
+Sampling: TypeAlias = Literal["poisson", "shuffled"]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What is known of a batch, or of a part of one.
+
+    Attributes:
+        rows: Indices of records in the data set, in order.
+        units: How many samples (or users) these belong to.
+        is_last: Whether the step is taken after it.
+        owners: With users: the user of each row, counted from zero; shape ``[R]``.
+    """
+
+    rows: Sequence[int]
+    units: int
+    is_last: bool = True
+    owners: Tensor | None = None
+
+
+class Sampler(ABC):
+    """Draws units (samples or users) for one epoch.
+
+    Attributes:
+        units: How many there are, over all processes.
+        expected: How many of them a batch has on average, over all processes.
+        steps: How many batches an epoch has.
+        rate: For the accounting, see :class:`~backpack_privacy.accounting.Spent`.
+    """
+
+    rate: float | None = None
+
+    def __init__(self, units: int, expected: float, rank: int = 0, world: int = 1) -> None:
+        """Store the sizes, and the share of a process: every ``world``-th unit."""
+        self.units, self.expected = units, expected
+        self.steps = max(1, round(units / expected))
+        self._rank, self._world = rank, world
+
+    @abstractmethod
+    def epoch(self, source: Source) -> Iterator[list[int]]:
+        """The units of each batch that are this process's."""
+
+
+class Poisson(Sampler):
+    """Each unit is in a batch with the same probability, whatever the others are.
+
+    So batches differ in size, and may be empty. This is what the amplification of privacy by
+    sampling supposes (Abadi et al., 2016).
+    """
+
+    def __init__(self, units: int, expected: float, rank: int = 0, world: int = 1) -> None:
+        """See the base class."""
+        super().__init__(units, expected, rank, world)
+        self.rate = expected / units
+
+    def epoch(self, source: Source) -> Iterator[list[int]]:
+        """See the base class."""
+        for _ in range(self.steps):
+            # All units are drawn, so that with a seed the ranks' shares are those of one batch.
+            drawn = (source.uniform(self.units) < self.expected / self.units).nonzero().flatten()
+            yield drawn[drawn % self._world == self._rank].tolist()
+
+
+class Shuffled(Sampler):
+    """Each unit is in one batch of every epoch, in random order.
+
+    The accounting takes the order as known, so that an epoch costs one Gaussian mechanism: that
+    holds for any order. What shuffling adds is not as much as Poisson sampling (Chua et al., 2024,
+    arXiv:2403.17673), so the same noise costs more here.
+    """
+
+    def epoch(self, source: Source) -> Iterator[list[int]]:
+        """See the base class."""
+        share = torch.arange(self._rank, self.units, self._world)
+        order = share[source.uniform(len(share)).argsort()]
+        for part in order.tensor_split(self.steps):
+            yield part.tolist()
+
+
+SAMPLERS: dict[str, type[Sampler]] = {"poisson": Poisson, "shuffled": Shuffled}
+
+
+class Units:
+    """Which records belong to each unit, and how they are split into parts of a batch."""
+
+    def __init__(
+        self,
+        records: int,
+        users: Sequence[Hashable] | Tensor | None = None,
+        max_records: int | None = None,
+    ) -> None:
+        """Group records by user.
+
+        Args:
+            records: How many there are.
+            users: The user of each record; without, each record is a unit.
+            max_records: How many records of a user are in a batch at most, drawn anew each time.
+
+        Raises:
+            UsageError: There is not one user for each record.
+        """
+        self._of: list[list[int]] | None = None
+        self._max_records = max_records
+        if users is None:
+            self.count = records
+            return
+        named = users.tolist() if isinstance(users, Tensor) else [*users]
+        if len(named) != records:
+            raise UsageError(
+                f"users= names the user of each record of the data set, {records} in all. "
+                f"Got {len(named)}."
+            )
+        found: dict[Hashable, list[int]] = {}
+        for record, user in enumerate(named):
+            found.setdefault(user, []).append(record)
+        self._of = [*found.values()]
+        self.count = len(self._of)
+
+    def rows(self, unit: int, source: Source) -> list[int]:
+        """The records of a unit."""
+        if self._of is None:
+            return [unit]
+        every = self._of[unit]
+        if self._max_records is None or len(every) <= self._max_records:
+            return every
+        chosen = source.uniform(len(every)).argsort()[: self._max_records]
+        return [every[place] for place in chosen.tolist()]
+
+    def parts(self, units: Sequence[int], most: int | None, source: Source) -> list[Draw]:
+        """A batch, in parts of at most so many rows; an empty one if there is no unit."""
+        parts: list[list[list[int]]] = [[]]
+        for unit in units:
+            rows = self.rows(unit, source)
+            size = sum(map(len, parts[-1]))
+            if parts[-1] and most is not None and size + len(rows) > most:
+                parts.append([])
+            parts[-1].append(rows)
+        last = len(parts) - 1
+        return [self._draw(part, number == last) for number, part in enumerate(parts)]
+
+    def _draw(self, part: list[list[int]], is_last: bool) -> Draw:
+        rows = [row for unit in part for row in unit]
+        owners = None
+        if self._of is not None:
+            owners = torch.tensor([n for n, unit in enumerate(part) for _ in unit]).long()
+        return Draw(rows, len(part), is_last, owners)
+
+
+class PrivateLoader:
+    """The batches of a user's loader, drawn anew: one pass is one epoch.
+
+    An empty batch is not shown: its step, of noise alone, is taken before the next batch comes.
+
+    Attributes:
+        dataset: That of the user's loader.
+        sampler: How batches are drawn.
+    """
+
+    def __init__(
+        self,
+        loader: DataLoader[Any],
+        sampler: Sampler,
+        units: Units,
+        source: Source,
+        most: int | None,
+        draws: Callable[[Draw], None],
+        begins: Callable[[], None],
+    ) -> None:
+        """Take over the settings of a loader.
+
+        Args:
+            loader: The user's.
+            sampler: How to draw.
+            units: What is drawn.
+            source: Where randomness comes from.
+            most: How many rows to show at once; ``None`` for all of a batch.
+            draws: Called with each draw before its rows are shown, or if there are none.
+            begins: Called when an epoch begins.
+        """
+        self.dataset, self.sampler = loader.dataset, sampler
+        self._loader, self._units, self._source, self._most = loader, units, source, most
+        self._draws, self._begins = draws, begins
+
+    @property
+    def batch_size(self) -> int:
+        """The expected number of samples in a batch, rounded."""
+        return round(self.sampler.expected)
+
+    def __len__(self) -> int:
+        """How many steps an epoch has."""
+        return self.sampler.steps
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batches of one epoch, each in one or more parts."""
+        self._begins()
+        ahead: deque[Draw] = deque()  # workers load batches before they are shown
+        for batch in self._loading(ahead):
+            while not ahead[0].rows:
+                self._draws(ahead.popleft())
+            self._draws(ahead.popleft())
+            yield batch
+        for draw in ahead:
+            self._draws(draw)
+
+    def _loading(self, ahead: deque[Draw]) -> DataLoader[Any]:
+        """A loader of what is drawn, with the settings of the user's."""
+        old = self._loader
+        kept: dict[str, Any] = {
+            name: getattr(old, name)
+            for name in (
+                *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn"),
+                *("multiprocessing_context", "prefetch_factor"),
+            )
+        }
+        return DataLoader(old.dataset, batch_sampler=_Rows(self._drawn(ahead)), **kept)
+
+    def _drawn(self, ahead: deque[Draw]) -> Iterator[list[int]]:
+        for units in self.sampler.epoch(self._source):
+            for draw in self._units.parts(units, self._most, self._source):
+                ahead.append(draw)
+                if draw.rows:
+                    yield [*draw.rows]
+
+
+class _Rows:
+    """A batch sampler for torch: it may be asked once."""
+
+    def __init__(self, rows: Iterator[list[int]]) -> None:
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self._rows
+
+
+def check_loader(loader: Any) -> None:
+    """Refuse loaders whose batches cannot be drawn anew.
+
+    Raises:
+        UsageError: It is not a loader with a data set of known length, or has a sampler whose
+            choices would be lost.
+    """
+    if not isinstance(loader, DataLoader):
+        raise UsageError(
+            "make_private(...) takes a torch.utils.data.DataLoader, whose batches it draws anew. "
+            f"Got {type(loader).__name__}: wrap the data, DataLoader(dataset, batch_size=...)."
+        )
+    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
+        raise UsageError(
+            "The data set has no length, so nobody knows with which probability a sample is in a "
+            "batch. Use a data set with __len__ and __getitem__."
+        )
+    if loader.batch_size is None:
+        raise UsageError(
+            "The loader has no batch_size, which says how many samples a batch has on average. "
+            "Write DataLoader(dataset, batch_size=...), without a batch_sampler."
+        )
+    usual = (RandomSampler, SequentialSampler, DistributedSampler)
+    if not isinstance(loader.sampler, usual):
+        raise UsageError(
+            f"The loader has a {type(loader.sampler).__name__}, whose choices would be lost: "
+            "batches are drawn anew, each sample with the same probability, as the accounting "
+            "supposes. Leave the sampler out."
+        )
+    if getattr(loader.sampler, "replacement", False):
+        raise UsageError(
+            "The loader's RandomSampler draws with replacement, which is another mechanism than "
+            'sampling="poisson" and "shuffled". Leave the sampler out.'
+        )
+    count = len(loader.dataset)
+    if not 0 < loader.batch_size <= count:
+        raise UsageError(
+            f"The batch_size is {loader.batch_size}, and the data set has {count} samples. Each is "
+            "drawn with the probability batch_size / samples, which has to be 1 at most."
+        )

@@ -1,0 +1,177 @@
+"""The clipped sums of one batch, which may come in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core import backpack
+from backpack_core.errors import UsageError
+from backpack_privacy.clipping import Clipping
+from backpack_privacy.sampling import Draw
+
+FIELD = "private_sum"
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a loop says about the loss of one backward pass.
+
+    Attributes:
+        scale: What it is multiplied by besides.
+        normaliser: What it divides by; ``None`` for what was said when training was made private.
+    """
+
+    scale: float = 1.0
+    normaliser: float | None = None
+
+
+class Sums:
+    """Adds up clipped gradients over the parts of a batch.
+
+    Attributes:
+        totals: The sum for each trained parameter, in single precision at least.
+        norms: Of the samples' gradients so far, for each group.
+        is_complete: Whether all parts are there.
+        is_partial: Whether some are there, and not all.
+    """
+
+    def __init__(self, named: Mapping[str, Tensor], clipping: Clipping) -> None:
+        """Store what is summed.
+
+        Args:
+            named: The trained parameters.
+            clipping: The bounds.
+        """
+        self._named, self._clipping = named, clipping
+        self._groups = clipping.bind(named)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin a batch."""
+        self.totals: dict[Tensor, Tensor] = {
+            p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+            for p in self._named.values()
+        }
+        self.norms: dict[str, Tensor] = {
+            name: torch.empty(0, device=next(iter(self.totals)).device)
+            for name in self._clipping.bounds
+        }
+        self.is_complete = self.is_partial = False
+
+    def add(self, draw: Draw, seen: Mapping[str, Tensor]) -> None:
+        """Add what a backward pass has left on the parameters.
+
+        Args:
+            draw: Whose pass it was.
+            seen: The norms that it met.
+
+        Raises:
+            UsageError: Other samples took part than were drawn.
+        """
+        counts = {len(norms) for norms in seen.values()}
+        if counts != {draw.units}:
+            others = ", ".join(map(str, sorted(counts))) or "none"
+            raise UsageError(
+                f"{draw.units} samples were drawn, and {others} took part in the backward pass. "
+                "Give the model the whole batch as it is: samples that are left out, repeated or "
+                "put together are not those that the accounting supposes."
+            )
+        for parameter, total in self.totals.items():
+            found = getattr(parameter, FIELD, None)
+            if found is not None:
+                total.add_(found)
+        for name, norms in seen.items():
+            self.norms[name] = torch.cat([self.norms[name].to(norms), norms])
+        self.is_complete, self.is_partial = draw.is_last, not draw.is_last
+
+    def group_of(self, parameter: Tensor, module: Module | None) -> str:
+        """The group of a parameter.
+
+        Raises:
+            UsageError: It was not trained when training was made private.
+        """
+        found = self._groups.get(parameter)
+        if found is None:
+            raise UsageError(
+                f"A parameter of shape {[*parameter.shape]} takes part in the loss that was not "
+                "trained when make_private(...) was called. Call it after all parameters are set."
+            )
+        return found
+
+
+class Pass:
+    """One backward pass over a part of a batch, in which gradients are clipped."""
+
+    def __init__(self, sums: Sums, clipping: Clipping, draw: Draw) -> None:
+        """Store whose pass it is.
+
+        Args:
+            sums: Where its sums go.
+            clipping: The bounds.
+            draw: What was drawn.
+        """
+        self._sums, self._clipping, self._draw = sums, clipping, draw
+        self._norms: dict[str, Tensor] = {}
+        self._block = ExitStack()
+
+    def begin(self, told: Told, normaliser: Any, is_wrapped: bool) -> None:
+        """Enter the block in which ``backward()`` has to be called.
+
+        Args:
+            told: What the loop says about the loss.
+            normaliser: What was said when training was made private.
+            is_wrapped: Whether the model is inside of ``DistributedDataParallel``, which refuses
+                passes that leave gradients out.
+        """
+        from backpack_core.extensions import ClippedSumGrad  # loads the plugins
+
+        if told.normaliser is not None:
+            normaliser = told.normaliser
+        elif normaliser == "samples":
+            normaliser = len(self._draw.rows)
+        extension = ClippedSumGrad(
+            torch.inf,
+            self._sums.group_of,
+            savefield=FIELD,
+            scale=told.scale,
+            normaliser=normaliser,
+            weights=self._weights,
+        )
+        gradient: Any = "shared" if is_wrapped else "none"
+        block = backpack(extension, gradient=gradient, samples=self._draw.owners)
+        self._block.enter_context(block)
+
+    def _weights(self, norms: Mapping[Hashable, Tensor]) -> dict[Hashable, Tensor]:
+        self._norms = {str(name): found.detach() for name, found in norms.items()}
+        bounds = self._clipping.bounds
+        return {n: self._clipping.weights(found, bounds[str(n)]) for n, found in norms.items()}
+
+    def end(self, *error: Any) -> None:
+        """Leave the block; without an error, take the sums.
+
+        Args:
+            error: What ``__exit__`` gets.
+
+        Raises:
+            UsageError: The pass was not one over the samples of the batch.
+        """
+        try:
+            self._block.__exit__(*error)
+            if error[0] is None:
+                self._sums.add(self._draw, self._norms)
+        except Exception:
+            self._sums.forget()
+            raise
+        finally:
+            for parameter in self._sums.totals:
+                parameter.grad = None
+                vars(parameter).pop(FIELD, None)
+        if error[0] is not None:
+            self._sums.forget()
