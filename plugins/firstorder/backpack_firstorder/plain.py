@@ -25,7 +25,7 @@ def plain_terms(product: SampleProduct) -> list[SampleProduct]:
     """
     if is_formed(product):
         return [as_formed(product)]
-    found = sum_of([plain(part) for part in _parts(product)])
+    found = sum_of([_placed(plain(part), part) for part in _parts(product)])
     return [*found.parts] if isinstance(found, SumProduct) else [found]
 
 
@@ -33,6 +33,12 @@ def _parts(product: SampleProduct) -> list[SampleProduct]:
     if not isinstance(product, SumProduct):
         return [product]
     return [inner for part in product.parts for inner in _parts(part)]
+
+
+def _placed(term: SampleProduct, product: SampleProduct) -> SampleProduct:
+    """A term with the roots of the product that it was made from."""
+    term.roots = product.roots
+    return term
 
 
 @OpenFunction
