@@ -70,6 +70,7 @@ PAGES = (
             for name in (
                 *("matrix", "kronecker", "eigenbasis", "gram", "propagators", "linear"),
                 *("blocks", "over_data", "conjugate_gradients", "curvlinops"),
+                *("output_jacobian", "jacobian_products", "outputs"),
             )
         ),
     ),
