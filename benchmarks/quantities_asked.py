@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev, linearize, vjp, vmap
 
 from backpack_core import backpack, extend
-from backpack_core.extensions import JMP, NTK, Jacobians
+from backpack_core.extensions import JMP, NTK, DiagGGNExact, Jacobians
+from backpack_layers.autodiff_loss import AutodiffLoss
 from backpack_secondorder.outputs import SumOutputs
 
 REPEATS = 15
@@ -123,11 +124,41 @@ def of_residuals(points: int = 128) -> Iterator[Row]:
     yield Row("Jacobians of a Laplacian", ours, lambda: [*rows(state, x).values()][:-1])
 
 
+def focal(x: Tensor, y: Tensor) -> Tensor:
+    """The focal loss, by sample."""
+    log_p = x.log_softmax(1).gather(1, y.unsqueeze(1)).squeeze(1)
+    return -((1 - log_p.exp()) ** 2) * log_p
+
+
+def of_own_loss(samples: int = 128) -> Iterator[Row]:
+    """The Gauss-Newton diagonal of a loss without a rule; Hessians by ``torch.func``."""
+    net, x, y = _net([64, 128, 128, 10]), torch.randn(samples, 64), torch.randint(10, (samples,))
+    plain, state = copy.deepcopy(net), {n: p.detach().clone() for n, p in net.named_parameters()}
+    extend(net), extend(lossfunc := AutodiffLoss(focal, "sum", negative="clip"))
+
+    def ours() -> list[Tensor]:
+        run(DiagGGNExact(), loss=lambda: lossfunc(net(x), y), gradient="skipped")
+        return [p.diag_ggn_exact for p in net.parameters()]
+
+    one = lambda p, row: functional_call(plain, p, (row.unsqueeze(0),)).squeeze(0)  # noqa: E731
+    of_sample = lambda z, y: focal(z.unsqueeze(0), y.unsqueeze(0)).squeeze()  # noqa: E731
+    jacobians, curvature = vmap(jacrev(one), (None, 0)), vmap(hessian(of_sample))
+
+    def other() -> list[Tensor]:
+        values, vectors = torch.linalg.eigh(curvature(plain(x).detach(), y))
+        root = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
+        found = jacobians(state, x).values()
+        return [torch.einsum("ncv,nc...->nv...", root, j).square().sum((0, 1)) for j in found]
+
+    yield Row("DiagGGNExact, focal loss, MLP, 128", ours, other)
+
+
 def rows() -> Iterator[Row]:
     """All comparisons."""
     yield from of_outputs("MLP 64-128-128-10, 128", _net([64, 128, 128, 10]), torch.randn(128, 64))
     yield from of_outputs("CNN, 32", _convolutions(), torch.randn(32, 3, 16, 16))
     yield from of_residuals()
+    yield from of_own_loss()
 
 
 def measure(row: Row) -> tuple[float, float]:

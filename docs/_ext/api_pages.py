@@ -96,7 +96,7 @@ PAGES = (
         "modules",
         "backpack_layers.modules",
         "Small modules for what a `Sequential` cannot say.",
-        ("backpack_layers.modules",),
+        ("backpack_layers.modules", "backpack_layers.autodiff_loss"),
     ),
     Page(
         "operations",
