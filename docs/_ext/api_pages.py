@@ -96,7 +96,7 @@ PAGES = (
         "modules",
         "backpack_layers.modules",
         "Small modules for what a `Sequential` cannot say.",
-        ("backpack_layers.modules", "backpack_layers.autodiff_loss"),
+        tuple(f"backpack_layers.{n}" for n in ("modules", "autodiff_loss", "batch_statistics")),
     ),
     Page(
         "operations",
