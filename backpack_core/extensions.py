@@ -17,7 +17,8 @@ _DISTRIBUTIONS = {
     ),
     "backpack-plugin-secondorder": (
         "DiagGGNExact DiagGGNMC BatchDiagGGNExact BatchDiagGGNMC SqrtGGNExact SqrtGGNMC "
-        "DiagHessian BatchDiagHessian KFAC KFLR KFRA EKFAC GGNMP HMP PCHMP GGNGram"
+        "DiagHessian BatchDiagHessian KFAC KFLR KFRA EKFAC GGNMP HMP PCHMP GGNGram "
+        "Jacobians NTK JMP"
     ),
 }
 

@@ -253,6 +253,24 @@ def _explicit_gram(reference: Reference, name: str) -> Tensor:
     return torch.cat([square.flatten(), _pair_norms(grams[name]), _pair_norms(whole)])
 
 
+def _row_products(reference: Reference, name: str) -> Tensor:
+    """``⟨J[n, c], J[m, d]⟩`` for the rows of the Jacobian. Shape ``[N, C, N, C]``."""
+    rows = flat(reference.jacobian(name), 2)
+    return torch.einsum("nci,mdi->ncmd", rows, rows)
+
+
+def _both_directions(value: Any, reference: Reference, name: str) -> Tensor:
+    """``J v`` and ``Jᵀ J v`` of a stored product for fixed vectors; as one vector."""
+    forward = value(_vectors(reference, name).to(reference.parameters[name].dtype))
+    return torch.cat([forward.flatten(), value.transposed(forward).flatten()])
+
+
+def _jacobian_products(reference: Reference, name: str) -> Tensor:
+    jacobian, vectors = flat(reference.jacobian(name), 2), flat(_vectors(reference, name), 1)
+    forward = torch.einsum("ncp,vp->vnc", jacobian, vectors)
+    return torch.cat([forward.flatten(), torch.einsum("vnc,ncp->vp", forward, jacobian).flatten()])
+
+
 def _sampled_ggn(reference: Reference, name: str) -> Tensor:
     return _gram(reference.roots(name, 1), reference, name).sum(0)
 
@@ -306,6 +324,9 @@ _QUANTITIES: dict[str, Quantity] = {
         lambda r, p: _diagonal(r.hessian(p), r, p).sum(0), needs="double backward", cancels=True
     ),
     "pchmp": positive_curvature_product(lambda values: values.clamp_min(0)),
+    "jacobians": Quantity(lambda r, p: r.jacobian(p), needs="curvature"),
+    "ntk": Quantity(_row_products, needs="curvature"),
+    "jmp": Quantity(_jacobian_products, _both_directions, needs="double backward"),
     "ggn_gram": Quantity(_explicit_gram, _spectral, needs="curvature", cancels=True),
     "ekfac": Quantity(_one, _eigenbasis_error(_sampled_ggn), needs="structure"),
     "kfac": Quantity(_one, _factor_error(_sampled_ggn), needs="structure"),

@@ -70,6 +70,7 @@ PAGES = (
             for name in (
                 *("matrix", "kronecker", "eigenbasis", "gram", "propagators", "linear"),
                 *("blocks", "over_data", "conjugate_gradients", "curvlinops"),
+                *("output_jacobian", "jacobian_products", "outputs"),
             )
         ),
     ),
@@ -101,7 +102,7 @@ PAGES = (
         "modules",
         "backpack_layers.modules",
         "Small modules for what a `Sequential` cannot say.",
-        ("backpack_layers.modules",),
+        tuple(f"backpack_layers.{n}" for n in ("modules", "autodiff_loss", "batch_statistics")),
     ),
     Page(
         "operations",

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical
 
 from backpack_core.testing import LossCase
+from backpack_layers.autodiff_loss import AutodiffLoss
 from backpack_layers.language import CausalLMLoss
 
 WEIGHT = torch.tensor([0.5, 1.5], dtype=torch.float64)
@@ -57,7 +59,21 @@ def tokens(n: int) -> Tensor:
     return found
 
 
+def squared(x: Tensor, y: Tensor) -> Tensor:
+    return (x - y).square() / 2
+
+
 CASES: list[LossCase] = [
+    loss(
+        partial(
+            AutodiffLoss,
+            partial(nn.functional.cross_entropy, reduction="none"),
+            likelihood=lambda x: Categorical(logits=x),
+        ),
+        classes,
+        name="AutodiffLoss, classes",
+    ),
+    loss(partial(AutodiffLoss, squared), real, sampled=False, name="AutodiffLoss, squares"),
     loss(CausalLMLoss, tokens, 4, 2),
     loss(partial(CausalLMLoss, average="sequence"), tokens, 4, 2),
     loss(partial(CausalLMLoss, shift=False), tokens, 4, 2),

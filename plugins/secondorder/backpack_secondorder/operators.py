@@ -111,7 +111,7 @@ class HessianOperator(Operator):
         if self._chosen is not None:
             losses = tuple(map(_edge_of_loss, self._chosen))
             sent = gradients(roots, losses, arriving, True)
-            roots = tuple(map(_edge, self._chosen))
+            roots = tuple(map(edge_at_input, self._chosen))
             # One loss at a time: two losses may send gradients to the same tensor.
             own = [
                 gradients((loss,), (root,), (gradient,), True)[0]
@@ -210,7 +210,7 @@ class CurvatureOperator(Operator):
             return torch.zeros_like(vector)  # the gradient is a constant there
         # The transposed product is linear in the dummies: its derivative is the product.
         forward = gradients((image,), dummies, (vector,), self._is_differentiable)
-        if not all(map(_is_finite, forward)) and _is_finite(vector):
+        if not all(map(is_finite, forward)) and is_finite(vector):
             raise UnsupportedError(
                 "The Jacobian of the net times a vector is not finite, though the vector is: torch "
                 "has no finite second derivative of an operation where it was evaluated (a power "
@@ -223,7 +223,8 @@ class CurvatureOperator(Operator):
         return gradients(self._edges, (parameter,), curved, self._is_differentiable)[0]
 
 
-def _is_finite(mat: Tensor) -> bool:
+def is_finite(mat: Tensor) -> bool:
+    """Whether all numbers are finite; not looked at where a compiler asks."""
     return is_symbolic(mat) or bool(mat.isfinite().all())
 
 
@@ -304,10 +305,11 @@ def _term(view: View, multiply: Callable[[Tensor], Tensor]) -> Term:
         chosen = torch.tensor(view.indices, device=x.device)
         return torch.zeros_like(x).index_add(0, chosen, multiply(x[chosen])).to(dtype)
 
-    return Term(_edge(view), like.detach(), of_samples)
+    return Term(edge_at_input(view), like.detach(), of_samples)
 
 
-def _edge(view: View) -> GradientEdge:
+def edge_at_input(view: View) -> GradientEdge:
+    """The gradient edge of the input that a call has to send a quantity to."""
     edge = view.call.edges[(live_inputs(view) or [0])[0]]
     assert edge is not None
     return GradientEdge(edge.node, edge.output_nr)

@@ -29,7 +29,7 @@ from backpack_secondorder.operators import (
 )
 from backpack_secondorder.whole import GraphExtension, GraphReading, LossGraph
 
-_FUNCTION = Refused(
+FUNCTION = Refused(
     "its value is a function that holds the graph of one batch: use the linear operators over a "
     "data set, which differentiate one batch after the other."
 )
@@ -131,7 +131,7 @@ class GGNMP(ProductExtension):
 
     savefield = "ggnmp"
     degree = 1
-    over_batches = _FUNCTION
+    over_batches = FUNCTION
     is_of_losses = True
 
     def begin(self) -> GraphReading:
@@ -149,7 +149,7 @@ class HMP(ProductExtension):
 
     savefield = "hmp"
     degree = 1
-    over_batches = _FUNCTION
+    over_batches = FUNCTION
 
     def begin(self) -> GraphReading:
         """Collect the losses, whose samples subsampling chooses from."""
@@ -170,7 +170,7 @@ class PCHMP(ProductExtension):
 
     savefield = "pchmp"
     degree = 1
-    over_batches = _FUNCTION
+    over_batches = FUNCTION
     is_of_losses = True
     modifications: ClassVar[tuple[str, ...]] = ("clip", "abs")
 

@@ -1,0 +1,191 @@
+"""Quantities beside what a user would take instead: ``torch.func``, and curvlinops where installed.
+
+Run ``python -m benchmarks.quantities_asked``. Each row is one quantity by two ways in turn, in one
+process; the ratio is the other's time over ours, so more than one says that ours is faster. Numbers
+are compared first.
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, hessian, jacrev, linearize, vjp, vmap
+
+from backpack_core import backpack, extend
+from backpack_core.extensions import JMP, NTK, DiagGGNExact, Jacobians
+from backpack_layers.autodiff_loss import AutodiffLoss
+from backpack_secondorder.outputs import SumOutputs
+
+REPEATS = 15
+
+
+class Row(NamedTuple):
+    """One comparison: what it is, our way, and the other's, which return the same numbers."""
+
+    name: str
+    ours: Callable[[], list[Tensor]]
+    other: Callable[[], list[Tensor]]
+    peer: str = "torch.func"
+
+
+def run(*extensions: Any, loss: Callable[[], Tensor], **options: Any) -> None:
+    """A backward pass; the loss is computed outside of the block."""
+    value = loss()
+    with backpack(*extensions, **options):
+        value.backward()
+
+
+def _net(sizes: list[int]) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for a, b in pairwise(sizes):
+        layers += [nn.Linear(a, b), nn.Tanh()]
+    return nn.Sequential(*layers[:-1])
+
+
+def _convolutions() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(), nn.Linear(32 * 16, 10),
+    )  # fmt: skip
+
+
+def of_outputs(title: str, net: nn.Sequential, x: Tensor) -> Iterator[Row]:
+    """Jacobians, kernels and products of a net's output."""
+    state = {name: p.detach().clone() for name, p in net.named_parameters()}
+    plain = copy.deepcopy(net)
+    extend(net), extend(lossfunc := SumOutputs())
+    parameters = [*net.parameters()]
+    one = lambda p, row: functional_call(plain, p, (row.unsqueeze(0),)).squeeze(0)  # noqa: E731
+    rows = vmap(jacrev(one), (None, 0))
+
+    def stored(extension: Any, field: str) -> list[Tensor]:
+        run(extension, loss=lambda: lossfunc(net(x)), gradient="skipped")
+        return [getattr(p, field) for p in parameters]
+
+    def kernels() -> list[Tensor]:
+        flat = [j.flatten(2) for j in rows(state, x).values()]
+        return [torch.einsum("ncp,mdp->ncmd", j, j) for j in flat]
+
+    yield Row(f"Jacobians, {title}", lambda: stored(Jacobians(), "jacobians"),
+              lambda: [*rows(state, x).values()])  # fmt: skip
+    yield Row(f"NTK, {title}", lambda: stored(NTK(), "ntk"), kernels)
+
+    tangents = {name: torch.randn_like(p) for name, p in state.items()}
+    by_parameter = dict(zip(parameters, tangents.values(), strict=True))
+    whole = lambda p: functional_call(plain, p, (x,))  # noqa: E731
+
+    run(JMP(), loss=lambda: lossfunc(net(x)), gradient="none")
+    jacobian = parameters[0].jmp.whole
+    direction = torch.randn_like(plain(x)).detach()
+    _, push = linearize(whole, state)
+    _, pull = vjp(whole, state)
+
+    def back() -> list[Tensor]:
+        found = jacobian.transposed(direction)
+        return [found[p] for p in parameters]
+
+    yield Row(f"J v, {title}", lambda: [jacobian.product(by_parameter)], lambda: [push(tangents)])
+    yield Row(f"Jᵀ u, {title}", back, lambda: [*pull(direction)[0].values()])
+
+
+def of_residuals(points: int = 128) -> Iterator[Row]:
+    """Jacobians of residuals with a Laplacian."""
+    net, x = _net([2, 32, 32, 1]), torch.randn(points, 2)
+    plain, state = (
+        copy.deepcopy(net),
+        {name: p.detach().clone() for name, p in net.named_parameters()},
+    )
+    extend(net), extend(lossfunc := SumOutputs())
+
+    def residual() -> Tensor:
+        at = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(net(at).sum(), at, create_graph=True)
+        second = [
+            torch.autograd.grad(slope[:, i].sum(), at, create_graph=True)[0][:, i] for i in (0, 1)
+        ]
+        return lossfunc(torch.stack(second).sum(0).unsqueeze(1))
+
+    def ours() -> list[Tensor]:
+        run(Jacobians(), loss=residual, gradient="skipped")
+        return [p.jacobians.squeeze(1) for p in net.parameters() if hasattr(p, "jacobians")]
+
+    value = lambda p, row: functional_call(plain, p, (row,)).squeeze()  # noqa: E731
+    laplacian = lambda p, row: hessian(value, 1)(p, row).trace()  # noqa: E731
+    rows = vmap(jacrev(laplacian), (None, 0))
+    yield Row("Jacobians of a Laplacian", ours, lambda: [*rows(state, x).values()][:-1])
+
+
+def focal(x: Tensor, y: Tensor) -> Tensor:
+    """The focal loss, by sample."""
+    log_p = x.log_softmax(1).gather(1, y.unsqueeze(1)).squeeze(1)
+    return -((1 - log_p.exp()) ** 2) * log_p
+
+
+def of_own_loss(samples: int = 128) -> Iterator[Row]:
+    """The Gauss-Newton diagonal of a loss without a rule; Hessians by ``torch.func``."""
+    net, x, y = _net([64, 128, 128, 10]), torch.randn(samples, 64), torch.randint(10, (samples,))
+    plain, state = copy.deepcopy(net), {n: p.detach().clone() for n, p in net.named_parameters()}
+    extend(net), extend(lossfunc := AutodiffLoss(focal, "sum", negative="clip"))
+
+    def ours() -> list[Tensor]:
+        run(DiagGGNExact(), loss=lambda: lossfunc(net(x), y), gradient="skipped")
+        return [p.diag_ggn_exact for p in net.parameters()]
+
+    one = lambda p, row: functional_call(plain, p, (row.unsqueeze(0),)).squeeze(0)  # noqa: E731
+    of_sample = lambda z, y: focal(z.unsqueeze(0), y.unsqueeze(0)).squeeze()  # noqa: E731
+    jacobians, curvature = vmap(jacrev(one), (None, 0)), vmap(hessian(of_sample))
+
+    def other() -> list[Tensor]:
+        values, vectors = torch.linalg.eigh(curvature(plain(x).detach(), y))
+        root = vectors * values.clamp(min=0).sqrt().unsqueeze(1)
+        found = jacobians(state, x).values()
+        return [torch.einsum("ncv,nc...->nv...", root, j).square().sum((0, 1)) for j in found]
+
+    yield Row("DiagGGNExact, focal loss, MLP, 128", ours, other)
+
+
+def rows() -> Iterator[Row]:
+    """All comparisons."""
+    yield from of_outputs("MLP 64-128-128-10, 128", _net([64, 128, 128, 10]), torch.randn(128, 64))
+    yield from of_outputs("CNN, 32", _convolutions(), torch.randn(32, 3, 16, 16))
+    yield from of_residuals()
+    yield from of_own_loss()
+
+
+def measure(row: Row) -> tuple[float, float]:
+    """Median seconds of both, in turn; raises if numbers differ."""
+    for found, expected in zip(row.ours(), row.other(), strict=True):
+        torch.testing.assert_close(found, expected.detach(), rtol=1e-3, atol=1e-4)
+    times: list[list[float]] = [[], []]
+    for _ in range(REPEATS):
+        for kept, function in zip(times, (row.ours, row.other), strict=True):
+            start = time.perf_counter()
+            function()
+            kept.append(time.perf_counter() - start)
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def main() -> None:
+    """Print a line for each row."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    for row in rows():
+        ours, other = measure(row)
+        print(
+            f"{row.name:36} ours {1e3 * ours:7.2f} ms   {row.peer:11} {1e3 * other:7.2f} ms   "
+            f"{other / ours:5.2f} times"
+        )
+
+
+if __name__ == "__main__":
+    main()

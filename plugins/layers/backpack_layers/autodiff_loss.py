@@ -1,0 +1,283 @@
+"""Any loss that is a sum over samples: its Hessian in the output by automatic differentiation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution
+from torch.nn import Module
+
+from backpack_core.errors import SampleMixingError, UnsupportedError, UsageError
+from backpack_core.record.structure import map_tensors
+from backpack_core.record.switch import disable
+from backpack_core.record.view import View
+from backpack_layers._loss import check_arguments
+from backpack_products.loss import HessianLossRule
+from backpack_products.values import any_of, at_least_single
+
+Reduction = Literal["mean", "sum", "none"]
+Negative = Literal["refuse", "clip", "abs"]
+Likelihood = Callable[[Tensor], Distribution]
+
+
+class AutodiffLoss(Module):
+    """A loss of one's own, for which nobody has written a rule.
+
+    Curvature starts at its Hessian in the output, ``[N, D, D]`` for ``D`` numbers of a sample,
+    which autograd finds by ``D`` products for all samples at once. So the function has to be twice
+    differentiable, and a sum over samples, which is measured.
+
+    Roots (of ``DiagGGNExact``, ``KFLR``, ``SqrtGGNExact``, ...) come from eigenvalues. Products and
+    the Hessian's diagonal (``GGNMP``, ``DiagHessian``) are exact, whatever ``negative`` says.
+
+    Args:
+        function: A module or function of output and further arguments. It returns the losses of
+            the samples, ``[N, *]``, or their mean or sum as a number.
+        reduction: How losses ``[N, *]`` are reduced: the sum of each sample's losses, then a mean
+            over samples, a sum, or nothing more. Of a number, which of the first two it is.
+        negative: What is done to negative eigenvalues in roots: ``"refuse"``, ``"clip"`` (set to
+            zero) or ``"abs"`` (made positive).
+        likelihood: The distribution of targets, from outputs ``[N, *]`` to an object of
+            ``torch.distributions``, if each sample's loss is its negative logarithm up to a
+            constant. Monte-Carlo quantities (``KFAC``, ``DiagGGNMC``) draw from it, if the function
+            returns the losses of the samples.
+
+    Example:
+        >>> lossfunc = extend(AutodiffLoss(focal, likelihood=lambda x: Categorical(logits=x)))
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Tensor],
+        reduction: Reduction = "mean",
+        negative: Negative = "refuse",
+        likelihood: Likelihood | None = None,
+    ) -> None:
+        """Store the settings; see the class.
+
+        Args:
+            function: See the class.
+            reduction: See the class.
+            negative: See the class.
+            likelihood: See the class.
+
+        Raises:
+            UsageError: A setting is unknown, or something is no function.
+        """
+        super().__init__()
+        for name, word, known in (
+            ("reduction", reduction, get_args(Reduction)),
+            ("negative", negative, get_args(Negative)),
+        ):
+            if word not in known:
+                raise UsageError(f"{name} must be one of {known}. Got {word!r}.")
+        if not callable(function) or isinstance(function, type):
+            raise UsageError(f"function is a loss of output and target. Got {function!r}.")
+        if likelihood is not None and not callable(likelihood):
+            raise UsageError(
+                "likelihood makes a distribution from outputs, as lambda x: Categorical(logits=x). "
+                f"Got {likelihood!r}."
+            )
+        self.function = function
+        self.reduction, self.negative, self.likelihood = reduction, negative, likelihood
+
+    @classmethod
+    def of_likelihood(cls, likelihood: Likelihood, reduction: Reduction = "mean") -> AutodiffLoss:
+        """The negative logarithm of a likelihood, of output and target.
+
+        Args:
+            likelihood: From outputs ``[N, *]`` to an object of ``torch.distributions``.
+            reduction: See the class.
+        """
+        return cls(
+            lambda output, target: -likelihood(output).log_prob(target),
+            reduction,
+            likelihood=likelihood,
+        )
+
+    def forward(self, output: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        """The loss, a number; without a reduction ``[N]``.
+
+        Raises:
+            UsageError: The function returned neither a number nor the losses of the samples.
+        """
+        found: Any = self.function(output, *arguments, **keywords)
+        if not isinstance(found, Tensor) or (found.dim() and len(found) != len(output)):
+            raise UsageError(
+                "The function of AutodiffLoss returns a number, or the losses of the samples, "
+                f"[{len(output)}, *]. Got "
+                f"{list(found.shape) if isinstance(found, Tensor) else type(found).__name__}."
+            )
+        if found.dim() == 0:
+            return self._number(found)
+        each = found.flatten(1).sum(1) if found.dim() > 1 else found
+        loss: Tensor = each if self.reduction == "none" else each.sum() * self.normalisation(output)
+        return loss
+
+    def _number(self, found: Tensor) -> Tensor:
+        if self.reduction == "none":
+            raise UsageError(
+                'AutodiffLoss has reduction="none", and its function returns a number: have it '
+                "return the losses of the samples, or say which reduction it is."
+            )
+        return found
+
+    def normalisation(self, output: Tensor) -> float:
+        """What stands in front of the sum over samples."""
+        return 1.0 / max(1, len(output)) if self.reduction == "mean" else 1.0
+
+    def extra_repr(self) -> str:
+        """The settings."""
+        name = "" if isinstance(self.function, Module) else f"{self.function!r}, "
+        return f"{name}{self.reduction!r}, negative={self.negative!r}"
+
+
+class AutodiffLossRule(HessianLossRule):
+    """The rule of :class:`AutodiffLoss`, and of losses whose modules have its settings."""
+
+    module_types = (AutodiffLoss,)
+
+    def check_terms(self, view: View) -> None:
+        """The input needs samples."""
+        check_arguments(view, axes=1)
+
+    def normalisation(self, view: View) -> float:
+        """A mean is over samples."""
+        return _module(view).normalisation(view.full.input)
+
+    def _hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        x, gradient = self._gradient(view)
+        if view.indices is None:
+            return _differentiated(gradient, x, mat)
+        # A sample that was named twice has columns of its own each time.
+        products = [
+            _differentiated(gradient, x, _alone(mat[:, place], n, x))[:, n]
+            for place, n in enumerate(view.indices)
+        ]
+        return torch.stack(products, 1)
+
+    def _sqrt_hessian(self, view: View) -> Tensor:
+        size, samples = view.input_shape[1:].numel(), view.batch_size
+        eye = torch.eye(size, dtype=view.dtype, device=view.device)
+        columns = eye.reshape(size, 1, *view.input_shape[1:]).expand(-1, *view.input_shape)
+        blocks = self._hessian_mat_prod(view, columns).reshape(size, samples, size).transpose(0, 1)
+        values, vectors = torch.linalg.eigh(at_least_single((blocks + blocks.mT) / 2))
+        root = vectors * self._positive(view, values).sqrt().unsqueeze(1)
+        found: Tensor = root.permute(2, 0, 1).reshape(size, *view.input_shape)
+        return found.to(view.dtype)
+
+    def _positive(self, view: View, values: Tensor) -> Tensor:
+        """Eigenvalues ``[N, D]`` that have real roots; not a number where nobody may look."""
+        negative = _module(view).negative
+        if negative == "abs":
+            return values.abs()
+        if negative == "clip":
+            return values.clamp(min=0)
+        rounding = 100 * values.shape[-1] * torch.finfo(values.dtype).eps
+        small = values.abs().amax(-1, keepdim=True) * rounding
+        if view.is_measured and any_of(values < -small):
+            lowest = float(values.min())
+            raise UnsupportedError(
+                f"The Hessian of {view.path} in the output has the negative eigenvalue "
+                f"{lowest:.3g}, so it has no real square root. Say what to do with such: "
+                'AutodiffLoss(..., negative="clip") or "abs"; or use DiagHessian or HMP, which '
+                "need no root."
+            )
+        return torch.where(values < -small, values, values.clamp(min=0))
+
+    def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
+        likelihood = _module(view).likelihood
+        if likelihood is None:
+            raise UnsupportedError(
+                f"{view.path} has no likelihood to draw targets from: write AutodiffLoss(..., "
+                "likelihood=lambda output: Categorical(logits=output)), or use the exact quantity "
+                "instead of the Monte-Carlo one."
+            )
+        whole = view.full
+        with disable(), torch.no_grad():
+            losses = _module(view).function(*whole.args, **whole.kwargs)
+        if not losses.dim():
+            raise UnsupportedError(
+                f"The function of {view.path} returns a number, and whether that is a mean over "
+                "samples or over all their elements, which sampling has to know, is not told. "
+                "Return the losses of the samples, [N, *], or use the exact quantity instead."
+            )
+        x = view.input if view.is_differentiable else view.input.detach()
+        with torch.enable_grad():
+            drawn = x.expand(samples, *x.shape).flatten(0, 1)
+            drawn = drawn if drawn.requires_grad else drawn.clone().requires_grad_()
+            distribution = likelihood(drawn)
+            if not isinstance(distribution, Distribution):
+                raise UsageError(
+                    "likelihood has to return an object of torch.distributions. Got "
+                    f"{type(distribution).__name__}."
+                )
+            surprise = -distribution.log_prob(distribution.sample()).sum()
+            (gradient,) = torch.autograd.grad(surprise, drawn, create_graph=view.is_differentiable)
+        scale = (self.normalisation(view) / samples) ** 0.5
+        found: Tensor = gradient.unflatten(0, (samples, len(x))) * scale
+        return found
+
+    def _gradient(self, view: View) -> tuple[Tensor, Tensor]:
+        """The output of all samples, and the gradient of the loss there, with its graph."""
+        found: tuple[Tensor, Tensor] = view.once("gradient", lambda: self._differentiate(view))
+        return found
+
+    def _differentiate(self, view: View) -> tuple[Tensor, Tensor]:
+        whole = view.full
+        x = whole.input
+        if not (view.is_differentiable and x.requires_grad):
+            x = x.detach().requires_grad_()
+        first = whole.values.inputs[0]
+        args, kwargs = map_tensors((whole.args, whole.kwargs), lambda t: x if t is first else t)
+        with disable(), torch.enable_grad():
+            value = whole.module(*args, **kwargs).sum()
+            (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+        if view.is_measured:
+            _see_apart(view, x, gradient)
+        return x, gradient
+
+
+def _module(view: View) -> AutodiffLoss:
+    return cast(AutodiffLoss, view.module)
+
+
+def _alone(columns: Tensor, sample: int, like: Tensor) -> Tensor:
+    """Columns ``[V, *]`` of one sample among zeros for all others."""
+    found = like.new_zeros(len(columns), *like.shape)
+    found[:, sample] = columns
+    return found
+
+
+def _differentiated(gradient: Tensor, x: Tensor, mat: Tensor) -> Tensor:
+    """``∂gradient/∂x`` times columns ``[V, N, *]``; by vmap, or one by one where that cannot."""
+    if not gradient.requires_grad or not len(mat):
+        return torch.zeros_like(mat)
+    options: dict[str, Any] = {"retain_graph": True, "materialize_grads": True}
+    options["create_graph"] = torch.is_grad_enabled()
+    try:
+        (found,) = torch.autograd.grad(gradient, x, mat, is_grads_batched=True, **options)
+    except RuntimeError:  # a formula of the user's, say, that vmap cannot batch
+        found = torch.stack([torch.autograd.grad(gradient, x, row, **options)[0] for row in mat])
+    product: Tensor = found
+    return product
+
+
+def _see_apart(view: View, x: Tensor, gradient: Tensor) -> None:
+    """Raise if the gradient of some samples depends on others."""
+    if len(x) < 2:
+        return
+    chosen = (torch.arange(len(x), device=x.device) % 2 == 0).reshape(-1, *[1] * (x.dim() - 1))
+    generator = torch.Generator(x.device).manual_seed(0)
+    noise = torch.rand(x.shape, generator=generator, dtype=x.dtype, device=x.device) + 0.5
+    product = _differentiated(gradient, x, (noise * chosen).unsqueeze(0))[0]
+    spilt = (product * ~chosen).abs().amax()
+    if any_of(spilt > 1e3 * torch.finfo(x.dtype).eps * product.abs().amax()):
+        raise SampleMixingError(
+            f"{view.path} makes samples influence each other, so it has no Hessian for each of "
+            "them. Return the loss of each sample (Dice or a ratio by sample, not of sums over the "
+            "batch), or use HMP, which needs no samples."
+        )

@@ -1,0 +1,115 @@
+"""Batch normalisation in train mode with the statistics of the batch taken as constants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, Final, Literal
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.nn import Module, SyncBatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from backpack_core.errors import UnsupportedError, UsageError
+
+_STATISTICS: Final = ("running_mean", "running_var")
+_held: WeakSet[Module] = WeakSet()
+
+
+@contextmanager
+def batch_statistics(model: Module, treatment: Literal["constant"]) -> Iterator[Module]:
+    """Run batch normalisation in train mode so that derivatives stop at the batch's statistics.
+
+    With the exact derivative of train mode, a sample influences the outputs of all others through
+    mean and variance, so nothing belongs to single samples, and quantities raise. In this block,
+    ``y = (x - μ) / √(σ² + ε) · weight + bias`` with ``μ`` and ``σ²`` of the batch as numbers: a map
+    of each sample by itself. Outputs and the update of running statistics are those of train mode.
+
+    A checkpoint runs its part again in the backward pass, which then has to be in the block, too.
+
+    Everything that is differentiated from such a forward pass has this meaning, ``.grad`` included:
+    it is the sum of ``grad_batch``, and not the gradient that train mode has. For a training step,
+    run a second forward pass outside of the block.
+
+    Args:
+        model: What the modules are in. Those in eval mode, with running statistics, are left alone.
+        treatment: ``"constant"``, the one treatment that there is.
+
+    Yields:
+        The model.
+
+    Raises:
+        UsageError: The treatment is unknown, the model has no batch normalisation, or is in such
+            a block already.
+        UnsupportedError: A module has statistics over processes.
+
+    Example:
+        >>> with batch_statistics(model, "constant"):
+        ...     loss = lossfunc(model(x), y)
+        >>> with backpack(BatchGrad(), gradient="none"):
+        ...     loss.backward()
+    """
+    if treatment != "constant":
+        raise UsageError(
+            f'batch_statistics takes "constant": derivatives stop there. Got {treatment!r}.'
+        )
+    modules = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    _check(modules)
+    with ExitStack() as stack:
+        for module in modules:
+            held = _Held(module)
+            before = module.register_forward_pre_hook(held.begin, prepend=True, with_kwargs=True)
+            stack.callback(before.remove)
+            stack.callback(module.register_forward_hook(held.end, always_call=True).remove)
+            _held.add(module)
+            stack.callback(_held.discard, module)
+        yield model
+
+
+def _check(modules: list[_BatchNorm]) -> None:
+    if not modules:
+        raise UsageError(
+            "batch_statistics found no batch normalisation in the model: leave it out."
+        )
+    for module in modules:
+        if isinstance(module, SyncBatchNorm):
+            raise UnsupportedError(
+                "The statistics of SyncBatchNorm are those of all processes, which are not at hand "
+                "here. Use BatchNorm, or model.eval()."
+            )
+        if module in _held:
+            raise UsageError("The model is in a block of batch_statistics already: leave one out.")
+
+
+class _Held:
+    """Has a module run in eval mode with the statistics of the batch, one call at a time.
+
+    So rules and autograd see an affine map of fixed numbers, whose buffers are recorded as such.
+    """
+
+    def __init__(self, module: _BatchNorm) -> None:
+        self._module = module
+        self._before: dict[str, Tensor | None] = {}
+        self._mode = module.training
+
+    def begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compute the statistics, and put them in the place of the running ones."""
+        norm = self._module
+        if not norm.training and norm.running_mean is not None:
+            return
+        x = [*args, *kwargs.values()][0].detach()
+        with torch.no_grad():
+            type(norm).forward(norm, x)  # checks the input, and updates the running statistics
+            axes = [axis for axis in range(x.dim()) if axis != 1]
+            variance, mean = torch.var_mean(x, axes, correction=0)
+        self._before = {name: norm._buffers[name] for name in _STATISTICS}
+        self._mode, norm.training = norm.training, False
+        norm._buffers.update(zip(_STATISTICS, (mean, variance), strict=True))
+
+    def end(self, module: Module, inputs: Any, output: Any) -> None:
+        """Put back what was there."""
+        if self._before:
+            self._module._buffers.update(self._before)
+            self._module.training, self._before = self._mode, {}

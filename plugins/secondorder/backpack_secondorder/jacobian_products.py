@@ -1,0 +1,276 @@
+"""Products with the Jacobian of the model's output, in both directions, which is not formed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from reprlib import repr as abridged
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from backpack_core import View
+from backpack_core.engine.active import suspended
+from backpack_core.errors import ShapeError, UnsupportedError, UsageError
+from backpack_core.values import without_autocast
+from backpack_products.transposition import somewhere
+from backpack_secondorder.operators import edge_at_input, is_finite, require_losses
+from backpack_secondorder.products import FUNCTION, ProductExtension
+from backpack_secondorder.residual import live_inputs
+from backpack_secondorder.torch_errors import explained
+from backpack_secondorder.twice import gradients
+from backpack_secondorder.whole import GraphReading, LossGraph
+
+
+class OutputJacobian:
+    """``J``, ``[N, *out] × [*θ]`` for each parameter, at the output of one backward pass.
+
+    Attributes:
+        parameters: The parameters that the pass reached.
+        output_shape: ``[N, *out]``, of the chosen samples.
+    """
+
+    def __init__(self, graph: LossGraph, view: View) -> None:
+        """Keep the graph.
+
+        Args:
+            graph: The graph.
+            view: The loss, with the samples that take part.
+        """
+        self.parameters = graph.parameters
+        self.output_shape = view.input_shape
+        self._chosen = view.indices
+        self._like = view.stored.inputs[0].detach()
+        self._edge = edge_at_input(view) if live_inputs(view) else None
+        self._is_differentiable = torch.is_grad_enabled()
+
+    def product(self, vectors: Mapping[Tensor, Tensor]) -> Tensor:
+        """``Σ_θ J_θ v_θ``.
+
+        Args:
+            vectors: ``v_θ``, ``[*θ]``, by parameter; zero for all others. A parameter that the
+                output does not depend on adds nothing.
+
+        Returns:
+            Shape ``[N, *out]``.
+
+        Raises:
+            ShapeError: A vector has not the shape of its parameter.
+            UsageError: None of the keys is a parameter of the pass.
+            UnsupportedError: An operation of the net has no second derivative, or none that is
+                finite.
+        """
+        self._check(vectors)
+        with suspended(), without_autocast(), explained():
+            dummy, images = self._images
+            # The transposed product is linear in the dummy: its derivative is the product.
+            live = [p for p, image in images.items() if p in vectors and image.requires_grad]
+            if not live:
+                return self._cut(torch.zeros_like(dummy).detach())
+            outputs, given = [images[p] for p in live], [vectors[p] for p in live]
+            (found,) = gradients(outputs, (dummy,), given, self._is_differentiable)
+        if not is_finite(found) and all(map(is_finite, given)):
+            raise UnsupportedError(
+                "The Jacobian of the net times a vector is not finite, though the vector is: torch "
+                "has no finite second derivative of an operation where it was evaluated (a power "
+                "or a root of zero), or the net has none. Use Jacobians, which asks for first "
+                "derivatives only."
+            )
+        return self._cut(found)
+
+    def transposed(
+        self, vector: Tensor, parameters: Sequence[Tensor] | None = None
+    ) -> dict[Tensor, Tensor]:
+        """``J_θᵀ u``, ``[*θ]``, by parameter.
+
+        Args:
+            vector: ``u``, shape ``[N, *out]``.
+            parameters: Some of the parameters; default: all.
+
+        Raises:
+            ShapeError: The vector has another shape than the output.
+        """
+        if vector.shape != self.output_shape:
+            raise ShapeError(
+                f"Expected a vector of the output's shape {list(self.output_shape)}. Got "
+                f"{list(vector.shape)}."
+            )
+        with suspended(), without_autocast(), explained():
+            whole = self._widened(vector.to(self._like.dtype))
+            return self._sent(whole, parameters or self.parameters, self._is_differentiable)
+
+    @cached_property
+    def _images(self) -> tuple[Tensor, dict[Tensor, Tensor]]:
+        """A dummy ``u`` at the output, and ``Jᵀ u`` as functions of it."""
+        dummy = somewhere(self._like)
+        return dummy, self._sent(dummy, self.parameters, True)
+
+    def _sent(
+        self, vector: Tensor, parameters: Sequence[Tensor], create_graph: bool
+    ) -> dict[Tensor, Tensor]:
+        if self._edge is None:
+            return {parameter: torch.zeros_like(parameter) for parameter in parameters}
+        found = gradients((self._edge,), parameters, (vector,), create_graph)
+        return dict(zip(parameters, found, strict=True))
+
+    def _check(self, vectors: Mapping[Tensor, Tensor]) -> None:
+        if not isinstance(vectors, Mapping) or not any(p in vectors for p in self.parameters):
+            raise UsageError(
+                "Vectors are given by parameter, for at least one parameter of the pass: "
+                f"product({{p: torch.randn_like(p) for p in model.parameters()}}). Got "
+                f"{abridged(vectors)}."
+            )
+        for parameter, vector in vectors.items():
+            if vector.shape != parameter.shape:
+                raise ShapeError(
+                    f"Expected a vector of the parameter's shape {list(parameter.shape)}. Got "
+                    f"{list(vector.shape)}."
+                )
+
+    def _cut(self, whole: Tensor) -> Tensor:
+        return whole if self._chosen is None else whole[list(self._chosen)]
+
+    def _widened(self, some: Tensor) -> Tensor:
+        if self._chosen is None:
+            return some
+        chosen = torch.tensor(self._chosen, device=some.device)
+        return torch.zeros_like(self._like).index_add(0, chosen, some)
+
+    def __repr__(self) -> str:
+        """The shape of the output, and the number of parameters."""
+        return f"<{type(self).__name__} of {list(self.output_shape)} in {len(self.parameters)}>"
+
+
+class JacobianBlock:
+    """``v ↦ J_θ v`` and ``u ↦ J_θᵀ u`` for one parameter.
+
+    It keeps the graph of the backward pass alive until it is deleted, or overwritten by the next
+    pass.
+
+    Attributes:
+        whole: The Jacobian in all parameters of the pass, the same object on each.
+    """
+
+    def __init__(self, whole: OutputJacobian, parameter: Tensor) -> None:
+        """Store both."""
+        self.whole = whole
+        self._parameter = parameter
+
+    def __call__(self, vectors: Tensor) -> Tensor:
+        """``J_θ v``.
+
+        Args:
+            vectors: One of the parameter's shape ``[*θ]``, or several, ``[V, *θ]``.
+
+        Returns:
+            Shape ``[N, *out]`` or ``[V, N, *out]``.
+
+        Raises:
+            ShapeError: The vectors do not have the parameter's shape.
+        """
+        one = lambda vector: self.whole.product({self._parameter: vector})  # noqa: E731
+        return _each(one, vectors, self._parameter.shape, self.whole.output_shape)
+
+    def transposed(self, vectors: Tensor) -> Tensor:
+        """``J_θᵀ u``.
+
+        Args:
+            vectors: One of the output's shape ``[N, *out]``, or several, ``[V, N, *out]``.
+
+        Returns:
+            Shape ``[*θ]`` or ``[V, *θ]``.
+
+        Raises:
+            ShapeError: The vectors do not have the output's shape.
+        """
+        parameter = self._parameter
+        one = lambda vector: self.whole.transposed(vector, (parameter,))[parameter]  # noqa: E731
+        return _each(one, vectors, self.whole.output_shape, parameter.shape)
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled, alone or on a parameter of a model.
+
+        Raises:
+            UsageError: Always: a graph can neither be copied nor pickled.
+        """
+        raise UsageError(
+            f"{self!r} holds the graph of its backward pass, which can be neither copied nor "
+            "pickled. Delete the field from the parameters first (del parameter.jmp, or what it is "
+            "saved under), or save model.state_dict()."
+        )
+
+    def __repr__(self) -> str:
+        """What it multiplies with."""
+        return f"<block of {self.whole!r} for a parameter of shape {list(self._parameter.shape)}>"
+
+
+def _each(
+    function: Callable[[Tensor], Tensor], vectors: Tensor, shape: torch.Size, found: torch.Size
+) -> Tensor:
+    """A function of one vector of a shape, of one or of several ``[V, *]``."""
+    if not isinstance(vectors, Tensor):
+        raise UsageError(f"A Jacobian multiplies with tensors. Got {abridged(vectors)}.")
+    if vectors.shape == shape:
+        return function(vectors)
+    if vectors.dim() != 1 + len(shape) or vectors.shape[1:] != shape:
+        sizes = ", ".join(map(str, shape))
+        raise ShapeError(
+            f"Expected a vector of shape [{sizes}], or several as [V, {sizes}]. "
+            f"Got {list(vectors.shape)}."
+        )
+    return torch.stack([*map(function, vectors)]) if len(vectors) else vectors.new_zeros(0, *found)
+
+
+class JMP(ProductExtension):
+    """Products with the Jacobian of the model's output, in both directions.
+
+    Stored in ``jmp``, a :class:`JacobianBlock` of the output ``f``, ``[N, *out]``, that an extended
+    loss receives (:class:`~backpack_secondorder.outputs.SumOutputs`, where there is none):
+
+    - ``param.jmp(v)``: ``J_θ v``, ``[*θ] → [N, *out]``, by differentiating the transposed product;
+    - ``param.jmp.transposed(u)``: ``J_θᵀ u``, ``[N, *out] → [*θ]``, one backward pass;
+    - ``param.jmp.whole``: both over all parameters, :class:`OutputJacobian`.
+
+    Several vectors at once have another axis in front. Products depend neither on the loss nor on
+    its scale, and exist wherever autograd can differentiate twice, also where samples influence
+    each other. The Jacobian itself is :class:`~backpack_secondorder.output_jacobian.Jacobians`.
+    """
+
+    savefield = "jmp"
+    degree = 0
+    over_batches = FUNCTION
+    is_of_losses = True
+
+    def begin(self) -> GraphReading:
+        """Find the loss."""
+        return _OfOneLoss(self.subsampling)
+
+
+class _OfOneLoss(GraphReading):
+    """For ``JMP``."""
+
+    def __init__(self, subsampling: tuple[int, ...] | None) -> None:
+        self._subsampling = subsampling
+        self._losses: list[View] = []
+        self._others: list[View] = []
+
+    def observe(self, view: View) -> None:
+        """Keep losses apart from layers."""
+        if view.call.rule.is_loss:
+            view.call.rule.check(view)
+            self._losses.append(view.subsample(self._subsampling))
+        elif view.is_reached:
+            self._others.append(view)
+
+    def results(self, graph: LossGraph) -> Mapping[Tensor, JacobianBlock]:
+        """One Jacobian, a block for each parameter."""
+        require_losses(self._losses, self._others, "JMP")
+        if len(self._losses) != 1:
+            raise UnsupportedError(
+                f"JMP belongs to one output, and {len(self._losses)} extended losses took part. Go "
+                "backward from one of them, or join the outputs for one loss: "
+                "SumOutputs()(torch.cat([a, b], 1))."
+            )
+        whole = OutputJacobian(graph, self._losses[0])
+        return {parameter: JacobianBlock(whole, parameter) for parameter in graph.parameters}

@@ -1,0 +1,147 @@
+"""Jacobians of the model's output in parameters, sample by sample, and their inner products."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from backpack_core import LossRule, View
+from backpack_core.contract.extension import FailMode
+from backpack_core.errors import UnsupportedError
+from backpack_products import ColumnPropagator, Columns, SampleProduct, SecondOrderExtension
+from backpack_products.extensions import as_subsampling
+from backpack_products.merging import OverBatches, Part, Refused
+from backpack_products.operations import dense, gram
+from backpack_secondorder.residual import unit_vectors
+from backpack_secondorder.square_root import as_chunk_size
+
+
+@dataclass(frozen=True)
+class OutputRows(ColumnPropagator):
+    """A unit vector for each number that a sample has at the input of an extended loss.
+
+    At a parameter they are the rows of the Jacobian. The loss itself has no part in them, nor what
+    stands in front of it: it says where the model ends.
+
+    Attributes:
+        subsampling: The samples that take part; ``None`` for all.
+    """
+
+    needs_gradient: ClassVar[bool] = False
+
+    subsampling: tuple[int, ...] | None = None
+
+    def start(self, rule: LossRule, view: View) -> Columns:
+        """``[C, N, *in]`` for an input ``[N, *in]`` of ``C`` numbers each."""
+        return Columns.start("output", unit_vectors(view.input))
+
+
+class _OfOutput(SecondOrderExtension):
+    """An extension of one output's Jacobian, whatever the loss."""
+
+    degree = 0
+
+    def one_output(self, product: SampleProduct) -> SampleProduct:
+        """The product, which has to be that of a single loss.
+
+        Raises:
+            UnsupportedError: Several extended losses depend on the parameter.
+        """
+        if len(product.roots) > 1:
+            raise UnsupportedError(
+                f"{type(self).__name__} belongs to one output, and {len(product.roots)} extended "
+                f"losses depend on {product.name!r} of {product.path}. Go backward from one of "
+                "them, or join the outputs for one loss: SumOutputs()(torch.cat([a, b], 1))."
+            )
+        return product
+
+
+class Jacobians(_OfOutput):
+    """Jacobians of the model's output, sample by sample.
+
+    Stored in ``jacobians``, shape ``[N, C, *θ]``: ``∂f_c(x_n) / ∂θ`` for the output ``f`` that an
+    extended loss receives, with the ``C`` numbers of a sample in the order of memory. They depend
+    neither on the loss nor on its scale. Without a loss, write
+    :class:`~backpack_secondorder.outputs.SumOutputs`.
+
+    Rows go through the net in chunks, so memory is that of the result. For products with a
+    Jacobian that is not formed, take :class:`~backpack_secondorder.jacobian_products.JMP`; for
+    inner products of rows, :class:`NTK`.
+    """
+
+    savefield = "jacobians"
+    over_batches = OverBatches({"": Part("concatenate")})
+    columns_add = True
+    per_sample = True
+    needs = (dense,)
+
+    def __init__(
+        self,
+        subsampling: Sequence[int] | None = None,
+        savefield: str | None = None,
+        fail_mode: FailMode = "autodiff",
+        chunk_size: int | None = None,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            subsampling: Indices of the samples to take; default: all.
+            savefield: Name of the attribute on parameters; default: the class's.
+            fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
+            chunk_size: How many rows of a sample to carry at once; default: as many as fit into the
+                memory budget.
+        """
+        super().__init__(OutputRows(as_subsampling(subsampling)), savefield, fail_mode)
+        self.chunk_size = as_chunk_size(chunk_size)
+
+    def read(self, product: SampleProduct) -> Tensor:
+        """``M``, samples first."""
+        return dense(self.one_output(product)).transpose(0, 1)
+
+    def combine(self, first: Tensor, second: Tensor) -> Tensor:
+        """Rows one below the other; rows in front in memory, so that they are copied as a whole."""
+        return torch.cat([first.transpose(0, 1), second.transpose(0, 1)]).transpose(0, 1)
+
+
+class NTK(_OfOutput):
+    """The tangent kernel ``J Jᵀ`` of the batch, a block for each parameter.
+
+    Stored in ``ntk``, shape ``[N, C, N, C]``: ``⟨∂f_c(x_n) / ∂θ, ∂f_d(x_m) / ∂θ⟩`` for the output
+    ``f`` that an extended loss receives. Summed over parameters it is the empirical neural tangent
+    kernel of the net (Jacot et al., 2018, arXiv:1806.07572); as a matrix it is
+    ``ntk.reshape(N * C, N * C)``. It depends neither on the loss nor on its scale.
+
+    No Jacobian is formed where factors are cheaper: a linear layer has
+    ``(G Gᵀ) ⊙ (X Xᵀ)`` with its inputs ``X`` and the rows ``G`` at its output. For the kernel
+    between two sets of points, go through both as one batch.
+    """
+
+    savefield = "ntk"
+    over_batches = Refused(
+        "an entry between samples of two batches is in neither batch's kernel: go through both as "
+        "one batch, or take Jacobians, which combines, and multiply."
+    )
+    needs = (gram,)
+
+    def __init__(
+        self,
+        subsampling: Sequence[int] | None = None,
+        savefield: str | None = None,
+        fail_mode: FailMode = "autodiff",
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            subsampling: Indices of the samples to take; default: all.
+            savefield: Name of the attribute on parameters; default: the class's.
+            fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
+        """
+        super().__init__(OutputRows(as_subsampling(subsampling)), savefield, fail_mode)
+
+    def read(self, product: SampleProduct) -> Tensor:
+        """``⟨M[c, n], M[d, m]⟩``, samples first."""
+        return gram(self.one_output(product)).permute(1, 0, 3, 2)

@@ -1,0 +1,203 @@
+"""Jacobians of the output, products with them, and the tangent kernel, against plain autograd."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack_core import backpack, extend
+from backpack_core.errors import ShapeError, UnsupportedError, UsageError
+from backpack_core.extensions import JMP, NTK, DiagHessian, Jacobians
+from backpack_secondorder.outputs import SumOutputs
+from tests import oracle
+from tests.cases import Net
+from tests.secondorder.problems import NETS, make
+
+
+def explicit(model: nn.Module, rows: list[Tensor]) -> list[Tensor]:
+    """The Jacobian in each trained parameter, ``[N, C, *θ]``."""
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    found = oracle.jacobians(rows, parameters)
+    return [j.reshape(*j.shape[:2], *p.shape) for j, p in zip(found, parameters, strict=True)]
+
+
+@pytest.mark.parametrize(("batch", "loss"), [(1, "ce"), (3, "mse")])
+@pytest.mark.parametrize("net", NETS)
+def test_on_any_net(net: str, batch: int, loss: str) -> None:
+    problem = make(net, batch, "mean", loss)
+    plain = copy.deepcopy(problem.model)
+    expected = explicit(plain, oracle.rows(plain, problem.inputs, problem.whole))
+    problem.run(Jacobians(), NTK(), JMP())
+    problem.compare("jacobians", expected)
+    for p, jacobian in zip(problem.parameters, expected, strict=True):
+        flat = jacobian.flatten(2)
+        oracle.assert_close(p.ntk, torch.einsum("ncp,mdp->ncmd", flat, flat))
+        v, u = torch.randn(2, *p.shape), torch.randn(p.jmp.whole.output_shape)
+        forward = torch.einsum("ncp,vp->vnc", flat, v.flatten(1))
+        oracle.assert_close(p.jmp(v).flatten(2), forward)
+        back = torch.einsum("ncp,nc->p", flat, u.flatten(1))
+        oracle.assert_close(p.jmp.transposed(u).flatten(), back)
+
+
+@pytest.mark.parametrize("factor", [1.0, -3.0])
+def test_the_loss_has_no_part(factor: float) -> None:
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    x = torch.randn(4, 3)
+    expected = explicit(net, list(net(x)))
+    extend(net)
+    for lossfunc, more in ((SumOutputs(), ()), (nn.MSELoss(reduction="sum"), (torch.ones(4, 2),))):
+        loss = extend(lossfunc)(net(x), *more)
+        with backpack(Jacobians(), JMP()):
+            (factor * loss).backward()
+        for p, jacobian in zip(net.parameters(), expected, strict=True):
+            oracle.assert_close(p.jacobians, jacobian)
+            v = torch.randn_like(p)
+            oracle.assert_close(p.jmp(v), torch.einsum("nc...,...->nc", jacobian, v))
+
+
+def test_chunks_samples_and_no_gradient() -> None:
+    net = nn.Sequential(nn.Conv1d(1, 2, 2), nn.Sigmoid(), nn.Flatten(), nn.Linear(6, 5))
+    x = torch.randn(4, 1, 4)
+    expected = explicit(net, list(net(x)))
+    extend(net), extend(lossfunc := SumOutputs())
+    chosen = [2, 0, 2]
+    with backpack(Jacobians(savefield="alone"), gradient="skipped"):
+        lossfunc(net(x)).backward()
+    for p, jacobian in zip(net.parameters(), expected, strict=True):
+        assert p.grad is None
+        oracle.assert_close(p.alone, jacobian)
+    some_too = Jacobians(chosen, "some"), NTK(chosen), JMP(None, chosen)
+    with backpack(Jacobians(chunk_size=2), *some_too):
+        lossfunc(net(x)).backward()
+    for p, jacobian in zip(net.parameters(), expected, strict=True):
+        some = jacobian[chosen]
+        oracle.assert_close(p.jacobians, jacobian)
+        oracle.assert_close(p.some, some)
+        oracle.assert_close(p.ntk, torch.einsum("ncp,mdp->ncmd", some.flatten(2), some.flatten(2)))
+        v, u = torch.randn_like(p), torch.randn(3, 5)
+        oracle.assert_close(p.jmp(v), torch.einsum("nc...,...->nc", some, v))
+        oracle.assert_close(p.jmp.transposed(u), torch.einsum("nc...,nc->...", some, u))
+
+
+def laplacian(net: nn.Module, x: Tensor) -> Tensor:
+    """``Σ_i ∂²u/∂x_i²`` at each point, ``[N, 1]``."""
+    x = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+    parts = [
+        torch.autograd.grad(slope[:, i].sum(), x, create_graph=True)[0][:, i]
+        for i in range(x.shape[1])
+    ]
+    return torch.stack(parts, 1).sum(1, keepdim=True)
+
+
+def test_residuals_of_a_physicist() -> None:
+    net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.randn(6, 2)
+    plain = copy.deepcopy(net)
+    parameters = list(plain.parameters())[:-1]  # no derivative depends on the last bias
+    rows = [laplacian(plain, x[n : n + 1])[0] for n in range(len(x))]
+    expected = oracle.jacobians(rows, parameters)
+    extend(net), extend(lossfunc := SumOutputs())
+    loss = lossfunc(laplacian(net, x))  # outside of the block, as it differentiates the net itself
+    with backpack(Jacobians(), NTK(), JMP()):
+        loss.backward()
+    whole = net[0].weight.jmp.whole
+    assert len(whole.parameters) == len(parameters)
+    vectors = {p: torch.randn_like(p) for p in net.parameters()}
+    forward = torch.zeros(6, 1)
+    for p, jacobian in zip(list(net.parameters())[:-1], expected, strict=True):
+        oracle.assert_close(p.jacobians.flatten(2), jacobian)
+        oracle.assert_close(p.ntk, torch.einsum("ncp,mdp->ncmd", jacobian, jacobian))
+        forward = forward + jacobian @ vectors[p].flatten()
+    oracle.assert_close(whole.product(vectors), forward)
+
+
+def test_tied_frozen_and_called_twice() -> None:
+    shared = nn.Linear(3, 3)
+    net = Net(
+        lambda net, x: net.last(torch.tanh(net.a(torch.tanh(net.a(x)))) @ net.a.weight),
+        a=shared, last=nn.Linear(3, 2),
+    )  # fmt: skip
+    net.last.weight.requires_grad_(False)
+    x = torch.randn(3, 3)
+    expected = explicit(net, list(net(x)))
+    extend(net), extend(lossfunc := SumOutputs())
+    with backpack(Jacobians(), NTK(), JMP()):
+        lossfunc(net(x)).backward()
+    trained = [p for p in net.parameters() if p.requires_grad]
+    assert not hasattr(net.last.weight, "jacobians")
+    for p, jacobian in zip(trained, expected, strict=True):
+        oracle.assert_close(p.jacobians, jacobian)
+        v = torch.randn_like(p)
+        oracle.assert_close(p.jmp(v), torch.einsum("nc...,...->nc", jacobian, v))
+
+
+def test_second_derivatives_of_the_output() -> None:
+    net = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 2))
+    x = torch.randn(3, 2)
+    weight = net[0].weight
+    value = lambda w: torch.func.functional_call(net, {"0.weight": w}, (x,)).sum()  # noqa: E731
+    hessian = torch.func.hessian(value)(weight.detach()).reshape(6, 6)
+    extend(net), extend(lossfunc := SumOutputs())
+    with backpack(DiagHessian()):
+        lossfunc(net(x)).backward()
+    oracle.assert_close(weight.diag_h.flatten(), hessian.diagonal())
+
+
+def test_jmp_where_samples_mix() -> None:
+    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    x = torch.randn(4, 3)
+    weight = net[0].weight
+    jacobian = torch.autograd.functional.jacobian(
+        lambda w: torch.func.functional_call(net, {"0.weight": w}, (x,)), weight.detach()
+    )
+    extend(net), extend(lossfunc := SumOutputs())
+    with backpack(JMP()):
+        lossfunc(net(x)).backward()
+    v = torch.randn_like(weight)
+    oracle.assert_close(weight.jmp(v), torch.einsum("ncoi,oi->nc", jacobian, v))
+
+
+def run(*extensions: Any, joined: bool = False) -> nn.Module:
+    net, lossfunc = extend(nn.Linear(3, 2)), extend(nn.MSELoss())
+    x, y = torch.randn(4, 3), torch.randn(4, 2)
+    loss = lossfunc(net(x), y)
+    with backpack(*extensions):
+        (loss + lossfunc(net(2 * x), y) if joined else loss).backward()
+    return net
+
+
+@pytest.mark.parametrize("extension", [Jacobians(), NTK(), JMP()])
+def test_two_losses_are_refused(extension: Any) -> None:
+    with pytest.raises(UnsupportedError, match="one output"):
+        run(extension, joined=True)
+
+
+def test_wrong_use_of_products() -> None:
+    net = run(JMP())
+    product, both = net.weight.jmp, [*net.parameters()]
+    with pytest.raises(ShapeError, match=r"\[2, 3\]"):
+        product(torch.ones(3, 2))
+    with pytest.raises(ShapeError, match=r"\[4, 2\]"):
+        product.transposed(torch.ones(3, 2))
+    with pytest.raises(ShapeError, match=r"\[2, 3\]. Got \[3\]"):
+        product.whole.product({p: torch.ones(3) for p in both})
+    for wrong in ([torch.ones(2, 3)], {nn.Parameter(torch.ones(2)): torch.ones(2)}):
+        with pytest.raises(UsageError, match="by parameter"):
+            product.whole.product(wrong)
+    with pytest.raises(UsageError, match="multiplies with tensors"):
+        product([1.0])
+    with pytest.raises(UsageError, match=r"del parameter\.jmp"):
+        pickle.dumps(product)
+    assert product(torch.ones(0, 2, 3)).shape == (0, 4, 2)
+    assert "of [4, 2] in 2" in repr(product)
+
+
+def test_complex_outputs_are_refused() -> None:
+    with pytest.raises(UnsupportedError, match="view_as_real"):
+        SumOutputs()(torch.ones(2, dtype=torch.complex64))
