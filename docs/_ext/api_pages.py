@@ -93,6 +93,12 @@ PAGES = (
         ("backpack_privacy",),
     ),
     Page(
+        "optimizers",
+        "backpack_optimizers",
+        "Second-order optimizers. [Optimizers](../optimizers.md) shows how they are used.",
+        ("backpack_optimizers",),
+    ),
+    Page(
         "transformers",
         "backpack_transformers",
         "Rules for models of the transformers package.",

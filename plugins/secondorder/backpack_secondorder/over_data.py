@@ -124,6 +124,15 @@ class DataOperator(LinearOperator):
 
         return self._over_batches(of_batch)
 
+    def loss(self) -> Tensor:
+        """The loss over all data, a number without graph."""
+
+        def of_batch(batch: Any, index: int) -> tuple[AtOutput, list[Tensor]]:
+            _, at = self._at_output(batch)
+            return at, [at.loss]
+
+        return self._over_batches(of_batch)[0]
+
     @abstractmethod
     def _of_batch(
         self, batch: Any, index: int, vectors: list[Tensor]

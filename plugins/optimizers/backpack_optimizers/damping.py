@@ -1,0 +1,51 @@
+"""Damping that adapts itself, by how well the model of the loss predicts a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+from backpack_optimizers.groups import require_count, require_positive
+
+
+@dataclass(frozen=True)
+class LevenbergMarquardt:
+    """The rule of Levenberg and Marquardt, as in Martens and Grosse (2015), section 6.5.
+
+    ``ρ`` is the change of the loss by a step, divided by the change that the quadratic model
+    ``gᵀd + ½ dᵀ(F + damping · I)d`` of the step predicts. Above ``3/4``, the damping is multiplied
+    by ``shrink``, below ``1/4`` it is divided by it.
+
+    Attributes:
+        every: How many steps lie between two looks, each of which costs a pass over the batch.
+        shrink: Below one.
+        smallest: The damping stays above.
+        largest: The damping stays below.
+    """
+
+    every: int = 5
+    shrink: float = 0.95**5
+    smallest: float = 1e-8
+    largest: float = 1e4
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        require_count("every", self.every)
+        require_positive("1 - shrink", 1 - self.shrink)
+        for name in ("shrink", "smallest", "largest"):
+            require_positive(name, getattr(self, name))
+
+    def __call__(self, damping: float, change: float, predicted: float) -> float:
+        """The next damping.
+
+        Args:
+            damping: The damping so far.
+            change: Loss after the step minus that before.
+            predicted: The same, by the quadratic model.
+        """
+        ratio = change / predicted if predicted < 0 and isfinite(change) else -1.0
+        if ratio > 0.75:
+            damping *= self.shrink
+        elif ratio < 0.25:
+            damping /= self.shrink
+        return min(max(damping, self.smallest), self.largest)

@@ -1,0 +1,95 @@
+"""EKFAC: K-FAC with corrected eigenvalues."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack_core import Extension
+from backpack_optimizers.factored import FIELD, FactoredOptimizer
+from backpack_optimizers.passes import Factors
+from backpack_optimizers.processes import eigenbasis_form, inverted
+from backpack_optimizers.reading import EigenvaluesOfSome
+from backpack_secondorder.eigenbasis import KroneckerEigenbasis
+
+CORRECTED = "optimizer_eigenvalues"
+
+
+class EKFAC(FactoredOptimizer):
+    """EKFAC (George et al., 2018, arXiv:1806.03884).
+
+    Every ``inverses_every`` steps, the eigenvectors ``Q`` of the averaged Kronecker factors are
+    computed. In between, the eigenvalues are averages of the diagonal of the curvature in that
+    basis, which :class:`backpack_core.extensions.EKFAC` computes of every batch:
+    ``Q (diag(λ) + damping · I)⁻¹ Qᵀ g`` is exact damping, which takes effect at once. When the
+    basis changes, the average goes along: of ``Q diag(λ) Qᵀ``, the diagonal in the new basis is
+    taken. The first eigenvalues are those of the factors.
+    """
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        """Store the settings.
+
+        Args:
+            args: As for :class:`FactoredOptimizer`: model, parameters, rate, damping, ....
+            settings: As there.
+        """
+        self._bases: dict[Tensor, KroneckerEigenbasis] = {}
+        super().__init__(*args, **settings)
+
+    def _tables(self) -> dict[str, dict[Tensor, Any]]:
+        return {"factors": self._averages, "bases": self._bases}
+
+    def _extensions(self) -> Sequence[Extension]:
+        extensions = super()._extensions()
+        if self.steps % self._factors_every or not self._bases:
+            return extensions
+        return [*extensions, EigenvaluesOfSome(self._bases, field=CORRECTED, **self._reading)]
+
+    def _fold(self, found: Mapping[str, Factors]) -> None:
+        self._average(found.get(FIELD, {}))
+        # The first values that are corrected replace those of the factors.
+        decay = min(1 - 1 / max(self._count - 1, 1), self._decay_of_factors)
+        for parameter, new in found.get(CORRECTED, {}).items():
+            assert isinstance(new, KroneckerEigenbasis)
+            before = self._bases[parameter]
+            values = decay * before.values + (1 - decay) * new.values
+            self._bases[parameter] = before.with_values(values)
+
+    def _invert(self) -> None:
+        new = inverted(
+            self._averages, lambda factors: factors.eigenbasis(), eigenbasis_form, self._group
+        )
+        for parameter, basis in new.items():
+            assert isinstance(basis, KroneckerEigenbasis)
+            before = self._bases.get(parameter)
+            self._bases[parameter] = basis if before is None else turned(before, basis)
+
+    def _solved(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
+        basis = self._bases.get(parameter)
+        if basis is None:
+            return None
+        return (basis.inverse(self.damping) @ gradient.to(basis.dtype)).to(parameter.dtype)
+
+    def _times(self, parameter: Tensor, vector: Tensor) -> Tensor:
+        basis = self._bases.get(parameter)
+        if basis is None:
+            return torch.zeros_like(vector)
+        return (basis @ vector.to(basis.dtype)).to(vector.dtype)
+
+
+def turned(before: KroneckerEigenbasis, basis: KroneckerEigenbasis) -> KroneckerEigenbasis:
+    """A matrix in another basis: ``λ'_i = Σ_j (Q'ᵀ Q)²_ij λ_j``, its diagonal there."""
+    values = before.values
+    count = len(before.vectors)
+    for place, (old, new) in enumerate(zip(before.vectors, basis.vectors, strict=True)):
+        if old is None or new is None:
+            continue  # both are the identity: a factor is diagonal in every batch, or in none
+        axis = values.dim() - count + place
+        weights = (new.mT @ old).square()
+        last = values.movedim(axis, -1)
+        flat = last.flatten(-count, -2) if count > 1 else last.unsqueeze(-2)
+        values = (flat @ weights.mT).reshape(last.shape).movedim(-1, axis)
+    return basis.with_values(values)

@@ -1,0 +1,347 @@
+"""What K-FAC and EKFAC have in common: averages of factors, and steps by their inverses."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, distributed
+from torch.nn import Module
+
+from backpack_core import Extension, is_extended
+from backpack_core.errors import UsageError
+from backpack_optimizers import processes
+from backpack_optimizers.damping import LevenbergMarquardt
+from backpack_optimizers.groups import Group, GroupedOptimizer, require_count, require_positive
+from backpack_optimizers.passes import Block, Factors, Joined
+from backpack_optimizers.reading import Nothing, factors_of_some
+from backpack_optimizers.replay import Replay
+from backpack_optimizers.values import require_finite, restored
+from backpack_secondorder.kronecker import KroneckerFactors
+
+FIELD = "optimizer_factors"
+
+
+class FactoredOptimizer(GroupedOptimizer):
+    """Steps ``-lr · (F + damping · I)⁻¹ g`` with Kronecker-factored curvature ``F``.
+
+    Attributes:
+        damping: Now; may be set.
+        steps: How many were made.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        params: Iterable[Tensor] | Iterable[Group] | None = None,
+        lr: float = 0.1,
+        damping: float = 1e-2,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        factor_decay: float = 0.95,
+        factors_every: int = 1,
+        inverses_every: int = 10,
+        kl_clip: float | None = None,
+        adapt: LevenbergMarquardt | None = None,
+        mc_samples: int | None = 1,
+        weight_sharing: str = "expand",
+        max_size: int = 8192,
+        process_group: distributed.ProcessGroup | None = None,
+        method: str = "curvature",
+        adam_scale: float = 0.01,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            model: The extended model, or ``DistributedDataParallel`` of it.
+            params: Parameters or groups; default: all that are trained. Settings of groups are
+                ``lr``, ``momentum``, ``weight_decay``, and those after ``process_group``.
+            lr: The learning rate.
+            damping: Added to the curvature, in the scale of the loss. Larger is closer to gradient
+                descent.
+            momentum: Of the steps, as in :class:`torch.optim.SGD`.
+            weight_decay: Decoupled, as in :class:`torch.optim.AdamW`.
+            factor_decay: The share of the past in the average of factors. It is
+                ``min(1 - 1/k, factor_decay)`` at the ``k``-th factors, so that the first ones count
+                like later ones (Martens and Grosse, 2015, section 5).
+            factors_every: Factors are computed in every how many steps.
+            inverses_every: They are inverted in every how many steps.
+            kl_clip: Bound ``κ`` on ``lr² gᵀ(F + damping · I)⁻¹g``, summed over parameters, which is
+                the squared norm of the step in the metric of the curvature, and so about twice the
+                divergence between the predictions before and after. A longer step, before momentum,
+                is scaled down to it (Ba et al., 2017). Default: none.
+            adapt: How the damping adapts itself; ``step`` then needs a closure. The quadratic model
+                is that of the factors.
+            mc_samples: Targets drawn for each sample; ``None`` for the exact Hessian of the loss,
+                which takes a column for every output, as :class:`backpack_core.extensions.KFLR`.
+            weight_sharing: How positions share a weight; see
+                :class:`backpack_core.extensions.KFAC`. ``"expand"`` gives the factors
+                of Grosse and Martens (2016) for convolutions.
+            max_size: Parameters with a larger factor step by AdamW.
+            process_group: Processes that train together: factors are those of all samples, and each
+                inverts a part of them. Gradients are joined, too, whether or not
+                ``DistributedDataParallel`` has averaged them.
+            method: ``"curvature"``, or ``"adam"`` for AdamW.
+            adam_scale: AdamW steps at the rate ``adam_scale · lr``.
+            betas: Of AdamW.
+            eps: Of AdamW.
+
+        Raises:
+            UsageError: The model is not extended, or a setting is out of range.
+        """
+        self._joined = Joined([])
+        super().__init__(
+            model,
+            params,
+            {
+                **{"lr": lr, "momentum": momentum, "weight_decay": weight_decay},
+                **{"method": method, "adam_scale": adam_scale, "betas": betas, "eps": eps},
+            },
+        )
+        if not is_extended(self.model):
+            raise UsageError(
+                f"{type(self).__name__} computes curvature in the backward pass, so model and loss "
+                "have to be extended before: model = extend(model), lossfunc = extend(lossfunc)."
+            )
+        require_positive("damping", damping)
+        require_positive("1 - factor_decay", 1 - factor_decay)
+        if kl_clip is not None:
+            require_positive("kl_clip", kl_clip)
+        for name, count in (("factors_every", factors_every), ("inverses_every", inverses_every)):
+            require_count(name, count)
+        self.damping, self.steps = float(damping), 0
+        self._decay_of_factors, self._clip, self._adapt = factor_decay, kl_clip, adapt
+        self._factors_every, self._inverses_every = factors_every, inverses_every
+        self._reading: dict[str, Any] = {
+            "mc_samples": mc_samples,
+            "weight_sharing": weight_sharing,
+        }
+        self._max_size, self._group = max_size, process_group
+        self._averages: dict[Tensor, KroneckerFactors] = {}
+        self._count = 0
+        self._extensions()  # refuses settings of the extension
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group; see the base class."""
+        super().add_param_group(param_group)
+        require_positive("momentum", param_group["momentum"], or_zero=True)
+        self._joined = Joined(self._all())
+
+    @property
+    def without_factors(self) -> list[str]:
+        """Names of the parameters that step by AdamW, as known after the first step."""
+        return [self.name_of(p) for p in self._all() if "exp_avg" in self.state[p]]
+
+    def curvature(self, loss_scale: float = 1.0) -> Block:
+        """A block around ``loss.backward()``: factors are computed if the next step needs them.
+
+        Several passes before one step are joined as one batch, in gradient and factors.
+
+        Args:
+            loss_scale: What the loss is multiplied by, ``scaler.get_scale()`` of a gradient scaler.
+                (``scaler.unscale_(optimizer)`` divides gradients, which are left alone here.)
+        """
+        require_positive("loss_scale", loss_scale)
+        return Block(self._joined, self._extensions, loss_scale)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, and the passes since the last step."""
+        super().zero_grad(set_to_none)
+        self._joined.reset()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Make one step.
+
+        Args:
+            closure: Clears gradients, computes the loss, calls ``backward()`` and returns the loss.
+                It is called inside a block of :meth:`curvature`, so it needs none of its own.
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            UsageError: No pass ran inside of a block, though factors are due; or factors are not
+                finite.
+        """
+        if self._adapt is not None and closure is None:
+            raise UsageError(
+                "Damping that adapts itself compares the loss before and after a step: pass a "
+                "closure, optimizer.step(closure), that computes the loss and calls backward()."
+            )
+        replay = Replay(self._all()[0].device)
+        loss = self._called(closure, self.curvature()) if closure is not None else None
+        looks = self._adapt is not None and (self.steps + 1) % self._adapt.every == 0
+        with torch.no_grad():
+            self._observe()
+            before = [p.clone() for p in self._all()] if looks else []
+            for group in self.param_groups:
+                self._decay(group)
+            self._move(self._directions())
+        self.steps += 1
+        if looks and closure is not None:
+            self._look(closure, loss, before, replay)
+        self._joined.reset()
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As for every optimizer, with averages and inverses under ``"curvature"``."""
+        places = {p: place for place, p in enumerate(self._all())}
+        matrices = {
+            name: {places[p]: matrix.state_dict() for p, matrix in table.items()}
+            for name, table in self._tables().items()
+        }
+        numbers = {"steps": self.steps, "count": self._count, "damping": self.damping}
+        return {**super().state_dict(), "curvature": {**matrices, **numbers}}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on as the optimizer whose state is given, exactly.
+
+        Raises:
+            UsageError: The state is that of another kind of optimizer, or of another model.
+        """
+        found = state_dict.get("curvature")
+        tables = self._tables()
+        if found is None or not set(tables) <= set(found):
+            raise UsageError(f"This is not a state of {type(self).__name__}: it has no curvature.")
+        super().load_state_dict(dict(state_dict))
+        parameters = self._all()
+        for name, table in tables.items():
+            table.clear()
+            for place, state in found[name].items():
+                parameter = parameters[place]
+                table[parameter] = restored(state, parameter, self.name_of(parameter))
+        self.steps, self._count = found["steps"], found["count"]
+        self.damping = found["damping"]
+        self._joined = Joined(parameters)
+
+    @abstractmethod
+    def _tables(self) -> dict[str, dict[Tensor, Any]]:
+        """The matrices that are kept, by name and parameter."""
+
+    @abstractmethod
+    def _fold(self, found: Mapping[str, Factors]) -> None:
+        """Take matrices of new data into the averages."""
+
+    @abstractmethod
+    def _invert(self) -> None:
+        """Decompose the averages anew."""
+
+    @abstractmethod
+    def _solved(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
+        """``(F + damping · I)⁻¹`` times the gradient; ``None`` for what has no factors."""
+
+    @abstractmethod
+    def _times(self, parameter: Tensor, vector: Tensor) -> Tensor:
+        """``F`` times a vector."""
+
+    def _extensions(self) -> Sequence[Extension]:
+        """What the next pass computes."""
+        if self.steps % self._factors_every:
+            return [Nothing()]
+        chosen = {id(p) for p in self._all("curvature")}
+        of_chosen = partial(factors_of_some, lambda p: id(p) in chosen, self._max_size)
+        return [of_chosen(field=FIELD, **self._reading)]
+
+    def _observe(self) -> None:
+        """Take the passes since the last step into the averages, and invert if that is due."""
+        is_due = self.steps % self._factors_every == 0
+        if (is_due or self._group is not None) and not self._joined.passes:
+            raise UsageError(
+                f"Step {self.steps + 1} needs what passes leave, and no pass with a sample ran in "
+                "a block of this optimizer since the last step: write with "
+                "optimizer.curvature(): loss.backward(), or pass a closure to step."
+            )
+        if self._group is not None and self._joined.passes:
+            processes.join(self._joined, self._all(), self._group)
+        if is_due:
+            require_finite(self._joined.values, self.name_of)
+            self._count += 1
+            self._fold(self._joined.values)
+        if self.steps % self._inverses_every == 0:
+            self._invert()
+
+    def _average(self, found: Factors) -> None:
+        """Moving averages of Kronecker factors."""
+        decay = min(1 - 1 / self._count, self._decay_of_factors)
+        for parameter, new in found.items():
+            known = self._averages.get(parameter)
+            factors = cast(KroneckerFactors, new)
+            self._averages[parameter] = (
+                factors if known is None else known.moving_average(factors, decay)
+            )
+
+    def _directions(self) -> list[tuple[Group, dict[Tensor, Tensor]]]:
+        """For each group, gradients in the metric of the curvature, of a length that is allowed."""
+        found = []
+        norm: Any = 0.0
+        for group in self.param_groups:
+            directions: dict[Tensor, Tensor] = {}
+            for parameter in group["params"]:
+                if parameter.grad is None or group["method"] == "adam":
+                    continue
+                solved = self._solved(parameter, parameter.grad)
+                if solved is not None:
+                    directions[parameter] = solved
+                    norm = norm + group["lr"] ** 2 * (parameter.grad * solved).sum()
+            found.append((group, directions))
+        if self._clip is not None and float(norm) > self._clip:
+            scale = (self._clip / float(norm)) ** 0.5
+            for _, directions in found:
+                directions.update((p, scale * d) for p, d in directions.items())
+        return found
+
+    def _move(self, found: list[tuple[Group, dict[Tensor, Tensor]]]) -> None:
+        """Add momentum, and step; what has no direction steps by AdamW."""
+        for group, directions in found:
+            for parameter, direction in directions.items():
+                if group["momentum"]:
+                    state = self.state[parameter]
+                    before = state.get("momentum")
+                    if before is not None:
+                        direction = before.mul_(group["momentum"]).add_(direction)
+                    state["momentum"] = direction
+                parameter.sub_(group["lr"] * direction)
+            others = [p for p in group["params"] if p.grad is not None and p not in directions]
+            self._adam(group, others)
+
+    def _look(
+        self, closure: Callable[[], Any], loss: Any, before: list[Tensor], replay: Replay
+    ) -> None:
+        """Adapt the damping, by the loss after the step."""
+        if loss is None:
+            raise UsageError("The closure returned None: let it return the loss.")
+        assert self._adapt is not None
+        parameters, gradients = self._all(), [p.grad for p in self._all()]
+        predicted, share = self._predicted(before), self._joined.share
+        for parameter in parameters:
+            parameter.grad = None
+        with replay.again():  # the same dropout
+            change = share * float(self._called(closure, nullcontext()) - loss)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        if self._group is not None:
+            change = processes.summed(change, self._group)
+        self.damping = self._adapt(self.damping, change, predicted)
+
+    @torch.no_grad()
+    def _predicted(self, before: list[Tensor]) -> float:
+        """How the quadratic model changes by the step that was made."""
+        predicted = 0.0
+        for parameter, start in zip(self._all(), before, strict=True):
+            if parameter.grad is not None:
+                step = parameter - start
+                curved = self._times(parameter, step) + self.damping * step
+                predicted += float(((parameter.grad + 0.5 * curved) * step).sum())
+        return predicted
+
+    def _called(self, closure: Callable[[], Any], block: Any) -> Any:
+        with torch.enable_grad(), block:
+            loss = closure()
+        return loss.detach() if isinstance(loss, Tensor) else loss

@@ -1,0 +1,226 @@
+"""Gauss-Newton steps with the whole matrix, by conjugate gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.nn import Module
+
+from backpack_core.errors import UsageError
+from backpack_optimizers.damping import LevenbergMarquardt
+from backpack_optimizers.groups import Group, GroupedOptimizer, require_count, require_positive
+from backpack_secondorder.conjugate_gradients import Solution, conjugate_gradients
+from backpack_secondorder.over_data import GGN
+
+
+class GaussNewton(GroupedOptimizer):
+    """Hessian-free optimization with the Gauss-Newton matrix (Martens, 2010; Schraudolph, 2002).
+
+    A step is ``-lr · s · d`` with ``(G + damping · I) d = g``. ``G`` is the generalised
+    Gauss-Newton matrix of the batches, blocks between layers included, known by its products. ``d``
+    is found by conjugate gradients, which begin at ``warm_start`` times the ``d`` of the step
+    before; ``s`` is halved until the loss falls. Nothing has to be extended, and layers need no
+    rules.
+
+    Every product is a pass over the batches, so that few large batches are best. Dropout and batch
+    normalisation in train mode are refused.
+
+    Example:
+        >>> optimizer = GaussNewton(model, lossfunc, damping=1e-2)
+        >>> for x, y in loader:
+        ...     loss = optimizer.step([(x, y)])
+
+    Attributes:
+        damping: Now; may be set.
+        steps: How many were made.
+        solution: What conjugate gradients found last: ``iterations``, ``residual``.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        lossfunc: Callable[..., Tensor],
+        params: Iterable[Tensor] | Iterable[Group] | None = None,
+        lr: float = 1.0,
+        damping: float = 1e-2,
+        weight_decay: float = 0.0,
+        *,
+        max_iterations: int = 50,
+        rtol: float = 1e-2,
+        warm_start: float = 0.0,
+        halvings: int = 10,
+        adapt: LevenbergMarquardt | None = None,
+        preconditioner: Callable[[Tensor], Tensor] | None = None,
+        process_group: distributed.ProcessGroup | None = None,
+        method: str = "curvature",
+        adam_scale: float = 0.001,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        **data: Any,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            model: The model, or ``DistributedDataParallel`` of it.
+            lossfunc: A loss module, or a function of output and target.
+            params: Parameters or groups; default: all that are trained. Settings of groups are
+                ``lr``, ``weight_decay``, ``method``, ``adam_scale``, ``betas``, ``eps``.
+            lr: The learning rate.
+            damping: Added to the matrix, in the scale of the loss.
+            weight_decay: Decoupled, as in :class:`torch.optim.AdamW`.
+            max_iterations: Of conjugate gradients, in each step.
+            rtol: Conjugate gradients stop at this residual, relative to the right side.
+            warm_start: See the class; 0.95 in Martens (2010), zero to begin from zero.
+            halvings: How often the step may be halved; zero for no look at the loss. If the loss
+                falls at none of these lengths, the parameters stay where they are.
+            adapt: How the damping adapts itself.
+            preconditioner: An approximate inverse of the damped matrix, as a function of a flat
+                vector over all parameters that have curvature.
+            process_group: Processes that have batches each, a batch at least: the step is that of
+                all samples.
+            method: ``"curvature"``, or ``"adam"`` for AdamW.
+            adam_scale: AdamW steps at the rate ``adam_scale · lr``.
+            betas: Of AdamW.
+            eps: Of AdamW.
+            data: ``forward`` and ``normaliser`` of :class:`backpack_secondorder.over_data.GGN`, for
+                batches or losses of other kinds.
+
+        Raises:
+            UsageError: A setting is out of range.
+        """
+        strange = sorted(set(data) - {"forward", "normaliser"})
+        if strange:
+            raise UsageError(f"GaussNewton has no setting {strange[0]!r}.")
+        for name, number in (("damping", damping), ("rtol", rtol), ("warm_start", warm_start)):
+            require_positive(name, number, or_zero=True)
+        require_count("max_iterations", max_iterations)
+        require_count("halvings + 1", halvings + 1)
+        settings = {"lr": lr, "weight_decay": weight_decay, "method": method}
+        adam = {"adam_scale": adam_scale, "betas": betas, "eps": eps}
+        super().__init__(model, params, {**settings, **adam})
+        self.damping, self.steps = float(damping), 0
+        self.solution: Solution | None = None
+        self._lossfunc, self._adapt, self._halvings = lossfunc, adapt, halvings
+        self._warm_start, self._preconditioner = warm_start, preconditioner
+        self._solver: dict[str, Any] = {"max_iterations": max_iterations, "rtol": rtol}
+        self._group, self._data = process_group, data
+
+    def step(self, batches: Iterable[Any]) -> Tensor:  # type: ignore[override]
+        """Make one step.
+
+        Args:
+            batches: ``[(inputs, target)]``; several are taken together, whatever their sizes. Can
+                be iterated several times.
+
+        Returns:
+            The loss before the step.
+
+        Raises:
+            UsageError: These are no batches; the loss is not finite; or as for
+                :class:`backpack_secondorder.over_data.GGN`.
+        """
+        if batches is None or callable(batches) or not isinstance(batches, Iterable):
+            raise UsageError(
+                "GaussNewton.step takes batches, since it goes through them several times: "
+                f"optimizer.step([(x, y)]). Got {type(batches).__name__}."
+            )
+        ggn = self._matrix(batches, self._all("curvature"))
+        loss = ggn.loss()
+        if not bool(loss.isfinite()):
+            raise UsageError(
+                f"The loss is {float(loss)}, so no step was made: look at the targets and at the "
+                "outputs of the model, or leave these batches out."
+            )
+        everything = self._all()
+        gradients = self._matrix(batches, everything).gradient()
+        for parameter, gradient in zip(everything, gradients, strict=True):
+            parameter.grad = gradient
+        with torch.no_grad():
+            self._move(ggn, self._direction(ggn), float(loss))
+            for group in self.param_groups:
+                self._decay(group)
+                self._adam(group, [p for p in group["params"] if group["method"] == "adam"])
+        self.steps += 1
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """As for every optimizer, with the damping under ``"curvature"``."""
+        numbers = {"steps": self.steps, "damping": self.damping}
+        return {**super().state_dict(), "curvature": numbers}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Go on as the optimizer whose state is given, exactly.
+
+        Raises:
+            UsageError: The state is that of another kind of optimizer.
+        """
+        found = state_dict.get("curvature", {})
+        if set(found) != {"steps", "damping"}:
+            raise UsageError("This is not a state of GaussNewton: it has no damping.")
+        super().load_state_dict(state_dict)
+        self.steps, self.damping = found["steps"], found["damping"]
+
+    def _matrix(self, batches: Iterable[Any], parameters: list[Tensor]) -> GGN:
+        return GGN(
+            self.model,
+            self._lossfunc,
+            batches,
+            parameters,
+            process_group=self._group,
+            **self._data,
+        )
+
+    def _direction(self, ggn: GGN) -> list[Tensor]:
+        """``(G + damping · I)⁻¹ g``, for each parameter."""
+        gradient = torch.cat([p.grad.flatten() for p in ggn.parameters if p.grad is not None])
+        start = gradient.new_zeros(gradient.shape)
+        if self._warm_start and all("direction" in self.state[p] for p in ggn.parameters):
+            parts = [self.state[p]["direction"].flatten() for p in ggn.parameters]
+            start = self._warm_start * torch.cat(parts)
+        rest = gradient
+        if bool(start.any()):
+            rest = gradient - (ggn @ start + self.damping * start)
+        self.solution = conjugate_gradients(
+            ggn, rest, self.damping, self._preconditioner, strict=False, **self._solver
+        )
+        flat = start + self.solution.x
+        direction = [part.squeeze(0) for part in ggn.split(flat.unsqueeze(0))]
+        if self._warm_start:
+            for parameter, part in zip(ggn.parameters, direction, strict=True):
+                self.state[parameter]["direction"] = part.clone()
+        return direction
+
+    def _move(self, ggn: GGN, direction: list[Tensor], loss: float) -> None:
+        """Step as far as the loss falls, and adapt the damping by how far the model was right."""
+        before = [p.clone() for p in ggn.parameters]
+        rates = {id(p): group["lr"] for group in self.param_groups for p in group["params"]}
+        step = [-rates[id(p)] * d for p, d in zip(ggn.parameters, direction, strict=True)]
+        adapts = self._adapt is not None and (self.steps + 1) % self._adapt.every == 0
+        predicted = self._predicted(ggn, step) if adapts else 0.0
+
+        def go(scale: float) -> None:
+            for parameter, start, part in zip(ggn.parameters, before, step, strict=True):
+                parameter.copy_(start + scale * part)
+
+        for halving in range(self._halvings + 1):
+            go(0.5**halving)
+            if not adapts and not self._halvings:
+                return
+            change = float(ggn.loss()) - loss
+            if adapts and not halving and self._adapt is not None:
+                self.damping = self._adapt(self.damping, change, predicted)
+            if change <= 0 or not self._halvings:
+                return
+        go(0.0)
+
+    def _predicted(self, ggn: GGN, step: list[Tensor]) -> float:
+        """How the quadratic model changes by a step."""
+        curved = ggn @ step
+        return sum(
+            float(((p.grad + 0.5 * (c + self.damping * s)) * s).sum())
+            for p, c, s in zip(ggn.parameters, curved, step, strict=True)
+            if p.grad is not None
+        )

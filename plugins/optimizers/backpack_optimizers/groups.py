@@ -1,0 +1,163 @@
+"""Parameter groups of a model, and what every group has: a rate, decay of weights, AdamW.
+
+Decay is decoupled (Loshchilov and Hutter, 2019, arXiv:1711.05101): weights shrink by
+``lr · weight_decay`` beside the step, and the curvature does not see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from backpack_core.errors import UsageError
+
+Method: TypeAlias = Literal["curvature", "adam"]
+Group: TypeAlias = dict[str, Any]
+
+
+class GroupedOptimizer(Optimizer):
+    """What all optimizers here have in common.
+
+    A group has these settings:
+
+    - ``lr``: the learning rate;
+    - ``weight_decay``: decoupled, as in AdamW;
+    - ``method``: ``"curvature"``, or ``"adam"`` for plain AdamW;
+    - ``adam_scale``: AdamW steps at the rate ``adam_scale · lr``, so that one schedule serves both;
+    - ``betas`` and ``eps``: of AdamW.
+
+    Attributes:
+        model: The model, without what wraps it.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        params: Iterable[Tensor] | Iterable[Group] | None,
+        defaults: Mapping[str, Any],
+    ) -> None:
+        """Make the groups.
+
+        Args:
+            model: The model, or ``DistributedDataParallel`` of it.
+            params: Parameters or groups, as for other optimizers; default: all that are trained.
+            defaults: Settings of groups that do not say.
+
+        Raises:
+            UsageError: There is no model, a parameter is not of it, or a setting is out of range.
+        """
+        if not isinstance(model, Module):
+            raise UsageError(
+                f"{type(self).__name__}(model, ...) takes the model, and its parameters as "
+                f"params=. Got {type(model).__name__}."
+            )
+        self.model = model.module if isinstance(model, DistributedDataParallel) else model
+        self._names = {id(p): name for name, p in self.model.named_parameters()}
+        chosen = [p for p in self.model.parameters() if p.requires_grad]
+        if params is None and not chosen:
+            raise UsageError("The model has no trained parameter: there is nothing to optimize.")
+        super().__init__(chosen if params is None else params, dict(defaults))
+
+    def add_param_group(self, param_group: Group) -> None:
+        """Add a group, as for every optimizer.
+
+        Raises:
+            UsageError: A parameter is not of the model, or a setting is out of range.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for place, parameter in enumerate(group["params"]):
+            if id(parameter) not in self._names:
+                raise UsageError(
+                    f"The tensor {place} of a group, of shape {list(parameter.shape)}, is no "
+                    f"parameter of the model that {type(self).__name__} was given."
+                )
+            if hasattr(parameter, "placements"):
+                raise UsageError(
+                    f"The parameter {self.name_of(parameter)!r} is sharded (fully_shard), and "
+                    f"{type(self).__name__} needs whole ones: use DistributedDataParallel."
+                )
+        if group["method"] not in get_args(Method):
+            raise UsageError(f"method is one of {get_args(Method)}. Got {group['method']!r}.")
+        for name in ("lr", "weight_decay", "adam_scale"):
+            require_positive(name, group[name], or_zero=True)
+
+    def name_of(self, parameter: Tensor) -> str:
+        """The name of a parameter in the model."""
+        return self._names[id(parameter)]
+
+    def _all(self, method: Method | None = None) -> list[Tensor]:
+        """The parameters of the groups, in their order."""
+        groups = (g for g in self.param_groups if method in (None, g["method"]))
+        return [p for group in groups for p in group["params"]]
+
+    def _decay(self, group: Group) -> None:
+        """Shrink the weights of a group that have a gradient."""
+        if group["weight_decay"]:
+            factor = 1 - group["lr"] * group["weight_decay"]
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.mul_(factor)
+
+    def _adam(self, group: Group, parameters: list[Tensor]) -> None:
+        """One step of Adam; weights have decayed already."""
+        if not parameters:
+            return
+        for parameter in parameters:
+            if "step" not in self.state[parameter]:
+                self.state[parameter]["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
+                for name in ("exp_avg", "exp_avg_sq"):
+                    self.state[parameter][name] = torch.zeros_like(parameter)
+        states = [self.state[p] for p in parameters]
+        adamw(
+            parameters,
+            [p.grad for p in parameters if p.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"] * group["adam_scale"],
+            weight_decay=0.0,
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def require_positive(name: str, value: Any, or_zero: bool = False) -> None:
+    """Raise unless a setting is a positive, finite number.
+
+    Args:
+        name: What it is called.
+        value: The setting.
+        or_zero: Whether it may be zero.
+
+    Raises:
+        UsageError: It is not.
+    """
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        number = float("nan")
+    if not (number > 0 or (or_zero and number == 0)) or number == float("inf"):
+        sign = "not negative" if or_zero else "positive"
+        raise UsageError(f"{name} is a number that is {sign}. Got {value!r}.")
+
+
+def require_count(name: str, value: Any) -> None:
+    """Raise unless a setting is a whole number from one on.
+
+    Raises:
+        UsageError: It is not.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise UsageError(f"{name} is a whole number, one at least. Got {value!r}.")

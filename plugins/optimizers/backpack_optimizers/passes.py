@@ -1,0 +1,183 @@
+"""The backward passes between two steps, as one pass over all of their samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isclose
+from types import TracebackType
+from typing import Any
+
+from torch import Tensor
+
+from backpack_core import Extension, backpack
+from backpack_core.errors import UsageError
+from backpack_data import Weights
+from backpack_secondorder.matrix import CurvatureMatrix
+
+Factors = dict[Tensor, CurvatureMatrix]
+
+
+class Joined:
+    """Gradients and matrices of all samples so far, as of one batch.
+
+    For losses that are means, passes are averaged with what their losses divide by as weights; for
+    sums, they are added. So micro-batches may differ in size, and the loss is not divided by
+    their number.
+
+    Attributes:
+        values: For each field of an extension, the matrices of parameters.
+        weight: ``Σ_b W_b`` of what the losses divide by; ``None`` for sums, and before any pass.
+        passes: How many there were.
+        share: What the loss of this process counts in that of all.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        """Begin with nothing.
+
+        Args:
+            parameters: Those whose gradients are joined.
+        """
+        self._parameters = parameters
+        self.values: dict[str, Factors] = {}
+        self.weight: float | None = None
+        self._ratios: list[float] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all passes; gradients stay."""
+        self.values, self.weight, self.passes, self.share = {}, None, 0, 1.0
+        self._before: dict[Tensor, Tensor] = {}
+
+    def begin(self) -> None:
+        """Lay the gradients of earlier passes aside."""
+        self._before = {}
+        if self.passes:
+            self._before = {p: p.grad for p in self._parameters if p.grad is not None}
+            for parameter in self._before:
+                parameter.grad = None
+
+    def restore(self) -> None:
+        """Give the gradients of earlier passes back, where a pass has failed."""
+        for parameter, gradient in self._before.items():
+            parameter.grad = gradient
+        self._before = {}
+
+    def add(self, found: Mapping[str, Factors], weights: Weights) -> None:
+        """Add a pass.
+
+        Args:
+            found: Matrices of this pass.
+            weights: What has observed it.
+
+        Raises:
+            UsageError: Passes cannot be joined: some losses are sums and some means, or nobody
+                knows what they divide by.
+        """
+        share = self._share(weights)
+        for parameter, before in self._before.items():
+            new = parameter.grad
+            if share is not None:
+                before = before * share
+                new = None if new is None else new * (1 - share)
+            parameter.grad = before if new is None else before + new
+        if share is not None:
+            for parameter in self._parameters:
+                if parameter not in self._before and parameter.grad is not None:
+                    parameter.grad = parameter.grad * (1 - share)
+        self._before = {}
+        for field, matrices in found.items():
+            known = self.values.setdefault(field, {})
+            self.values[field] = joined(known, matrices, share)
+
+    def _share(self, weights: Weights) -> float | None:
+        """The share of earlier passes in the mean; ``None`` for a sum, and for the first pass."""
+        if weights.fault is not None:
+            raise weights.fault
+        numbers = [n for n in weights.normalisers if n is not None]
+        self.passes += 1
+        if self.passes == 1:
+            self.weight = numbers[0] if numbers else None
+            self._ratios = [n / numbers[0] for n in numbers]
+            self._count = len(weights.normalisers)
+            return None
+        ratios = [n / numbers[0] for n in numbers]
+        is_alike = len(ratios) == len(self._ratios) and self._count == len(weights.normalisers)
+        if not self._count or not is_alike or not all(map(isclose, ratios, self._ratios)):
+            raise UsageError(
+                "Several passes before one step are joined by what their losses divide by, and "
+                "that is not known here, or not in the same ratio for all: use the same extended "
+                "loss in each, extend(nn.CrossEntropyLoss()), or one pass for each step."
+            )
+        if self.weight is None:
+            return None
+        before, self.weight = self.weight, self.weight + numbers[0]
+        return before / self.weight
+
+
+def joined(known: Factors, new: Factors, share: float | None) -> Factors:
+    """Matrices of two disjoint batches as of one; a parameter that one does not reach has none."""
+    if share is not None:
+        known = {p: matrix.scaled(share) for p, matrix in known.items()}
+        new = {p: matrix.scaled(1 - share) for p, matrix in new.items()}
+    both = {p: known[p] + new[p] for p in known if p in new}
+    return {**known, **new, **both}
+
+
+class Block:
+    """Around one backward pass: what ``optimizer.curvature()`` returns."""
+
+    def __init__(
+        self,
+        total: Joined,
+        extensions: Callable[[], Sequence[Extension]],
+        loss_scale: float = 1.0,
+    ) -> None:
+        """Store the request.
+
+        Args:
+            total: What the pass is added to.
+            extensions: Makes what the pass computes.
+            loss_scale: What the loss is multiplied by, as by a gradient scaler.
+        """
+        self._total, self._extensions, self._scale = total, extensions, loss_scale
+        self._block: backpack | None = None
+
+    def __enter__(self) -> None:
+        """Begin the pass.
+
+        Raises:
+            UsageError: The block is entered already.
+        """
+        if self._block is not None:
+            raise UsageError("A block of curvature() is around one backward pass: make another.")
+        self._weights, self._asked = Weights(), self._extensions()
+        self._block = backpack(*self._asked, observer=self._weights)
+        self._block.__enter__()
+        self._total.begin()
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Add what was computed."""
+        block, self._block = self._block, None
+        assert block is not None
+        block.__exit__(exc_type, exc, traceback)
+        found = {e.savefield: self._taken(e.savefield) for e in self._asked}
+        if exc_type is not None or self._weights.samples(None) == 0:
+            self._total.restore()
+            return
+        self._total.add(found, self._weights)
+
+    def _taken(self, field: str) -> Factors:
+        """What the pass left on parameters, in single precision at least; off the parameters."""
+        parameters = self._total._parameters
+        taken: list[tuple[Tensor, Any]] = [(p, p.__dict__.pop(field, None)) for p in parameters]
+        factor = 1 / self._scale
+        return {
+            p: (value.float() if value.dtype.itemsize < 4 else value) * factor
+            for p, value in taken
+            if value is not None
+        }

@@ -1,0 +1,31 @@
+"""The same random numbers once more, for a loss that is looked at before and after a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class Replay:
+    """Remembers where torch's generators are."""
+
+    def __init__(self, device: torch.device) -> None:
+        """Remember.
+
+        Args:
+            device: Where the parameters are.
+        """
+        self._device, self._host = device, torch.get_rng_state()
+        is_cuda = device.type == "cuda"
+        self._state = torch.cuda.get_rng_state(device) if is_cuda else None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """In the block, draws are those that came after; afterwards, generators go on."""
+        with torch.random.fork_rng([] if self._state is None else [self._device]):
+            torch.set_rng_state(self._host)
+            if self._state is not None:
+                torch.cuda.set_rng_state(self._state, self._device)
+            yield
