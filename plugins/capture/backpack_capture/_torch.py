@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn.modules import module as torch_module
+
+# Where steps are recorded.
+DEVICES: Final = ("cpu", "cuda")
 
 _tables = (
     torch_module._global_forward_hooks,
@@ -28,9 +32,13 @@ def modes() -> tuple[Any, ...]:
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
         torch._C._get_mkldnn_enabled(),
+        torch._C._get_cudnn_enabled(),
+        torch._C._get_cudnn_allow_tf32(),
         torch.get_float32_matmul_precision(),
         torch.is_anomaly_enabled(),
         torch._C._len_torch_function_stack(),
@@ -52,6 +60,32 @@ def is_ordinary() -> bool:
         and _saved_tensor_hooks(True) is None
         and not any(_tables)
     )
+
+
+def generator_states() -> tuple[Tensor, ...]:
+    """The states of torch's generators: the host's, and that of the current accelerator."""
+    states = (torch.get_rng_state(),)
+    return (*states, torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else states
+
+
+def set_generator_states(states: Sequence[Tensor]) -> None:
+    """Put back what :func:`generator_states` gave."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
+
+
+def are_equal(states: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether states of generators are the same."""
+    return len(states) == len(others) and all(map(torch.equal, states, others))
+
+
+def is_foreign(tensor: Tensor) -> bool:
+    """Whether a tensor lies where no step is recorded: elsewhere, or not dense."""
+    device = tensor.device
+    is_other = device.type == "cuda" and device.index != torch.cuda.current_device()
+    is_dense = tensor.layout is torch.strided
+    return device.type not in DEVICES or is_other or not is_dense
 
 
 def keys_of(tensor: Tensor) -> int:

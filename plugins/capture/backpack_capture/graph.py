@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from backpack_capture._torch import DEVICES, generator_states, set_generator_states
 from backpack_capture.code import Code
+from backpack_capture.compiled import Begin, Compilation, NotCompiled, Run
 from backpack_capture.engine import Asked, Outcome, run_engine
 from backpack_capture.nested import Apart, HoldsCode
 from backpack_capture.program import Program
@@ -109,19 +111,19 @@ class GradientsApart:
 class Snapshot:
     """What a step may change on the way, as it was before."""
 
-    generator: Tensor | None
+    generators: Sequence[Tensor]
     written: Sequence[tuple[Tensor, Tensor]]
 
     @classmethod
     def of(cls, is_random: bool, tensors: Sequence[Tensor]) -> Snapshot:
-        """Keep the generator's state, if numbers are drawn, and copies."""
-        state = torch.get_rng_state() if is_random else None
-        return cls(state, [(t, t.detach().clone()) for t in tensors])
+        """Keep the state of torch's generators, if numbers are drawn, and copies."""
+        states = generator_states() if is_random else ()
+        return cls(states, [(t, t.detach().clone()) for t in tensors])
 
     def put_back(self) -> None:
         """Make it what it was."""
-        if self.generator is not None:
-            torch.set_rng_state(self.generator)
+        if self.generators:
+            set_generator_states(self.generators)
         with torch.no_grad():
             for tensor, old in self.written:
                 tensor.copy_(old)
@@ -138,6 +140,7 @@ class Graph:
         compared: How often the engine ran the same step afterwards.
         reruns: How often it read another answer, so that the engine ran the step.
         in_a_row: How often without one that did not.
+        compilation: What shall take the place of the code; ``None`` if nothing shall.
     """
 
     def __init__(
@@ -149,7 +152,12 @@ class Graph:
         watch: Watch,
         fields: Sequence[str],
     ) -> None:
-        self.code, self.size, self.recorded = code, len(program.operations), recorded
+        self.program, self.code = program, code
+        self.size, self.recorded = len(program.operations), recorded
+        self._run: Run = code.run
+        self._since = 0  # replays before what runs now took over
+        self.compilation: Compilation | None = None
+        self._is_pending, self._why_not = False, ""
         self._results, self._parameters, self._fields = results, watch.parameters, fields
         self._models = owners_of(watch.modules)
         written = {n for op in program.operations for n in op.writes}
@@ -161,8 +169,47 @@ class Graph:
 
     @property
     def is_compared(self) -> bool:
-        """Whether this replay is: the 1st, 2nd, 4th, 8th, …."""
-        return self.replays & (self.replays - 1) == 0
+        """Whether this replay is: of what runs now, the 1st, 2nd, 4th, 8th, …."""
+        count = self.replays - self._since
+        return count & (count - 1) == 0
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether other code runs in the place of the recorded one."""
+        return self._run is not self.code.run
+
+    @property
+    def said(self) -> str:
+        """What became of compiling it; empty if nobody wanted that."""
+        if self._why_not:
+            return f"not compiled: {self._why_not}"
+        return self.compilation.said if self.compilation is not None else ""
+
+    def compile(self, begin: Begin, given: Sequence[Tensor]) -> None:
+        """Have other code made, which takes over when it is there."""
+        try:
+            self.compilation = begin(self.program, given)
+        except NotCompiled as error:
+            self._why_not = str(error)
+        else:
+            self._is_pending = True
+
+    def go_over(self) -> None:
+        """Run compiled code from now on, if it is there."""
+        if not self._is_pending or self.compilation is None:
+            return
+        try:
+            run = self.compilation.take()
+        except NotCompiled as error:
+            self.go_back(str(error))
+            return
+        if run is not None:
+            self._run, self._since, self._is_pending = run, self.replays, False
+
+    def go_back(self, reason: str) -> None:
+        """Run the recorded code from now on."""
+        self._why_not, self._is_pending, self.compilation = reason, False, None
+        self._run, self._since = self.code.run, self.replays
 
     def takes_gradients(self) -> bool:
         """Whether gradients can be added to those that there are."""
@@ -179,11 +226,14 @@ class Graph:
 
     def run(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute the results."""
-        casts = torch.is_autocast_enabled("cpu")
         self._results.offer()
         try:
-            with torch.no_grad(), torch.autocast("cpu", enabled=False) if casts else nullcontext():
-                return self.code.run(*given)
+            with ExitStack() as modes:
+                modes.enter_context(torch.no_grad())
+                for device in DEVICES:
+                    if torch.is_autocast_enabled(device):
+                        modes.enter_context(torch.autocast(device, enabled=False))
+                return self._run(*given)
         finally:
             drop()
 

@@ -7,12 +7,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
 from backpack_capture import _torch
 from backpack_capture.code import AnotherAnswer
+from backpack_capture.compiled import Begin
+from backpack_capture.compilers import compiler_of
 from backpack_capture.engine import Asked, Outcome, run_engine
 from backpack_capture.graph import Graph
 from backpack_capture.guard import Guard
@@ -63,9 +64,14 @@ class CapturedStep:
     """What :func:`~backpack_capture.capture` returns. Call it as the function that it was given."""
 
     def __init__(
-        self, function: Callable[..., Any], modules: Sequence[Module], asked: Asked
+        self,
+        function: Callable[..., Any],
+        modules: Sequence[Module],
+        asked: Asked,
+        compiler: Begin | None = None,
     ) -> None:
         self._function, self._modules, self._asked = function, modules, asked
+        self._compiler = compiler
         self._watch = self._new_watch()
         self._forms: OrderedDict[Hashable, list[_Form]] = OrderedDict()
         self._lock = threading.RLock()
@@ -132,6 +138,8 @@ class CapturedStep:
         self._by_engine += 1
         if isinstance(graph, Graph):
             form.graph, form.guard = graph, Guard(form.watch)
+            if self._compiler is not None:
+                graph.compile(self._compiler, given)
         elif isinstance(graph, Refused) or form.passes >= ATTEMPTS[-1]:
             form.reason = graph.reason
             self._warn(graph.reason)
@@ -177,6 +185,7 @@ class CapturedStep:
         assert graph is not None
         if not graph.takes_gradients():
             return self._run_engine(args, kwargs).returned
+        graph.go_over()
         before = graph.snapshot(given)
         graph.replays += 1
         try:
@@ -191,7 +200,7 @@ class CapturedStep:
         except Exception as error:
             before.put_back()
             returned = self._run_engine(args, kwargs).returned  # or the step itself is wrong
-            self._drop(form, f"its graph failed, and the step did not: {error}")
+            self._drop(form, f"its graph failed, and the step did not: {_first_line(error)}")
             return returned
         graph.in_a_row = 0
         if graph.is_compared:
@@ -211,8 +220,12 @@ class CapturedStep:
         return outcome.returned
 
     def _drop(self, form: _Form, reason: str) -> None:
-        form.graph, form.reason = None, reason
-        self._warn(reason)
+        """Do without the code that runs: the recorded graph takes over, or else the engine."""
+        if form.graph is not None and form.graph.is_compiled:
+            form.graph.go_back(reason)
+        else:
+            form.graph, form.reason = None, reason
+            self._warn(reason)
 
     # Saying --------------------------------------------------------------------------------------
 
@@ -243,9 +256,10 @@ class CapturedStep:
         graph = form.graph
         if graph is None:
             return f"engine, {form.reason or 'until the structure is trusted'}"
+        said = f", {graph.said}" if graph.said else ""
         return (
             f"graph of {graph.size} operations ({graph.recorded} were recorded), {graph.replays} "
-            f"replays, {graph.compared} compared with the engine, {graph.reruns} run again"
+            f"replays, {graph.compared} compared with the engine, {graph.reruns} run again{said}"
         )
 
     @property
@@ -289,11 +303,18 @@ def _reason_against(asked: Asked, given: Sequence[Tensor]) -> str | None:
     for tensor in given:
         if type(tensor) is not Tensor:
             return f"an argument is a {type(tensor).__name__}"
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-            return f"an argument is on {tensor.device}, {tensor.layout}, not dense on a CPU"
+        if _torch.is_foreign(tensor):
+            return (
+                f"an argument is on {tensor.device}, {tensor.layout}: only dense tensors on a CPU, "
+                "or on the current CUDA device"
+            )
         if tensor.requires_grad:
             return "an argument wants a gradient"
     return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _shown(given: Sequence[Tensor]) -> str:
@@ -303,6 +324,7 @@ def _shown(given: Sequence[Tensor]) -> str:
 def capture(
     step: Callable[..., Any],
     *parts: Any,
+    compile: str | None = None,
     gradient: Any = "autograd",
     check: Any = "first",
     **more: Any,
@@ -316,6 +338,9 @@ def capture(
     Args:
         step: A function that returns the loss, or a tuple with the loss in front.
         parts: The extended modules that it calls, and extensions.
+        compile: ``"inductor"`` has the recorded graph compiled by torch's compiler, in a process
+            beside; it runs as it was recorded until that is done. ``"cudagraphs"`` makes one
+            launch of it, on a CUDA device.
         gradient: As of :class:`~backpack_core.backpack`.
         check: As there. ``"always"`` is never recorded.
         more: Nothing else of what :class:`~backpack_core.backpack` takes.
@@ -340,4 +365,4 @@ def capture(
     extensions = tuple([part for part in parts if not isinstance(part, Module)])
     asked = Asked(extensions, gradient, check)
     asked.block()  # which refuses what is wrong with them
-    return CapturedStep(step, modules, asked)
+    return CapturedStep(step, modules, asked, compiler_of(compile))

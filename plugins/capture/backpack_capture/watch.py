@@ -93,8 +93,11 @@ class Watch:
                 return f"a hook listens to the gradient of {name}"
             if type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
                 return f"{name} is a {type(tensor).__name__}"
-            if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-                return f"{name} is on {tensor.device}, {tensor.layout}: only dense tensors on a CPU"
+            if _torch.is_foreign(tensor):
+                return (
+                    f"{name} is on {tensor.device}, {tensor.layout}: only dense tensors on a CPU, "
+                    "or on the current CUDA device"
+                )
             if tensor.grad_fn is not None:
                 return f"{name} was computed from other tensors"
         return None
