@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
@@ -92,6 +93,40 @@ def keys_of(tensor: Tensor) -> int:
     """Device, layout, and what else decides which kernels run."""
     found: int = _keys(tensor).raw_repr()
     return found
+
+
+@contextmanager
+def recorded_as_operations(is_recurrent: bool) -> Iterator[None]:
+    """A block in which all of a step runs on this thread, by operations that can be replayed.
+
+    Args:
+        is_recurrent: Whether there are recurrent layers, of which mkldnn and cuDNN would make one
+            operation each, with buffers that are no tensors.
+    """
+    libraries = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    if is_recurrent:
+        torch._C._set_mkldnn_enabled(False)
+        torch._C._set_cudnn_enabled(False)
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(libraries[0])
+        torch._C._set_cudnn_enabled(libraries[1])
+
+
+def take_hooks(parameter: Tensor) -> Callable[[], None]:
+    """Take the hooks on a gradient away; returns what puts them back."""
+    tables: list[Any] = [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
+    kept = [(table, dict(table)) for table in tables if table]
+    for table, _ in kept:
+        table.clear()
+
+    def put_back() -> None:
+        for table, hooks in kept:
+            table.update(hooks)
+
+    return put_back
 
 
 def gradient_hooks(tensor: Tensor) -> bool:

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_capture._torch import DEVICES, generator_states, set_generator_states
+from backpack_capture._torch import (
+    DEVICES,
+    generator_states,
+    gradient_hooks,
+    set_generator_states,
+    take_hooks,
+)
 from backpack_capture.code import Code
 from backpack_capture.compiled import Begin, Compilation, NotCompiled, Run
 from backpack_capture.engine import Asked, Outcome, run_engine
@@ -30,16 +36,30 @@ class Results:
         form: What else there is.
         gradients: The parameters that have a gradient, with its place among the tensors.
         fields: The places of results that are fields.
+        is_heard: Whether hooks hear of gradients.
     """
 
-    def __init__(self, returned: Any, parameters: Sequence[Tensor], fields: Sequence[str]) -> None:
+    def __init__(
+        self,
+        returned: Any,
+        parameters: Sequence[Tensor],
+        fields: Sequence[str],
+        more: Sequence[tuple[Tensor, str]] = (),
+    ) -> None:
         """Look at the parameters.
+
+        Args:
+            returned: What the step returned.
+            parameters: Those that may have results.
+            fields: The names of these.
+            more: Other attributes of parameters, which ``extension_hook`` has set.
 
         Raises:
             HoldsCode: A result has code in it.
         """
         graded = [p for p in parameters if p.grad is not None]
         stored = [(p, f) for p in parameters for f in fields if f in p.__dict__]
+        stored += [(p, name) for p, name in more if name in p.__dict__]
         values = [p.__dict__[field] for p, field in stored]
         self._apart = Apart((returned, [p.grad for p in graded], values))
         self.tensors, self.form = self._apart.tensors, self._apart.form
@@ -51,8 +71,15 @@ class Results:
         ]
         self.places = [(id(p), field) for p, field in stored], [id(p) for p in graded]
         self.fields = [places[id(v)] for v in values if type(v) is Tensor]
+        self.is_heard = False
         only = [type(value) is Tensor for value in (returned, *values)]
         self._of = [places[id(v)] for v in (returned, *values)] if all(only) else None
+
+    def hear(self, order: Sequence[Tensor]) -> None:
+        """Have hooks hear of gradients, in an order of parameters."""
+        places = {id(parameter): place for place, parameter in enumerate(order)}
+        self.gradients.sort(key=lambda pair: places.get(id(pair[0]), -1))
+        self.is_heard = bool(order)
 
     def offer(self) -> None:
         """Offer the memory of the results that are there to those that replace them."""
@@ -61,11 +88,16 @@ class Results:
 
     def deliver(self, tensors: Sequence[Tensor]) -> Any:
         """Store the same results with other tensors; returns what the step returned."""
-        for parameter, place in self.gradients:
-            if parameter.grad is None:
-                parameter.grad = tensors[place]
-            else:
-                parameter.grad += tensors[place]
+        if not self.is_heard:
+            for parameter, place in self.gradients:
+                _add(parameter, tensors[place])
+        returned = self._store(tensors)
+        if self.is_heard:  # hooks find the other results
+            for parameter, place in self.gradients:
+                accumulate(parameter, tensors[place])
+        return returned
+
+    def _store(self, tensors: Sequence[Tensor]) -> Any:
         for table, field in self._absent:
             table.pop(field, None)
         if self._of is not None:  # the most frequent case: every result is a tensor
@@ -79,18 +111,45 @@ class Results:
         return returned
 
 
+def _add(parameter: Tensor, gradient: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient
+
+
+def accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """Add a gradient to that of a parameter as autograd does: its hooks hear of it."""
+    if gradient_hooks(parameter):
+        torch.autograd.backward((parameter,), (gradient,))
+    else:
+        _add(parameter, gradient)
+
+
 class GradientsApart:
-    """A block in which gradients begin at none; afterwards they are added to what there was."""
+    """A block in which gradients begin at none, and no hook hears of them.
+
+    Afterwards they are added to what there was, and hooks hear of that.
+
+    Attributes:
+        order: Parameters with hooks, as their gradients came.
+    """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
         self._before: list[Tensor | None] = []
+        self._put_back = list[Callable[[], None]]()
+        self.order = list[Tensor]()
 
     def begin(self) -> None:
         """Put them aside: behind the forward pass, which may look at them."""
         self._before = [p.grad for p in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
+            if gradient_hooks(parameter):
+                self._put_back.append(take_hooks(parameter))
+                note = parameter.register_post_accumulate_grad_hook(self.order.append)
+                self._put_back.append(note.remove)
 
     def __enter__(self) -> GradientsApart:
         """They are as they were."""
@@ -98,13 +157,20 @@ class GradientsApart:
 
     def __exit__(self, *error: object) -> None:
         """Add them, as autograd would have done."""
+        for back in reversed(self._put_back):
+            back()
+        found = [p.grad for p in self._parameters]
         for parameter, old in zip(self._parameters, self._before, strict=False):
-            if old is None:
-                continue
-            new, parameter.grad = parameter.grad, old
-            if new is not None:
-                with torch.no_grad():
-                    old += new
+            parameter.grad = old
+        with torch.no_grad():
+            for parameter, new in self._in_order(found if self._before else []):
+                if new is not None:
+                    accumulate(parameter, new)
+
+    def _in_order(self, found: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
+        places = {id(parameter): place for place, parameter in enumerate(self.order)}
+        pairs = [*zip(self._parameters, found, strict=False)]
+        return sorted(pairs, key=lambda pair: places.get(id(pair[0]), -1))
 
 
 @dataclass(frozen=True)
@@ -140,6 +206,7 @@ class Graph:
         compared: How often the engine ran the same step afterwards.
         reruns: How often it read another answer, so that the engine ran the step.
         in_a_row: How often without one that did not.
+        results: Where its results belong.
         compilation: What shall take the place of the code; ``None`` if nothing shall.
     """
 
@@ -150,15 +217,17 @@ class Graph:
         code: Code,
         results: Results,
         watch: Watch,
-        fields: Sequence[str],
+        asked: Asked,
+        more: Sequence[tuple[Tensor, str]],
     ) -> None:
+        self._asked, self._more = asked, more
         self.program, self.code = program, code
         self.size, self.recorded = len(program.operations), recorded
         self._run: Run = code.run
         self._since = 0  # replays before what runs now took over
         self.compilation: Compilation | None = None
         self._is_pending, self._why_not = False, ""
-        self._results, self._parameters, self._fields = results, watch.parameters, fields
+        self.results, self._parameters = results, watch.parameters
         self._models = owners_of(watch.modules)
         written = {n for op in program.operations for n in op.writes}
         roots = {program.roots[n] for n in written}
@@ -213,7 +282,7 @@ class Graph:
 
     def takes_gradients(self) -> bool:
         """Whether gradients can be added to those that there are."""
-        for parameter, _ in self._results.gradients:
+        for parameter, _ in self.results.gradients:
             grad = parameter.grad
             if grad is not None and (grad.requires_grad or grad.layout is not torch.strided):
                 return False
@@ -226,7 +295,7 @@ class Graph:
 
     def run(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute the results."""
-        self._results.offer()
+        self.results.offer()
         try:
             with ExitStack() as modes:
                 modes.enter_context(torch.no_grad())
@@ -239,9 +308,9 @@ class Graph:
 
     def deliver(self, tensors: Sequence[Tensor]) -> Any:
         """Store results; returns what the step returned."""
-        stored_by_others(self._models)
+        stored_by_others(self._models, self._asked.fields)
         with torch.no_grad():
-            return self._results.deliver(tensors)
+            return self.results.deliver(tensors)
 
     def compare(
         self,
@@ -249,16 +318,16 @@ class Graph:
         function: Callable[..., Any],
         args: Any,
         kwargs: Any,
-        asked: Asked,
     ) -> tuple[Outcome, str]:
         """Run the engine, whose results stay; says what differs, if anything does."""
         with GradientsApart(self._parameters) as apart:
-            outcome = run_engine(function, args, kwargs, asked, apart.begin)
+            outcome = run_engine(function, args, kwargs, self._asked, apart.begin)
+            fields = self._asked.fields
             try:
-                right = Results(outcome.returned, self._parameters, self._fields)
+                right = Results(outcome.returned, self._parameters, fields, self._more)
             except (HoldsCode, RecursionError):
                 return outcome, "results of another type"
-            if right.form != self._results.form or right.places != self._results.places:
+            if right.form != self.results.form or right.places != self.results.places:
                 return outcome, "results in other places"
             for ours, its in zip(found, right.tensors, strict=True):
                 difference = difference_of(ours, its)

@@ -125,7 +125,11 @@ class CapturedStep:
             if self._watch.is_outdated():
                 self._watch = self._new_watch()
             form = _Form(self._watch, _shown(given))
-            form.reason = _reason_against(self._asked, given) or self._watch.reason_against() or ""
+            form.reason = (
+                _reason_against(self._asked, given)
+                or self._watch.reason_against(self._asked.gradient)
+                or ""
+            )
             self._keep(key, form)
         if form.reason:
             return self._refused(args, kwargs, form.reason), form
@@ -213,7 +217,7 @@ class CapturedStep:
         graph = form.graph
         assert graph is not None
         self._by_engine += 1
-        outcome, difference = graph.compare(results, self._function, args, kwargs, self._asked)
+        outcome, difference = graph.compare(results, self._function, args, kwargs)
         graph.compared += 1
         if difference:
             self._drop(form, f"its graph gave something else than the engine: {difference}")
@@ -274,7 +278,7 @@ class CapturedStep:
         return f"<captured {self._function.__qualname__} with {names or 'no extensions'}>"
 
     def _new_watch(self) -> Watch:
-        return Watch(self._function, self._modules, self._asked.extensions)
+        return Watch(self._function, self._modules, self._asked.extensions, self._asked.hook)
 
 
 def _plain_tensors(args: tuple[Any, ...]) -> list[Tensor] | None:
@@ -327,6 +331,8 @@ def capture(
     compile: str | None = None,
     gradient: Any = "autograd",
     check: Any = "first",
+    extension_hook: Callable[[Module], None] | None = None,
+    hook_only_computes: bool = False,
     **more: Any,
 ) -> CapturedStep:
     """Make a training step that is recorded once it is trusted, and replayed without the engine.
@@ -343,6 +349,9 @@ def capture(
             launch of it, on a CUDA device.
         gradient: As of :class:`~backpack_core.backpack`.
         check: As there. ``"always"`` is never recorded.
+        extension_hook: As there. It is recorded with the step.
+        hook_only_computes: Says that it does nothing else than compute: it reads results, sets and
+            deletes attributes of parameters, and keeps or prints nothing. Needed with it.
         more: Nothing else of what :class:`~backpack_core.backpack` takes.
 
     Returns:
@@ -363,6 +372,13 @@ def capture(
     if not modules:
         raise UsageError("capture() needs the extended modules that the step calls.")
     extensions = tuple([part for part in parts if not isinstance(part, Module)])
-    asked = Asked(extensions, gradient, check)
+    if extension_hook is not None and not hook_only_computes:
+        raise UsageError(
+            "A graph holds what extension_hook computes, and nothing else that it does. If it only "
+            "reads results and sets attributes of parameters, say so: capture(..., "
+            "extension_hook=..., hook_only_computes=True). Otherwise, write the step with "
+            "backpack(...) and loss.backward()."
+        )
+    asked = Asked(extensions, gradient, check, extension_hook)
     asked.block()  # which refuses what is wrong with them
     return CapturedStep(step, modules, asked, compiler_of(compile))
