@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -27,6 +28,9 @@ class Compilation(Protocol):
     def said(self) -> str:
         """How far it is, or how it was made."""
 
+    def wait(self, timeout: float | None) -> None:
+        """Return when it is there, or after ``timeout`` seconds."""
+
     def take(self) -> Run | None:
         """The code; ``None`` if it is not there yet.
 
@@ -37,3 +41,17 @@ class Compilation(Protocol):
 
 # Begins to compile a program for arguments.
 Begin = Callable[[Program, Sequence[Tensor]], Compilation]
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """How recorded graphs are compiled.
+
+    Attributes:
+        begin: Begins.
+        splits: Whether products are recorded in pieces that fit the cache, as without it. A
+            compiler of kernels finds sizes of its own.
+    """
+
+    begin: Begin
+    splits: bool = True

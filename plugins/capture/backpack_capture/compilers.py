@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from backpack_capture.compiled import Begin, Compilation
+from backpack_capture.compiled import Compilation, Compiler
 from backpack_capture.cudagraph import CudaGraph, Pool
 from backpack_capture.inductor import Inductor
 from backpack_capture.program import Program
 from backpack_core.errors import UsageError
 
 
-def compiler_of(word: str | None) -> Begin | None:
+def compiler_of(word: str | None) -> Compiler | None:
     """The compiler.
 
     Args:
@@ -31,7 +31,7 @@ def compiler_of(word: str | None) -> Begin | None:
                 'capture(compile="inductor") needs torch 2.8 or later, whose compiler can run in '
                 f"a process of its own. This is {torch.__version__}: leave compile= out."
             )
-        return Inductor
+        return Compiler(Inductor, splits=False)
     if word != "cudagraphs":
         raise UsageError(f'capture(compile=) is None, "inductor" or "cudagraphs". Got {word!r}.')
     if not torch.cuda.is_available():
@@ -44,4 +44,4 @@ def compiler_of(word: str | None) -> Begin | None:
     def begin(program: Program, given: Sequence[Tensor]) -> Compilation:
         return CudaGraph(program, pool)
 
-    return begin
+    return Compiler(begin)

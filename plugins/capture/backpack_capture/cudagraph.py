@@ -63,6 +63,9 @@ class CudaGraph:
         self._kinds: list[list[int]] = []
         self.said = "a CUDA graph"
 
+    def wait(self, timeout: float | None) -> None:
+        """It is ready at once."""
+
     def take(self) -> Run | None:
         """It is ready at once."""
         return self

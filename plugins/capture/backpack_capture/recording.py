@@ -13,10 +13,11 @@ from torch import Tensor
 from backpack_capture._torch import recorded_as_operations
 from backpack_capture.code import code_of
 from backpack_capture.engine import Asked, Outcome, run_engine
-from backpack_capture.graph import GradientsApart, Graph, Results
+from backpack_capture.graph import Graph
 from backpack_capture.guard import Guard
 from backpack_capture.nested import HoldsCode
 from backpack_capture.recorder import Recorder
+from backpack_capture.results import GradientsApart, Results
 from backpack_capture.tidying import tidy
 from backpack_capture.unseen import seen_by, states_of_generators
 from backpack_capture.watch import Watch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any, Final
 
 from torch import Tensor
@@ -12,15 +13,15 @@ from torch.nn import Module
 
 from backpack_capture import _torch
 from backpack_capture.code import AnotherAnswer
-from backpack_capture.compiled import Begin
-from backpack_capture.compilers import compiler_of
+from backpack_capture.compiled import Compiler
 from backpack_capture.engine import Asked, Outcome, run_engine
 from backpack_capture.graph import Graph
 from backpack_capture.guard import Guard
 from backpack_capture.nested import Apart, HoldsCode
 from backpack_capture.recording import Refused, record
 from backpack_capture.watch import Watch
-from backpack_core.errors import BackpackWarning, UsageError, warn
+from backpack_core.errors import BackpackWarning, warn
+from backpack_products.tuning import unsplit
 
 MOST: Final = 8  # graphs, those that ran last
 PATIENCE: Final = 4  # replays in a row that read another answer, steps that change their own form
@@ -68,7 +69,7 @@ class CapturedStep:
         function: Callable[..., Any],
         modules: Sequence[Module],
         asked: Asked,
-        compiler: Begin | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         self._function, self._modules, self._asked = function, modules, asked
         self._compiler = compiler
@@ -138,12 +139,14 @@ class CapturedStep:
             form.passes, form.was_measured = form.passes + 1, outcome.was_measured
             return outcome.returned, form
         form.passes += 1
-        outcome, graph = record(self._function, args, kwargs, given, self._asked, form.watch)
+        is_split = self._compiler is None or self._compiler.splits
+        with nullcontext() if is_split else unsplit():
+            outcome, graph = record(self._function, args, kwargs, given, self._asked, form.watch)
         self._by_engine += 1
         if isinstance(graph, Graph):
             form.graph, form.guard = graph, Guard(form.watch)
             if self._compiler is not None:
-                graph.compile(self._compiler, given)
+                graph.compile(self._compiler.begin, given)
         elif isinstance(graph, Refused) or form.passes >= ATTEMPTS[-1]:
             form.reason = graph.reason
             self._warn(graph.reason)
@@ -242,6 +245,20 @@ class CapturedStep:
                 CaptureWarning,
             )
 
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is being compiled; the next steps run compiled code.
+
+        Args:
+            timeout: Seconds to wait at most, for each graph.
+
+        Returns:
+            Whether every graph that there is has been compiled, or was found not to be.
+        """
+        with self._lock:
+            graphs = [f.graph for forms in self._forms.values() for f in forms if f.graph]
+            ended = [graph.wait(timeout) for graph in graphs]
+        return all(ended)
+
     def holds(self, *args: Tensor) -> bool:
         """Whether a step with these tensors would be replayed now: what the guard says."""
         found = self._find(((len(args),), tuple(map(_key_of, args))))
@@ -323,62 +340,3 @@ def _first_line(error: Exception) -> str:
 
 def _shown(given: Sequence[Tensor]) -> str:
     return ", ".join([f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in given])
-
-
-def capture(
-    step: Callable[..., Any],
-    *parts: Any,
-    compile: str | None = None,
-    gradient: Any = "autograd",
-    check: Any = "first",
-    extension_hook: Callable[[Module], None] | None = None,
-    hook_only_computes: bool = False,
-    **more: Any,
-) -> CapturedStep:
-    """Make a training step that is recorded once it is trusted, and replayed without the engine.
-
-    Example:
-        >>> step = capture(lambda X, y: lossfunc(model(X), y), model, lossfunc, BatchGrad())
-        >>> loss = step(X, y)
-
-    Args:
-        step: A function that returns the loss, or a tuple with the loss in front.
-        parts: The extended modules that it calls, and extensions.
-        compile: ``"inductor"`` has the recorded graph compiled by torch's compiler, in a process
-            beside; it runs as it was recorded until that is done. ``"cudagraphs"`` makes one
-            launch of it, on a CUDA device.
-        gradient: As of :class:`~backpack_core.backpack`.
-        check: As there. ``"always"`` is never recorded.
-        extension_hook: As there. It is recorded with the step.
-        hook_only_computes: Says that it does nothing else than compute: it reads results, sets and
-            deletes attributes of parameters, and keeps or prints nothing. Needed with it.
-        more: Nothing else of what :class:`~backpack_core.backpack` takes.
-
-    Returns:
-        A step: called as the function, it runs the forward pass, the loss, and the backward pass
-        with the extensions, and stores ``.grad`` and results on parameters as these do.
-
-    Raises:
-        UsageError: An argument is nothing that can be captured.
-    """
-    if more:
-        raise UsageError(
-            f"capture() does not take {next(iter(more))}=: what is called during a pass is not "
-            "part of a graph. Write the step with backpack(...) and loss.backward()."
-        )
-    if not hasattr(step, "__qualname__") or isinstance(step, type):
-        raise UsageError(f"capture() takes a function that returns the loss. Got {step!r}.")
-    modules = [part for part in parts if isinstance(part, Module)]
-    if not modules:
-        raise UsageError("capture() needs the extended modules that the step calls.")
-    extensions = tuple([part for part in parts if not isinstance(part, Module)])
-    if extension_hook is not None and not hook_only_computes:
-        raise UsageError(
-            "A graph holds what extension_hook computes, and nothing else that it does. If it only "
-            "reads results and sets attributes of parameters, say so: capture(..., "
-            "extension_hook=..., hook_only_computes=True). Otherwise, write the step with "
-            "backpack(...) and loss.backward()."
-        )
-    asked = Asked(extensions, gradient, check, extension_hook)
-    asked.block()  # which refuses what is wrong with them
-    return CapturedStep(step, modules, asked, compiler_of(compile))
