@@ -59,10 +59,15 @@ def clear(
                 replaced.offer(parameter.__dict__, field, offers)
 
 
-def stored_by_others(models: Iterable[Module]) -> None:
-    """Have the next pass over models look at every parameter: no pass has stored their results."""
+def stored_by_others(models: Iterable[Module], fields: list[str]) -> None:
+    """Have the next pass over models look at every parameter: no pass has stored their results.
+
+    Args:
+        models: The models.
+        fields: The names of what was stored, of which that pass may write the memory.
+    """
     for model in models:
-        _last.pop(model, None)
+        _last[model] = None, fields
 
 
 def hand_over(survey: Survey, extensions: Iterable[Extension]) -> None:

@@ -86,3 +86,19 @@ def test_a_model_of_a_single_layer_is_captured() -> None:
     for _ in range(6):
         step(torch.rand(4, 3), torch.randint(2, (4,)))
     assert re.search(r"[1-9]\d* replays", step.report())
+
+
+def test_the_engine_takes_turns_with_a_step() -> None:
+    """Each writes into the memory of what the other has stored."""
+    model = _model()
+    step, weight, lossfunc = _step(model), model[0].weight, extend(nn.MSELoss())
+    addresses = []
+    for _ in range(17):  # none of the last is compared
+        step(torch.randn(SAMPLES, WIDTH))
+        with backpack(BatchGrad()):
+            x = torch.randn(SAMPLES, WIDTH)
+            lossfunc(model(x), 0 * x).backward()
+        addresses.append(weight.grad_batch.data_ptr())  # type: ignore[attr-defined]
+    assert re.search(r"[1-9]\d* replays", step.report())
+    assert len({*addresses[-4:]}) == 1
+    torch.testing.assert_close(weight.grad_batch, _right(model, x))  # type: ignore[attr-defined]

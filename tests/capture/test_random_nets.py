@@ -1,4 +1,8 @@
-"""Captured steps of random nets: equal to the engine's, whatever is captured and what is not."""
+"""Captured steps of random nets: equal to the engine's, whatever is captured and what is not.
+
+Every sixth of ``--nets`` is drawn. For a long run of 5,000, on all cores,
+``make test ARGS="--nets=30000 tests/capture/test_random_nets.py"``.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,8 @@ from tests.nets.truth import fresh
 from tests.nets.verdict import Prepared
 
 BLOCKS = 5
+SHARE = 6  # of the nets that the suite draws, one of so many
+LARGEST_BLOCK = 50
 STEPS = 8
 CODE = {"HMP", "GGNMP", "PCHMP", "DiagHMP", "GGNGram"}  # it holds the graph
 
@@ -132,13 +138,19 @@ def compared(seed: int) -> tuple[str, int]:
     return "", replays
 
 
-@pytest.mark.parametrize("block", range(BLOCKS))
-def test_random_nets(block: int, request: pytest.FixtureRequest) -> None:
-    first, nets = request.config.getoption("--seed"), request.config.getoption("--nets") // 6
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    first = metafunc.config.getoption("--seed")
+    count = max(1, metafunc.config.getoption("--nets") // SHARE)
+    size = min(LARGEST_BLOCK, -(-count // BLOCKS))
+    blocks = [range(s, min(s + size, first + count)) for s in range(first, first + count, size)]
+    metafunc.parametrize("seeds", blocks, ids=[f"{b[0]}-{b[-1]}" for b in blocks])
+
+
+def test_random_nets(seeds: range) -> None:
     faults, replayed, count = list[str](), 0, 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for seed in range(first + block, first + max(block + 1, nets), BLOCKS):
+        for seed in seeds:
             fault, replays = compared(seed)
             faults += [fault] if fault else []
             replayed, count = replayed + bool(replays), count + 1

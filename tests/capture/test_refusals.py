@@ -184,18 +184,6 @@ def forward_hook(model: nn.Module, lossfunc: nn.Module) -> Function:
     return lambda x, y: lossfunc(model(x), y)
 
 
-@because("a hook listens to the gradient of 0.weight")
-def gradient_hook(model: nn.Module, lossfunc: nn.Module) -> Function:
-    model[0].weight.register_hook(lambda grad: None)
-    return lambda x, y: lossfunc(model(x), y)
-
-
-@because("a hook listens to the gradient of 0.weight")
-def accumulation_hook(model: nn.Module, lossfunc: nn.Module) -> Function:
-    model[0].weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    return lambda x, y: lossfunc(model(x), y)
-
-
 @because("forward of Tanh is replaced")
 def forward_of_an_instance(model: nn.Module, lossfunc: nn.Module) -> Function:
     model[1].forward = torch.tanh
@@ -300,8 +288,8 @@ def test_checked_always() -> None:
         ((nn.Linear(1, 1), BatchGrad), {}, "takes extension instances"),
         (
             (nn.Linear(1, 1), BatchGrad()),
-            {"extension_hook": print},
-            "take extension_hook=",
+            {"observer": print},
+            "take observer=",
         ),
         ((nn.Linear(1, 1), BatchGrad()), {"gradient": "all"}, "gradient is one of"),
     ],

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.nn.modules import module as torch_module
+
+# Where steps are recorded.
+DEVICES: Final = ("cpu", "cuda")
 
 _tables = (
     torch_module._global_forward_hooks,
@@ -28,9 +33,13 @@ def modes() -> tuple[Any, ...]:
         torch.is_inference_mode_enabled(),
         torch.is_autocast_enabled("cpu"),
         torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda"),
+        torch.get_autocast_dtype("cuda"),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
         torch._C._get_mkldnn_enabled(),
+        torch._C._get_cudnn_enabled(),
+        torch._C._get_cudnn_allow_tf32(),
         torch.get_float32_matmul_precision(),
         torch.is_anomaly_enabled(),
         torch._C._len_torch_function_stack(),
@@ -54,10 +63,70 @@ def is_ordinary() -> bool:
     )
 
 
+def generator_states() -> tuple[Tensor, ...]:
+    """The states of torch's generators: the host's, and that of the current accelerator."""
+    states = (torch.get_rng_state(),)
+    return (*states, torch.cuda.get_rng_state()) if torch.cuda.is_initialized() else states
+
+
+def set_generator_states(states: Sequence[Tensor]) -> None:
+    """Put back what :func:`generator_states` gave."""
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
+
+
+def are_equal(states: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether states of generators are the same."""
+    return len(states) == len(others) and all(map(torch.equal, states, others))
+
+
+def is_foreign(tensor: Tensor) -> bool:
+    """Whether a tensor lies where no step is recorded: elsewhere, or not dense."""
+    device = tensor.device
+    is_other = device.type == "cuda" and device.index != torch.cuda.current_device()
+    is_dense = tensor.layout is torch.strided
+    return device.type not in DEVICES or is_other or not is_dense
+
+
 def keys_of(tensor: Tensor) -> int:
     """Device, layout, and what else decides which kernels run."""
     found: int = _keys(tensor).raw_repr()
     return found
+
+
+@contextmanager
+def recorded_as_operations(is_recurrent: bool) -> Iterator[None]:
+    """A block in which all of a step runs on this thread, by operations that can be replayed.
+
+    Args:
+        is_recurrent: Whether there are recurrent layers, of which mkldnn and cuDNN would make one
+            operation each, with buffers that are no tensors.
+    """
+    libraries = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    if is_recurrent:
+        torch._C._set_mkldnn_enabled(False)
+        torch._C._set_cudnn_enabled(False)
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            yield
+    finally:
+        torch._C._set_mkldnn_enabled(libraries[0])
+        torch._C._set_cudnn_enabled(libraries[1])
+
+
+def take_hooks(parameter: Tensor) -> Callable[[], None]:
+    """Take the hooks on a gradient away; returns what puts them back."""
+    tables: list[Any] = [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
+    kept = [(table, dict(table)) for table in tables if table]
+    for table, _ in kept:
+        table.clear()
+
+    def put_back() -> None:
+        for table, hooks in kept:
+            table.update(hooks)
+
+    return put_back
 
 
 def gradient_hooks(tensor: Tensor) -> bool:

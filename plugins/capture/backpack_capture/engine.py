@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
 from backpack_core import backpack
 from backpack_core.engine.active import current
@@ -21,10 +22,18 @@ class Asked:
     extensions: tuple[Any, ...]
     gradient: Any
     check: Any
+    hook: Callable[[Module], None] | None = None
+
+    @property
+    def fields(self) -> list[str]:
+        """The names of results."""
+        return [extension.savefield for extension in self.extensions]
 
     def block(self) -> backpack:
         """The context."""
-        return backpack(*self.extensions, gradient=self.gradient, check=self.check)
+        return backpack(
+            *self.extensions, gradient=self.gradient, check=self.check, extension_hook=self.hook
+        )
 
 
 @dataclass(frozen=True)

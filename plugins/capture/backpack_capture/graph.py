@@ -3,125 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from backpack_capture._torch import (
+    DEVICES,
+    generator_states,
+    set_generator_states,
+)
 from backpack_capture.code import Code
+from backpack_capture.compiled import Begin, Compilation, NotCompiled, Run
 from backpack_capture.engine import Asked, Outcome, run_engine
-from backpack_capture.nested import Apart, HoldsCode
+from backpack_capture.nested import HoldsCode
 from backpack_capture.program import Program
+from backpack_capture.results import GradientsApart, Results
 from backpack_capture.watch import Watch
 from backpack_core.engine.fields import stored_by_others
 from backpack_core.record.owner import owners_of
-from backpack_products.recycled import drop, offer
-
-
-class Results:
-    """What a step gave: what it returned, gradients, and fields, taken apart.
-
-    Attributes:
-        tensors: All tensors, each once.
-        form: What else there is.
-        gradients: The parameters that have a gradient, with its place among the tensors.
-        fields: The places of results that are fields.
-    """
-
-    def __init__(self, returned: Any, parameters: Sequence[Tensor], fields: Sequence[str]) -> None:
-        """Look at the parameters.
-
-        Raises:
-            HoldsCode: A result has code in it.
-        """
-        graded = [p for p in parameters if p.grad is not None]
-        stored = [(p, f) for p in parameters for f in fields if f in p.__dict__]
-        values = [p.__dict__[field] for p, field in stored]
-        self._apart = Apart((returned, [p.grad for p in graded], values))
-        self.tensors, self.form = self._apart.tensors, self._apart.form
-        places = {id(t): place for place, t in enumerate(self.tensors)}
-        self.gradients = [(p, places[id(p.grad)]) for p in graded]
-        self._stored = [(p.__dict__, field) for p, field in stored]
-        self._absent = [
-            (p.__dict__, field) for p in parameters for field in fields if field not in p.__dict__
-        ]
-        self.places = [(id(p), field) for p, field in stored], [id(p) for p in graded]
-        self.fields = [places[id(v)] for v in values if type(v) is Tensor]
-        only = [type(value) is Tensor for value in (returned, *values)]
-        self._of = [places[id(v)] for v in (returned, *values)] if all(only) else None
-
-    def offer(self) -> None:
-        """Offer the memory of the results that are there to those that replace them."""
-        for table, field in self._stored:
-            offer(table, field)
-
-    def deliver(self, tensors: Sequence[Tensor]) -> Any:
-        """Store the same results with other tensors; returns what the step returned."""
-        for parameter, place in self.gradients:
-            if parameter.grad is None:
-                parameter.grad = tensors[place]
-            else:
-                parameter.grad += tensors[place]
-        for table, field in self._absent:
-            table.pop(field, None)
-        if self._of is not None:  # the most frequent case: every result is a tensor
-            first, *others = self._of
-            for (table, field), place in zip(self._stored, others, strict=True):
-                table[field] = tensors[place]
-            return tensors[first]
-        returned, _, values = self._apart.put_together(tensors)
-        for (table, field), value in zip(self._stored, values, strict=True):
-            table[field] = value
-        return returned
-
-
-class GradientsApart:
-    """A block in which gradients begin at none; afterwards they are added to what there was."""
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = parameters
-        self._before: list[Tensor | None] = []
-
-    def begin(self) -> None:
-        """Put them aside: behind the forward pass, which may look at them."""
-        self._before = [p.grad for p in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def __enter__(self) -> GradientsApart:
-        """They are as they were."""
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        """Add them, as autograd would have done."""
-        for parameter, old in zip(self._parameters, self._before, strict=False):
-            if old is None:
-                continue
-            new, parameter.grad = parameter.grad, old
-            if new is not None:
-                with torch.no_grad():
-                    old += new
+from backpack_products.recycled import drop
 
 
 @dataclass(frozen=True)
 class Snapshot:
     """What a step may change on the way, as it was before."""
 
-    generator: Tensor | None
+    generators: Sequence[Tensor]
     written: Sequence[tuple[Tensor, Tensor]]
 
     @classmethod
     def of(cls, is_random: bool, tensors: Sequence[Tensor]) -> Snapshot:
-        """Keep the generator's state, if numbers are drawn, and copies."""
-        state = torch.get_rng_state() if is_random else None
-        return cls(state, [(t, t.detach().clone()) for t in tensors])
+        """Keep the state of torch's generators, if numbers are drawn, and copies."""
+        states = generator_states() if is_random else ()
+        return cls(states, [(t, t.detach().clone()) for t in tensors])
 
     def put_back(self) -> None:
         """Make it what it was."""
-        if self.generator is not None:
-            torch.set_rng_state(self.generator)
+        if self.generators:
+            set_generator_states(self.generators)
         with torch.no_grad():
             for tensor, old in self.written:
                 tensor.copy_(old)
@@ -138,6 +60,8 @@ class Graph:
         compared: How often the engine ran the same step afterwards.
         reruns: How often it read another answer, so that the engine ran the step.
         in_a_row: How often without one that did not.
+        results: Where its results belong.
+        compilation: What shall take the place of the code; ``None`` if nothing shall.
     """
 
     def __init__(
@@ -147,10 +71,17 @@ class Graph:
         code: Code,
         results: Results,
         watch: Watch,
-        fields: Sequence[str],
+        asked: Asked,
+        more: Sequence[tuple[Tensor, str]],
     ) -> None:
-        self.code, self.size, self.recorded = code, len(program.operations), recorded
-        self._results, self._parameters, self._fields = results, watch.parameters, fields
+        self._asked, self._more = asked, more
+        self.program, self.code = program, code
+        self.size, self.recorded = len(program.operations), recorded
+        self._run: Run = code.run
+        self._since = 0  # replays before what runs now took over
+        self.compilation: Compilation | None = None
+        self._is_pending, self._why_not = False, ""
+        self.results, self._parameters = results, watch.parameters
         self._models = owners_of(watch.modules)
         written = {n for op in program.operations for n in op.writes}
         roots = {program.roots[n] for n in written}
@@ -161,12 +92,58 @@ class Graph:
 
     @property
     def is_compared(self) -> bool:
-        """Whether this replay is: the 1st, 2nd, 4th, 8th, …."""
-        return self.replays & (self.replays - 1) == 0
+        """Whether this replay is: of what runs now, the 1st, 2nd, 4th, 8th, …."""
+        count = self.replays - self._since
+        return count & (count - 1) == 0
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether other code runs in the place of the recorded one."""
+        return self._run is not self.code.run
+
+    @property
+    def said(self) -> str:
+        """What became of compiling it; empty if nobody wanted that."""
+        if self._why_not:
+            return f"not compiled: {self._why_not}"
+        return self.compilation.said if self.compilation is not None else ""
+
+    def compile(self, begin: Begin, given: Sequence[Tensor]) -> None:
+        """Have other code made, which takes over when it is there."""
+        try:
+            self.compilation = begin(self.program, given)
+        except NotCompiled as error:
+            self._why_not = str(error)
+        else:
+            self._is_pending = True
+
+    def go_over(self) -> None:
+        """Run compiled code from now on, if it is there."""
+        if not self._is_pending or self.compilation is None:
+            return
+        try:
+            run = self.compilation.take()
+        except NotCompiled as error:
+            self.go_back(str(error))
+            return
+        if run is not None:
+            self._run, self._since, self._is_pending = run, self.replays, False
+
+    def wait(self, timeout: float | None) -> bool:
+        """Wait for compiled code; says whether there is nothing to wait for any more."""
+        if self._is_pending and self.compilation is not None:
+            self.compilation.wait(timeout)
+            self.go_over()
+        return not self._is_pending
+
+    def go_back(self, reason: str) -> None:
+        """Run the recorded code from now on."""
+        self._why_not, self._is_pending, self.compilation = reason, False, None
+        self._run, self._since = self.code.run, self.replays
 
     def takes_gradients(self) -> bool:
         """Whether gradients can be added to those that there are."""
-        for parameter, _ in self._results.gradients:
+        for parameter, _ in self.results.gradients:
             grad = parameter.grad
             if grad is not None and (grad.requires_grad or grad.layout is not torch.strided):
                 return False
@@ -179,19 +156,22 @@ class Graph:
 
     def run(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute the results."""
-        casts = torch.is_autocast_enabled("cpu")
-        self._results.offer()
+        self.results.offer()
         try:
-            with torch.no_grad(), torch.autocast("cpu", enabled=False) if casts else nullcontext():
-                return self.code.run(*given)
+            with ExitStack() as modes:
+                modes.enter_context(torch.no_grad())
+                for device in DEVICES:
+                    if torch.is_autocast_enabled(device):
+                        modes.enter_context(torch.autocast(device, enabled=False))
+                return self._run(*given)
         finally:
             drop()
 
     def deliver(self, tensors: Sequence[Tensor]) -> Any:
         """Store results; returns what the step returned."""
-        stored_by_others(self._models)
+        stored_by_others(self._models, self._asked.fields)
         with torch.no_grad():
-            return self._results.deliver(tensors)
+            return self.results.deliver(tensors)
 
     def compare(
         self,
@@ -199,16 +179,16 @@ class Graph:
         function: Callable[..., Any],
         args: Any,
         kwargs: Any,
-        asked: Asked,
     ) -> tuple[Outcome, str]:
         """Run the engine, whose results stay; says what differs, if anything does."""
         with GradientsApart(self._parameters) as apart:
-            outcome = run_engine(function, args, kwargs, asked, apart.begin)
+            outcome = run_engine(function, args, kwargs, self._asked, apart.begin)
+            fields = self._asked.fields
             try:
-                right = Results(outcome.returned, self._parameters, self._fields)
+                right = Results(outcome.returned, self._parameters, fields, self._more)
             except (HoldsCode, RecursionError):
                 return outcome, "results of another type"
-            if right.form != self._results.form or right.places != self._results.places:
+            if right.form != self.results.form or right.places != self.results.places:
                 return outcome, "results in other places"
             for ours, its in zip(found, right.tensors, strict=True):
                 difference = difference_of(ours, its)

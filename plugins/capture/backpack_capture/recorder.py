@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from backpack_capture._torch import are_equal, generator_states, is_foreign
 from backpack_capture.program import BLANK, Assumption, Operation, Program, Ref, numbers, refs_in
 from backpack_products.recycled import SMALLEST
 
@@ -23,7 +24,7 @@ _PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 # Returns the tensor it gets: data that Python has just made one of.
 LIFTED = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 # They write to running statistics, and do not say so.
-_WRITING = {aten.native_batch_norm.default: (3, 4)}
+_WRITING = {aten.native_batch_norm.default: (3, 4), aten.cudnn_batch_norm.default: (3, 4)}
 # What they do to a tensor cannot be told by values.
 _REFUSED = {"set_", "resize_", "resize_as_", "resize", "_resize_output_", "as_strided_"}
 _FILLING = {f"aten::{name}" for name in ("ones_like", "zeros_like", "new_zeros", "new_ones")}
@@ -43,7 +44,7 @@ class Recorder(TorchDispatchMode):
     Attributes:
         program: What was written down.
         refusal: Why it cannot be replayed; ``None`` if it can.
-        drawn: The state of torch's generator, behind what was drawn last.
+        drawn: The states of torch's generators, behind what was drawn last.
         is_lifting: Whether a tensor is made of Python numbers that are known to be no tensor's.
     """
 
@@ -68,7 +69,7 @@ class Recorder(TorchDispatchMode):
         self._memories: dict[int, int] = {}
         self._is_known = is_known
         self._blank: set[int] = set()
-        self.drawn = torch.get_rng_state()
+        self.drawn = generator_states()
         for tensor in given:
             self.program.given.append(self._enter(tensor))
         for tensor in known:
@@ -100,7 +101,7 @@ class Recorder(TorchDispatchMode):
             self.refusal = "it sets the state of torch's generator, or draws in no operation"
         out = func(*args, **kwargs)
         if is_random:
-            self.drawn = torch.get_rng_state()
+            self.drawn = generator_states()
         if func in LIFTED or func is aten.detach_.default:
             if out is not args[0]:
                 self.refusal = "a constant was copied when it was made a tensor"
@@ -133,7 +134,7 @@ class Recorder(TorchDispatchMode):
 
     def is_undisturbed(self) -> bool:
         """Whether nobody used torch's generator since something was drawn."""
-        return torch.equal(torch.get_rng_state(), self.drawn)
+        return are_equal(generator_states(), self.drawn)
 
     def left(self) -> list[Tensor]:
         """What was made by operations, and is still there."""
@@ -207,7 +208,7 @@ class Recorder(TorchDispatchMode):
             if isinstance(value, (list, tuple)):
                 self.refusal = "an operation returns lists among other values"
             return None
-        if value.layout is not torch.strided or value.device.type != "cpu":
+        if is_foreign(value):
             self.refusal = f"it has a tensor of layout {value.layout} on {value.device}"
         number: int | None = self._numbers.get(value)
         return self._enter(value, roots.get(_memory(value))) if number is None else number
@@ -232,6 +233,11 @@ def _reason_against(func: Any, types: Any) -> str | None:
         return (
             "its LSTM runs by mkldnn, whose buffers are no tensors that could be kept: call the "
             "step inside of torch.backends.mkldnn.flags(enabled=False)"
+        )
+    if name.startswith("aten::_cudnn_rnn"):
+        return (
+            "its recurrent layer runs by cuDNN, whose buffers are no tensors that could be kept: "
+            "call the step inside of torch.backends.cudnn.flags(enabled=False)"
         )
     if name.removeprefix("aten::") in _REFUSED:
         return f"it calls {name}, which exchanges the memory of a tensor"

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backpack_capture._torch import recorded_as_operations
 from backpack_capture.code import code_of
 from backpack_capture.engine import Asked, Outcome, run_engine
-from backpack_capture.graph import GradientsApart, Graph, Results
+from backpack_capture.graph import Graph
 from backpack_capture.guard import Guard
 from backpack_capture.nested import HoldsCode
 from backpack_capture.recorder import Recorder
+from backpack_capture.results import GradientsApart, Results
 from backpack_capture.tidying import tidy
 from backpack_capture.unseen import seen_by, states_of_generators
 from backpack_capture.watch import Watch
@@ -56,26 +58,35 @@ def record(
     Returns:
         What the step gave, and its graph, or why there is none.
     """
-    parameters, fields = watch.parameters, [e.savefield for e in asked.extensions]
+    parameters = watch.parameters
     known = {id(t): t for t in watch.tensors.values()}
     if known.keys() & {*map(id, given)}:
         return run_engine(function, args, kwargs, asked), Refused("an argument is a parameter")
     for parameter in parameters:
-        for field in fields:
+        for field in asked.fields:
             parameter.__dict__.pop(field, None)
+    before = [dict(parameter.__dict__) for parameter in parameters]
     guard, drawn = Guard(watch), states_of_generators()
     recorder = Recorder(given, [*known.values()], watch.refers_to)
     torch.clear_autocast_cache()
     memories = [t.untyped_storage() for t in known.values()]
+    is_recurrent = any(isinstance(module, torch.nn.RNNBase) for module in watch.modules)
     with GradientsApart(parameters) as apart:
-        with seen_by(recorder), recorder:
+        with recorded_as_operations(is_recurrent), seen_by(recorder), recorder:
             outcome = run_engine(function, args, kwargs, asked, apart.begin)
         torch.clear_autocast_cache()
-        graph = _graph(recorder, outcome, parameters, fields, watch)
-    reason = recorder.refusal
-    if [m._cdata for m in memories] != [t.untyped_storage()._cdata for t in known.values()]:
-        reason = reason or "the memory of a parameter or a buffer is exchanged (tensor.data = ...)"
-    reason = reason or _changed(guard, drawn, recorder)
+        more = _set_by_hook(parameters, before, asked.fields) if asked.hook is not None else []
+        graph = _graph(recorder, outcome, asked, more, watch)
+        if graph is not None:
+            graph.results.hear(apart.order)
+        reason = recorder.refusal
+        if [m._cdata for m in memories] != [t.untyped_storage()._cdata for t in known.values()]:
+            exchanged = "the memory of a parameter or a buffer is exchanged (tensor.data = ...)"
+            reason = reason or exchanged
+        reason = reason or _drawn(drawn, recorder)
+    # With hooks on gradients, which were away until now.
+    if not guard.holds():
+        reason = reason or "it changes attributes of modules, or variables that it refers to"
     if outcome.was_measured:
         return outcome, NotYet("every pass is measured: the structure is not trusted")
     if reason is not None or graph is None:
@@ -86,15 +97,15 @@ def record(
 def _graph(
     recorder: Recorder,
     outcome: Outcome,
-    parameters: Sequence[Tensor],
-    fields: Sequence[str],
+    asked: Asked,
+    more: Sequence[tuple[Tensor, str]],
     watch: Watch,
 ) -> Graph | None:
     """The graph of what was recorded; ``None``, and a reason, if there is none."""
     if recorder.refusal is not None or outcome.was_measured:
         return None
     try:
-        results = Results(outcome.returned, parameters, fields)
+        results = Results(outcome.returned, watch.parameters, asked.fields, more)
     except (HoldsCode, RecursionError) as error:
         recorder.refusal = f"a result is a {error}, which holds code"
         return None
@@ -117,13 +128,23 @@ def _graph(
     except Exception as error:  # the step itself is through, and right
         recorder.refusal = f"its graph could not be written ({type(error).__name__}: {error})"
         return None
-    return Graph(program, recorded, code, results, watch, fields)
+    return Graph(program, recorded, code, results, watch, asked, more)
 
 
-def _changed(guard: Guard, drawn: Any, recorder: Recorder) -> str | None:
-    """What a step changed that no graph would change."""
-    if not guard.holds():
-        return "it changes attributes of modules, or variables that it refers to"
+def _set_by_hook(
+    parameters: Sequence[Tensor], before: Sequence[dict[str, Any]], fields: Sequence[str]
+) -> list[tuple[Tensor, str]]:
+    """Attributes of parameters that ``extension_hook`` has set; those of extensions are known."""
+    return [
+        (parameter, name)
+        for parameter, old in zip(parameters, before, strict=True)
+        for name, value in parameter.__dict__.items()
+        if old.get(name) is not value and name not in fields and not name.startswith("_backpack")
+    ]
+
+
+def _drawn(drawn: Any, recorder: Recorder) -> str | None:
+    """What random numbers a step drew that no graph would draw."""
     if states_of_generators() != drawn:
         return "it draws random numbers that are not torch's"
     if not recorder.is_undisturbed():

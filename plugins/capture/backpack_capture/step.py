@@ -5,21 +5,23 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
 from backpack_capture import _torch
 from backpack_capture.code import AnotherAnswer
+from backpack_capture.compiled import Compiler
 from backpack_capture.engine import Asked, Outcome, run_engine
 from backpack_capture.graph import Graph
 from backpack_capture.guard import Guard
 from backpack_capture.nested import Apart, HoldsCode
 from backpack_capture.recording import Refused, record
 from backpack_capture.watch import Watch
-from backpack_core.errors import BackpackWarning, UsageError, warn
+from backpack_core.errors import BackpackWarning, warn
+from backpack_products.tuning import unsplit
 
 MOST: Final = 8  # graphs, those that ran last
 PATIENCE: Final = 4  # replays in a row that read another answer, steps that change their own form
@@ -63,9 +65,14 @@ class CapturedStep:
     """What :func:`~backpack_capture.capture` returns. Call it as the function that it was given."""
 
     def __init__(
-        self, function: Callable[..., Any], modules: Sequence[Module], asked: Asked
+        self,
+        function: Callable[..., Any],
+        modules: Sequence[Module],
+        asked: Asked,
+        compiler: Compiler | None = None,
     ) -> None:
         self._function, self._modules, self._asked = function, modules, asked
+        self._compiler = compiler
         self._watch = self._new_watch()
         self._forms: OrderedDict[Hashable, list[_Form]] = OrderedDict()
         self._lock = threading.RLock()
@@ -119,7 +126,11 @@ class CapturedStep:
             if self._watch.is_outdated():
                 self._watch = self._new_watch()
             form = _Form(self._watch, _shown(given))
-            form.reason = _reason_against(self._asked, given) or self._watch.reason_against() or ""
+            form.reason = (
+                _reason_against(self._asked, given)
+                or self._watch.reason_against(self._asked.gradient)
+                or ""
+            )
             self._keep(key, form)
         if form.reason:
             return self._refused(args, kwargs, form.reason), form
@@ -128,10 +139,14 @@ class CapturedStep:
             form.passes, form.was_measured = form.passes + 1, outcome.was_measured
             return outcome.returned, form
         form.passes += 1
-        outcome, graph = record(self._function, args, kwargs, given, self._asked, form.watch)
+        is_split = self._compiler is None or self._compiler.splits
+        with nullcontext() if is_split else unsplit():
+            outcome, graph = record(self._function, args, kwargs, given, self._asked, form.watch)
         self._by_engine += 1
         if isinstance(graph, Graph):
             form.graph, form.guard = graph, Guard(form.watch)
+            if self._compiler is not None:
+                graph.compile(self._compiler.begin, given)
         elif isinstance(graph, Refused) or form.passes >= ATTEMPTS[-1]:
             form.reason = graph.reason
             self._warn(graph.reason)
@@ -177,6 +192,7 @@ class CapturedStep:
         assert graph is not None
         if not graph.takes_gradients():
             return self._run_engine(args, kwargs).returned
+        graph.go_over()
         before = graph.snapshot(given)
         graph.replays += 1
         try:
@@ -191,7 +207,7 @@ class CapturedStep:
         except Exception as error:
             before.put_back()
             returned = self._run_engine(args, kwargs).returned  # or the step itself is wrong
-            self._drop(form, f"its graph failed, and the step did not: {error}")
+            self._drop(form, f"its graph failed, and the step did not: {_first_line(error)}")
             return returned
         graph.in_a_row = 0
         if graph.is_compared:
@@ -204,15 +220,19 @@ class CapturedStep:
         graph = form.graph
         assert graph is not None
         self._by_engine += 1
-        outcome, difference = graph.compare(results, self._function, args, kwargs, self._asked)
+        outcome, difference = graph.compare(results, self._function, args, kwargs)
         graph.compared += 1
         if difference:
             self._drop(form, f"its graph gave something else than the engine: {difference}")
         return outcome.returned
 
     def _drop(self, form: _Form, reason: str) -> None:
-        form.graph, form.reason = None, reason
-        self._warn(reason)
+        """Do without the code that runs: the recorded graph takes over, or else the engine."""
+        if form.graph is not None and form.graph.is_compiled:
+            form.graph.go_back(reason)
+        else:
+            form.graph, form.reason = None, reason
+            self._warn(reason)
 
     # Saying --------------------------------------------------------------------------------------
 
@@ -224,6 +244,20 @@ class CapturedStep:
                 "step.report() says what runs how.",
                 CaptureWarning,
             )
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is being compiled; the next steps run compiled code.
+
+        Args:
+            timeout: Seconds to wait at most, for each graph.
+
+        Returns:
+            Whether every graph that there is has been compiled, or was found not to be.
+        """
+        with self._lock:
+            graphs = [f.graph for forms in self._forms.values() for f in forms if f.graph]
+            ended = [graph.wait(timeout) for graph in graphs]
+        return all(ended)
 
     def holds(self, *args: Tensor) -> bool:
         """Whether a step with these tensors would be replayed now: what the guard says."""
@@ -243,9 +277,10 @@ class CapturedStep:
         graph = form.graph
         if graph is None:
             return f"engine, {form.reason or 'until the structure is trusted'}"
+        said = f", {graph.said}" if graph.said else ""
         return (
             f"graph of {graph.size} operations ({graph.recorded} were recorded), {graph.replays} "
-            f"replays, {graph.compared} compared with the engine, {graph.reruns} run again"
+            f"replays, {graph.compared} compared with the engine, {graph.reruns} run again{said}"
         )
 
     @property
@@ -260,7 +295,7 @@ class CapturedStep:
         return f"<captured {self._function.__qualname__} with {names or 'no extensions'}>"
 
     def _new_watch(self) -> Watch:
-        return Watch(self._function, self._modules, self._asked.extensions)
+        return Watch(self._function, self._modules, self._asked.extensions, self._asked.hook)
 
 
 def _plain_tensors(args: tuple[Any, ...]) -> list[Tensor] | None:
@@ -289,55 +324,19 @@ def _reason_against(asked: Asked, given: Sequence[Tensor]) -> str | None:
     for tensor in given:
         if type(tensor) is not Tensor:
             return f"an argument is a {type(tensor).__name__}"
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-            return f"an argument is on {tensor.device}, {tensor.layout}, not dense on a CPU"
+        if _torch.is_foreign(tensor):
+            return (
+                f"an argument is on {tensor.device}, {tensor.layout}: only dense tensors on a CPU, "
+                "or on the current CUDA device"
+            )
         if tensor.requires_grad:
             return "an argument wants a gradient"
     return None
 
 
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def _shown(given: Sequence[Tensor]) -> str:
     return ", ".join([f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in given])
-
-
-def capture(
-    step: Callable[..., Any],
-    *parts: Any,
-    gradient: Any = "autograd",
-    check: Any = "first",
-    **more: Any,
-) -> CapturedStep:
-    """Make a training step that is recorded once it is trusted, and replayed without the engine.
-
-    Example:
-        >>> step = capture(lambda X, y: lossfunc(model(X), y), model, lossfunc, BatchGrad())
-        >>> loss = step(X, y)
-
-    Args:
-        step: A function that returns the loss, or a tuple with the loss in front.
-        parts: The extended modules that it calls, and extensions.
-        gradient: As of :class:`~backpack_core.backpack`.
-        check: As there. ``"always"`` is never recorded.
-        more: Nothing else of what :class:`~backpack_core.backpack` takes.
-
-    Returns:
-        A step: called as the function, it runs the forward pass, the loss, and the backward pass
-        with the extensions, and stores ``.grad`` and results on parameters as these do.
-
-    Raises:
-        UsageError: An argument is nothing that can be captured.
-    """
-    if more:
-        raise UsageError(
-            f"capture() does not take {next(iter(more))}=: what is called during a pass is not "
-            "part of a graph. Write the step with backpack(...) and loss.backward()."
-        )
-    if not hasattr(step, "__qualname__") or isinstance(step, type):
-        raise UsageError(f"capture() takes a function that returns the loss. Got {step!r}.")
-    modules = [part for part in parts if isinstance(part, Module)]
-    if not modules:
-        raise UsageError("capture() needs the extended modules that the step calls.")
-    extensions = tuple([part for part in parts if not isinstance(part, Module)])
-    asked = Asked(extensions, gradient, check)
-    asked.block()  # which refuses what is wrong with them
-    return CapturedStep(step, modules, asked)

@@ -44,13 +44,15 @@ class Watch:
         function: Callable[..., Any],
         modules: Sequence[Module],
         extensions: Sequence[Extension],
+        hook: Callable[..., Any] | None = None,
     ) -> None:
         self.bound = getattr(function, "__self__", None)
-        functions, _ = code_behind([function])
+        called = [function] if hook is None else [function, hook]
+        functions, _ = code_behind(called)
         found = [self.bound, *[value for f in functions for value in _referred(f)]]
         self._roots = roots = [*modules, *[m for m in found if isinstance(m, Module)]]
         self.modules = _modules_of(roots)
-        self.functions, self.classes = code_behind([function, *self.modules])
+        self.functions, self.classes = code_behind([*called, *self.modules])
         self.tensors = _named_tensors(roots)
         self.parameters = [t for t in self.tensors.values() if isinstance(t, torch.nn.Parameter)]
         self.extensions = extensions
@@ -72,8 +74,12 @@ class Watch:
             self.outside[id(tensor)] = tensor
         return found
 
-    def reason_against(self) -> str | None:
-        """Why no step can be replayed as things are; ``None`` if there is no reason."""
+    def reason_against(self, gradient: Any) -> str | None:
+        """Why no step can be replayed as things are; ``None`` if there is no reason.
+
+        Args:
+            gradient: How gradients come about; hooks hear of those of autograd.
+        """
         if not _torch.is_ordinary():
             return (
                 "gradients are off, or a mode of torch is on (a hook of all modules or saved "
@@ -89,12 +95,15 @@ class Watch:
             if isinstance(module, torch.nn.parallel.DistributedDataParallel):
                 return "DistributedDataParallel exchanges gradients"
         for name, tensor in self.tensors.items():
-            if _torch.gradient_hooks(tensor):
-                return f"a hook listens to the gradient of {name}"
+            if _torch.gradient_hooks(tensor) and gradient != "autograd":
+                return f"a hook listens to the gradient of {name}, and gradient={gradient!r}"
             if type(tensor) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer):
                 return f"{name} is a {type(tensor).__name__}"
-            if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-                return f"{name} is on {tensor.device}, {tensor.layout}: only dense tensors on a CPU"
+            if _torch.is_foreign(tensor):
+                return (
+                    f"{name} is on {tensor.device}, {tensor.layout}: only dense tensors on a CPU, "
+                    "or on the current CUDA device"
+                )
             if tensor.grad_fn is not None:
                 return f"{name} was computed from other tensors"
         return None

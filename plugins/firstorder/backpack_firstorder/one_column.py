@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from backpack_core.tuning import memory_budget
 from backpack_firstorder.scaled import Norm, collected, vector_norm
-from backpack_products.tuning import CACHE, PIECE, even_size
+from backpack_products.tuning import CACHE, PIECE, even_size, is_unsplit, piece_size
 
 
 class Moments(NamedTuple):
@@ -48,7 +47,7 @@ def moments_of_column(
     right = inp.reshape(samples, positions, size)
     target = None if formed is None else formed.view(samples, features, size)
     limit = PIECE if square or norm else CACHE  # pieces that are read once may be larger
-    few = even_size(samples, max(1, min(limit, memory_budget()) // single))
+    few = even_size(samples, max(1, piece_size(limit) // single))
     place = out.new_empty(few, features, size) if target is None else target
     parts: Iterable[tuple[Tensor, ...]] = ((left, right, place),)
     if few < samples:  # else no views, which take time
@@ -67,7 +66,9 @@ def moments_of_column(
             start += count
         if sum_:
             total = _with(total, piece, ones[:count])
-        if square and formed is None and count > 1:  # the last to read the piece
+        if square and formed is not None and is_unsplit():
+            squares = _with(squares, piece.square(), ones[:count])
+        elif square and formed is None and count > 1:  # the last to read the piece
             squares = _with(squares, piece.square_(), ones[:count])
         elif square:
             squares = piece[0].square() if squares is None else squares.addcmul_(piece[0], piece[0])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from backpack_core.tuning import memory_budget
 from backpack_products.contractions import flattened, square_norm_of
-from backpack_products.tuning import CACHE
+from backpack_products.tuning import CACHE, piece_size
 from backpack_products.values import at_least_single
 
 # Kinds of devices that have no double precision.
@@ -122,7 +122,7 @@ def vector_norm(mat: Tensor, lead: int) -> Norm:
         return Norm(square_norm_of(flat.to(wide)))
     most, size = memory_budget(), flat.nbytes
     if flat.device.type == "cpu":
-        most = min(CACHE // 2, most)
+        most = piece_size(CACHE // 2)
     if size <= most:
         return Norm(torch.linalg.vector_norm(flat, dim=-1, dtype=wide).square_())
     # Torch copies what it casts: in parts, that stays in the cache.

@@ -21,7 +21,7 @@ from torch import Tensor
 from backpack_core.tuning import memory_budget
 from backpack_products.recycled import take
 from backpack_products.rows import DirectRows, Rows, whole
-from backpack_products.tuning import CACHE, DIRECT, LARGE, even_size
+from backpack_products.tuning import CACHE, DIRECT, LARGE, even_size, piece_size
 
 
 def products(out: Tensor, inp: Rows) -> Tensor:
@@ -141,10 +141,10 @@ def pieces(out: Tensor, inp: Rows, limit: int = CACHE) -> Iterator[tuple[slice, 
     if is_empty(out, inp):
         return
     single = groups * features * size * out.element_size()
-    limit = min(limit, memory_budget())
+    limit = piece_size(limit)
     most = max(1, min(columns, limit // single))
     if _is_direct(inp, most, out):
-        few = even_size(samples, max(1, min(limit, DIRECT) // (single * columns)))
+        few = even_size(samples, max(1, min(limit, piece_size(DIRECT)) // (single * columns)))
         for rows, some in product(slices(samples, few), slices(columns, most)):
             piece = inp.product(out[some, rows], rows)
             yield some, rows, piece.view(-1, groups, some.stop - some.start, features, size)
@@ -171,7 +171,7 @@ def row_steps(inp: Rows, itemsize: int, most: int | None = None) -> Iterator[sli
     samples, *shape = inp.shape
     # A batched product gives each thread whole samples, and each thread has a cache of its own.
     threads, single = torch.get_num_threads(), max(1, torch.Size(shape).numel() * itemsize)
-    for_each = max(1, min(CACHE // 2, memory_budget()) // single)
+    for_each = max(1, piece_size(CACHE // 2) // single)
     fitting = for_each * max(1, min(threads, memory_budget() // (for_each * single)))
     return slices(samples, fitting if most is None else min(most, fitting))
 

@@ -5,7 +5,12 @@ Results depend on them by rounding only. ``docs/design/products.md`` says how th
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Final
+
+from backpack_core import memory_budget
 
 # Bytes of a piece of products. It is written and then read, and should stay in the cache.
 CACHE: Final = 4 * 2**20
@@ -25,6 +30,37 @@ WRITE: Final = 16
 SUMMED: Final = 8
 # From so many rows on, half of a symmetric product is formed, in bands, and mirrored.
 SYMMETRIC: Final = 384
+
+
+_is_unsplit = ContextVar("is_unsplit", default=False)
+
+
+@contextmanager
+def unsplit() -> Iterator[None]:
+    """A block in which products are split for memory alone, not for the cache.
+
+    For whoever compiles what is computed: many small pieces take long to compile, and a compiler
+    finds sizes of its own.
+    """
+    before = _is_unsplit.set(True)
+    try:
+        yield
+    finally:
+        _is_unsplit.reset(before)
+
+
+def is_unsplit() -> bool:
+    """Whether the block around is one of :func:`unsplit`."""
+    return _is_unsplit.get()
+
+
+def piece_size(cached: int) -> int:
+    """How many bytes a piece of products may have.
+
+    Args:
+        cached: What stays in the cache.
+    """
+    return memory_budget() if is_unsplit() else min(cached, memory_budget())
 
 
 def even_size(count: int, most: int) -> int:

@@ -18,7 +18,7 @@ from backpack_products.affine import AffineProduct, reads_formed
 from backpack_products.contractions import slices
 from backpack_products.operations import per_sample_square_sum, square_sum
 from backpack_products.rows import Rows
-from backpack_products.tuning import CACHE
+from backpack_products.tuning import CACHE, piece_size
 from backpack_secondorder import sample_squares  # noqa: F401 - registers its version
 
 # Cost of a multiply-add in the small products over columns, and of an entry that is copied or
@@ -88,7 +88,7 @@ def by_pairs(out: Tensor, inp: Rows, is_summed: bool = True) -> Tensor:
     first, second = torch.triu_indices(positions, positions, device=out.device)
     places = first * positions + second
     twice = torch.where(first == second, 1, 2).to(out.dtype)
-    step = max(1, CACHE // (2 * groups * size * out.element_size()))
+    step = max(1, piece_size(CACHE) // (2 * groups * size * out.element_size()))
     for n in range(samples):
         rows = slice(n, n + 1)
         right = inp[rows][0].transpose(0, 1).contiguous()  # [G, S, I]

@@ -15,7 +15,7 @@ from backpack_products.affine import AffineProduct, for_weights
 from backpack_products.contractions import flattened
 from backpack_products.product import SampleProduct
 from backpack_products.rows import Rows
-from backpack_products.tuning import CACHE
+from backpack_products.tuning import CACHE, piece_size
 
 
 @OpenFunction
@@ -108,7 +108,7 @@ def unit_columns(diagonal: Tensor, entries: slice = slice(None)) -> tuple[Tensor
 def weighted_squares(mat: Tensor, signs: Tensor) -> Tensor:
     """``Σ_v σ[v, n] mat[v, n]²``, in pieces that fit into the cache. Shape ``[N, *]``."""
     weights = signs.reshape(*signs.shape, *[1] * (mat.dim() - 2))
-    step = max(1, CACHE // max(1, mat[:1].nbytes))
+    step = max(1, piece_size(CACHE) // max(1, mat[:1].nbytes))
     result = mat.new_zeros(mat.shape[1:])
     for some in contractions.slices(len(mat), step):
         result = result + (mat[some].square() * weights[some]).sum(0)

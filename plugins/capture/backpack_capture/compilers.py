@@ -1,0 +1,47 @@
+"""What may take the place of a recorded graph, by the word that ``capture`` is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from backpack_capture.compiled import Compilation, Compiler
+from backpack_capture.cudagraph import CudaGraph, Pool
+from backpack_capture.inductor import Inductor
+from backpack_capture.program import Program
+from backpack_core.errors import UsageError
+
+
+def compiler_of(word: str | None) -> Compiler | None:
+    """The compiler.
+
+    Args:
+        word: ``"inductor"``, ``"cudagraphs"``; or ``None`` for none.
+
+    Raises:
+        UsageError: It is another word, or this machine has not what it takes.
+    """
+    if word is None:
+        return None
+    if word == "inductor":
+        if not hasattr(torch._inductor, "standalone_compile"):
+            raise UsageError(
+                'capture(compile="inductor") needs torch 2.8 or later, whose compiler can run in '
+                f"a process of its own. This is {torch.__version__}: leave compile= out."
+            )
+        return Compiler(Inductor, splits=False)
+    if word != "cudagraphs":
+        raise UsageError(f'capture(compile=) is None, "inductor" or "cudagraphs". Got {word!r}.')
+    if not torch.cuda.is_available():
+        raise UsageError(
+            'capture(compile="cudagraphs") needs a CUDA device, and torch finds none. Leave '
+            'compile= out, or use "inductor".'
+        )
+    pool = Pool()
+
+    def begin(program: Program, given: Sequence[Tensor]) -> Compilation:
+        return CudaGraph(program, pool)
+
+    return Compiler(begin)

@@ -1,0 +1,158 @@
+"""What a step stores: gradients, of which hooks hear, and fields of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack_capture._torch import gradient_hooks, take_hooks
+from backpack_capture.nested import Apart
+from backpack_products.recycled import offer
+
+
+class Results:
+    """What a step gave: what it returned, gradients, and fields, taken apart.
+
+    Attributes:
+        tensors: All tensors, each once.
+        form: What else there is.
+        gradients: The parameters that have a gradient, with its place among the tensors.
+        fields: The places of results that are fields.
+        is_heard: Whether hooks hear of gradients.
+    """
+
+    def __init__(
+        self,
+        returned: Any,
+        parameters: Sequence[Tensor],
+        fields: Sequence[str],
+        more: Sequence[tuple[Tensor, str]] = (),
+    ) -> None:
+        """Look at the parameters.
+
+        Args:
+            returned: What the step returned.
+            parameters: Those that may have results.
+            fields: The names of these.
+            more: Other attributes of parameters, which ``extension_hook`` has set.
+
+        Raises:
+            HoldsCode: A result has code in it.
+        """
+        graded = [p for p in parameters if p.grad is not None]
+        stored = [(p, f) for p in parameters for f in fields if f in p.__dict__]
+        stored += [(p, name) for p, name in more if name in p.__dict__]
+        values = [p.__dict__[field] for p, field in stored]
+        self._apart = Apart((returned, [p.grad for p in graded], values))
+        self.tensors, self.form = self._apart.tensors, self._apart.form
+        places = {id(t): place for place, t in enumerate(self.tensors)}
+        self.gradients = [(p, places[id(p.grad)]) for p in graded]
+        self._stored = [(p.__dict__, field) for p, field in stored]
+        self._absent = [
+            (p.__dict__, field) for p in parameters for field in fields if field not in p.__dict__
+        ]
+        self.places = [(id(p), field) for p, field in stored], [id(p) for p in graded]
+        self.fields = [places[id(v)] for v in values if type(v) is Tensor]
+        self.is_heard = False
+        only = [type(value) is Tensor for value in (returned, *values)]
+        self._of = [places[id(v)] for v in (returned, *values)] if all(only) else None
+
+    def hear(self, order: Sequence[Tensor]) -> None:
+        """Have hooks hear of gradients, in an order of parameters."""
+        places = {id(parameter): place for place, parameter in enumerate(order)}
+        self.gradients.sort(key=lambda pair: places.get(id(pair[0]), -1))
+        self.is_heard = bool(order)
+
+    def offer(self) -> None:
+        """Offer the memory of the results that are there to those that replace them."""
+        for table, field in self._stored:
+            offer(table, field)
+
+    def deliver(self, tensors: Sequence[Tensor]) -> Any:
+        """Store the same results with other tensors; returns what the step returned."""
+        if not self.is_heard:
+            for parameter, place in self.gradients:
+                _add(parameter, tensors[place])
+        returned = self._store(tensors)
+        if self.is_heard:  # hooks find the other results
+            for parameter, place in self.gradients:
+                accumulate(parameter, tensors[place])
+        return returned
+
+    def _store(self, tensors: Sequence[Tensor]) -> Any:
+        for table, field in self._absent:
+            table.pop(field, None)
+        if self._of is not None:  # the most frequent case: every result is a tensor
+            first, *others = self._of
+            for (table, field), place in zip(self._stored, others, strict=True):
+                table[field] = tensors[place]
+            return tensors[first]
+        returned, _, values = self._apart.put_together(tensors)
+        for (table, field), value in zip(self._stored, values, strict=True):
+            table[field] = value
+        return returned
+
+
+def _add(parameter: Tensor, gradient: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient
+
+
+def accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    """Add a gradient to that of a parameter as autograd does: its hooks hear of it."""
+    if gradient_hooks(parameter):
+        torch.autograd.backward((parameter,), (gradient,))
+    else:
+        _add(parameter, gradient)
+
+
+class GradientsApart:
+    """A block in which gradients begin at none, and no hook hears of them.
+
+    Afterwards they are added to what there was, and hooks hear of that.
+
+    Attributes:
+        order: Parameters with hooks, as their gradients came.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._before: list[Tensor | None] = []
+        self._put_back = list[Callable[[], None]]()
+        self.order = list[Tensor]()
+
+    def begin(self) -> None:
+        """Put them aside: behind the forward pass, which may look at them."""
+        self._before = [p.grad for p in self._parameters]
+        for parameter in self._parameters:
+            parameter.grad = None
+            if gradient_hooks(parameter):
+                self._put_back.append(take_hooks(parameter))
+                note = parameter.register_post_accumulate_grad_hook(self.order.append)
+                self._put_back.append(note.remove)
+
+    def __enter__(self) -> GradientsApart:
+        """They are as they were."""
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Add them, as autograd would have done."""
+        for back in reversed(self._put_back):
+            back()
+        found = [p.grad for p in self._parameters]
+        for parameter, old in zip(self._parameters, self._before, strict=False):
+            parameter.grad = old
+        with torch.no_grad():
+            for parameter, new in self._in_order(found if self._before else []):
+                if new is not None:
+                    accumulate(parameter, new)
+
+    def _in_order(self, found: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
+        places = {id(parameter): place for place, parameter in enumerate(self.order)}
+        pairs = [*zip(self._parameters, found, strict=False)]
+        return sorted(pairs, key=lambda pair: places.get(id(pair[0]), -1))
