@@ -276,6 +276,43 @@ def update(
         raise typer.Exit(1)
 
 
+@app.command()
+def certify(
+    folder: Annotated[
+        Path, typer.Argument(help="With the pyproject.toml of a plugin's package.")
+    ] = Path(),
+    tests: Annotated[
+        list[Path] | None,
+        typer.Option("--tests", help="What pytest runs; default: what the package says."),
+    ] = None,
+    wheel: Annotated[
+        Path | None, typer.Option("--wheel", help="Write it into a wheel that is built, too.")
+    ] = None,
+) -> None:
+    """Run a package's tests, and write what the kit found into a certificate beside its code.
+
+    Build backends ship it with the package. `backpack plugins` shows it, and says when code or
+    versions have changed since.
+
+    Examples: `backpack certify`, `backpack certify . --wheel dist/backpack_plugin_scale-0.1.whl`
+    """
+    from backpack_core.cli import output
+    from backpack_core.cli.certificate import read
+    from backpack_core.cli.certify import certify as run
+    from backpack_core.cli.certify import into_wheel
+
+    written = run(folder, tests or ())
+    for path in written:
+        found = read(path)
+        assert found is not None
+        output.say(f"{found.number} checks passed in {len(found.checks)} cases. Wrote {path}.")
+        if found.unchecked:
+            output.say(f"No case builds the classes of {', '.join(found.unchecked)}.")
+    if wheel is not None:
+        into_wheel(wheel, written)
+        output.say(f"Wrote it into {wheel}.")
+
+
 def run(**kwargs: Any) -> None:
     """Run the command; expected errors are a message and an exit code, not a traceback."""
     try:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from importlib_metadata import distributions, entry_points
 
+from backpack_core.cli.certificate import standing
 from backpack_core.cli.isolation import load_isolated
 from backpack_core.cli.reports import LIMIT, Provided, Report
 from backpack_core.discovery import (
@@ -79,6 +80,7 @@ def examine(limit: float = LIMIT) -> Diagnosis:
     findings += _of_environment(installed)
     findings += _of_others()
     findings += _without_library(reports)
+    findings += _certificates(installed)
     return Diagnosis(
         reports, sorted(findings, key=lambda f: (SEVERITIES.index(f.severity), f.who, f.plugin))
     )
@@ -254,6 +256,23 @@ def _conflict(what: str, key: str, rivals: list[tuple[str, str]]) -> Finding:
         f"Uninstall all but one, call backpack_core.prefer({first!r}, {key!r}), or set "
         f"BACKPACK_PREFER={key}={first}.",
     )
+
+
+def _certificates(installed: list[Plugin]) -> Iterator[Finding]:
+    """Certificates that no longer hold. A distribution without one is nothing to speak of."""
+    modules: dict[str, list[str]] = {}
+    for plugin in installed:
+        modules.setdefault(str(plugin.provenance), []).append(plugin.value.partition(":")[0])
+    problems = {
+        "unreadable": "its certificate cannot be read",
+        "code changed": "its code is not that which its certificate is for",
+        "other versions": "its certificate is for other versions of backpack-core or torch",
+    }
+    for who, names in modules.items():
+        problem = problems.get(standing(names))
+        if problem is not None:
+            remedy = "Authors: run `backpack certify` again, in the folder of its pyproject.toml."
+            yield Finding("warning", who, "", problem, remedy)
 
 
 def _without_library(reports: list[Report]) -> Iterator[Finding]:

@@ -45,6 +45,7 @@ class Report:
         broken_promises: What it declares and does not implement.
         absent: Libraries that its layers come from and that are not installed, each with the first
             class of it that is named.
+        standing: Of its package's certificate, see :mod:`backpack_core.cli.certificate`.
         module_found: Whether the module of the entry point exists.
     """
 
@@ -62,6 +63,7 @@ class Report:
     provides: list[Provided] = field(default_factory=list)
     broken_promises: list[str] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
+    standing: str = ""
     module_found: bool = True
 
     @property
