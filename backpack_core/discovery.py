@@ -202,12 +202,18 @@ def is_allowed(plugin: Plugin) -> bool:
     """Whether the environment's allow-list and block-list let a plugin load.
 
     Both lists name plugins (entry points) or distributions. What is allowed may load the libraries
-    that it is built on, too.
+    that it is built on, too. ``BACKPACK_REQUIRE_CERTIFIED=1`` allows only what has a certificate
+    that holds for the installed code and versions.
     """
     own = {canonical(plugin.name), canonical(plugin.distribution)}
     allowed = os.environ.get("BACKPACK_LOAD_PLUGINS")
     if allowed is not None and not (own | plugin.users) & _names(allowed):
         return False
+    if os.environ.get("BACKPACK_REQUIRE_CERTIFIED") == "1":
+        from backpack_core.cli.certificate import standing
+
+        if standing([plugin.value.partition(":")[0].strip()]) != "certified":
+            return False
     return not own & _names(os.environ.get("BACKPACK_BLOCK_PLUGINS", ""))
 
 

@@ -9,6 +9,7 @@ from typing import Literal
 
 from importlib_metadata import distributions, entry_points
 
+from backpack_core.cli.certificate import standing
 from backpack_core.cli.isolation import load_isolated
 from backpack_core.cli.reports import LIMIT, Provided, Report
 from backpack_core.discovery import (
@@ -21,6 +22,7 @@ from backpack_core.discovery import (
 from backpack_core.errors import nearest
 from backpack_core.plugins import loading as plugins
 
+SEVERITIES = ("fault", "warning", "note")
 SLOW = 1.0  # seconds of import, beyond torch, that are worth a warning
 
 
@@ -29,14 +31,15 @@ class Finding:
     """Something that is wrong.
 
     Attributes:
-        severity: A fault makes something unusable; a warning does not.
+        severity: A fault makes something unusable; a warning does not; a note is about
+            what may have been left out on purpose.
         who: The distribution or distributions.
         plugin: Names of entry points.
         problem: What was found.
         remedy: What to do.
     """
 
-    severity: Literal["fault", "warning"]
+    severity: Literal["fault", "warning", "note"]
     who: str
     plugin: str
     problem: str
@@ -49,7 +52,7 @@ class Diagnosis:
 
     Attributes:
         reports: One for each plugin.
-        findings: What is wrong, faults first.
+        findings: What is wrong, faults first, notes last.
     """
 
     reports: list[Report]
@@ -76,7 +79,11 @@ def examine(limit: float = LIMIT) -> Diagnosis:
     findings += [_empty(name) for name in _without_plugins()]
     findings += _of_environment(installed)
     findings += _of_others()
-    return Diagnosis(reports, sorted(findings, key=lambda f: (f.severity, f.who, f.plugin)))
+    findings += _without_library(reports)
+    findings += _certificates(installed)
+    return Diagnosis(
+        reports, sorted(findings, key=lambda f: (SEVERITIES.index(f.severity), f.who, f.plugin))
+    )
 
 
 def _names_that_mean_nothing(plugins: Iterable[Plugin]) -> Iterator[tuple[str, str]]:
@@ -156,8 +163,6 @@ def _judge(report: Report, limit: float) -> Iterator[Finding]:
             f"{promise}",
             f"Tell the authors of {report.distribution}; what needs it will raise.",
         )
-    for remark in report.remarks:
-        yield warning(remark, "Install that library, or leave it: the rule is not used without it.")
     if report.output.strip():
         line = report.output.strip().splitlines()[0]
         yield warning(
@@ -251,6 +256,41 @@ def _conflict(what: str, key: str, rivals: list[tuple[str, str]]) -> Finding:
         f"Uninstall all but one, call backpack_core.prefer({first!r}, {key!r}), or set "
         f"BACKPACK_PREFER={key}={first}.",
     )
+
+
+def _certificates(installed: list[Plugin]) -> Iterator[Finding]:
+    """Certificates that no longer hold. A distribution without one is nothing to speak of."""
+    modules: dict[str, list[str]] = {}
+    for plugin in installed:
+        modules.setdefault(str(plugin.provenance), []).append(plugin.value.partition(":")[0])
+    problems = {
+        "unreadable": "its certificate cannot be read",
+        "code changed": "its code is not that which its certificate is for",
+        "other versions": "its certificate is for other versions of backpack-core or torch",
+    }
+    for who, names in modules.items():
+        problem = problems.get(standing(names))
+        if problem is not None:
+            remedy = "Authors: run `backpack certify` again, in the folder of its pyproject.toml."
+            yield Finding("warning", who, "", problem, remedy)
+
+
+def _without_library(reports: list[Report]) -> Iterator[Finding]:
+    """What only lacks a library that its layers come from, a line for each distribution."""
+    by_who: dict[tuple[str, str], dict[str, str]] = {}
+    for report in reports:
+        for library, name in report.absent.items():
+            by_who.setdefault((report.who, library), {})[report.name] = name
+    for (who, library), names in by_who.items():
+        first, number = next(iter(names.values())), len(names)
+        yield Finding(
+            "note",
+            who,
+            next(iter(names)) if number == 1 else "",
+            f"{number} of its rules {'is' if number == 1 else 'are'} for {library} (first: "
+            f"{first!r}), and {library} is not installed",
+            "Nothing, unless you use that library; authors: check the name in module_types.",
+        )
 
 
 def _without_plugins() -> list[str]:

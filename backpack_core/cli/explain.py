@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from backpack_core.plugins.registry import registry
 from backpack_core.testing.watch import declared_form
 
 HEADER = ("parameter", "rule", "form", "multiply-adds", "bytes", "faster")
+UNITS = "×: as many as the gradient takes, of the layer (multiply-adds) or the parameter (bytes)."
 
 UNKNOWN = "?"
 NO_PLAN = (
@@ -27,48 +29,87 @@ NO_PLAN = (
 WITH_COUNTS = "Weights of affine layers are, where the factory returns inputs and target."
 
 
-class Explanation(NamedTuple):
-    """How a quantity is computed in a net.
+class Row(NamedTuple):
+    """How a quantity is computed at a parameter.
 
     Attributes:
-        rows: A row for each trained parameter, with the columns of ``HEADER``.
+        quantity: Name of the extension.
+        parameter: Its name in the model.
+        rule: The rule, and who provides it.
+        form: The form in which the rule's product is read.
+        multiply_adds: Of gradient and quantity, relative to those of the gradient of the layer;
+            ``None`` where no data were given, or nobody counted.
+        bytes: Of the result, relative to those of the gradient of the parameter; ``None`` alike.
+        faster: What would make it faster.
+    """
+
+    quantity: str
+    parameter: str
+    rule: str
+    form: str
+    multiply_adds: float | None
+    bytes: float | None
+    faster: str
+
+    def cells(self) -> list[str]:
+        """For a table, with the columns of ``HEADER``."""
+        numbers = (self.multiply_adds, self.bytes)
+        shown = [UNKNOWN if number is None else f"{number:.2f}×" for number in numbers]
+        return [self.parameter, self.rule, self.form, *shown, self.faster]
+
+
+class Explanation(NamedTuple):
+    """How quantities are computed in a net.
+
+    Attributes:
+        rows: For each quantity a row for each trained parameter.
         plan: What a backward pass does, step by step; ``None`` where there is no plan.
     """
 
-    rows: list[list[str]]
+    rows: list[Row]
     plan: Plan | None
 
 
-def explained(target: str, name: str) -> Explanation:
-    """How a quantity is computed at each parameter, and the plan of a pass.
+def explained(target: str, names: tuple[str, ...]) -> Explanation:
+    """How quantities are computed at each parameter, and the plan of a pass that computes them.
 
     Args:
         target: ``"module:factory"``; see :func:`~backpack_core.cli.support.model_report`.
-        name: The extension.
-
-    Returns:
-        In each row the parameter, its rule, the form in which it is read, multiply-adds beyond the
-        gradient's and bytes of the result, both relative to the gradient of the layer (``?`` where
-        no data were given, or nobody counted), and what would make it faster.
+        names: The extensions.
     """
-    extension = classes((name,))[name]
+    extensions = classes(names)
     given = build(target)
-    refused = trial(given, extension)
-    model = given.modules[0]
-    plan = plans.latest(model)
-    layers, columns = _layers(given)
-    extend(model)
-    rows = []
-    for path, module in model.named_modules():
+    refused = {name: trial(given, kind) for name, kind in extensions.items()}
+    possible = [kind for name, kind in extensions.items() if not refused[name]]
+    if len(possible) > 1:
+        trial(given, *possible)
+    plan = plans.latest(given.modules[0])
+    net = _Net(given, *_layers(given))
+    extend(given.modules[0])
+    rows = [row for n, kind in extensions.items() for row in _rows(net, kind, refused[n])]
+    return Explanation(rows, plan)
+
+
+class _Net(NamedTuple):
+    """A model, and what one forward pass told about it."""
+
+    given: Given
+    layers: dict[Module, list[Layer]]
+    columns: int
+
+
+def _rows(net: _Net, extension: type[Extension], refused: str) -> Iterator[Row]:
+    """A row for each trained parameter."""
+    name = extension.__name__
+    for path, module in net.given.modules[0].named_modules():
         if not _hooks.are_installed(module):
             continue
         cell, why = judge(module, registry.resolve(module), extension)
         for own, parameter in _parameters(module):
             full = f"{path}.{own}" if path else own
-            costs = _costs(layers.get(module, []), name, parameter, given, columns)
+            costs = _costs(net, net.layers.get(module, []), name, parameter)
             words = _words(module, own, extension, cell, refused or why)
-            rows.append([full, *words[:2], *costs, words[2]])
-    return Explanation(rows, plan)
+            yield Row(name, full, *words[:2], *costs, words[2])
 
 
 def _parameters(module: Module) -> list[tuple[str, Tensor]]:
@@ -100,20 +141,23 @@ def _layers(given: Given) -> tuple[dict[Module, list[Layer]], int]:
     return found, output[0].numel() - (output[0, 0].numel() if is_softmax else 0)
 
 
-def _costs(layers: list[Layer], name: str, parameter: Tensor, given: Given, root: int) -> list[str]:
+def _costs(
+    net: _Net, layers: list[Layer], name: str, parameter: Tensor
+) -> tuple[float | None, float | None]:
     """Multiply-adds and bytes relative to the gradient."""
-    columns = root if name in EXACT else 1
-    batch = len(given.data[0]) if given.data else 0
+    columns = net.columns if name in EXACT else 1
+    batch = len(net.given.data[0]) if net.given.data else 0
     size = result_size(name, parameter.numel(), batch, columns) or parameter.numel()
     parts = [work(layer, name, columns) for layer in layers]
-    known = bool(layers) and parameter.dim() > 1 and all(part is not None for part in parts)
+    if not layers or parameter.dim() < 2 or None in parts:
+        return None, None
     gradient = sum(2 * layer.product + layer.back for layer in layers)
-    times = f"{1 + sum(part or 0 for part in parts) / gradient:.2f}" if known else UNKNOWN
+    times = 1 + sum(part or 0 for part in parts) / gradient
     if name in ("KFAC", "KFLR"):
         rows, rest = len(parameter), parameter.numel() // len(parameter)
-        size = rows**2 + (rest**2 if parameter.dim() > 1 else 0)
-    is_known = known and (batch or size == parameter.numel())
-    return [times, f"{size / parameter.numel():.2f}" if is_known else UNKNOWN]
+        size = rows**2 + rest**2
+    is_known = batch or size == parameter.numel()
+    return times, size / parameter.numel() if is_known else None
 
 
 def _words(

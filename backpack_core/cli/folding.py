@@ -33,7 +33,7 @@ def folded(report: Report, width: int) -> Iterator[str]:
         key = (*own, "\0", *row[report.first :], "\0", *(f"{n}\1{text}" for n, text in why))
         groups.setdefault(key, []).append(number)
     for word, meaning in _MEANING.items():
-        yield f"{word:9} {meaning}"
+        yield from _wrapped(f"{word:9} ", meaning, width)
     for members in groups.values():
         yield ""
         names = ", ".join(report.rows[number][0] for number in members)

@@ -31,20 +31,17 @@ def report(plugin: Plugin) -> Report:
         values = list({id(value): value for _, value in claims}.values())
         result.broken_promises = [text for value in values for text in _broken(value)]
         rules = [type(value) for value in values if isinstance(value, LayerRule)]
-        missing = [(rule, *found) for rule in rules for found in _missing_types(rule)]
-        for rule, text, is_there in missing:
-            where = result.broken_promises if is_there else result.remarks
-            where.append(f"{described(rule)}: {text}")
+        result.broken_promises += [
+            f"{described(rule)}: {text}" for rule in rules for text in _missing_types(rule, result)
+        ]
     return result
 
 
-def _missing_types(rule: type[LayerRule]) -> Iterator[tuple[str, bool]]:
-    """Names in ``module_types`` that name nothing, once their packages were imported.
+def _missing_types(rule: type[LayerRule], result: Report) -> Iterator[str]:
+    """What is wrong with ``module_types``, once the packages that it names were imported.
 
-    Yields:
-        What was found, and whether the package exists: a library that is not installed is no slip.
+    A library that is not installed is no slip: it is noted.
     """
-    absent: dict[str, list[str]] = {}
     for name in rule.module_types:
         package = name.rpartition(".")[0] if isinstance(name, str) else ""
         library = package.partition(".")[0]
@@ -52,14 +49,11 @@ def _missing_types(rule: type[LayerRule]) -> Iterator[tuple[str, bool]]:
             import_module(package or __name__)
         except ImportError as error:
             if find_spec(library):
-                yield f"module_types names {name!r}: {error}", True
+                yield f"module_types names {name!r}: {error}"
             else:
-                absent.setdefault(library, []).append(str(name))
+                result.absent.setdefault(library, str(name))
     answers = hooks.backpack_validate(kind=rule, module=None)
-    yield from ((fault, True) for answer in answers for fault in answer)
-    for library, (first, *others) in absent.items():
-        more = f" and {len(others)} more of {library}" if others else ""
-        yield f"module_types names {first!r}{more}: {library} is not installed", False
+    yield from (fault for answer in answers for fault in answer)
 
 
 def _describe_error(result: Report, error: BaseException) -> None:

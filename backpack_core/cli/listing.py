@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, get_args
 
+from backpack_core.cli.certificate import standing, worst
 from backpack_core.cli.isolation import load_isolated
 from backpack_core.cli.reports import Report
 from backpack_core.discovery import State, discover
@@ -21,12 +22,17 @@ def collect(load: bool, limit: float) -> list[Report]:
         load: Whether to load them too, in other processes.
         limit: Seconds that one plugin may take.
     """
+    found = discover()
     if load:
-        return load_isolated(discover(), limit)
-    return [Report(p.name, p.value, p.distribution, p.version, p.state) for p in discover()]
+        reports = load_isolated(found, limit)
+    else:
+        reports = [Report(p.name, p.value, p.distribution, p.version, p.state) for p in found]
+    for report in reports:
+        report.standing = standing([report.value.partition(":")[0].strip()])
+    return reports
 
 
-FOLDED = ("distribution", "version", "provides", "state")
+FOLDED = ("distribution", "version", "provides", "state", "certificate")
 
 
 def folded(reports: list[Report]) -> list[tuple[str, ...]]:
@@ -35,7 +41,12 @@ def folded(reports: list[Report]) -> list[tuple[str, ...]]:
     for report in reports:
         by_who.setdefault((report.distribution, report.version), []).append(report)
     return [
-        (*who, _counted(map(_kind, mine)), _counted(report.state for report in mine))
+        (
+            *who,
+            _counted(map(_kind, mine)),
+            _counted(report.state for report in mine),
+            worst(report.standing for report in mine),
+        )
         for who, mine in by_who.items()
     ]
 

@@ -1,16 +1,17 @@
-"""Prints tables and JSON. Imports rich."""
+"""Prints sentences, tables and JSON, as wide as the terminal. Imports rich where it is needed."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from rich.console import Console
-from rich.table import Table
+if TYPE_CHECKING:
+    from rich.console import Console
 
 T = TypeVar("T")
 
@@ -28,34 +29,65 @@ _COLOURS = {
     "refused": "red",
     "fault": "red",
 }
+_UNLIMITED = 10_000  # a pipe is as wide as what goes through it
+_GAP = 2  # between columns
 
 
-def console() -> Console:
-    """Standard output. When piped, without colour and as wide as its content."""
-    return Console(width=None if sys.stdout.isatty() else 10_000, highlight=False)
+def terminal() -> int:
+    """Columns of the terminal, or of ``COLUMNS``; in a pipe, as many as needed."""
+    return shutil.get_terminal_size((_UNLIMITED, 24)).columns
 
 
 def width() -> int:
-    """Columns of the terminal, a hundred at most; also when piped, for who reads it."""
-    return min(100, shutil.get_terminal_size((100, 24)).columns)
+    """Columns of text for who reads it, also in a pipe: a hundred at most."""
+    return min(100, terminal())
+
+
+def console(wide: int) -> Console:
+    """Standard output; without colour when piped."""
+    from rich.console import Console
+
+    return Console(width=wide, highlight=False)
 
 
 def print_table(
     header: Sequence[str], rows: Iterable[Sequence[str]], wide: int | None = None
 ) -> None:
-    """Print aligned columns; known words of state get their colour.
+    """Print aligned columns; a line for each cell where the columns have no place side by side.
 
     Args:
         header: Names of the columns.
-        rows: The cells.
-        wide: How many characters there are; default: as many as needed, when piped.
+        rows: The cells. Known words of state get their colour.
+        wide: How many characters there are; default: those of the terminal.
     """
+    from rich.table import Table
+
+    wide, cells = wide or terminal(), [list(row) for row in rows]
+    if _least(header, cells) > wide:
+        say("\n\n".join(_stacked(header, row, wide) for row in cells))
+        return
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in header:
         table.add_column(name, overflow="fold")
-    for row in rows:
+    for row in cells:
         table.add_row(*[_styled(cell) for cell in row])
-    console().print(table, width=wide)
+    console(wide).print(table)
+
+
+def _least(header: Sequence[str], rows: list[list[str]]) -> int:
+    """How wide a table is that breaks no word."""
+    columns = zip(header, *rows, strict=True)
+    widest = [
+        max((len(word) for cell in column for word in cell.split()), default=0)
+        for column in columns
+    ]
+    return sum(widest) + _GAP * (len(widest) - 1)
+
+
+def _stacked(header: Sequence[str], row: Sequence[str], wide: int) -> str:
+    """A row as lines: its first cell, and below it the others that say something, by name."""
+    others = [f"  {name}: {cell}" for name, cell in zip(header[1:], row[1:], strict=True) if cell]
+    return "\n".join(wrapped(line, wide) for line in (row[0], *others))
 
 
 def _styled(cell: str) -> str:
@@ -73,12 +105,11 @@ def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T
         what: What is done.
         total: How many there are; default: their number.
     """
+    from rich.console import Console
     from rich.progress import track as tracked
 
     bar = Console(stderr=True)
-    yield from tracked(
-        items, what, total, console=bar, transient=True, disable=not sys.stderr.isatty()
-    )
+    yield from tracked(items, what, total, console=bar, transient=True, disable=_nobody_looks())
 
 
 @contextmanager
@@ -89,19 +120,40 @@ def bar(what: str, total: int) -> Iterator[Callable[[], None]]:
         what: What is done.
         total: How many steps there are.
     """
+    from rich.console import Console
     from rich.progress import Progress
 
-    hidden = not sys.stderr.isatty()
-    with Progress(console=Console(stderr=True), transient=True, disable=hidden) as progress:
+    shown = Console(stderr=True)
+    with Progress(console=shown, transient=True, disable=_nobody_looks()) as progress:
         task = progress.add_task(what, total=total)
         yield lambda: progress.advance(task)
 
 
+def _nobody_looks() -> bool:
+    return not sys.stderr.isatty()
+
+
 def print_json(value: Any) -> None:
     """Print machine-readable output."""
-    print(json.dumps(value, indent=2))
+    print(json.dumps(value, indent=2, allow_nan=False))
 
 
 def say(text: str) -> None:
-    """Print a sentence as it is."""
-    console().print(text, markup=False, soft_wrap=True)
+    """Print sentences; on a terminal, lines break between words."""
+    for line in text.split("\n"):
+        print(wrapped(line, terminal()))
+
+
+def wrapped(line: str, wide: int) -> str:
+    """A line that breaks between words, where it goes on two columns further in."""
+    if len(line) <= wide:
+        return line
+    start = line[: len(line) - len(line.lstrip())]
+    return textwrap.fill(
+        line,
+        wide,
+        initial_indent="",
+        subsequent_indent=f"{start}  ",
+        break_on_hyphens=False,
+        break_long_words=False,
+    )

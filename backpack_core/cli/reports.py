@@ -43,7 +43,9 @@ class Report:
         output: What it printed.
         provides: What it contributes.
         broken_promises: What it declares and does not implement.
-        remarks: What need not be wrong, but may be.
+        absent: Libraries that its layers come from and that are not installed, each with the first
+            class of it that is named.
+        standing: Of its package's certificate, see :mod:`backpack_core.cli.certificate`.
         module_found: Whether the module of the entry point exists.
     """
 
@@ -60,7 +62,8 @@ class Report:
     output: str = ""
     provides: list[Provided] = field(default_factory=list)
     broken_promises: list[str] = field(default_factory=list)
-    remarks: list[str] = field(default_factory=list)
+    absent: dict[str, str] = field(default_factory=dict)
+    standing: str = ""
     module_found: bool = True
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from inspect import signature
@@ -74,7 +75,7 @@ def matrix(chosen: tuple[str, ...] = ()) -> Report:
             "`backpack support MODULE:FACTORY`."
         ) from error
     classes(chosen)
-    families = output.track(kit.matrix(), "Trying every layer", len(kit.catalogue.LAYERS) + 1)
+    families = output.track(kit.matrix(chosen), "Trying every layer", len(kit.catalogue.LAYERS) + 1)
     found = [row for _, family in families for row in family]
     names = list(chosen) or list(found[0].cells)
     rows = [[row.name, *(row.cells[name].kind for name in names)] for row in found]
@@ -152,7 +153,7 @@ def build(target: str) -> Given:
     """Import and call the user's factory.
 
     Raises:
-        UsageError: The target is misspelled, cannot be called, or returns no module.
+        UsageError: The target is misspelled, cannot be called, raises, or returns no module.
     """
     if not _TARGET.fullmatch(target):
         raise UsageError(f"Name a factory as 'package.module:function'. Got {target!r}.")
@@ -168,13 +169,7 @@ def build(target: str) -> Given:
     except (ImportError, AttributeError) as error:
         near = nearest(attribute, vars(factory)) if isinstance(factory, ModuleType) else ""
         raise UsageError(f"{target!r} cannot be imported: {error}{near}") from error
-    try:
-        made = factory if isinstance(factory, Module) else factory()
-    except Exception as error:
-        raise UsageError(
-            f"{target} cannot be called without arguments ({type(error).__name__}: {error}). Name "
-            "a function without arguments that returns a model, or a model and its loss."
-        ) from error
+    made = factory if isinstance(factory, Module) else _made(target, factory)
     parts = made if isinstance(made, tuple) else (made,)
     modules = tuple(part for part in parts if isinstance(part, Module))
     data = tuple(part for part in parts if isinstance(part, Tensor))
@@ -185,21 +180,52 @@ def build(target: str) -> Given:
     return Given(modules, data)
 
 
-def trial(given: Given, kind: type[Extension]) -> str:
-    """Why a run of an extension is refused; empty where it is not, or cannot be known."""
-    settings = list(signature(kind).parameters.values())
-    has_to_be_told = any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in settings)
-    if has_to_be_told or len(given.modules) < 2 or len(given.data) < 2:
+def _made(target: str, factory: Any) -> Any:
+    """What a factory returns."""
+    try:
+        signature(factory).bind()
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"{target} cannot be called without arguments ({type(error).__name__}: {error}). Name "
+            "a function without arguments that returns a model, or a model and its loss."
+        ) from error
+    try:
+        return factory()
+    except Exception as error:
+        module, _, attribute = target.partition(":")
+        raise UsageError(
+            f"{target} was called and raised {type(error).__name__}: {error}"
+            f"{_line(error, module)}\nIt has to run by itself, as python -c "
+            f"'import {module} as m; m.{attribute}()' runs it."
+        ) from error
+
+
+def _line(error: BaseException, module: str) -> str:
+    """The innermost line of a module that an error went through."""
+    file = getattr(sys.modules[module], "__file__", None)
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    return f" ({file}:{lines[-1]})" if lines else ""
+
+
+def trial(given: Given, *kinds: type[Extension]) -> str:
+    """Why a run of extensions is refused; empty where it is not, or cannot be known."""
+    if any(map(_has_to_be_told, kinds)) or len(given.modules) < 2 or len(given.data) < 2:
         return ""
     model, lossfunc = map(extend, given.modules[:2])
     try:
         loss = lossfunc(model(*given.data[:-1]), given.data[-1])
-        with warnings.catch_warnings(), backpack(cast(Any, kind)()):
+        with warnings.catch_warnings(), backpack(*(cast(Any, kind)() for kind in kinds)):
             warnings.simplefilter("ignore")
             loss.backward()
     except (BackpackError, TypeError) as error:
         return str(error).partition("\n[")[0]
     return ""
+
+
+def _has_to_be_told(kind: type[Extension]) -> bool:
+    """Whether an extension has arguments without defaults."""
+    settings = signature(kind).parameters.values()
+    return any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in settings)
 
 
 def _operations(modules: tuple[Module, ...]) -> Iterator[tuple[str, Module]]:

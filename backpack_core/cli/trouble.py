@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from difflib import get_close_matches
+import textwrap
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from backpack_core.errors import BackpackError, UsageError
+from backpack_core.errors import BackpackError, UsageError, nearest
 
 
 def entries() -> dict[str, str]:
@@ -22,18 +24,47 @@ def trouble(name: str) -> str:
     """What the manual says of an error or a warning.
 
     Args:
-        name: Name of the class.
+        name: Name of the class, in any case.
 
     Raises:
         UsageError: There is no such entry.
     """
     known = entries()
-    name = name.strip(":").rpartition(".")[2]
-    if name not in known:
-        close = get_close_matches(name, known, 2, 0.6)
-        near = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(known)}."
-        raise UsageError(f"No error of this library is called {name!r}: {near}")
-    return known[name]
+    wanted = name.strip(" :").rpartition(".")[2]
+    by_lower = {own.lower(): own for own in known}
+    if wanted.lower() not in by_lower:
+        near = nearest(wanted, known) or f": there are {', '.join(known)}."
+        raise UsageError(f"No error of this library is called {wanted!r}{near}")
+    return known[by_lower[wanted.lower()]]
+
+
+def plain(markdown: str, width: int) -> Iterator[str]:
+    """Lines for a terminal: paragraphs are wrapped, code is indented, links name pages.
+
+    Args:
+        markdown: A section of a page.
+        width: Columns of the terminal.
+    """
+    for number, part in enumerate(re.split(r"^```.*(?:\n|$)", markdown, flags=re.MULTILINE)):
+        if number % 2:
+            yield from (f"    {line}".rstrip() for line in part.splitlines())
+            continue
+        for paragraph in part.strip().split("\n\n"):
+            text = re.sub(
+                r"\[([^]]*)\]\(([\w/-]+)[^)]*\)", r"\1 (documentation: \2)", paragraph
+            ).replace("**", "")
+            yield from ("", *_paragraph(text.replace("`", ""), width), "")
+
+
+def _paragraph(text: str, width: int) -> list[str]:
+    """A paragraph, or the items of a list, each on lines of its own."""
+    items = re.split(r"\n(?=- )", text)
+    wrap = partial(textwrap.wrap, width=width, break_on_hyphens=False, break_long_words=False)
+    return [
+        line
+        for each in items
+        for line in wrap(each, subsequent_indent="  " * each.startswith("- "))
+    ]
 
 
 def _page() -> str:

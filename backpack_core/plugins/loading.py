@@ -154,7 +154,10 @@ def missing(message: str, hint: str) -> MissingPluginError:
 def blocked() -> str:
     """Which installed plugins may not load, as the end of a message about something missing."""
     who = ", ".join(sorted({str(p.provenance) for p in known_plugins() if p.state == "blocked"}))
-    switches = "BACKPACK_LOAD_PLUGINS, BACKPACK_BLOCK_PLUGINS and BACKPACK_PREFER"
+    switches = (
+        "BACKPACK_LOAD_PLUGINS, BACKPACK_BLOCK_PLUGINS, BACKPACK_PREFER and "
+        "BACKPACK_REQUIRE_CERTIFIED"
+    )
     return f" Installed, but blocked: {who}; check {switches}." if who else ""
 
 

@@ -6,14 +6,14 @@ python -m backpack_core.testing.support --write docs/support-matrix.md
 from __future__ import annotations
 
 import argparse
+import gc
 import re
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.nn import Module
@@ -74,77 +74,69 @@ class Row:
     cells: dict[str, Cell] = field(default_factory=dict)
 
 
-def matrix() -> Iterator[tuple[str, list[Row]]]:
-    """Run everything: families of the catalogue, with their rows."""
+def matrix(chosen: Collection[str] = ()) -> Iterator[tuple[str, list[Row]]]:
+    """Run everything: families of the catalogue, with their rows.
+
+    Args:
+        chosen: Names of extensions; default: all that the kit can build.
+    """
     ensure_loaded()
     install_own_rules()
     for family, cases in catalogue.LAYERS.items():
-        yield family, [layer_row(case) for case in cases]
-    yield "Losses", [loss_row(case) for case in catalogue.LOSSES]
+        yield family, [layer_row(case, chosen) for case in cases]
+    yield "Losses", [loss_row(case, chosen) for case in catalogue.LOSSES]
 
 
-def layer_row(case: RuleCase) -> Row:
+def layer_row(case: RuleCase, chosen: Collection[str] = ()) -> Row:
     """One layer in the kit's small net."""
     net, arguments = build_net(case, SAMPLES)
-    return _row(case.label(), net, arguments, SoftmaxLoss(), net.layer)
+    return _row(case.label(), (net, arguments, SoftmaxLoss()), net.layer, chosen)
 
 
-def loss_row(case: LossCase) -> Row:
+def loss_row(case: LossCase, chosen: Collection[str] = ()) -> Row:
     """One loss behind a single layer."""
     given = case.as_rule_case("mean").arguments()
     loss = seeded(lambda: case.loss_factory(reduction="mean"), 0).double()
     first = given.args[0]
     net = seeded(lambda: Shrink(first.shape[1:]), 8).double()
     bound = BoundLoss(loss, given.to(torch.float64))
-    return _row(case.label(), net, Arguments((first,)), bound, loss)
+    return _row(case.label(), (net, Arguments((first,)), bound), loss, chosen)
 
 
-def _row(name: str, net: Module, arguments: Arguments, loss: Module, module: Module) -> Row:
-    """What becomes of every extension at one module."""
-    reference, everything = Reference(net, arguments, loss), frozenset(ALL_NEEDS)
-    given = Problem(lambda dtype: (net, arguments, loss), reference, everything)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the row says that there is no rule
-        return _run_row(name, given, module)
+def _row(
+    name: str, net: tuple[Module, Arguments, Module], module: Module, chosen: Collection[str]
+) -> Row:
+    """What becomes of extensions at one module.
 
-
-def _run_row(name: str, given: Problem, module: Module) -> Row:
+    They run together, and each is watched meanwhile: single passes would take twice as long.
+    """
+    given = Problem(lambda dtype: net, Reference(*net), frozenset(ALL_NEEDS))
     resolved = registry.resolve(module)
     rule = None if resolved.is_fallback else resolved.rule
+    extensions = [e for e in installed_extensions() if not chosen or type(e).__name__ in chosen]
+    modules = set(module.modules())
+    watches = {extension: Watch(modules, extension) for extension in extensions}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the row says that there is no rule
+        usable = given.usable(extensions)
     row = Row(name, rule)
-    extensions = installed_extensions()
-    usable = {type(extension) for extension in given.usable(extensions)}
-    for extension in extensions:
+    for extension, watch in watches.items():
         kind = type(extension).__name__
-        if type(extension) in usable:
-            row.cells[kind] = Cell(_kind(given, module, rule, extension))
+        if extension in usable:
+            row.cells[kind] = Cell(_kind(module, rule, extension, watch))
         else:
             row.cells[kind] = Cell("refused", _general(given.refused[kind], kind, module))
     return row
 
 
-def _kind(given: Problem, module: Module, rule: LayerRule | None, extension: Extension) -> Kind:
+def _kind(module: Module, rule: LayerRule | None, extension: Extension, watch: Watch) -> Kind:
     if extension.is_whole:
         return "graph"
-    own = [p for p in module.parameters() if p.requires_grad]
-    if not own:
-        if isinstance(extension, FirstOrderExtension):
-            return "-"
-        return "autodiff" if rule is None else "rule"
-    return _traced(given, module, extension)
-
-
-_known: dict[tuple[Any, ...], Kind] = {}
-
-
-def _traced(given: Problem, module: Module, extension: Extension) -> Kind:
-    """In which form the parameters are read, by watching one pass; once per kind of rule."""
-    key = (type(extension), tuple(type(registry.resolve(m).rule) for m in module.modules()))
-    if key not in _known:
-        watch = Watch(set(module.modules()), extension)
-        given.run([extension])
-        _known[key] = watch.kind()
-    return _known[key]
+    if any(p.requires_grad for p in module.parameters()):
+        return watch.kind()
+    if isinstance(extension, FirstOrderExtension):
+        return "-"
+    return "autodiff" if rule is None else "rule"
 
 
 def _general(reason: str, extension: str, module: Module) -> str:
@@ -270,6 +262,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # what was imported stays: a third of the time went into looking through it
     try:
         main()
     except BackpackError as error:

@@ -15,7 +15,7 @@ from backpack_core.testing.isolation import reset
 def plugins_of_a_test(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """None is loaded or preferred, and the environment names none."""
     reset()
-    for name in ("LOAD_PLUGINS", "BLOCK_PLUGINS", "STRICT_PLUGINS", "PREFER"):
+    for name in ("LOAD_PLUGINS", "BLOCK_PLUGINS", "STRICT_PLUGINS", "PREFER", "REQUIRE_CERTIFIED"):
         monkeypatch.delenv(f"BACKPACK_{name}", raising=False)
     before = dict(preferred)
     yield

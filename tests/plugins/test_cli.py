@@ -164,7 +164,7 @@ def test_support_of_a_model(site: Path) -> None:
         ("../nets:make", "package.module:function"),
         ("nowhere:make", "cannot be imported"),
         ("nets:missing", "has no attribute 'missing'"),
-        ("nets:number", "cannot be called without arguments (TypeError: 'int' object"),
+        ("nets:number", "cannot be called without arguments (TypeError: 3 is not"),
     ],
 )
 def test_support_of_nothing(

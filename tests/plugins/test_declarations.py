@@ -343,7 +343,7 @@ def doctor(fake_distribution: FakeDistribution, monkeypatch: Any) -> Callable[..
         monkeypatch.setattr("backpack_core.cli.doctor.load_isolated", loaded_here)
         findings = examine(limit=60).findings
         # Families name libraries that may not be installed, which is found, too.
-        (found,) = [f for f in findings if "backpack_transformers" not in f.problem]
+        (found,) = [f for f in findings if "transformers" not in f.who]
         return found
 
     return judge
@@ -358,8 +358,9 @@ def test_doctor_looks_for_classes(doctor: Any) -> None:
 
 def test_doctor_looks_for_libraries(doctor: Any) -> None:
     found = doctor(RULE.format(name="no_such_library.Layer"), "SlipRule")
-    assert found.severity == "warning"
+    assert found.severity == "note"
     assert "no_such_library is not installed" in found.problem
+    assert "'no_such_library.Layer'" in found.problem
 
 
 def test_doctor_looks_for_fields(doctor: Any) -> None:

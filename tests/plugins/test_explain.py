@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -10,10 +12,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from backpack_core.cli import listing
+from backpack_core.cli import listing, trouble
 from backpack_core.cli.app import app
 from backpack_core.cli.counts import Layer, work
-from backpack_core.cli.explain import explained
+from backpack_core.cli.explain import Row, explained
 from backpack_core.cli.folding import folded
 from backpack_core.cli.support import matrix, model_report
 from backpack_core.errors import MissingPluginError, PluginError, UsageError
@@ -62,6 +64,9 @@ def norm():
 def wrapped():
     return Mixed(nn.Flatten(), nn.Linear(25, 3)), nn.CrossEntropyLoss(), *data()
 
+def fails():
+    return nn.Linear({}["size"], 2)
+
 def needs(argument):
     return nn.Linear(2, 2)
 """
@@ -84,7 +89,7 @@ def families() -> list[Any]:
 def one_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     """Found once: it takes seconds."""
     found = families()
-    monkeypatch.setattr(support, "matrix", lambda: iter(found))
+    monkeypatch.setattr(support, "matrix", lambda chosen: iter(found))
 
 
 @pytest.mark.usefixtures("one_matrix")
@@ -130,10 +135,16 @@ def test_what_the_run_refuses_is_not_promised() -> None:
     ("call", "error", "says"),
     [
         (lambda: model_report("torch.nn:Linear"), UsageError, "cannot be called without arg"),
-        (lambda: model_report("nets_to_explain:needs"), UsageError, "required positional"),
+        (
+            lambda: model_report("nets_to_explain:needs"),
+            UsageError,
+            "missing a required argument: 'argument'",
+        ),
+        (lambda: model_report("nets_to_explain:fails"), UsageError, "raised KeyError: 'size'"),
+        (lambda: model_report("nets_to_explain:fails"), UsageError, "nets_to_explain.py:"),
         (lambda: model_report("torch.nn:Linaer"), UsageError, "did you mean 'Linear'?"),
         (lambda: matrix(("KFACC",)), UsageError, "'KFACC' is installed: did you mean 'KFAC'?"),
-        (lambda: explained("nets_to_explain:make", "Kfac"), UsageError, "did you mean 'KFAC'?"),
+        (lambda: explained("nets_to_explain:make", ("Kfac",)), UsageError, "did you mean 'KFAC'?"),
         (lambda: unregister("Nobody"), PluginError, "No plugin named 'Nobody'"),
         (
             lambda: __import__("backpack_core.extensions").extensions.BatchGrd,
@@ -141,7 +152,17 @@ def test_what_the_run_refuses_is_not_promised() -> None:
             "did you mean 'BatchGrad'?",
         ),
     ],
-    ids=["class", "arguments", "attribute", "support", "explain", "unregister", "import"],
+    ids=[
+        "class",
+        "arguments",
+        "raises",
+        "line",
+        "attribute",
+        "support",
+        "explain",
+        "unregister",
+        "import",
+    ],
 )
 def test_near_misses(call: Callable[[], Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error) as caught:
@@ -149,47 +170,102 @@ def test_near_misses(call: Callable[[], Any], error: type[Exception], says: str)
     assert says in str(caught.value)
 
 
+def rows(factory: str, *names: str) -> dict[str, Row]:
+    found = explained(f"nets_to_explain:{factory}", names).rows
+    return {f"{row.quantity} {row.parameter}" if names[1:] else row.parameter: row for row in found}
+
+
 def test_explain() -> None:
-    rows = {row[0]: row[1:] for row in explained("nets_to_explain:plain", "KFAC").rows}
-    rule, form, times, size, faster = rows["3.weight"]
-    assert rule.startswith("LinearRule of backpack-plugin-layers")
-    assert (form, faster) == ("AffineProduct, contracted", "")
+    row = rows("plain", "KFAC")["3.weight"]
+    assert row.rule.startswith("LinearRule of backpack-plugin-layers")
+    assert (row.form, row.faster) == ("AffineProduct, contracted", "")
     layer = Layer(1, 36, 3, 1, 111, False)
-    expected = 1 + (work(layer, "KFAC", 1) or 0) / (3 * layer.product)
-    assert (times, size) == (f"{expected:.2f}", f"{(36**2 + 3**2) / 108:.2f}")
-    rows = {row[0]: row[1:] for row in explained("nets_to_explain:make", "KFAC").rows}
-    assert rows["3.weight"][:2] == ["automatic", "refused"]
+    assert row.multiply_adds == 1 + (work(layer, "KFAC", 1) or 0) / (3 * layer.product)
+    assert row.bytes == (36**2 + 3**2) / 108
+    row = rows("make", "KFAC")["3.weight"]
+    assert (row.rule, row.form) == ("automatic", "refused")
 
 
 def test_explain_says_what_would_be_faster() -> None:
-    rows = {row[0]: row[1:] for row in explained("nets_to_explain:make", "BatchGrad").rows}
-    assert rows["3.weight"][0] == "automatic"
-    assert "install a plugin with a rule for Own" in rows["3.weight"][-1]
-    assert rows["4.weight"][3] == "8.00"  # as many gradients as samples
-    exact = {row[0]: row[1:] for row in explained("nets_to_explain:make", "DiagGGNExact").rows}
-    assert "one column" in exact["4.weight"][-1]
-    assert float(exact["0.weight"][2]) > float(rows["0.weight"][2]) > 1
+    found = rows("make", "BatchGrad", "DiagGGNExact")
+    assert found["BatchGrad 3.weight"].rule == "automatic"
+    assert "install a plugin with a rule for Own" in found["BatchGrad 3.weight"].faster
+    assert found["BatchGrad 4.weight"].bytes == 8  # as many gradients as samples
+    assert "one column" in found["DiagGGNExact 4.weight"].faster
+    of_one, exact = (found[f"{name} 0.weight"] for name in ("BatchGrad", "DiagGGNExact"))
+    assert (exact.multiply_adds or 0) > (of_one.multiply_adds or 0) > 1
 
 
 def test_explain_counts_the_columns_of_the_root() -> None:
-    rows = {row[0]: row[1:] for row in explained("nets_to_explain:plain", "DiagGGNExact").rows}
     layer = Layer(1, 36, 3, 1, 111, False)  # a root of the loss has a column less than classes
     expected = 1 + (work(layer, "DiagGGNExact", 2) or 0) / (3 * layer.product)
-    assert rows["3.weight"][2] == f"{expected:.2f}"
+    assert rows("plain", "DiagGGNExact")["3.weight"].multiply_adds == expected
+
+
+def invoke(*arguments: str, width: int | None = None) -> str:
+    env = {"COLUMNS": None if width is None else str(width)}
+    result = CliRunner(env=env).invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_explain_of_several_has_numbers() -> None:
+    options = ("explain", "nets_to_explain:plain", "-e", "KFAC", "-e", "BatchGrad", "-e", "KFAC")
+    found = json.loads(invoke(*options, "--json"))
+    assert [row["quantity"] for row in found] == ["KFAC"] * 4 + ["BatchGrad"] * 4
+    assert all(isinstance(r["bytes"], float) for r in found if r["parameter"].endswith("weight"))
+    assert {row["bytes"] for row in found if row["parameter"].endswith("bias")} == {None}
+    text = invoke(*options)
+    assert "\nBatchGrad\nparameter" in text
+    assert "8.00×" in text
+    assert "×: as many as the gradient takes" in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("explain", "nets_to_explain:plain", "-e", "KFAC"),
+        ("support", "nets_to_explain:norm", "-e", "BatchGrad"),
+        ("plugins",),
+        ("trouble", "NotExtendedError"),
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_forty_columns(arguments: tuple[str, ...]) -> None:
+    text = invoke(*arguments, width=40)
+    long = [line for line in text.splitlines() if len(line) > 40]
+    assert all(line.startswith("    ") for line in long)  # code is not broken
+    words = set(re.findall(r"\w+", invoke(*arguments, width=300)))
+    assert set(re.findall(r"\w+", text)) <= words  # nor is a word
+
+
+@pytest.mark.parametrize("name", ["samplemixingerror", "SAMPLEMIXINGERROR:", "x.SampleMixingError"])
+def test_trouble_in_any_case(name: str) -> None:
+    text = invoke("trouble", name)
+    assert text.startswith("Samples of the batch influence each other")
+    assert "    with backpack(BatchGrad()):\n" in text
+
+
+def test_trouble_has_no_markdown() -> None:
+    for name in trouble.entries():
+        lines = list(trouble.plain(trouble.entries()[name], 80))
+        text = "\n".join(line for line in lines if not line.startswith("    "))
+        assert not re.search(r"`|\*\*|\]\(|\.md|^#", text), text
+        assert all(len(line) <= 80 for line in lines if not line.startswith("    "))
 
 
 def test_explain_on_the_command_line() -> None:
-    result = CliRunner().invoke(app, ["explain", "nets_to_explain:make", "-e", "KFAC"])
-    assert result.exit_code == 0, result.output
-    assert "multiply-adds" in result.output
-    assert max(map(len, result.output.splitlines())) <= 100
+    text = invoke("explain", "nets_to_explain:make", "-e", "KFAC")
+    assert "multiply-adds" in text
+    assert max(map(len, text.splitlines())) <= 100
 
 
 def test_plugins_are_folded() -> None:
     reports = listing.collect(False, 1.0)
     lines = listing.folded(reports)
     found = {line[0]: line[2] for line in lines}
-    assert "75 rules" in found["backpack-plugin-layers"]
+    own = [report for report in reports if report.distribution == "backpack-plugin-layers"]
+    assert found["backpack-plugin-layers"] == f"{len(own)} rules"
     assert len(lines) < 10 < len(listing.rows(reports))
 
 

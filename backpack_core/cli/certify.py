@@ -1,0 +1,191 @@
+"""Runs the conformance kit on a package, and writes its certificate. Imports no plugin."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from backpack_core import __version__
+from backpack_core.cli.certificate import (
+    NAME,
+    Certificate,
+    digest,
+    digest_of,
+    place,
+    read,
+    version_of_torch,
+)
+from backpack_core.errors import BackpackError, UsageError
+
+GROUP = "backpack"
+
+
+class Project(NamedTuple):
+    """A package in the making.
+
+    Attributes:
+        name: Name of the distribution.
+        entry_points: What it declares, by name.
+        homes: Folders of its packages, or files of its modules.
+    """
+
+    name: str
+    entry_points: dict[str, str]
+    homes: list[Path]
+
+
+def project(folder: Path) -> Project:
+    """What ``pyproject.toml`` says.
+
+    Raises:
+        UsageError: There is none, or it declares no plugin, or its code is elsewhere.
+    """
+    try:
+        text = (folder / "pyproject.toml").read_text("utf-8")
+    except OSError as error:
+        raise UsageError(
+            f"There is no pyproject.toml in {str(folder)!r}. Name the folder of a plugin's package."
+        ) from error
+    table = _toml(text).get("project", {})
+    groups = table.get("entry-points", {})
+    if not groups.get(GROUP):
+        other = f" There is [project.entry-points.{next(iter(groups))}]." if groups else ""
+        raise UsageError(
+            f"{table.get('name', folder.name)} declares no plugin: there is no entry point in "
+            f"[project.entry-points.{GROUP}] of its pyproject.toml.{other}"
+        )
+    points = {str(name): str(value) for name, value in groups[GROUP].items()}
+    tops = sorted({value.partition(":")[0].partition(".")[0].strip() for value in points.values()})
+    return Project(str(table["name"]), points, [_home(folder, top) for top in tops])
+
+
+def _toml(text: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:  # pytest brings it along
+        import tomli as tomllib
+    return tomllib.loads(text)
+
+
+def _home(folder: Path, top: str) -> Path:
+    for parent in (folder, folder / "src"):
+        for home in (parent / top, parent / f"{top}.py"):
+            if home.exists():
+                return home
+    raise UsageError(
+        f"An entry point names {top!r}, and {str(folder)!r} has neither {top} nor src/{top}."
+    )
+
+
+def certify(folder: Path, tests: Iterable[Path] = ()) -> list[Path]:
+    """Run the tests of a package, and write a certificate beside its code.
+
+    Args:
+        folder: Where its ``pyproject.toml`` is.
+        tests: What pytest runs; default: what the package says itself.
+
+    Returns:
+        The certificates, one for each package of the distribution.
+
+    Raises:
+        UsageError: There is nothing to check.
+        BackpackError: A test fails.
+    """
+    own = project(folder)
+    found = _run(folder.resolve(), own, [str(path.resolve()) for path in tests])
+    checks: dict[str, dict[str, str]] = {}
+    for _, case, check, status, _ in found:
+        checks.setdefault(case, {})[check] = status
+    judged = {kind for kind, *_ in found}  # modules with hooks take part in whatever is judged
+    unchecked = [n for n, v in own.entry_points.items() if ":" in v and v not in judged]
+    if not checks or len(unchecked) == len(own.entry_points):
+        raise UsageError(
+            f"No check of the kit ran for a class of {own.name}, so there is nothing to certify. "
+            "Write a test with parametrize_rule_checks, or a relative of it: see "
+            "`backpack new layer NAME`."
+        )
+    compared: list[dict[str, Any]] = [worst for *_, worst in found if worst]
+    closest = max(compared, key=lambda w: float(w["error"] / w["allowed"]), default={})
+    paths = []
+    for home in own.homes:
+        made = Certificate(
+            own.name, digest(home), __version__, version_of_torch(), checks, closest, unchecked
+        )
+        place(home).write_text(made.text(), "utf-8")
+        paths.append(place(home))
+    return paths
+
+
+def _run(folder: Path, own: Project, tests: list[str]) -> list[Any]:
+    """What the kit's checks reported, from a process of their own, which has this folder's code."""
+    parents = [str(home.resolve().parent) for home in own.homes]
+    before = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join(dict.fromkeys([*parents, *filter(None, [before])]))
+    with tempfile.TemporaryDirectory() as place_for:
+        ledger = Path(place_for) / "ledger.json"
+        result = subprocess.run(
+            [
+                *(sys.executable, "-m", "pytest", "-q", "-p", "backpack_core.testing.certifying"),
+                *("--backpack-ledger", str(ledger), *tests),
+            ],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if result.returncode:
+            raise BackpackError(
+                f"{own.name} gets no certificate, since its tests fail:\n"
+                + (result.stdout + result.stderr).strip()[-3000:]
+            )
+        found: list[Any] = json.loads(ledger.read_text("utf-8"))
+    return found
+
+
+def into_wheel(wheel: Path, certificates: Iterable[Path]) -> None:
+    """Write certificates into a wheel that was built already, whatever built it.
+
+    Args:
+        wheel: The file.
+        certificates: As :func:`certify` wrote them, beside the code.
+
+    Raises:
+        UsageError: The wheel holds other code than what was checked.
+    """
+    with zipfile.ZipFile(wheel) as file:
+        entries = {name: file.read(name) for name in file.namelist()}
+    for path in certificates:
+        found = read(path)
+        is_package = path.name == NAME
+        inside = f"{path.parent.name}/" if is_package else path.name.replace(f".{NAME}", ".py")
+        code = {n: t for n, t in entries.items() if n.startswith(inside) and n.endswith(".py")}
+        if found is None or digest_of(code) != found.code:
+            raise UsageError(
+                f"{wheel.name} holds other code than what was certified. Build it again, then: "
+                "backpack certify FOLDER --wheel dist/NAME.whl."
+            )
+        entries[inside + NAME if is_package else path.name] = path.read_bytes()
+    (record,) = (name for name in entries if name.endswith(".dist-info/RECORD"))
+    entries[record] = _record(entries, record).encode()
+    with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, content in entries.items():
+            file.writestr(name, content)
+
+
+def _record(entries: dict[str, bytes], record: str) -> str:
+    lines = []
+    for name, content in entries.items():
+        if name != record:
+            hashed = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=")
+            lines.append(f"{name},sha256={hashed.decode()},{len(content)}")
+    return "\n".join([*lines, f"{record},,"]) + "\n"

@@ -1,0 +1,44 @@
+"""The build hook for hatchling: no wheel without a certificate that is for its code.
+
+In the ``pyproject.toml`` of a plugin::
+
+    [tool.hatch.build.targets.wheel.hooks.backpack]
+
+with ``backpack-core[testing]`` among the requirements of ``[build-system]``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from hatchling.plugin import hookimpl
+
+from backpack_core.cli.certificate import digest, place, read
+from backpack_core.cli.certify import certify, project
+
+
+class Certify(BuildHookInterface):  # type: ignore[type-arg]
+    """Puts the certificate into the wheel; runs the kit where there is none for this code."""
+
+    PLUGIN_NAME = "backpack"
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Called before a wheel is built; an editable one goes without."""
+        if self.target_name != "wheel" or version == "editable":
+            return
+        folder = Path(self.root)
+        own = project(folder)
+        found = {home: read(place(home)) for home in own.homes}
+        if any(each is None or each.code != digest(home) for home, each in found.items()):
+            certify(folder)
+        for home in own.homes:
+            inside = place(home).relative_to(home.parent).as_posix()
+            build_data["force_include"][str(place(home))] = inside
+
+
+@hookimpl
+def hatch_register_build_hook() -> type[BuildHookInterface]:  # type: ignore[type-arg]
+    """What hatchling asks for."""
+    return Certify

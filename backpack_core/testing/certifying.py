@@ -1,0 +1,69 @@
+"""A plugin of pytest that notes which checks of the kit ran; ``backpack certify`` uses it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backpack_core.plugins.registry import registry
+from backpack_core.testing import compare
+from backpack_core.testing.cases import Case, ExtensionCase, LossCase, RuleCase, installed
+from backpack_core.testing.runner import BoundCheck
+
+_KEY = "backpack check"
+OPTION = "--backpack-ledger"
+
+
+def pytest_addoption(parser: Any) -> None:
+    """The option that says where to write."""
+    parser.addoption(OPTION, type=Path, help="Write the checks that ran to this file.")
+
+
+def pytest_configure(config: Any) -> None:
+    """Begin to note."""
+    config.pluginmanager.register(Ledger(config.getoption(OPTION)), "backpack-ledger")
+
+
+class Ledger:
+    """What ran. With several processes, the first one writes what all report."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.found: list[Any] = []
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: Any, call: Any) -> Generator[None, Any, Any]:
+        """Give the report of a check what is to be noted."""
+        report = yield
+        check = getattr(item, "callspec", None) and item.callspec.params.get("check")
+        if call.when == "call" and isinstance(check, BoundCheck):
+            status = "expected failure" if hasattr(report, "wasxfail") else report.outcome
+            name = check.check.name
+            noted = [_class_of(check.case), item.callspec.id.removesuffix(f"-{name}"), name, status]
+            report.user_properties.append((_KEY, [*noted, compare.closest.take()]))
+        return report
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Note it."""
+        if report.when == "call":
+            self.found += [value for key, value in report.user_properties if key == _KEY]
+
+    def pytest_sessionfinish(self) -> None:
+        """Write it."""
+        self.path.write_text(json.dumps(self.found), "utf-8")
+
+
+def _class_of(case: Case) -> str:
+    """The rule or extension that a case is about, as an entry point names it."""
+    kind: type
+    if isinstance(case, ExtensionCase):
+        kind = type(case.extension_factory())
+    elif isinstance(case, (RuleCase, LossCase)):
+        made = case.module() if isinstance(case, RuleCase) else case.loss_factory(reduction="mean")
+        with installed(case.rule):
+            kind = type(registry.resolve(made).rule)
+    return f"{kind.__module__}:{kind.__qualname__}"

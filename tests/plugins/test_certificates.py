@@ -1,0 +1,168 @@
+"""Certificates: who gets one, what it is for, and when it no longer holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from backpack_core import plugins
+from backpack_core.cli import certificate, listing, scaffold
+from backpack_core.cli.app import app
+from backpack_core.cli.certificate import Certificate, digest, place, read, version_of_torch
+from backpack_core.cli.certify import certify, into_wheel, project
+from backpack_core.cli.doctor import _certificates
+from backpack_core.cli.hatch import Certify
+from backpack_core.discovery import discover
+from backpack_core.errors import BackpackError, UsageError
+from backpack_core.testing.fake_distribution import FakeDistribution
+
+from sick import NORM  # isort: skip
+
+
+@pytest.fixture(autouse=True)
+def forget() -> None:
+    certificate._standing_of.cache_clear()
+
+
+def made_for(home: Path, **changed: Any) -> Certificate:
+    versions = {"kit": certificate.__version__, "torch": version_of_torch()}
+    fields = {"code": digest(home), **versions, **changed}
+    return Certificate(
+        "backpack-plugin-norm", checks={"norm": {"mean": "passed"}}, worst={}, **fields
+    )
+
+
+@pytest.fixture
+def norm(fake_distribution: FakeDistribution) -> Path:
+    """The file of a plugin that is installed."""
+    name = "backpack-plugin-norm"
+    points = {"norm": "norm_module:GradNorm"}
+    info = fake_distribution(name, entry_points=points, modules={"norm_module": NORM})
+    return next(info.parent.rglob("norm_module.py"))
+
+
+def standing() -> str:
+    certificate._standing_of.cache_clear()
+    (report,) = [r for r in listing.collect(False, 1.0) if r.name == "norm"]
+    return report.standing
+
+
+def test_it_holds_for_its_code_and_versions(norm: Path) -> None:
+    assert standing() == "no certificate"
+    place(norm).write_text(made_for(norm).text())
+    assert standing() == "certified"
+    place(norm).write_text(made_for(norm, torch="1.9.0").text())
+    assert standing() == "other versions"
+    (finding,) = [f for f in _certificates(discover()) if "norm" in f.who]
+    assert "other versions of backpack-core or torch" in finding.problem
+    place(norm).write_text(made_for(norm).text())
+    norm.write_text(NORM + "\n# another line\n")
+    assert standing() == "code changed"
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": 2}', "\x00"])
+def test_what_is_not_a_certificate_is_said(norm: Path, text: str) -> None:
+    place(norm).write_text(text)
+    assert standing() == "unreadable"
+
+
+def test_only_the_certified_load(norm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BACKPACK_REQUIRE_CERTIFIED", "1")
+
+    def state() -> str:
+        certificate._standing_of.cache_clear()
+        return next(p.state for p in discover() if p.name == "norm")
+
+    assert state() == "blocked"
+    place(norm).write_text(made_for(norm, code="sha256:0").text())
+    assert state() == "blocked"
+    place(norm).write_text(made_for(norm).text())
+    assert state() == "not loaded"
+
+
+def test_a_missing_quantity_names_the_switch(norm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BACKPACK_REQUIRE_CERTIFIED", "1")
+    with pytest.raises(plugins.loading.MissingPluginError, match="BACKPACK_REQUIRE_CERTIFIED"):
+        _ = __import__("backpack_core.extensions").extensions.GradNorm
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A generated package, and metadata as if it were installed."""
+    monkeypatch.setattr(scaffold.shutil, "which", lambda name: None)
+    made = scaffold.create("layer", "proved", tmp_path)
+    folder = tmp_path / "site" / "backpack_plugin_proved-0.1.0.dist-info"
+    folder.mkdir(parents=True)
+    (folder / "METADATA").write_text("Name: backpack-plugin-proved\nVersion: 0.1.0\n")
+    (folder / "entry_points.txt").write_text(
+        "[backpack]\nproved = backpack_plugin_proved:ProvedRule\n"
+    )
+    path = os.pathsep.join([str(folder.parent), os.environ.get("PYTHONPATH", "")])
+    monkeypatch.setenv("PYTHONPATH", path)
+    return made
+
+
+def wheel_of(package: Path) -> Path:
+    command = (sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation")
+    subprocess.run([*command, "--wheel-dir", "dist", "."], cwd=package, check=True)
+    return next((package / "dist").glob("*.whl"))
+
+
+def test_a_package_proves_itself(package: Path) -> None:
+    """From its tests to a wheel that holds what they found."""
+    wheel = wheel_of(package)
+    result = CliRunner().invoke(app, ["certify", str(package), "--wheel", str(wheel)])
+    assert result.exit_code == 0, (result.output, result.exception)
+    home = package / "backpack_plugin_proved"
+    found = read(place(home))
+    assert found is not None
+    assert found.standing(digest(home)) == "certified"
+    assert found.checks
+    assert not found.unchecked
+    assert 0 < found.worst["error"] <= found.worst["allowed"]
+    with zipfile.ZipFile(wheel) as file:
+        inside = file.read(f"backpack_plugin_proved/{certificate.NAME}")
+        assert inside == place(home).read_bytes()
+        record = file.read("backpack_plugin_proved-0.1.0.dist-info/RECORD").decode()
+        assert sorted(line.partition(",")[0] for line in record.split()) == sorted(file.namelist())
+    hook: Any = SimpleNamespace(root=str(package), target_name="wheel")
+    data: dict[str, Any] = {"force_include": {}}
+    Certify.initialize(hook, "standard", data)  # the certificate is there, so nothing is run
+    assert list(data["force_include"].values()) == [f"backpack_plugin_proved/{certificate.NAME}"]
+    source = home / "__init__.py"
+    source.write_text(source.read_text() + "\n# changed\n")
+    place(home).write_text(Certificate(**{**json.loads(inside), "code": digest(home)}).text())
+    with pytest.raises(UsageError, match="holds other code than what was certified"):
+        into_wheel(wheel, [place(home)])
+
+
+@pytest.mark.long
+def test_a_package_that_fails_gets_none(package: Path) -> None:
+    (test,) = (package / "tests").glob("test_*.py")
+    test.write_text("def test_nothing():\n    assert False\n")
+    with pytest.raises(BackpackError, match="gets no certificate, since its tests fail"):
+        certify(package)
+    test.write_text("def test_nothing():\n    pass\n")
+    with pytest.raises(UsageError, match="No check of the kit ran for a class of"):
+        certify(package)
+    assert not place(package / "backpack_plugin_proved").exists()
+
+
+def test_a_wrong_group_is_named(package: Path, tmp_path: Path) -> None:
+    file = package / "pyproject.toml"
+    file.write_text(file.read_text().replace("entry-points.backpack]", "entry-points.backpacks]"))
+    with pytest.raises(UsageError) as caught:
+        project(package)
+    assert "no entry point in [project.entry-points.backpack]" in str(caught.value)
+    assert "There is [project.entry-points.backpacks]" in str(caught.value)
+    with pytest.raises(UsageError, match=r"no pyproject\.toml"):
+        project(tmp_path)
