@@ -97,7 +97,7 @@ PAGES = (
     Page(
         "modules",
         "backpack_layers",
-        "Small modules for what a `Sequential` cannot say, and arguments of modules for layer rules.",
+        "Small modules for what a `Sequential` cannot say, and arguments of modules for rules.",
         ("backpack_layers.modules", "backpack_layers.arguments"),
     ),
     Page(
