@@ -40,7 +40,7 @@ def made_by(batch: Callable[[Any], Batch], item: Any) -> Batch:
     """What a user's function makes of an item of the loader.
 
     Raises:
-        UsageError: It is no pair.
+        UsageError: It is not a pair.
     """
     made: Any = batch(item)
     if isinstance(made, (tuple, list)) and len(made) == 2:

@@ -76,7 +76,7 @@ def read(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise UsageError(
-            f"{path} is no file of backpack_data, or a damaged one ({error}). Give another path."
+            f"{path} is not a file of backpack_data, or is damaged ({error}). Give another path."
         ) from error
     found = {key: about.get(key) for key in wanted}
     if found != wanted:

@@ -125,7 +125,7 @@ class Heartbeat:
 def failed(rank: int, error: str) -> LostProcessError:
     """The error on all other ranks where one has failed."""
     return LostProcessError(
-        f"Rank {rank} has failed, so there is no result for all. Mend what it says, and start all "
+        f"Rank {rank} failed, so no rank has a result. Mend the cause that it names, and start all "
         f"processes again. It says: {error}"
     )
 

@@ -53,7 +53,7 @@ class Quantities(Mapping[Place, Any]):
             kinds: The names of the extensions, by field.
             batches: How many batches there were.
             normaliser: See the class.
-            over: Declarations for values that are no tensors, by field; default: those of the
+            over: Declarations for values that are not tensors, by field; default: those of the
                 installed extensions.
         """
         self._shapes, self._kinds, self._over = dict(shapes), dict(kinds), dict(over or {})
@@ -187,7 +187,7 @@ class Quantities(Mapping[Place, Any]):
         """Read what :meth:`save` has written.
 
         Raises:
-            MissingPluginError: A value is no tensor, and its extension is not installed.
+            MissingPluginError: A value is not a tensor, and its extension is not installed.
             UsageError: The file holds something else.
         """
         tensors, about = files.read(Path(path), "quantities")
@@ -235,7 +235,7 @@ def _kind(name: str) -> Extension:
     claims = registry.extensions.get(name)
     if not claims:
         raise MissingPluginError(
-            f"Values of the extension {name} are no tensors, and no installed plugin provides it: "
+            f"Values of the extension {name} are not tensors, and no installed plugin provides it: "
             "install the plugin that wrote them."
         )
     found: Any = choose(claims, name, "extension").value

@@ -81,7 +81,7 @@ def placed(value: Any, extension: Extension, parameter: Tensor) -> Any:
     Args:
         value: The value.
         extension: The extension.
-        parameter: The parameter; a value of another shape, or per sample, stays as it is.
+        parameter: The parameter; a value of another shape, or per sample, does not change.
     """
     if not (is_sharded(parameter) and isinstance(value, Tensor) and value.shape == parameter.shape):
         return value

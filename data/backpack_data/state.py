@@ -41,7 +41,7 @@ def listed(extensions: Any) -> list[Extension]:
     """One extension, or several, as a list.
 
     Raises:
-        NotAnExtensionError: Something is no extension.
+        NotAnExtensionError: Something is not an extension.
     """
     found = [*extensions] if isinstance(extensions, (list, tuple)) else [extensions]
     backpack(*found)

@@ -108,7 +108,7 @@ class States:
         """The values for all batches, as triples of path, extension and value.
 
         Raises:
-            UnsupportedError: A batch did not reach a parameter, and the value is no sum, so it
+            UnsupportedError: A batch did not reach a parameter, and the value is not a sum, so it
                 needs all batches.
         """
         by_field = {extension.savefield: extension for extension in self.extensions}
@@ -119,7 +119,7 @@ class States:
             if self.seen[path, name] != self.batches and not is_sum:
                 raise UnsupportedError(
                     f"{self.seen[path, name]} of {self.batches} batches reached the parameter "
-                    f"{path!r}, and its {name!r} is no plain sum over samples: leave the extension "
+                    f"{path!r}, and its {name!r} is not a plain sum over samples: leave the extension "
                     "out, or the parameter, with requires_grad_(False)."
                 )
             state.normaliser = self.normaliser

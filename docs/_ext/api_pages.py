@@ -21,6 +21,9 @@ from backpack_core import plugins
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 
+# What a reader looks for first, in front of the alphabet.
+FIRST = ("backpack", "extend", "disable", "quantities")
+
 # What modules that have nothing of their own offer.
 APIS = {
     backpack_core: backpack_core.api,
@@ -69,7 +72,7 @@ PAGES = (
             f"backpack_secondorder.{name}"
             for name in (
                 *("matrix", "kronecker", "eigenbasis", "gram", "propagators", "linear"),
-                *("blocks", "over_data", "conjugate_gradients", "curvlinops"),
+                *("blocks", "over_data", "conjugate_gradients", "curvlinops", "whole"),
                 *("output_jacobian", "jacobian_products", "outputs"),
             )
         ),
@@ -106,9 +109,12 @@ PAGES = (
     ),
     Page(
         "modules",
-        "backpack_layers.modules",
-        "Small modules for what a `Sequential` cannot say.",
-        tuple(f"backpack_layers.{n}" for n in ("modules", "autodiff_loss", "batch_statistics")),
+        "backpack_layers",
+        "Small modules for what a `Sequential` cannot say, and arguments of modules for rules.",
+        tuple(
+            f"backpack_layers.{name}"
+            for name in ("modules", "arguments", "autodiff_loss", "batch_statistics")
+        ),
     ),
     Page(
         "operations",
@@ -145,7 +151,7 @@ PAGES = (
         "testing",
         "backpack_core.testing",
         "The conformance kit. [Testing](../authors/testing.md) shows how it is used.",
-        ("backpack_core.testing",),
+        ("backpack_core.testing", "backpack_core.testing.fake_distribution"),
     ),
 )
 
@@ -156,8 +162,13 @@ def public_names(module: ModuleType) -> list[str]:
         ensure_loaded()
         return sorted(registry.extensions)
     if module in APIS:
-        names = vars(APIS[module]).items()
-        return sorted(n for n, v in names if not (n.startswith("_") or inspect.ismodule(v)))
+        names = [
+            name
+            for name, value in vars(APIS[module]).items()
+            if not (name.startswith("_") or inspect.ismodule(value))
+        ]
+        first = [name for name in FIRST if name in names]
+        return [*first, *sorted(set(names) - set(first))]
     if hasattr(module, "__all__"):
         return [name for name in module.__all__ if not inspect.ismodule(getattr(module, name))]
     home = module.__name__

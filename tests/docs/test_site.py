@@ -30,13 +30,28 @@ ELSEWHERE = {TROUBLE, *(DOCS / "authors").glob("*.md")}
 BLOCK = re.compile(r"^```python\n(.*?)^```$((?:\n\n?    [^\n]+)*)", re.DOTALL | re.MULTILINE)
 
 
-def pages() -> list[Any]:
+WIDTH = 98  # characters of code that fit beside the menu, in a window of 1,280 pixels
+
+
+def written() -> list[Path]:
+    """The pages that are written by hand."""
+    made = {"_build", "api", "gallery"}
+    return [
+        page
+        for page in sorted([ROOT / "README.md", *DOCS.rglob("*.md")])
+        if not made & set(page.relative_to(ROOT).parts)
+    ]
+
+
+def blocks() -> list[Any]:
     found = []
-    for page in sorted({ROOT / "README.md", *DOCS.rglob("*.md")} - ELSEWHERE):
-        if not {"_build", "api", "gallery"} & set(page.parts):
-            blocks = BLOCK.findall(page.read_text("utf-8"))
-            if blocks:
-                found.append(pytest.param(blocks, id=page.stem))
+    for page in written():
+        text = page.read_text("utf-8")
+        if page in ELSEWHERE:  # of the page on trouble, what stands before the errors
+            text = text.partition("\n### ")[0] if page == TROUBLE else ""
+        for match in BLOCK.finditer(text):
+            line = text[: match.start()].count("\n") + 1
+            found.append(pytest.param(*match.groups(), id=f"{page.stem}:{line}"))
     return found
 
 
@@ -68,14 +83,24 @@ def run(code: str, script: ModuleType) -> None:
     exec(compile(code, "page.py", "exec"), vars(script))
 
 
-@pytest.mark.parametrize("blocks", pages())
+@pytest.mark.parametrize(("code", "printed"), blocks())
 def test_code_runs(
-    blocks: list[tuple[str, str]], script: ModuleType, capsys: pytest.CaptureFixture[str]
+    code: str, printed: str, script: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each page is one program, which prints what the page says it prints."""
-    for code, printed in blocks:
-        run(code, script)
-        assert capsys.readouterr().out.strip() == dedent(printed).strip()
+    """Each block runs when it is pasted alone, and prints what the page says it prints."""
+    run(code, script)
+    assert capsys.readouterr().out.strip() == dedent(printed).strip()
+
+
+def test_code_is_not_cut() -> None:
+    """No line of code is wider than its box."""
+    for page in written():
+        text = page.read_text("utf-8")
+        fenced = re.findall(r"^```[a-z]+\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+        indented = re.findall(r"(?:(?<=\n\n)|\A)((?:    [^\n]*\n)+)", text)
+        lines = [line for part in fenced for line in part.splitlines()]
+        lines += [line[4:] for part in indented for line in part.splitlines()]
+        assert not [line for line in lines if len(line) > WIDTH], page
 
 
 LOOKS_RUNNABLE = re.compile(
@@ -85,13 +110,10 @@ LOOKS_RUNNABLE = re.compile(
 
 def test_what_looks_runnable_runs() -> None:
     """Python stands in blocks that say so; an import alone may show where a name comes from."""
-    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
-        if not {"_build", "api", "gallery"} & set(page.parts):
-            text = re.sub(
-                r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE
-            )
-            found = [match.group() for match in LOOKS_RUNNABLE.finditer(text)]
-            assert all("backpack_core.extensions import" in line for line in found), page
+    for page in written():
+        text = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
+        found = [match.group() for match in LOOKS_RUNNABLE.finditer(text)]
+        assert all("backpack_core.extensions import" in line for line in found), page
 
 
 def public_errors() -> dict[str, type]:

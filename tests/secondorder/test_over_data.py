@@ -181,7 +181,7 @@ def test_some_parameters() -> None:
     chosen = [model[2].bias, model[0].weight]
     rows = torch.cat([torch.arange(28, 31), torch.arange(12)])
     assert_close(GGN(*given, parameters=chosen).dense(), dense_ggn(given)[rows][:, rows])
-    with pytest.raises(UsageError, match="at position 0 of parameters is no parameter"):
+    with pytest.raises(UsageError, match="at position 0 of parameters is not a parameter"):
         GGN(*given, parameters=[torch.ones(2)])
     model[0].weight.requires_grad_(False)
     assert GGN(*given).shape == (19, 19)

@@ -94,39 +94,39 @@ class ClippedSumGrad(FirstOrderExtension):
     """Sum of the gradients of the samples' own losses, each clipped to a norm.
 
     Stored in ``grad_clipped``, shape ``[*θ]``: ``Σ_n g_n min(1, C / ‖g_n‖)`` with ``g_n = ∇ℓ_n``,
-    the gradient of sample ``n``'s own loss. What the loss divides by, its *normaliser* ``W``, is no
-    part of it: ``backward()`` is called on ``1/W Σ_n ℓ_n``. So bound and value are the same for a
-    mean and for a sum, no sample adds more than ``C`` to the value, and values of several batches
-    and processes add up. The value has not the scale of ``.grad``: for a step, divide it by the
-    (expected) number of samples.
+    the gradient of sample ``n``'s own loss. ``backward()`` is called on ``1/W Σ_n ℓ_n``. The
+    *normaliser* ``W``, which the loss divides by, is not a part of ``ℓ_n``. So bound and value are
+    the same for a mean and for a sum. No sample adds more than ``C`` to the value, and values of
+    several batches and processes add up. The value does not have the scale of ``.grad``: for a
+    step, divide it by the (expected) number of samples.
 
     ``ℓ_n`` is what the extended loss module gives for the sample alone with ``reduction="sum"``. If
-    a sample has several rows or elements at the loss, it is their sum, with their class weights and
-    without ignored targets: ``MSELoss()`` on ``[N, D]`` has ``W = N D``, and ``ℓ_n`` is a sum of
-    ``D`` squares; ``CrossEntropyLoss()`` on ``[N T, C]`` has the number of tokens that count as
-    ``W``. For another ``ℓ_n``, give ``normaliser``: with ``normaliser=N``, it is ``N`` times what
-    the sample adds to the loss, such as the mean over its tokens.
+    a sample has several rows or elements at the loss, it is their sum, with class weights and
+    without ignored targets. ``MSELoss()`` on ``[N, D]`` has ``W = N D``, and ``ℓ_n`` is a sum of
+    ``D`` squares. For ``CrossEntropyLoss()`` on ``[N T, C]``, ``W`` is the number of tokens that
+    count. For another ``ℓ_n``, pass ``normaliser``. With ``normaliser=N``, ``ℓ_n`` is ``N`` times
+    what the sample adds to the loss, such as the mean over its tokens.
 
-    Several losses have to divide by one number: of ``1/W (a Σ_n ℓ_n + b Σ_n m_n)``, the sample's
-    own loss is ``a ℓ_n + b m_n``. Otherwise this raises, and so it does if the loss is a function,
-    has ``reduction="none"``, or stands beside other terms: then ``normaliser`` has to be given.
-    Numbers that a script multiplies or divides the loss by (of a gradient scaler, or the number of
-    micro-batches) count as a part of ``ℓ_n``, unless ``scale`` names them.
+    Several losses must divide by one number: for ``1/W (a Σ_n ℓ_n + b Σ_n m_n)``, the sample's own
+    loss is ``a ℓ_n + b m_n``. Otherwise this raises. It also raises if the loss is a function, has
+    ``reduction="none"``, or stands beside other terms. Then pass ``normaliser``. If a script
+    multiplies or divides the loss by a number (of a gradient scaler, or of micro-batches), the
+    number counts as a part of ``ℓ_n``, unless ``scale`` names it.
 
     ``clipping="flat"`` takes the norm over all parameters of the model that the backward pass
-    reaches, ``"per_layer"`` over the parameters of each module by itself (Abadi et al., 2016,
+    reaches. ``"per_layer"`` takes it over the parameters of each module (Abadi et al., 2016,
     arXiv:1607.00133, section 3.1; McMahan et al., 2018, arXiv:1710.06963). A parameter counts with
     the module whose layer rule reads it: all of ``nn.MultiheadAttention``, ``out_proj`` included,
-    is clipped together. Without a rule, it counts with the module that owns it; if several modules
-    use it, with the one that runs first.
+    is clipped together. Without a rule, it counts with the module that owns it. If several modules
+    use it, it counts with the one that runs first.
 
     Norms are computed during the backward pass, sums at its end. Each layer chooses the cheaper of
     two ways, by multiply-adds and memory reads (Bu et al., 2022, arXiv:2205.10683, section 4):
 
-    - keep inputs and output gradients, take norms from Gram matrices over positions or from
-      individual gradients that are dropped again, and form the weighted sum at the end, at the cost
-      of a plain gradient;
-    - keep the individual gradients and weight them, as far as they fit into the memory budget.
+    - Keep inputs and output gradients. Take norms from Gram matrices over positions, or from
+      individual gradients that are dropped again. Form the weighted sum at the end, at the cost of
+      a plain gradient.
+    - Keep the individual gradients and weight them, as far as they fit into the memory budget.
 
     Norms neither overflow nor underflow. Sums are computed in single precision at least, and stored
     in the precision of the parameter.

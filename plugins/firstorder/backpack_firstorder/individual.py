@@ -33,7 +33,7 @@ class BatchGrad(FirstOrderExtension):
 
     Stored in ``grad_batch``, shape ``[N, *θ]``: the gradient of sample ``n``'s part of the loss,
     ``∇_θ ℓ_n`` for a sum and ``1/N ∇_θ ℓ_n`` for a mean, so that ``Σ_n grad_batch[n] = grad``.
-    With ``subsampling``, only the chosen samples, scaled as in the whole batch.
+    With ``subsampling``, it has only the chosen samples, scaled as in the whole batch.
 
     With ``form="product"``, they are not formed: ``grad_batch`` is a
     :class:`~backpack_firstorder.SampleGradients` of the same shape and scale, which gives norms,
@@ -122,8 +122,8 @@ class BatchL2Grad(SquaresExtension):
     In single precision at least. Where that is not enough, as for norms beyond 10¹⁹ or below
     10⁻¹⁹, a :class:`~backpack_core.errors.RangeWarning` says so once, in a pass that is measured.
 
-    No individual gradient is formed for a layer whose positions share no weight (Goodfellow, 2015,
-    arXiv:1510.01799), nor where Gram matrices over positions are cheaper (Li et al., 2022,
+    Individual gradients are not formed for a layer whose positions share no weight (Goodfellow,
+    2015, arXiv:1510.01799), or if Gram matrices over positions are cheaper (Li et al., 2022,
     arXiv:2110.05679, section 4).
     """
 
@@ -159,7 +159,7 @@ class BatchDotGrad(SquaresExtension):
     that for a mean. Its diagonal is ``batch_l2``. Summed over parameters it is the Gram matrix of
     the gradients, an empirical neural tangent kernel contracted with the loss's gradients.
 
-    In single precision at least. Individual gradients are formed only where Gram matrices over
+    In single precision at least. Individual gradients are formed only if Gram matrices over
     positions would cost more.
     """
 

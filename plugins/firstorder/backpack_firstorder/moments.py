@@ -23,8 +23,8 @@ class SumGradSquared(SquaresExtension):
     Stored in ``sum_grad_squared``, shape ``[*θ]``: ``Σ_n (∇_θ ℓ_n)²`` elementwise for a sum, and
     ``1/N² Σ_n (∇_θ ℓ_n)²`` for a mean; in single precision at least.
 
-    Linear layers form no individual gradient (Dangel et al., 2020, BackPACK, ICLR, appendix A.1).
-    Other layers form some at a time, as many as fit into the processor's cache.
+    Linear layers do not form individual gradients (Dangel et al., 2020, BackPACK, ICLR, appendix
+    A.1). Other layers form a few at a time, as many as fit into the processor's cache.
     """
 
     savefield = "sum_grad_squared"

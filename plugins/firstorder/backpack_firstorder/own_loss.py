@@ -74,7 +74,7 @@ def check_normaliser(told: Any) -> Told:
     """Return a ``normaliser`` argument.
 
     Raises:
-        UsageError: It is no positive and finite number, ``None`` or ``"loss"``.
+        UsageError: It is not a positive, finite number, ``None`` or ``"loss"``.
     """
     if told is None or (isinstance(told, str) and told == "loss"):
         return cast(Told, told)

@@ -53,7 +53,7 @@ class AffineProduct(FactorProduct):
             inp: See the class.
             shape: Shape of the parameter.
             arrange: ``[*lead, G, O, I] ↦ [*lead, *θ]`` (for a bias from ``[*lead, G, O]``), where
-                that is no mere reshape.
+                that is more than a reshape.
             is_own: See the class.
         """
         axes, size = out.shape, 1 if inp is None else inp.shape[-1]

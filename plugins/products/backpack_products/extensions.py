@@ -57,7 +57,7 @@ def as_subsampling(indices: Sequence[int] | None) -> tuple[int, ...] | None:
         A tuple of integers, or ``None``.
 
     Raises:
-        UsageError: The argument is no sequence of integers, or is empty.
+        UsageError: The argument is not a sequence of integers, or is empty.
     """
     if indices is None:
         return None

@@ -109,7 +109,7 @@ class LossAtOutput:
                 gradients of the samples themselves; ``None`` for no root.
 
         Raises:
-            ShapeError: The loss is no number.
+            ShapeError: The loss is not a number.
             UsageError: The loss has no rule, and ``samples`` or the normaliser needs one.
             UnsupportedError: The loss has no likelihood to draw targets from.
         """

@@ -1,4 +1,4 @@
-"""Kronecker factors of a weight that is used both as it is and transposed.
+"""Kronecker factors of a weight that is used both plainly and transposed.
 
 A penalty on gradients does that, and so does a table whose rows are looked up and whose transpose
 gives logits. Importing this file registers its operation.
@@ -35,7 +35,7 @@ def kronecker_factors_sum(product: SumProduct, sharing: WeightSharing = "kfc") -
 
 
 def both_ways(parts: Sequence[KroneckerFactors], weight: Number) -> KroneckerFactors | None:
-    """Factors of uses as it is, ``[B, A]``, and of uses transposed, ``[B', A']``, in one.
+    """Factors of plain uses, ``[B, A]``, and of transposed uses, ``[B', A']``, in one.
 
     ``F₁ = B + w A'`` and ``F₂ = A + B' / w``, with ``w = Σ_n s`` the weight of the averages. At a
     transposed use the columns ``b`` are at the weight's inputs, and the data ``a`` at its outputs,

@@ -61,7 +61,7 @@ def conjugate_gradients(
 
     Raises:
         ConvergenceError: ``rtol`` is not reached.
-        ShapeError: ``rhs`` is no flat vector of the matrix's size.
+        ShapeError: ``rhs`` is not a flat vector of the matrix's size.
         UsageError: The matrix is not positive definite, or an argument is none of its kind.
     """
     damping = check_damping(damping)

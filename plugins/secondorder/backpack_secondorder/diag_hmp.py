@@ -17,9 +17,9 @@ class DiagHMP(ProductExtension):
 
     Stored in ``diag_hmp``, shape ``[*θ]``: ``∂²ℓ/∂θ_i²``, with the scale of the loss (``1/N`` for a
     mean). Each entry takes one product with the block of its parameter (Pearlmutter,
-    1994), about two backward passes, so it is for what :class:`DiagHessian` refuses: parameters
-    that enter nonlinearly, or are used by functions, recurrent nets, samples that influence each
-    other. Freeze the parameters that you do not ask for.
+    1994), about two backward passes. Use it for what :class:`DiagHessian` refuses: parameters that
+    enter nonlinearly or that functions use, recurrent nets, samples that influence each other.
+    Freeze the parameters whose diagonal you do not need.
     """
 
     savefield = "diag_hmp"

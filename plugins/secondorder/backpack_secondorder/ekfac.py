@@ -72,8 +72,8 @@ class EKFAC(MatrixExtension):
     block itself. Scaled as the loss. George et al. (2018), arXiv:1806.03884.
 
     The eigenvectors of two batches differ, so their results cannot be added. With ``basis``, the
-    eigenvectors are fixed and only eigenvalues are computed, so sums over batches are exact: a
-    first pass over the data adds up the factors, a second one the eigenvalues.
+    eigenvectors are fixed, and only eigenvalues are computed. Then sums over batches are exact: a
+    first pass over the data adds up the factors, and a second one the eigenvalues.
     """
 
     savefield = "ekfac"

@@ -110,7 +110,7 @@ def checked(found: Any) -> tuple[Tensor, Any]:
     """Check that a pair is an output with samples and a target, and return it.
 
     Raises:
-        ShapeError: The output is no tensor with an axis of samples.
+        ShapeError: The output is not a tensor with an axis of samples.
     """
     output, target = found
     if not isinstance(output, Tensor) or not output.dim():

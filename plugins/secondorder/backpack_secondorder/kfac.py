@@ -111,23 +111,23 @@ class KFAC(FactorsExtension, SampledExtension):
     With positions ``s`` that share the weight (pixels, tokens), ``weight_sharing`` chooses between
 
     - ``"kfc"``: ``A = 1/N Σ_n Σ_s x xᵀ`` and ``B`` from ``Σ_s g``, the block of the bias. For one
-      position it is all there is; for convolutions it is Grosse and Martens (2016), eq. 32, with
+      position all three are equal. For convolutions this is Grosse and Martens (2016), eq. 32, with
       their ``Γ`` multiplied by the number of positions.
     - ``"expand"``: ``A = 1/(N S) Σ_n Σ_s x xᵀ`` and ``B = Σ_v Σ_n Σ_s g gᵀ``: positions are treated
       like samples (Eschenhagen et al., 2023, eq. 19).
     - ``"reduce"``: ``A`` from the mean of ``x`` over positions, ``B`` from ``Σ_s g`` (eq. 22).
 
-    A weight that several modules use, or one module in several calls, is shared by the positions of
-    all of them (Eschenhagen et al. treat every use as one more shared axis). If some use it
-    transposed, as a penalty on gradients does, the columns ``b`` are at its inputs there, and the
-    data ``a`` at its outputs. Of factors ``[B, A]`` of the uses as it is, and ``[B', A']`` of the
-    transposed ones, it has ``[B + w A', A + B' / w]``, with ``w`` the ``weight`` of
-    :class:`~backpack_secondorder.kronecker.KroneckerFactors` (the number of samples times what
-    stands in front of the loss of each; of several losses, the largest). That is derived here, see
-    :func:`~backpack_secondorder.both_ways.both_ways`; it is scaled as the loss, and joined over
-    batches, as other factors are.
+    If several modules, or several calls of one module, use a weight, the positions of all of them
+    share it (Eschenhagen et al. treat every use as one more shared axis). Some uses may be
+    transposed, as in a penalty on gradients. Then the columns ``b`` are at their inputs, and the
+    data ``a`` at their outputs. With factors ``[B, A]`` of the plain uses and ``[B', A']`` of the
+    transposed ones, the weight has ``[B + w A', A + B' / w]``. Here ``w`` is the ``weight`` of
+    :class:`~backpack_secondorder.kronecker.KroneckerFactors`: the number of samples times the
+    factor in front of each sample's loss (of several losses, the largest). This is derived in
+    :func:`~backpack_secondorder.both_ways.both_ways`. It scales as the loss, and joins over
+    batches, as other factors do.
 
-    A layer with ``G > 1`` groups has factors ``[G, O, O]`` and ``[G, I, I]``: blocks between groups
+    A layer with ``G > 1`` groups has factors ``[G, O, O]`` and ``[G, I, I]``. Blocks between groups
     are left out. Martens and Grosse (2015) for fully connected layers.
     """
 

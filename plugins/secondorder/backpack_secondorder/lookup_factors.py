@@ -27,7 +27,7 @@ def kronecker_factors_lookup(
 ) -> KroneckerFactors:
     """``[B, A]`` as for a linear layer, ``A`` a vector ``[num]``: the diagonal, times ``1/N``.
 
-    With ``"reduce"``, the mean over positions is no unit vector, and ``A`` has ``[num, num]``.
+    With ``"reduce"``, the mean over positions is not a unit vector, and ``A`` has ``[num, num]``.
     Look-ups of the padding row count like all others.
     """
     out = product.out  # [V, N, K, dim]

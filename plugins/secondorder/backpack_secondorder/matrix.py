@@ -166,7 +166,7 @@ class CurvatureMatrix(ABC):
         """``scalar · F``.
 
         Raises:
-            UsageError: The scalar is no number, or is negative.
+            UsageError: The scalar is not a number, or is negative.
         """
 
     @abstractmethod

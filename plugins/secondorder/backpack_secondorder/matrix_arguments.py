@@ -55,7 +55,7 @@ def check_scalar(scalar: Any) -> Number:
     """Check that the factor is a number that is not negative, and return it.
 
     Raises:
-        UsageError: It is no number, or is negative.
+        UsageError: It is not a number, or is negative.
     """
     kind = "A curvature matrix is multiplied by a number; for vectors, use @."
     return _number(scalar, kind, "Curvature is scaled by numbers that are not negative.")

@@ -5,7 +5,7 @@
     scipy.sparse.linalg.eigsh(ggn.to_scipy(), k=10)
 
 Every product goes through the loader once and differentiates the graph of one batch at a time.
-Nothing has to be extended, layers need no rules, and ``.grad`` stays as it is.
+Nothing has to be extended, layers need no rules, and ``.grad`` does not change.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ class Fisher(_Curvature):
             parameters: As there.
             kind: ``"sampled"`` or ``"empirical"``; see the class.
             mc_samples: How many targets to draw for each sample.
-            seed: Where the draws of the first batch begin; torch's generator stays as it is.
+            seed: Where the draws of the first batch begin; torch's generator does not change.
             by_parameter: As there.
             forward: As there.
             normaliser: As there.
@@ -347,7 +347,7 @@ def _check_parameters(parameters: Sequence[Tensor], names: Sequence[str]) -> Non
     for position, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
         where = repr(name) if name else f"at position {position} of parameters"
         if not name:
-            raise UsageError(f"The tensor {where} is no parameter of the model.")
+            raise UsageError(f"The tensor {where} is not a parameter of the model.")
         if not parameter.requires_grad:
             raise UsageError(f"The parameter {where} is frozen: leave it out of parameters.")
         if parameter.dtype != parameters[0].dtype or parameter.device != parameters[0].device:

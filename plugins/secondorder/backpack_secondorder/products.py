@@ -63,7 +63,7 @@ class BlockProduct:
 
         Raises:
             ShapeError: The vectors do not have the parameter's shape.
-            UsageError: They are no tensor.
+            UsageError: They are not a tensor.
             OverwrittenInputError: Parameters changed since the backward pass.
             UnsupportedError: An operation of the net has no second derivative, or none that is
                 finite.
@@ -125,8 +125,8 @@ class GGNMP(ProductExtension):
 
     Stored in ``ggnmp``, a function of one vector ``[*θ]`` or several ``[V, *θ]`` that multiplies
     with ``Jᵀ ∇²ℓ J``, where ``J`` is the Jacobian of the model's output in this parameter. Scaled
-    as the loss, which has to be extended. Exists wherever autograd can differentiate twice, also
-    where samples influence each other. Schraudolph (2002).
+    as the loss, which has to be extended. It exists wherever autograd can differentiate twice,
+    also where samples influence each other. Schraudolph (2002).
     """
 
     savefield = "ggnmp"

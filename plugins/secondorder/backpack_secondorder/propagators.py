@@ -29,7 +29,7 @@ def as_count(name: str, value: Any, otherwise: str = "") -> int:
         otherwise: What else it may be, for the message.
 
     Raises:
-        UsageError: It is no positive integer.
+        UsageError: It is not a positive integer.
     """
     try:
         count = 0 if is_flag(value) else operator.index(value)
