@@ -68,7 +68,10 @@ def train(name: str, make, lr: float):
 DAMPING = 1e-2
 settings = {"damping": DAMPING, "kl_clip": 1e-3, "inverses_every": 5}
 kinds = {
-    "AdamW": (lambda model, loss, lr: torch.optim.AdamW(model.parameters(), lr), (1e-2, 3e-2, 1e-1)),
+    "AdamW": (
+        lambda model, loss, lr: torch.optim.AdamW(model.parameters(), lr),
+        (1e-2, 3e-2, 1e-1),
+    ),
     "KFAC": (lambda model, loss, lr: KFAC(model, lr=lr, **settings), (0.03, 0.1, 0.3)),
     "EKFAC": (lambda model, loss, lr: EKFAC(model, lr=lr, **settings), (0.03, 0.1, 0.3)),
     "GaussNewton": (

@@ -42,6 +42,7 @@ from backpack_operations.owners import Owners
 from backpack_operations.survey import GraphSurvey
 from backpack_products.columns import Columns, Root
 from backpack_products.parametric import ParametricRule
+from backpack_products.values import rounding_unit
 
 Dyes: TypeAlias = dict[int, Dye]
 Sent: TypeAlias = tuple[int, Dye]
@@ -278,7 +279,7 @@ class DyePropagator(Propagator):
         before, step = history(quantities.values()), described(node)
         for position, columns in self._pushed(node, quantities) if before.is_whole else ():
             self.is_cut |= position not in apart and not largest(columns.mat)
-            units = [torch.finfo(block.dtype).eps for block in columns.blocks.values()]
+            units = [rounding_unit(block) for block in columns.blocks.values()]
             way = (*before.way, *(() if step in before.way else (step,)))
             yield position, Dye(columns, True, 0, before.size, max(before.unit, *units), way)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from backpack_core.errors import SampleMixingError, UnsupportedError
 from backpack_products.columns import Columns, Root
+from backpack_products.values import rounding_unit
 
 # Gradients of extended losses: without samples, and once they got some.
 IN_LOSS, OF_LOSS = Root("in an extended loss"), Root("dyed behind an extended loss")
@@ -219,7 +220,7 @@ class Judge:
         size = max(largest(t) for t in (plain, own) if t is not None)
         if not size and not largest(total):
             return False
-        units = [torch.finfo(t.dtype).eps for t in (plain, own) if t is not None]
+        units = [rounding_unit(t) for t in (plain, own) if t is not None]
         unit = max(arrived.unit, *units)
         allowed = max(size * unit**0.6, arrived.size * unit * 64)
         besides = 0.0
@@ -249,7 +250,7 @@ class Judge:
         if total is None:
             return 0
         plain, *guesses = total
-        allowed = largest(plain) * torch.finfo(plain.dtype).eps ** 0.6
+        allowed = largest(plain) * rounding_unit(plain) ** 0.6
         for axis, length in enumerate(plain.shape):
             if length == len(self.weights):
                 expected = plain * self.weights.along(plain, axis)

@@ -27,6 +27,7 @@ from backpack_products.extensions import FirstOrderExtension
 from backpack_products.operations import batch_sum
 from backpack_products.product import SampleProduct, SumProduct
 from backpack_products.scale import ScaleProduct
+from backpack_products.values import rounding_unit
 
 
 class SumCheck(FirstOrderExtension):
@@ -47,7 +48,7 @@ class SumCheck(FirstOrderExtension):
         super().__init__()
         self._survey = survey
         # Under autocast, what is stored in single precision may have been computed in half.
-        self._unit = _unit(call.stored.outputs[index].dtype for call, index in survey.sites)
+        self._unit = _unit(call.stored.outputs[index] for call, index in survey.sites)
         self._task = -1
         self._incoming: dict[tuple[int, Tensor], Tensor] = {}  # by autograd's graph task
         self._join(groups)
@@ -104,7 +105,7 @@ class SumCheck(FirstOrderExtension):
         terms = dict(zip(values, _numbers(size for _, size in values.values()), strict=True))
         differences = _numbers(_norm(gradient - total) for _, gradient, total in compared)
         for (parameter, *tensors), difference in zip(compared, differences, strict=True):
-            unit = max(self._unit, _unit(t.dtype for t in tensors))
+            unit = max(self._unit, _unit(tensors))
             # Terms may also cancel on the way to the parameter, as in a softmax.
             size = sizes[parameter], max(terms[parameter], widest / 32)
             if difference > _allowed(*size, unit):  # what is not finite is not compared
@@ -119,7 +120,7 @@ class SumCheck(FirstOrderExtension):
         Many normalisations and softmaxes compute in single precision, whatever they are given.
         """
         return _unit(
-            metadata_of(node, nr).dtype
+            metadata_of(node, nr)
             for node in behind(site.edge.node for site in self._survey.sites.values())
             for nr in range(len(node._input_metadata))
         )
@@ -159,10 +160,9 @@ def _allowed(gradient: float, terms: float, unit: float) -> float:
     return max(gradient * bound, terms * min(32 * unit, bound))
 
 
-def _unit(dtypes: Iterable[torch.dtype]) -> float:
-    """The coarsest rounding unit of some dtypes."""
-    real = {dtype for dtype in dtypes if dtype.is_floating_point}
-    return max((torch.finfo(dtype).eps for dtype in real), default=0.0)
+def _unit(tensors: Iterable[Any]) -> float:
+    """The coarsest rounding unit of some tensors, or of what is known of them."""
+    return max((rounding_unit(t) for t in tensors if t.dtype.is_floating_point), default=0.0)
 
 
 def _norm(tensor: Tensor) -> Tensor:

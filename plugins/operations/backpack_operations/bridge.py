@@ -22,7 +22,7 @@ from backpack_core.graph.nodes import described, is_leaf, refuse
 from backpack_core.record.storage import storage
 from backpack_operations import nodes
 from backpack_operations._torch import metadata_of, quiet_vmap
-from backpack_products.values import is_symbolic, largest
+from backpack_products.values import is_symbolic, largest, rounding_unit
 
 Mats = dict[int, Tensor]  # [V, *shape] by output of a node, or by position of an edge behind it
 Place: TypeAlias = tuple[Node, int]  # an output of a node
@@ -240,7 +240,7 @@ def agree(weights: Tensor, product: Tensor, expected: Tensor, size: Tensor) -> b
         return True
     total = _weighted_sum(weights, product)
     # A wrong result differs by as much as the numbers themselves; rounding never does.
-    eps = torch.finfo(total.dtype).eps
+    eps = rounding_unit(total)
     tolerance = eps**0.5 * largest(expected.abs()) + eps * size
     close = (total - expected).abs() <= tolerance
     return bool((close | (total == expected) | (total.isnan() & expected.isnan())).all())

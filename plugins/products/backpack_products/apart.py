@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.errors import SampleMixingError
-from backpack_products.values import largest
+from backpack_products.values import largest, rounding_unit
 
 
 def owned_by(positions: int | Tensor, rows: int, device: torch.device) -> Tensor:
@@ -52,7 +52,7 @@ def put_together(mat: Tensor, positions: int | Tensor) -> Tensor:
     owned = owned.to(mat.device).reshape(*owned.shape, *[1] * (mat.dim() - 3))
     own = torch.where(owned, mat, 0).sum(1)
     rest = mat.abs().sum(1) - own.abs()
-    if bool((largest(rest) > largest(total.abs()) * torch.finfo(mat.dtype).eps ** 0.6).any()):
+    if bool((largest(rest) > largest(total.abs()) * rounding_unit(mat) ** 0.6).any()):
         raise SampleMixingError(
             "What is computed from weights alone, or holds samples on another axis than the first, "
             "depends on several samples after all: something of one sample reaches another one. "

@@ -6,6 +6,8 @@ with them wants shapes, and no error about values.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,24 @@ def any_of(mask: Tensor) -> bool:
 def largest(values: Tensor) -> Tensor:
     """The largest entry; zero if there is none."""
     return values.max() if values.numel() else torch.zeros_like(values.sum())
+
+
+# Of the ten bits that a GPU keeps of single precision in a product (TF32), as convolutions do by default.
+_TF32 = 2.0**-10
+
+
+def rounding_unit(tensor: Any) -> float:
+    """How far a number of a product may be from the exact one, relative to it.
+
+    On a GPU, single precision may be multiplied with the bits of half precision, and what is
+    compared need not take the same kernels.
+
+    Args:
+        tensor: A tensor of real numbers, or anything that has its ``dtype`` and ``device``.
+    """
+    eps = torch.finfo(tensor.dtype).eps
+    is_short = tensor.dtype is torch.float32 and tensor.device.type == "cuda"
+    return max(eps, _TF32) if is_short else eps
 
 
 def at_least_single(tensor: Tensor) -> Tensor:
