@@ -160,7 +160,7 @@ def test_every_message_leads_to_its_entry() -> None:
 def test_the_command_prints_an_entry_and_knows_near_misses() -> None:
     assert trouble("backpack_core.errors.SampleMixingError:").startswith("Samples of the batch")
     assert "##" not in trouble("BackpackError")
-    with pytest.raises(errors.UsageError, match="did you mean SampleMixingError or"):
+    with pytest.raises(errors.UsageError, match="did you mean 'SampleMixingError'"):
         trouble("SampleMixError")
 
 

@@ -279,13 +279,9 @@ def _between(where: str, arrived: Dye, most: int = 8) -> str:
 def _mixed(where: str, arrived: Dye) -> SampleMixingError:
     """The error if the weights of samples are not those that they started with."""
     return SampleMixingError(
-        f"{_between(where, arrived)}, samples of the batch influence each other: a gradient of one "
-        "sample reaches another one, or axis 0 holds something else there that is as long as the "
-        "batch. Quantities of single samples do not exist. Look for an operation over axis 0; "
-        "every module has to receive its samples there, or extend(model, batch_axis=...) to say "
-        "where they are. Rows of one tensor are different samples, x[:2] and x[2:]: pass copies "
-        "(.clone()) if they are not; where several are one sample, as atoms of a molecule, say so: "
-        "backpack(..., samples=index). (This is measured: see docs/checks.md.)"
+        f"{_between(where, arrived)}, samples of the batch influence each other, probably by an "
+        "operation over axis 0. Call model.eval() if that is a batch normalisation, take the "
+        "operation over other axes, or say where samples are: extend(model, batch_axis=...)."
     )
 
 

@@ -131,10 +131,9 @@ class SumCheck(FirstOrderExtension):
         return UnsupportedError(
             f"The gradients of single samples in {named(self._survey, parameter)} do not add up to "
             f"the gradient that autograd brings: the norm of the difference is {difference:.1e}, "
-            f"that of the gradient {size:.1e}. Either something that depends on the parameter is "
-            "not seen (an operation outside of autograd, a custom autograd.Function, another "
-            "thread), or a layer rule is wrong. check='never' leaves this comparison out; the "
-            "numbers stay wrong. (This is measured: see docs/checks.md.)"
+            f"that of the gradient {size:.1e}. A custom autograd.Function, an operation outside of "
+            "autograd or a layer rule is wrong: run check_rule of backpack_core.testing on the "
+            "rule, and give the function to a module of its own."
         )
 
 

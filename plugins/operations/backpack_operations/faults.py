@@ -98,24 +98,24 @@ def uncovered(call: Call) -> BackpackError | None:
 
 def other_batch(call: Call, size: int, batch_size: int) -> BackpackError:
     """A call received something with another number of entries on axis 0 than samples."""
-    found = "They are something else, or positions were merged (as in logits.flatten(0, 1))."
-    if size < batch_size:
-        found = (
-            "If these are the samples, each of several entries (graphs of nodes), add the entries "
-            "up by an index (index_add, scatter_add), or give the model one more tensor with an "
-            "entry for each sample."
+    cause = "positions were probably merged with samples. Keep them as an extra dimension: "
+    cause += "Linear takes [N, T, D], CrossEntropyLoss [N, C, T]."
+    if size == 1:
+        cause = (
+            "the model was probably given one sample. A single sample needs an axis, too: [1, D]."
         )
-    if call.rule.is_loss and size % batch_size:
-        found += (
-            " Of entries that one index or mask has picked, logits[mask], it is known whose they "
-            "are, if samples are on axis 0 of the logits; where that is not enough (subsampling, "
-            "KFRA), select the losses instead: reduction='none', then [mask]."
+    elif call.rule.is_loss and size % batch_size:
+        cause = (
+            "a mask picked some, or samples have several entries each. Pick losses in the place "
         )
+        cause += "of logits, reduction='none', then [mask], or give the model one more tensor with "
+        cause += "an entry for each sample."
+    elif size < batch_size:
+        cause = "samples probably have several entries each. Add these up by an index (index_add), "
+        cause += "or give the model one more tensor with an entry for each sample."
     return ShapeError(
         f"{call.path} received {size} entries on axis 0, where the model received {batch_size} "
-        f"samples. {found} Keep positions as an extra dimension: Linear takes [N, T, D], "
-        "CrossEntropyLoss [N, C, T]. A single sample needs an axis, too: [1, D]. If the model has "
-        "its samples on another axis ([T, N, D]), say so: extend(model, batch_axis=1)."
+        f"samples: {cause}"
     )
 
 
@@ -137,10 +137,8 @@ def other_run(call: Call, size: int, batch_size: int) -> BackpackError:
     """Models were called for several batches, of other lengths."""
     return ShapeError(
         f"In one backward pass, {call.path} was called for {size} samples, and another for "
-        f"{batch_size}. Nothing says which of the {size} belong to which of the {batch_size}, so "
-        "there are no quantities of single samples. Call the model once for all of them (torch.cat "
-        "the inputs), or call backward() on each loss in a block of its own. If each of the "
-        f"{batch_size} has several of the {size}, give these as a further axis, [N, K, D]."
+        f"{batch_size}, and nothing says which belong together. Call the model once for all of "
+        "them (torch.cat the inputs), or backward() for each loss in a block of its own."
     )
 
 

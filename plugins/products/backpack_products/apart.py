@@ -54,12 +54,9 @@ def put_together(mat: Tensor, positions: int | Tensor) -> Tensor:
     rest = mat.abs().sum(1) - own.abs()
     if bool((largest(rest) > largest(total.abs()) * rounding_unit(mat) ** 0.6).any()):
         raise SampleMixingError(
-            "What is computed from weights alone, or holds samples on another axis than the first, "
-            "depends on several samples after all: something of one sample reaches another one. "
-            "Quantities of single samples do not exist. If another axis is as long as the batch by "
-            "chance, say where samples lie, extend(model, batch_axis=...), or take another number "
-            "of them. Where several rows are one sample, as atoms of a molecule, say so: "
-            "backpack(..., samples=index)."
+            "Samples of the batch influence each other, in what is computed from weights alone or "
+            "has its samples on another axis than the first. Say where samples are, extend(model, "
+            "batch_axis=...), or which rows are one sample, backpack(..., samples=index)."
         )
     return own
 
