@@ -119,8 +119,8 @@ class States:
             if self.seen[path, name] != self.batches and not is_sum:
                 raise UnsupportedError(
                     f"{self.seen[path, name]} of {self.batches} batches reached the parameter "
-                    f"{path!r}, and its {name!r} is not a plain sum over samples: leave the extension "
-                    "out, or the parameter, with requires_grad_(False)."
+                    f"{path!r}, and its {name!r} is not a plain sum over samples: leave the "
+                    "extension out, or the parameter, with requires_grad_(False)."
                 )
             state.normaliser = self.normaliser
             yield path, extension, state.value(self.shapes[path])

@@ -128,6 +128,6 @@ def require_proportional(known: tuple[float, ...], new: tuple[float, ...]) -> No
     if len(known) != len(new) or not all(isclose(a, b, rel_tol=1e-9) for a, b in pairs):
         raise UsageError(
             f"The losses of a batch divide by numbers of the ratios {list(new)}, and those of an "
-            f"earlier one of {list(known)}: their sum over all samples is not a weighted mean of the "
-            "batches. Use reduction='sum', or one loss at a time."
+            f"earlier one of {list(known)}: their sum over all samples is not a weighted mean of "
+            "the batches. Use reduction='sum', or one loss at a time."
         )

@@ -32,8 +32,8 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
             blocks: A matrix for each parameter, or a tensor in its shape for a diagonal.
 
         Raises:
-            UsageError: There are no blocks, their keys are not names, or a block is neither a matrix
-                nor a tensor.
+            UsageError: There are no blocks, their keys are not names, or a block is neither a
+                matrix nor a tensor.
         """
         if not blocks:
             raise UsageError("A block-diagonal matrix has one block at least. Got none.")

@@ -34,8 +34,8 @@ def require_one_input(rule: LayerRule, view: View) -> None:
         which = f"{len(live)} inputs at once" if len(live) > 1 else f"its input {live[0]}"
         raise UnsupportedError(
             f"{view.path} is nonlinear in {which}, and {type(rule).__name__} knows second "
-            "derivatives in the first input (0) alone: an exact Hessian is not to be had from "
-            "rules. Use DiagHMP or HMP, or the generalised Gauss-Newton matrix (DiagGGNExact, "
+            "derivatives in the first input (0) alone: rules cannot compute an exact Hessian. "
+            "Use DiagHMP or HMP, or the generalised Gauss-Newton matrix (DiagGGNExact, "
             "GGNMP)."
         )
 
