@@ -106,7 +106,7 @@ class TaskGrad(_OfTasks):
         """
         places = _places(values.values())
         return {
-            p: _placed(rows.value, _columns_of(rows.roots, places), len(places))
+            p: self.as_stored(_placed(rows.value, _columns_of(rows.roots, places), len(places)), p)
             for p, rows in values.items()
         }
 
@@ -146,7 +146,7 @@ class TaskDotGrad(_OfTasks):
             normalisers: Not needed.
         """
         places = _places(values.values())
-        return {p: _square(rows, places) for p, rows in values.items()}
+        return {p: self.as_stored(_square(rows, places), p) for p, rows in values.items()}
 
 
 class AggregatedGrad(Extension):
@@ -208,8 +208,8 @@ class AggregatedGrad(Extension):
         single = in_single(product)
         if self._of_losses:
             rows = flattened(summed(single), 1)
-            return Rows(product.roots, (rows @ rows.T, product))
-        return Rows({}, (gram(single)[0, :, 0], product))
+            return Rows(product.roots, (rows @ rows.T, single))
+        return Rows({}, (gram(single)[0, :, 0], single))
 
     def finish(
         self, values: Mapping[Tensor, Rows], normalisers: Sequence[Normaliser] = ()
