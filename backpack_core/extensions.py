@@ -13,7 +13,7 @@ from backpack_core.plugins.registry import registry
 _DISTRIBUTIONS = {
     "backpack-plugin-firstorder": (
         "BatchGrad BatchL2Grad SumGradSquared Variance BatchDotGrad ClippedSumGrad GradInner "
-        "ProjectedGrad"
+        "ProjectedGrad TaskGrad TaskDotGrad AggregatedGrad"
     ),
     "backpack-plugin-secondorder": (
         "DiagGGNExact DiagGGNMC BatchDiagGGNExact BatchDiagGGNMC SqrtGGNExact SqrtGGNMC "

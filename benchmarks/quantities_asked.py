@@ -1,4 +1,4 @@
-"""Quantities beside what a user would take instead: ``torch.func``, and curvlinops where installed.
+"""Quantities beside what a user would take instead: ``torch.func``, autograd, torchjd if installed.
 
 Run ``python -m benchmarks.quantities_asked``. Each row is one quantity by two ways in turn, in one
 process; the ratio is the other's time over ours, so more than one says that ours is faster. Numbers
@@ -12,6 +12,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -20,7 +21,16 @@ from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev, linearize, vjp, vmap
 
 from backpack_core import backpack, extend
-from backpack_core.extensions import JMP, NTK, DiagGGNExact, Jacobians
+from backpack_core.extensions import (
+    JMP,
+    NTK,
+    BatchDotGrad,
+    DiagGGNExact,
+    Jacobians,
+    TaskDotGrad,
+    TaskGrad,
+)
+from backpack_firstorder.agreement import agreement
 from backpack_layers.autodiff_loss import AutodiffLoss
 from backpack_secondorder.outputs import SumOutputs
 
@@ -153,12 +163,68 @@ def of_own_loss(samples: int = 128) -> Iterator[Row]:
     yield Row("DiagGGNExact, focal loss, MLP, 128", ours, other)
 
 
+def of_gradients(samples: int = 64) -> Iterator[Row]:
+    """Gram matrices of gradients, of samples and of several losses."""
+    net, x, y = _convolutions(), torch.randn(samples, 3, 16, 16), torch.randint(10, (samples,))
+    plain = copy.deepcopy(net)
+    extend(net), extend(lossfunc := nn.CrossEntropyLoss(reduction="sum"))
+
+    def ours() -> list[Tensor]:
+        run(BatchDotGrad(), loss=lambda: lossfunc(net(x), y), gradient="none")
+        return [agreement(net).gram]
+
+    each = lambda: nn.functional.cross_entropy(plain(x), y, reduction="none")  # noqa: E731
+    with suppress(ModuleNotFoundError):
+        from torchjd.autogram import Engine
+
+        engine = Engine(plain, batch_dim=0)
+        yield Row(
+            "BatchDotGrad over a CNN, 64", ours, lambda: [engine.compute_gramian(each())],
+            "torchjd",
+        )  # fmt: skip
+    yield from of_tasks()
+
+
+def of_tasks(tasks: int = 8, samples: int = 128) -> Iterator[Row]:
+    """Gradients of losses that share a body, in one pass, and one by one."""
+    net, x = _net([64, 256, 256, tasks * 4]), torch.randn(samples, 64)
+    plain, y = copy.deepcopy(net), torch.randint(4, (samples, tasks))
+    extend(net), extend(lossfunc := nn.CrossEntropyLoss())
+
+    def losses(model: nn.Module, function: Callable[..., Tensor]) -> list[Tensor]:
+        outputs = model(x).unflatten(1, (tasks, 4))
+        return [function(outputs[:, task], y[:, task]) for task in range(tasks)]
+
+    def rows() -> list[Tensor]:
+        run(TaskGrad(), loss=lambda: torch.stack(losses(net, lossfunc)).sum(), gradient="none")
+        return [p.grad_task for p in net.parameters()]
+
+    def one_by_one() -> list[Tensor]:
+        found = [
+            torch.autograd.grad(loss, [*plain.parameters()], retain_graph=True)
+            for loss in losses(plain, nn.functional.cross_entropy)
+        ]
+        return [torch.stack(parts) for parts in zip(*found, strict=True)]
+
+    def product() -> list[Tensor]:
+        run(TaskDotGrad(), loss=lambda: torch.stack(losses(net, lossfunc)).sum(), gradient="none")
+        return [torch.stack([p.task_dot for p in net.parameters()]).sum(0)]
+
+    def products() -> list[Tensor]:
+        flat = torch.cat([part.flatten(1) for part in one_by_one()], 1)
+        return [flat @ flat.T]
+
+    yield Row(f"TaskGrad, {tasks} losses, MLP, 128", rows, one_by_one, "autograd")
+    yield Row(f"TaskDotGrad, {tasks} losses, MLP, 128", product, products, "autograd")
+
+
 def rows() -> Iterator[Row]:
     """All comparisons."""
     yield from of_outputs("MLP 64-128-128-10, 128", _net([64, 128, 128, 10]), torch.randn(128, 64))
     yield from of_outputs("CNN, 32", _convolutions(), torch.randn(32, 3, 16, 16))
     yield from of_residuals()
     yield from of_own_loss()
+    yield from of_gradients()
 
 
 def measure(row: Row) -> tuple[float, float]:

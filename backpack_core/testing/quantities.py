@@ -119,6 +119,17 @@ def _hashed(key: int, place: int) -> int:
     return found ^ (found >> 31)
 
 
+def _aggregated(reference: Reference, name: str) -> Tensor:
+    """The gradient of the one loss there is, times its squared norm over all parameters."""
+    sums = {p: reference.gradients(p).sum(0) for p in reference.parameters}
+    return sums[name] * torch.stack([total.square().sum() for total in sums.values()]).sum()
+
+
+def _row_sums(gram: Tensor) -> Tensor:
+    """Weights of an aggregation."""
+    return gram.sum(1)
+
+
 def _gram(root: Tensor, reference: Reference, name: str) -> Tensor:
     """Sum of outer products of columns, which is independent of their signs and rotations."""
     rows = flat(root, 2)
@@ -301,6 +312,11 @@ _QUANTITIES: dict[str, Quantity] = {
         arguments={"queries": _directions},
     ),
     "projected_grad": Quantity(_projected, arguments={"dim": 3, "kind": "rademacher"}),
+    "grad_task": Quantity(lambda r, p: r.gradients(p).sum(0, keepdim=True), cancels=True),
+    "task_dot": Quantity(
+        lambda r, p: r.gradients(p).sum(0).square().sum().reshape(1, 1), cancels=True
+    ),
+    "grad_aggregated": Quantity(_aggregated, cancels=True, arguments={"weighting": _row_sums}),
     "diag_ggn_exact": Quantity(lambda r, p: r.roots(p).square().sum((0, 1)), needs="curvature"),
     "diag_ggn_exact_batch": Quantity(lambda r, p: r.roots(p).square().sum(0), needs="curvature"),
     "diag_ggn_mc": Quantity(lambda r, p: r.roots(p, 1).square().sum((0, 1)), needs="sampling"),

@@ -78,6 +78,12 @@ PAGES = (
         ),
     ),
     Page(
+        "gradients",
+        "Gradients that agree, or not",
+        "What is made of inner products of gradients, of samples and of several losses.",
+        ("backpack_firstorder.agreement", "backpack_firstorder.tasks"),
+    ),
+    Page(
         "data",
         "backpack_data",
         "Quantities of several batches, and of several processes.",

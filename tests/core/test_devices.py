@@ -86,10 +86,11 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, Any]] = {
     "ClippedSumGrad": {"max_norm": 0.1},
+    "AggregatedGrad": {"weighting": torch.diag},
     **{name: {"fail_mode": "block"} for name in ("KFAC", "KFLR", "EKFAC")},
 }
 # What these ask for, some models do not have.
-DENSE_ONLY = {"KFRA", "DiagHessian", "BatchDiagHessian", "HMP", "DiagHMP", "PCHMP", "GGNMP"}
+DENSE_ONLY = {"KFRA", "DiagHessian", "BatchDiagHessian", "HMP", "DiagHMP", "PCHMP", "GGNMP", "JMP"}
 CASES = [
     (model, name)
     for model in MODELS

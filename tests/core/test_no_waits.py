@@ -75,6 +75,7 @@ MODELS: dict[str, Callable[[], Problem]] = {
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "ClippedSumGrad": {"max_norm": 0.1},
+    "AggregatedGrad": {"weighting": torch.diag},
     **{name: {"fail_mode": "block"} for name in ("KFAC", "KFLR", "EKFAC")},
 }
 # What these ask for, some models do not have.

@@ -21,11 +21,14 @@ from tests.cases import names_of_extensions
 
 MANY = 4096
 # What stores a number for every pair of samples.
-PAIRS = {"BatchDotGrad", "GGNGram"}
+PAIRS = {"BatchDotGrad", "GGNGram", "NTK"}
 SAMPLED = {"BatchDiagGGNMC", "DiagGGNMC", "EKFAC", "KFAC", "SqrtGGNMC"}
 # Squares leave the range of half precision, so they are given in single precision.
-SINGLE = {"BatchDotGrad", "BatchL2Grad", "SumGradSquared", "Variance"}
-OPTIONS: dict[str, dict[str, Any]] = {"ClippedSumGrad": {"max_norm": 0.1}}
+SINGLE = {"BatchDotGrad", "BatchL2Grad", "SumGradSquared", "TaskDotGrad", "Variance"}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ClippedSumGrad": {"max_norm": 0.1},
+    "AggregatedGrad": {"weighting": lambda gram: gram.diagonal() / gram.trace()},
+}
 
 
 # Dtype of the model, of autocast, and whether that is around the backward pass, too.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from reprlib import repr as abridged
 from typing import NoReturn
 
@@ -53,7 +53,7 @@ class OutputJacobian:
                 output does not depend on adds nothing.
 
         Returns:
-            Shape ``[N, *out]``.
+            Shape ``[N, *out]``, in the dtype of the vectors.
 
         Raises:
             ShapeError: A vector has not the shape of its parameter.
@@ -62,12 +62,13 @@ class OutputJacobian:
                 finite.
         """
         self._check(vectors)
+        dtype = reduce(torch.promote_types, (vector.dtype for vector in vectors.values()))
         with suspended(), without_autocast(), explained():
             dummy, images = self._images
             # The transposed product is linear in the dummy: its derivative is the product.
             live = [p for p, image in images.items() if p in vectors and image.requires_grad]
             if not live:
-                return self._cut(torch.zeros_like(dummy).detach())
+                return self._cut(torch.zeros_like(dummy, dtype=dtype).detach())
             outputs, given = [images[p] for p in live], [vectors[p] for p in live]
             (found,) = gradients(outputs, (dummy,), given, self._is_differentiable)
         if not is_finite(found) and all(map(is_finite, given)):
@@ -77,7 +78,7 @@ class OutputJacobian:
                 "or a root of zero), or the net has none. Use Jacobians, which asks for first "
                 "derivatives only."
             )
-        return self._cut(found)
+        return self._cut(found.to(dtype))
 
     def transposed(
         self, vector: Tensor, parameters: Sequence[Tensor] | None = None

@@ -1,0 +1,100 @@
+"""How far the individual gradients of a batch agree, over all parameters of a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core.errors import ShapeError, UsageError
+
+
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """Cosines and noise of ``N`` gradients, all from their Gram matrix.
+
+    None of it but :attr:`gram` and :attr:`norms` depends on the scale of the loss.
+
+    Attributes:
+        gram: ``⟨g_n, g_m⟩`` over all parameters, ``[N, N]``.
+    """
+
+    gram: Tensor
+
+    @property
+    def norms(self) -> Tensor:
+        """``‖g_n‖``, ``[N]``."""
+        return self.gram.diagonal().clamp(min=0).sqrt()
+
+    @property
+    def cosines(self) -> Tensor:
+        """``⟨g_n, g_m⟩ / (‖g_n‖ ‖g_m‖)``, ``[N, N]``; zero where a gradient is."""
+        norms = self.norms
+        return _divided(self.gram, norms[:, None] * norms)
+
+    @property
+    def cosine_to_mean(self) -> Tensor:
+        """Cosine of the angle between each gradient and their mean, ``[N]``; zero where one is."""
+        along = self.gram.mean(1)  # ⟨g_n, ḡ⟩
+        return _divided(along, self.norms * along.mean().clamp(min=0).sqrt())
+
+    @property
+    def noise_scale(self) -> Tensor:
+        """The simple noise scale ``tr(Σ) / ‖G‖²``, a number of samples.
+
+        ``Σ`` is the covariance of an individual gradient and ``G`` its expectation; numerator and
+        denominator are estimated without bias. About so many samples make a batch whose gradient
+        has as much signal as noise (McCandlish et al., 2018, arXiv:1812.06162, appendix A.1). It is
+        infinite where the batch shows no signal.
+
+        Raises:
+            ShapeError: There is one gradient, which says nothing about noise.
+        """
+        samples = len(self.gram)
+        if samples < 2:
+            raise ShapeError(
+                f"The noise scale is made of the differences of gradients. Got {samples} of them: "
+                "take a batch of two samples at least."
+            )
+        mean = self.gram.mean()  # ‖ḡ‖²
+        noise = (self.gram.diagonal().sum() - samples * mean) / (samples - 1)
+        signal = mean - noise / samples
+        return torch.where(signal > 0, noise / signal, torch.full_like(signal, torch.inf))
+
+
+def agreement(model: Module, savefield: str = "batch_dot") -> Agreement:
+    """Add up what ``BatchDotGrad`` has left on the parameters of a model.
+
+    Args:
+        model: The model, after a backward pass with ``BatchDotGrad``.
+        savefield: The name that it was saved under.
+
+    Raises:
+        UsageError: No parameter has the field.
+        ShapeError: Parameters have it for different samples.
+
+    Example:
+        >>> with backpack(BatchDotGrad(), gradient="shared"):
+        ...     loss.backward()
+        >>> agreement(model).noise_scale
+    """
+    found = [getattr(p, savefield) for p in model.parameters() if hasattr(p, savefield)]
+    if not found:
+        raise UsageError(
+            f"No parameter has {savefield!r}: go backward inside backpack(BatchDotGrad()) first."
+        )
+    shapes = {tuple(gram.shape) for gram in found}
+    if len(shapes) > 1:
+        raise ShapeError(
+            f"Parameters have {savefield!r} of different shapes {sorted(shapes)}, so some are of "
+            "another pass: go backward through the whole model once."
+        )
+    return Agreement(torch.stack([gram.to(found[0].device) for gram in found]).sum(0))
+
+
+def _divided(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """A quotient; zero where the denominator is."""
+    zero = denominator == 0
+    return torch.where(zero, 0.0, numerator / torch.where(zero, 1.0, denominator))

@@ -1,0 +1,311 @@
+"""Gradients of several losses in one pass: a row for each, their inner products, and mixtures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from reprlib import repr as abridged
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from backpack_core.contract.extension import Extension, FailMode
+from backpack_core.contract.loss import LossRule, Normaliser
+from backpack_core.errors import ShapeError, UsageError
+from backpack_core.record.view import View
+from backpack_firstorder.single import in_single
+from backpack_products import ColumnPropagator, Columns, SampleProduct
+from backpack_products.column_propagator import OutputGradient
+from backpack_products.columns import Root
+from backpack_products.contractions import flattened
+from backpack_products.extensions import as_subsampling
+from backpack_products.merging import SUM
+from backpack_products.operations import batch_sum, gram, weighted_sum
+
+Weighting = Callable[[Tensor], Tensor]  # weights [R] from a Gram matrix [R, R]
+
+
+@dataclass(frozen=True)
+class LossGradients(ColumnPropagator):
+    """The gradient of each extended loss, a column with a root of its own.
+
+    Attributes:
+        subsampling: The samples that take part; ``None`` for all.
+    """
+
+    subsampling: tuple[int, ...] | None = None
+
+    def start(self, rule: LossRule, view: View) -> Columns:
+        """``∂ℓ_n/∂x``, what stands in front of the loss included. Named in the order of calls."""
+        assert view.node is not None
+        name = str(view.node._sequence_nr())
+        return Columns.start(name, rule.gradient(view).unsqueeze(0))
+
+
+class Rows(NamedTuple):
+    """What one parameter has of the losses that reach it.
+
+    Attributes:
+        roots: The losses, and how many columns each has.
+        value: Rows ``[R, *θ]`` of these losses, or a product of all columns.
+    """
+
+    roots: Mapping[Root, int]
+    value: Any
+
+
+class _OfTasks(Extension):
+    """An extension of one gradient for each extended loss."""
+
+    is_deferred = True
+    needs = (batch_sum,)
+
+    def __init__(
+        self,
+        subsampling: Sequence[int] | None = None,
+        savefield: str | None = None,
+        fail_mode: FailMode = "autodiff",
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            subsampling: Indices of the samples to take, of each loss; default: all.
+            savefield: Name of the attribute on parameters; default: the class's.
+            fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
+        """
+        super().__init__(LossGradients(as_subsampling(subsampling)), savefield, fail_mode)
+
+    def read(self, product: SampleProduct) -> Rows:
+        """The gradients of the losses that reach the parameter."""
+        return Rows(product.roots, summed(product))
+
+
+class TaskGrad(_OfTasks):
+    """The gradient of each loss, where several add up to what ``backward()`` is called on.
+
+    Stored in ``grad_task``, shape ``[T, *θ]``: row ``t`` is the gradient of the ``t``-th extended
+    loss, in the order in which they were computed, with the factor that stands in front of it; so
+    the rows add up to ``.grad``. A row is zero where a loss does not depend on the parameter. All
+    rows come from one pass.
+    """
+
+    savefield = "grad_task"
+    degree = 1
+    over_batches = "sum"
+
+    def finish(
+        self, values: Mapping[Tensor, Rows], normalisers: Sequence[Normaliser] = ()
+    ) -> Mapping[Tensor, Tensor]:
+        """Rows of zeros for the other losses.
+
+        Args:
+            values: What each parameter has.
+            normalisers: Not needed.
+        """
+        places = _places(values.values())
+        return {
+            p: self.as_stored(_placed(rows.value, _columns_of(rows.roots, places), len(places)), p)
+            for p, rows in values.items()
+        }
+
+
+class TaskDotGrad(_OfTasks):
+    """Inner products of the gradients of several losses.
+
+    Stored in ``task_dot``, shape ``[T, T]``: ``⟨∇_θ L_s, ∇_θ L_t⟩`` of the rows that
+    :class:`TaskGrad` has, which are not kept. Summed over parameters it is the Gram matrix that
+    multi-task methods weight losses by (Désidéri, 2012; Quinton and Rey, 2024, arXiv:2406.16232).
+    In single precision at least.
+    """
+
+    savefield = "task_dot"
+    degree = 2
+    over_batches = SUM.refused(
+        "an inner product of gradients of two batches is in neither batch's matrix: take TaskGrad, "
+        "which combines, and multiply."
+    )
+
+    def read(self, product: SampleProduct) -> Rows:
+        """Inner products of the rows that reach the parameter."""
+        rows = flattened(summed(in_single(product)), 1)
+        return Rows(product.roots, rows @ rows.T)
+
+    def dtype_for(self, parameter: Tensor) -> torch.dtype:
+        """Single precision for half-precision parameters, whose squares leave the range."""
+        return torch.promote_types(parameter.dtype, torch.float32)
+
+    def finish(
+        self, values: Mapping[Tensor, Rows], normalisers: Sequence[Normaliser] = ()
+    ) -> Mapping[Tensor, Tensor]:
+        """Zeros for the other losses.
+
+        Args:
+            values: What each parameter has.
+            normalisers: Not needed.
+        """
+        places = _places(values.values())
+        return {p: self.as_stored(_square(rows, places), p) for p, rows in values.items()}
+
+
+class AggregatedGrad(Extension):
+    """A mixture of gradients, with weights that follow from their Gram matrix.
+
+    Stored in ``grad_aggregated``, shape ``[*θ]``: ``Σ_r w_r g_r`` with ``w = weighting(G)`` for the
+    Gram matrix ``G = ⟨g_r, g_s⟩`` over all parameters. Rows ``g_r`` are
+
+    - ``rows="samples"``: the individual gradients, as they arrive (``1/N ∇ℓ_n`` for a mean);
+    - ``rows="losses"``: the gradients of the extended losses, as :class:`TaskGrad` has them, in the
+      order in which they were computed.
+
+    ``weighting`` is a function ``[R, R] → [R]``, or an aggregator of torchjd that weights by the
+    Gram matrix (``UPGrad()``, ``MGDA()``, ``AlignedMTL()``, ...): with a sum over samples or
+    losses, the value is what that makes of the Jacobian of the losses. The Jacobian, ``[R, P]``, is
+    not formed: one pass gives Gram matrices and keeps factors, from which the mixture is made when
+    all parameters have been seen (Quinton and Rey, 2024, arXiv:2406.16232, section 6).
+    """
+
+    savefield = "grad_aggregated"
+    is_deferred = True
+    needs_every_parameter = True
+    without_degree: ClassVar[str] = (
+        "weights may depend on the loss's scale. Scale the loss instead."
+    )
+
+    def __init__(
+        self,
+        weighting: Weighting | Any,
+        rows: Literal["samples", "losses"] = "losses",
+        subsampling: Sequence[int] | None = None,
+        savefield: str | None = None,
+        fail_mode: FailMode = "autodiff",
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            weighting: See the class.
+            rows: See the class.
+            subsampling: Indices of the samples to take; default: all.
+            savefield: Name of the attribute on parameters; default: the class's.
+            fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
+
+        Raises:
+            UsageError: The weighting is none, or the rows are unknown.
+        """
+        if rows not in ("samples", "losses"):
+            raise UsageError(f'rows is "samples" or "losses". Got {rows!r}.')
+        samples = as_subsampling(subsampling)
+        propagator = LossGradients(samples) if rows == "losses" else OutputGradient(samples)
+        super().__init__(propagator, savefield, fail_mode)
+        self.weighting = weighting_of(weighting)
+        self._of_losses = rows == "losses"
+        if not self._of_losses:
+            self.needs = (gram,)  # type: ignore[misc]
+
+    def read(self, product: SampleProduct) -> Rows:
+        """The Gram matrix of this parameter, and the product for the mixture."""
+        single = in_single(product)
+        if self._of_losses:
+            rows = flattened(summed(single), 1)
+            return Rows(product.roots, (rows @ rows.T, single))
+        return Rows({}, (gram(single)[0, :, 0], single))
+
+    def finish(
+        self, values: Mapping[Tensor, Rows], normalisers: Sequence[Normaliser] = ()
+    ) -> Mapping[Tensor, Tensor]:
+        """Weights from the sum of all Gram matrices, then the mixtures.
+
+        Args:
+            values: What each parameter has.
+            normalisers: Not needed.
+
+        Raises:
+            ShapeError: The weighting returned something else than a weight for each row.
+        """
+        if not values:
+            return {}
+        places = _places(values.values())
+        grams = [
+            _square(rows._replace(value=rows.value[0]), places) if places else rows.value[0]
+            for rows in values.values()
+        ]
+        whole = reduce(torch.add, [each.to(grams[0].device) for each in grams])
+        weights = self.weighting(whole)
+        if not isinstance(weights, Tensor) or weights.shape != whole.shape[:1]:
+            raise ShapeError(
+                f"The weighting returns a weight for each of {len(whole)} rows, [{len(whole)}]. "
+                f"Got {list(weights.shape) if isinstance(weights, Tensor) else abridged(weights)}."
+            )
+        return {p: self._mixed(p, rows, weights, places) for p, rows in values.items()}
+
+    def _mixed(
+        self, parameter: Tensor, rows: Rows, weights: Tensor, places: Mapping[Root, int]
+    ) -> Tensor:
+        product: SampleProduct = rows.value[1]
+        weights = weights.to(product.like)
+        if places:
+            each = [weights[places[root]].expand(n) for root, n in rows.roots.items()]
+            spread = torch.cat(each).unsqueeze(1).expand(product.columns, product.samples)
+        else:
+            spread = weights.unsqueeze(0)
+        mixed = weighted_sum(product, spread.unsqueeze(0).contiguous()).squeeze(0)
+        stored: Tensor = self.as_stored(mixed, parameter)
+        return stored
+
+
+def weighting_of(aggregator: Any) -> Weighting:
+    """The function ``[R, R] → [R]`` of an aggregator that weights by the Gram matrix.
+
+    Args:
+        aggregator: Of torchjd, or such a function itself.
+
+    Raises:
+        UsageError: It is neither, or needs the Jacobian itself.
+    """
+    found = getattr(aggregator, "gramian_weighting", None)
+    if found is not None:
+        return found  # type: ignore[no-any-return]
+    is_aggregator = any(kind.__name__ == "Aggregator" for kind in type(aggregator).__mro__)
+    if is_aggregator or not callable(aggregator) or isinstance(aggregator, type):
+        raise UsageError(
+            "A weighting is a function from a Gram matrix [R, R] to weights [R], or an aggregator "
+            "of torchjd that has a gramian_weighting, such as UPGrad(); others need the Jacobian "
+            f"itself, which TaskGrad and BatchGrad have. Got {abridged(aggregator)}."
+        )
+    return aggregator  # type: ignore[no-any-return]
+
+
+def summed(product: SampleProduct) -> Tensor:
+    """The gradient of each loss that reaches a parameter, ``[R, *θ]``."""
+    rows: Tensor = batch_sum(product)
+    counts = [*product.roots.values()]
+    if len(rows) == len(counts):
+        return rows
+    return torch.stack([part.sum(0) for part in rows.split(counts)])
+
+
+def _places(values: Iterable[Rows]) -> dict[Root, int]:
+    """The row of each loss: in the order in which they were computed."""
+    roots = {root: None for rows in values for root in rows.roots}
+    return {root: place for place, root in enumerate(sorted(roots, key=lambda r: int(r.name)))}
+
+
+def _columns_of(roots: Iterable[Root], places: Mapping[Root, int]) -> list[int]:
+    return [places[root] for root in roots]
+
+
+def _placed(rows: Tensor, places: list[int], count: int) -> Tensor:
+    """Rows at their places among zeros."""
+    if places == [*range(count)]:
+        return rows
+    found = rows.new_zeros(count, *rows.shape[1:])
+    found[places] = rows
+    return found
+
+
+def _square(rows: Rows, places: Mapping[Root, int]) -> Tensor:
+    """A Gram matrix with zeros for the other losses, ``[T, T]``."""
+    own = _columns_of(rows.roots, places)
+    half = _placed(rows.value, own, len(places))
+    return _placed(half.T, own, len(places)).T
