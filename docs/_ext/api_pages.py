@@ -129,6 +129,12 @@ PAGES = (
         ("backpack_products.operations",),
     ),
     Page(
+        "firstorder",
+        "backpack_firstorder",
+        "[Individual gradients as products](../sample-gradients.md), projected and divided.",
+        ("backpack_firstorder",),
+    ),
+    Page(
         "errors",
         "backpack_core.errors",
         "Every exception and warning. [Troubleshooting](../troubleshooting.md) says what to do.",
