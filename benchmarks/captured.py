@@ -142,7 +142,7 @@ def ways(problem: Problem, name: str, compiles: bool) -> tuple[dict[str, Step], 
 
 def of_functions(model: nn.Module, x: Tensor, y: Tensor) -> Step:
     """Individual gradients by ``torch.func``."""
-    weights = dict(model.named_parameters())
+    weights: dict[str, Tensor] = dict(model.named_parameters())
 
     def of_one(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
         out = functional_call(model, weights, (x[None],))

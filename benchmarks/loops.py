@@ -53,8 +53,9 @@ class Net(nn.Module):
         """``u''(x)`` of the net ``u``, by the chain rule. ``[N, 1]`` to ``[N, 1]``."""
         value, slope, bend = x, torch.ones_like(x), torch.zeros_like(x)
         for layer in self.layers:
+            weight: Tensor = layer.weight  # type: ignore[assignment]
             value = torch.tanh(layer(value))
-            slope, bend = slope @ layer.weight.T, bend @ layer.weight.T
+            slope, bend = slope @ weight.T, bend @ weight.T
             inner = 1 - value * value
             bend = inner * bend - 2 * value * inner * slope * slope
             slope = inner * slope
