@@ -69,7 +69,7 @@ PAGES = (
             f"backpack_secondorder.{name}"
             for name in (
                 *("matrix", "kronecker", "eigenbasis", "gram", "propagators", "linear"),
-                *("blocks", "over_data", "conjugate_gradients", "curvlinops"),
+                *("blocks", "over_data", "conjugate_gradients", "curvlinops", "laplace"),
             )
         ),
     ),
