@@ -49,7 +49,7 @@ def train(name: str, make, lr: float):
             optimizer.step([(x[rows], Y[rows])])
         else:
 
-            def closure():
+            def closure(rows=rows):
                 optimizer.zero_grad()
                 loss = lossfunc(model(x[rows]), Y[rows])
                 loss.backward()
@@ -68,7 +68,10 @@ def train(name: str, make, lr: float):
 DAMPING = 1e-2
 settings = {"damping": DAMPING, "kl_clip": 1e-3, "inverses_every": 5}
 kinds = {
-    "AdamW": (lambda model, loss, lr: torch.optim.AdamW(model.parameters(), lr), (1e-2, 3e-2, 1e-1)),
+    "AdamW": (
+        lambda model, loss, lr: torch.optim.AdamW(model.parameters(), lr),
+        (1e-2, 3e-2, 1e-1),
+    ),
     "KFAC": (lambda model, loss, lr: KFAC(model, lr=lr, **settings), (0.03, 0.1, 0.3)),
     "EKFAC": (lambda model, loss, lr: EKFAC(model, lr=lr, **settings), (0.03, 0.1, 0.3)),
     "GaussNewton": (
@@ -77,7 +80,7 @@ kinds = {
     ),
 }
 figure, axes = plt.subplots(2, 2, figsize=(8, 6), layout="constrained")
-for name, row in zip(("fully connected", "convolutions"), axes):
+for name, row in zip(("fully connected", "convolutions"), axes, strict=True):
     last = {}
     for kind, (make, rates) in kinds.items():
         runs = {lr: train(name, make, lr) for lr in rates}
