@@ -8,8 +8,7 @@ Imports laplace-torch where it is used.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core import Extension, backpack, extend, is_extended, unextend
+from backpack_core import Extension, backpack, disable, extend, is_extended
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_products import FirstOrderExtension, SampleProduct
 from backpack_products.operations import dense, square_sum
@@ -44,7 +43,7 @@ def laplace_backend(
     It has every structure (``diag``, ``kron``, ``full``), for regression and classification, all
     weights, the last layer and subnetworks, and any architecture that extensions are exact for.
     Numbers have the scale of laplace-torch: those of the summed loss, times its ``factor``. The
-    model is extended during a pass only.
+    model, or its last layer, is extended by the first pass, and stays so.
 
     Args:
         curvature: ``"ggn"``, the generalised Gauss-Newton matrix, which is the Fisher information
@@ -112,11 +111,12 @@ class _Backend:
     def jacobians(self, x: Any, enable_backprop: bool = False) -> Pair:
         """Jacobians ``[N, C, P]`` and outputs ``[N, C]``."""
         if enable_backprop:
-            found: Pair = super().jacobians(x, enable_backprop)  # type: ignore[misc]
+            with disable():
+                found: Pair = super().jacobians(x, enable_backprop)  # type: ignore[misc]
             return found
-        with _extended(self._model):
-            output = self._output(x)
-            rows = [self._row(output, c) for c in range(output.shape[1])]
+        _extend(self._model)
+        output = self._output(x)
+        rows = [self._row(output, c) for c in range(output.shape[1])]
         return self._chosen(torch.stack(rows, 1)), output.detach()
 
     def gradients(self, x: Any, y: Tensor) -> Pair:
@@ -180,11 +180,11 @@ class _Backend:
 
     def _through(self, x: Any, y: Tensor, extension: Extension) -> Tensor:
         """One pass with an extension; the loss."""
-        with _extended(self._model, self.lossfunc):
-            with torch.enable_grad():
-                loss: Tensor = self.lossfunc(self._output(x), y)
-            with backpack(extension, gradient="skipped"):
-                loss.backward()
+        _extend(self._model, self.lossfunc)
+        with torch.enable_grad():
+            loss: Tensor = self.lossfunc(self._output(x), y)
+        with backpack(extension, gradient="skipped"):
+            loss.backward()
         return loss.detach()
 
     def _taken(self, parameter: Tensor, field: str) -> Any:
@@ -277,14 +277,8 @@ def _as_listed(factors: KroneckerFactors, share: float) -> list[Tensor]:
     return full if len(full) == 1 else [full[0], full[1] * share]
 
 
-@contextmanager
-def _extended(*modules: Module) -> Iterator[None]:
-    """Extends modules inside the block."""
-    chosen = [module for module in modules if not is_extended(module)]
-    for module in chosen:
-        extend(module)
-    try:
-        yield
-    finally:
-        for module in chosen:
-            unextend(module)
+def _extend(*modules: Module) -> None:
+    """Extends modules that are not; they stay so, since what is found out of a net is kept."""
+    for module in modules:
+        if not is_extended(module):
+            extend(module)
