@@ -72,7 +72,7 @@ PAGES = (
             f"backpack_secondorder.{name}"
             for name in (
                 *("matrix", "kronecker", "eigenbasis", "gram", "propagators", "linear"),
-                *("blocks", "over_data", "conjugate_gradients", "curvlinops", "whole"),
+                *("blocks", "over_data", "conjugate_gradients", "curvlinops", "whole", "laplace"),
                 *("output_jacobian", "jacobian_products", "outputs"),
             )
         ),
