@@ -272,7 +272,14 @@ def test_names_by_content_ignore_padding_and_tell_kinds_apart() -> None:
         return {"input_ids": torch.tensor([5, 6, 7] + [0] * (length - 3)), "attention_mask": mask}
 
     assert content_hash(padded(4)) == content_hash(padded(9))
-    seen = [torch.zeros(2), torch.zeros(2).double(), torch.zeros(1, 2), [0, 0], "00", (0.0, 0)]
+    seen = [
+        torch.zeros(2).float(),
+        torch.zeros(2).double(),
+        torch.zeros(1, 2),
+        [0, 0],
+        "00",
+        (0.0, 0),
+    ]
     assert len({content_hash(value) for value in seen}) == len(seen)
     assert content_hash({"a": 1, "b": 2}) == content_hash({"b": 2, "a": 1})
 

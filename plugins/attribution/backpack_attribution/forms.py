@@ -164,3 +164,15 @@ def squared_norm(value: Value) -> Tensor:
 def dense(value: Value) -> Tensor:
     """``[N, *θ]``."""
     return value.dense() if isinstance(value, LowRank) else value
+
+
+def scaled(value: Value, factors: Tensor) -> Value:
+    """Samples multiplied with a number each, ``[N]``."""
+    if isinstance(value, LowRank):
+        return LowRank(scaled_tensor(value.left, factors), value.right, value.shape)
+    return scaled_tensor(value, factors)
+
+
+def scaled_tensor(value: Tensor, factors: Tensor) -> Tensor:
+    """Rows of a tensor multiplied with a number each."""
+    return value * factors.to(value.dtype).reshape(-1, *[1] * (value.dim() - 1))

@@ -183,7 +183,6 @@ class GradientStore:
         """Write the samples that wait as one shard; they are safe afterwards."""
         if not self._waiting:
             return
-        self._tidy()
         block = _joined(self._waiting)
         number = 1 + max((shard.number for shard in self._shards), default=-1)
         name = f"{number:06d}-{self._process:04d}-{uuid4().hex[:8]}.safetensors"
@@ -199,6 +198,7 @@ class GradientStore:
 
     def __enter__(self) -> GradientStore:
         """Itself; at the end of the block, what waits is written."""
+        self._tidy()
         return self
 
     def __exit__(

@@ -1,0 +1,204 @@
+"""Methods that score by an inner product of a query's gradient with a training sample's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_attribution import forms
+from backpack_attribution.forms import Gradients, Value
+from backpack_attribution.problem import Problem
+from backpack_attribution.run import Run, on_cpu
+from backpack_core.errors import UsageError
+
+Checkpoint: TypeAlias = Mapping[str, Tensor] | str | Path
+
+
+class Method(ABC):
+    """A way to score training samples for queries."""
+
+    @abstractmethod
+    def values(self, run: Run) -> Tensor:
+        """Scores of the training samples of this process for all queries, ``[N, M]``."""
+
+    @property
+    def name(self) -> str:
+        """What scores are labelled with."""
+        return type(self).__name__
+
+    def __repr__(self) -> str:
+        """The settings that are not private."""
+        settings = (f"{k}={v!r:.40}" for k, v in vars(self).items() if not k.startswith("_"))
+        return f"{self.name}({', '.join(settings)})"
+
+
+class InnerProduct(Method):
+    """Scores ``⟨g_n, T q_m⟩`` with a linear ``T``, which subclasses fit and apply.
+
+    The queries' gradients are kept, as ``T`` makes them; of training samples, those of one batch.
+    """
+
+    def __init__(self, queries_at_once: int | None = None) -> None:
+        """Store the settings.
+
+        Args:
+            queries_at_once: Batches of queries that are kept at once; the training data is gone
+                through once for each such part. Default: all.
+        """
+        self.queries_at_once = queries_at_once
+
+    def fit(self, run: Run) -> None:
+        """Find ``T``, from the training data."""
+
+    def transform(self, queries: Gradients, run: Run) -> Gradients:
+        """``T q_m``, ``[M, *θ]`` for each parameter."""
+        return queries
+
+    def values(self, run: Run) -> Tensor:
+        """Scores, ``[N, M]``."""
+        with run.problem.extended():
+            self.fit(run)
+            found = [self._values(run, self.transform(q, run)) for q in self._queries(run)]
+        return torch.cat(found, 1)
+
+    def _queries(self, run: Run) -> Iterator[Gradients]:
+        waiting: list[Gradients] = []
+        with run.query.extended():
+            for batch in run.batches(run.query_loader, "queries"):
+                waiting.append(run.query.gradients(batch))
+                if len(waiting) == self.queries_at_once:
+                    yield joined(waiting)
+                    waiting = []
+        if waiting:
+            yield joined(waiting)
+
+    def _values(self, run: Run, queries: Gradients) -> Tensor:
+        batches = run.batches(run.train_loader, f"{self.name}: training samples")
+        return on_cpu([self.of_batch(run.problem, batch, queries) for batch in batches])
+
+    def of_batch(self, problem: Problem, batch: Any, queries: Gradients) -> Tensor:
+        """Scores of one batch of training samples, ``[N, M]``."""
+        return forms.inner(problem.gradients(batch), queries)
+
+
+class GradDot(InnerProduct):
+    """``⟨∇ℓ_n, ∇ℓ_m⟩``: by how much a small step on one sample lowers the loss of another."""
+
+
+class GradCosine(InnerProduct):
+    """``⟨∇ℓ_n, ∇ℓ_m⟩ / (‖∇ℓ_n‖ ‖∇ℓ_m‖)``, over all parameters; zero where a gradient is zero."""
+
+    def transform(self, queries: Gradients, run: Run) -> Gradients:
+        """Queries of norm one."""
+        norms = norm_of(queries)
+        return {name: _divided(value, norms) for name, value in queries.items()}
+
+    def of_batch(self, problem: Problem, batch: Any, queries: Gradients) -> Tensor:
+        """Products with queries of norm one, divided by the samples' norms."""
+        gradients = problem.gradients(batch)
+        products: Tensor = _divided(forms.inner(gradients, queries), norm_of(gradients))
+        return products
+
+
+class TracIn(Method):
+    """``Σ_c η_c ⟨∇ℓ_n, ∇ℓ_m⟩`` over checkpoints ``c`` of the training (Pruthi et al., 2020).
+
+    arXiv:2002.08484, equation 1: what the steps on a sample did for a query, added up.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Sequence[Checkpoint],
+        learning_rates: Sequence[float] | None = None,
+        method: InnerProduct | None = None,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            checkpoints: State dictionaries of the model, or files of them.
+            learning_rates: Of each checkpoint; default: one.
+            method: What is added up; default: :class:`GradDot`.
+
+        Raises:
+            UsageError: There are no checkpoints, or another number of learning rates.
+        """
+        if isinstance(checkpoints, (str, Path, Mapping)) or not len(checkpoints):
+            raise UsageError("TracIn takes a list of checkpoints, [model.state_dict(), ...].")
+        rates = [1.0] * len(checkpoints) if learning_rates is None else [*learning_rates]
+        if len(rates) != len(checkpoints):
+            raise UsageError(
+                f"There are {len(checkpoints)} checkpoints and {len(rates)} learning rates: give "
+                "one for each."
+            )
+        self.learning_rates = rates
+        self._checkpoints, self._method = [*checkpoints], method or GradDot()
+
+    def values(self, run: Run) -> Tensor:
+        """Scores, ``[N, M]``."""
+        total: Tensor | None = None
+        for state, rate in zip(self._checkpoints, self.learning_rates, strict=True):
+            with at_checkpoint(run.problem.model, state):
+                part = rate * self._method.values(run)
+            total = part if total is None else total + part
+        assert total is not None
+        return total
+
+
+@contextmanager
+def at_checkpoint(model: Module, state: Checkpoint) -> Iterator[None]:
+    """The model with the values of a checkpoint, and with its own afterwards."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    try:
+        model.load_state_dict(_state(state))
+        yield
+    finally:
+        model.load_state_dict(before)
+
+
+def _state(given: Checkpoint) -> Mapping[str, Tensor]:
+    if isinstance(given, Mapping):
+        return given
+    path = Path(given)
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    found: Mapping[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    return found
+
+
+def joined(parts: Iterable[Gradients]) -> Gradients:
+    """Samples of several batches, one behind the other.
+
+    Raises:
+        UsageError: There are none, or batches reach different parameters.
+    """
+    parts = [*parts]
+    if not parts:
+        raise UsageError("The loader of queries gave no batch.")
+    names = {*parts[0]}
+    for part in parts:
+        if {*part} != names:
+            strange = sorted(names ^ {*part})[0]
+            raise UsageError(
+                f"Some batches reach the parameter {strange!r}, and others do not: freeze it, or "
+                "give batches that go the same way through the model."
+            )
+    return {name: forms.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def norm_of(gradients: Gradients) -> Tensor:
+    """``‖g_n‖`` over all parameters, ``[N]``."""
+    return sum(map(forms.squared_norm, gradients.values()), torch.zeros(())).sqrt()
+
+
+def _divided(value: Value, norms: Tensor) -> Any:
+    factors = torch.where(norms > 0, 1 / norms, 0)
+    return forms.scaled(value, factors)
