@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from backpack_attribution.quality.measures import Measured as Measured
 from backpack_attribution.quality.measures import brittleness as brittleness
-from backpack_attribution.quality.measures import leave_one_out as leave_one_out
 from backpack_attribution.quality.measures import lds as lds
+from backpack_attribution.quality.measures import leave_one_out as leave_one_out
 from backpack_attribution.quality.measures import mean_reciprocal_rank as mean_reciprocal_rank
 from backpack_attribution.quality.measures import mislabelled_auc as mislabelled_auc
 from backpack_attribution.quality.measures import recall_at as recall_at

@@ -41,7 +41,7 @@ class Measured(NamedTuple):
 def spearman(a: Tensor, b: Tensor) -> Tensor:
     """Rank correlation of columns, ``[S, M]`` and ``[S, M]`` to ``[M]``; ties have mean ranks."""
     x, y = (_centred(ranks(t)) for t in (a, b))
-    return (x * y).sum(0) / (x.norm(dim=0) * y.norm(dim=0))
+    return _cosine(x, y)
 
 
 def ranks(values: Tensor) -> Tensor:
@@ -56,6 +56,12 @@ def ranks(values: Tensor) -> Tensor:
 
 def _centred(values: Tensor) -> Tensor:
     return values - values.mean(0)
+
+
+def _cosine(x: Tensor, y: Tensor) -> Tensor:
+    """Of columns; NaN where one is zero."""
+    norms: Tensor = torch.linalg.vector_norm(x, dim=0) * torch.linalg.vector_norm(y, dim=0)
+    return (x * y).sum(0) / norms
 
 
 def lds(scores: Scores | Any, subsets: Any, outputs: Any) -> Measured:
@@ -94,7 +100,7 @@ def leave_one_out(scores: Scores | Any, changes: Any, samples: Sequence[int]) ->
     if values.shape != true.shape:
         raise ShapeError(f"Changes are {list(values.shape)}. Got {list(true.shape)}.")
     x, y = _centred(values), _centred(true)
-    return Measured.over((x * y).sum(0) / (x.norm(dim=0) * y.norm(dim=0)))
+    return Measured.over(_cosine(x, y))
 
 
 def brittleness(

@@ -233,7 +233,8 @@ def facts(count: int = 40, epochs: int = 60, seed: int = 0) -> Task:
     texts = [wording.format(*pair) for pair in pairs for wording in wordings]
     asked = [f"the capital of {country} is {town}." for country, town in pairs]
     # The wording of queries is learned from other countries.
-    others = [f"the capital of {a} is {b}." for a, b in zip(*[iter(_names(40, draw))] * 2)]
+    more = _names(40, draw)
+    others = [f"the capital of {a} is {b}." for a, b in zip(more[:20], more[20:], strict=True)]
     task = _of_texts([*texts, *others], asked, epochs)
     targets = task.query_targets.clone()
     for row, (_, town) in enumerate(pairs):
