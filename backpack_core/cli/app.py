@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -261,9 +262,37 @@ def update(
         raise typer.Exit(1)
 
 
+def add_commands() -> None:
+    """Add the commands of other distributions: entry points of the group ``backpack.commands``.
+
+    Each names a ``typer.Typer``, in a module that imports what it needs in its commands.
+    """
+    known = {group.name for group in app.registered_groups}
+    for point in entry_points(group="backpack.commands"):
+        if point.name not in known:
+            try:
+                commands = point.load()
+            except Exception as error:
+                commands = _without(point, error)
+            app.add_typer(commands, name=point.name)
+
+
+def _without(point: EntryPoint, error: Exception) -> typer.Typer:
+    """What stands in for commands that cannot be loaded, and says why when it is asked."""
+    message = f"The command {point.name!r} ({point.value}) cannot be loaded: {error}."
+
+    def refuse() -> None:
+        raise PluginError(message) from error
+
+    stub = typer.Typer(help="Cannot be loaded.")
+    stub.callback(invoke_without_command=True)(refuse)
+    return stub
+
+
 def run(**kwargs: Any) -> None:
     """Run the command; expected errors are a message and an exit code, not a traceback."""
     try:
+        add_commands()
         app(**kwargs)
     except UsageError as error:
         typer.echo(f"backpack: {error}", err=True)

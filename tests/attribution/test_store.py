@@ -60,6 +60,21 @@ def test_scores_and_search_are_products_with_what_was_appended(tmp_path, dtype, 
     assert len(store.search(queries, k=100).identities[0]) == 8
 
 
+def test_cosines(tmp_path) -> None:
+    for options in ({}, {"rank": 1}):
+        store = filled(tmp_path / f"store{options}", **options)
+        queries = rows(2, seed=1)
+        stored = flat(
+            {k: torch.cat([_dense(b.gradients[k]) for b in store.blocks()]) for k in SHAPES}
+        )
+        wanted = (
+            torch.nn.functional.normalize(stored) @ torch.nn.functional.normalize(flat(queries)).T
+        )
+        found = store.scores(queries, cosine=True)
+        assert torch.allclose(found.values.double(), wanted, atol=1e-6)
+        assert store.search(queries, 3, cosine=True, rows=2).identities == found.top(3).identities
+
+
 def test_some_parts_and_some_samples(tmp_path) -> None:
     store = filled(tmp_path / "store")
     queries = rows(2, seed=1)

@@ -132,6 +132,22 @@ def inner(samples: Gradients, queries: Gradients) -> Tensor:
     return total
 
 
+def cosines(samples: Gradients, queries: Gradients) -> Tensor:
+    """Inner products divided by both norms, over the queries' parts, ``[N, M]``; zero for zero."""
+    rows = {name: samples[name] for name in queries}
+    products = _over(inner(rows, queries), norm(rows))
+    return _over(products.T, norm(queries)).T
+
+
+def norm(gradients: Gradients) -> Tensor:
+    """``‖g_n‖`` over all parts, ``[N]``, in single precision at least."""
+    return sum(map(squared_norm, gradients.values()), torch.zeros(())).sqrt()
+
+
+def _over(rows: Tensor, norms: Tensor) -> Tensor:
+    return rows * torch.where(norms > 0, 1 / norms, 0).to(rows.dtype).unsqueeze(1)
+
+
 def inner_of(value: Value, query: Value) -> Tensor:
     """Inner products of one part, ``[N, M]``."""
     value, query = _at_least_single(value), _at_least_single(query)
@@ -166,13 +182,11 @@ def dense(value: Value) -> Tensor:
     return value.dense() if isinstance(value, LowRank) else value
 
 
-def scaled(value: Value, factors: Tensor) -> Value:
-    """Samples multiplied with a number each, ``[N]``."""
-    if isinstance(value, LowRank):
-        return LowRank(scaled_tensor(value.left, factors), value.right, value.shape)
-    return scaled_tensor(value, factors)
-
-
 def scaled_tensor(value: Tensor, factors: Tensor) -> Tensor:
     """Rows of a tensor multiplied with a number each."""
     return value * factors.to(value.dtype).reshape(-1, *[1] * (value.dim() - 1))
+
+
+def rows(value: Value, chosen: list[int]) -> Value:
+    """Some samples; the value itself where all are chosen."""
+    return value if len(chosen) == len(value) else value[chosen]

@@ -11,6 +11,7 @@ from torch.nn import Module
 from backpack_attribution.curvature import Influence
 from backpack_attribution.methods import GradCosine, GradDot, Method
 from backpack_attribution.problem import Loss, Problem, Split
+from backpack_attribution.projected import TRAK, LoGra
 from backpack_attribution.run import Identities, Run
 from backpack_attribution.scores import Scores
 from backpack_core.errors import UsageError, nearest
@@ -21,6 +22,8 @@ METHODS: dict[str, Callable[[], Method]] = {
     "kfac": lambda: Influence("kfac"),
     "ekfac": Influence,
     "ekfac-cg": lambda: Influence(refine=10),
+    "trak": TRAK,
+    "logra": LoGra,
 }
 
 

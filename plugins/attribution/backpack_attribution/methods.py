@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_attribution import forms
-from backpack_attribution.forms import Gradients, Value
+from backpack_attribution.forms import Gradients
 from backpack_attribution.problem import Problem
 from backpack_attribution.run import Run, on_cpu
 from backpack_core.errors import UsageError
@@ -95,16 +95,9 @@ class GradDot(InnerProduct):
 class GradCosine(InnerProduct):
     """``⟨∇ℓ_n, ∇ℓ_m⟩ / (‖∇ℓ_n‖ ‖∇ℓ_m‖)``, over all parameters; zero where a gradient is zero."""
 
-    def transform(self, queries: Gradients, run: Run) -> Gradients:
-        """Queries of norm one."""
-        norms = norm_of(queries)
-        return {name: _divided(value, norms) for name, value in queries.items()}
-
     def of_batch(self, problem: Problem, batch: Any, queries: Gradients) -> Tensor:
-        """Products with queries of norm one, divided by the samples' norms."""
-        gradients = problem.gradients(batch)
-        products: Tensor = _divided(forms.inner(gradients, queries), norm_of(gradients))
-        return products
+        """Cosines of one batch of training samples, ``[N, M]``."""
+        return forms.cosines(problem.gradients(batch), queries)
 
 
 class TracIn(Method):
@@ -192,13 +185,3 @@ def joined(parts: Iterable[Gradients]) -> Gradients:
                 "give batches that go the same way through the model."
             )
     return {name: forms.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def norm_of(gradients: Gradients) -> Tensor:
-    """``‖g_n‖`` over all parameters, ``[N]``."""
-    return sum(map(forms.squared_norm, gradients.values()), torch.zeros(())).sqrt()
-
-
-def _divided(value: Value, norms: Tensor) -> Any:
-    factors = torch.where(norms > 0, 1 / norms, 0)
-    return forms.scaled(value, factors)

@@ -43,6 +43,10 @@ class Run:
         total = len(loader) if isinstance(loader, Sized) else None
         yield from tqdm(loader, what, total, disable=None if self.progress else True, leave=False)
 
+    def samples(self, batch: Any) -> int:
+        """Number of samples of a batch."""
+        return samples_in(self.problem.split(batch))
+
     def names(self, loader: Iterable[Any], given: Identities, is_shared: bool) -> list[Identity]:
         """Identities of all samples of a loader.
 
@@ -61,7 +65,7 @@ class Run:
         found: list[Identity] = []
         count = 0
         for batch in loader:
-            samples = samples_in(self.problem.split(batch))
+            samples = self.samples(batch)
             count += samples
             if callable(given):
                 found += checked(given(batch), samples)

@@ -244,25 +244,36 @@ class GradientStore:
         return {name: forms.cat([part[name] for part in parts])[order] for name in self.shapes}
 
     def scores(
-        self, queries: Mapping[str, Value], names: Sequence[Identity] | None = None
+        self,
+        queries: Mapping[str, Value],
+        names: Sequence[Identity] | None = None,
+        cosine: bool = False,
     ) -> Scores:
         """Inner products of all stored samples with queries, summed over parts.
 
         Args:
             queries: For each part a tensor ``[M, *θ]``; parts that are left out do not count.
             names: Identities of the queries; default: ``0, 1, 2, ...``.
+            cosine: Divide by the norms of both, over the parts of the queries.
 
         Raises:
             ShapeError: A query does not fit the part.
         """
         count = self._check_queries(queries)
         names = checked(range(count) if names is None else names, count)
-        parts = [forms.inner(block.gradients, queries) for block in self.blocks()]
+        product = forms.cosines if cosine else forms.inner
+        parts = [product(block.gradients, queries) for block in self.blocks()]
         values = torch.cat(parts) if parts else torch.zeros(0, count)
-        return Scores(values.cpu(), self.identities, names, "inner products")
+        kind = "cosines" if cosine else "inner products"
+        return Scores(values.cpu(), self.identities, names, kind)
 
     def search(
-        self, queries: Mapping[str, Value], k: int = 10, largest: bool = True, rows: int = 4096
+        self,
+        queries: Mapping[str, Value],
+        k: int = 10,
+        largest: bool = True,
+        cosine: bool = False,
+        rows: int = 4096,
     ) -> Found:
         """The ``k`` stored samples with the largest inner products with each query.
 
@@ -273,6 +284,7 @@ class GradientStore:
             queries: For each part a tensor ``[M, *θ]``; parts that are left out do not count.
             k: How many; all, if there are fewer.
             largest: Whether the largest are asked for, or the smallest.
+            cosine: Divide by the norms of both, over the parts of the queries.
             rows: Samples of a block.
 
         Raises:
@@ -280,8 +292,9 @@ class GradientStore:
         """
         count = self._check_queries(queries)
         values, places, done = torch.zeros(count, 0), torch.zeros(count, 0, dtype=torch.long), 0
+        product = forms.cosines if cosine else forms.inner
         for block in self.blocks(rows):
-            scores = forms.inner(block.gradients, queries).T.cpu()
+            scores = product(block.gradients, queries).T.cpu()
             rows_of = done + torch.arange(scores.shape[1]).expand_as(scores)
             done += scores.shape[1]
             values = torch.cat([values.to(scores.dtype), scores], 1)

@@ -194,24 +194,24 @@ def _batches(samples: int, epochs: int, size: int, seed: int) -> Iterator[Tensor
         yield from torch.randperm(samples, generator=generator).split(size)
 
 
-SUBJECTS = ("the cat", "the dog", "a bird", "the child", "my friend", "the old man", "a fox")
-VERBS = ("sees", "likes", "follows", "hears", "finds", "forgets")
-OBJECTS = ("the moon", "a red ball", "the river", "a small fish", "the house", "some bread")
-PLACES = ("at night", "in the rain", "by the sea", "every day", "far away", "with joy")
+def characters(
+    samples: int = 200, queries: int = 30, epochs: int = 30, words: int = 40, seed: int = 0
+) -> Task:
+    """Generated texts of three words, and a small GPT that learns them letter by letter.
 
-
-def characters(samples: int = 400, queries: int = 40, epochs: int = 12, seed: int = 0) -> Task:
-    """Generated sentences, and a small GPT that learns them letter by letter.
+    Some words are common and some are rare, so that it matters which texts a model has seen.
 
     Args:
         samples: For training.
-        queries: Other sentences of the same kind.
+        queries: Other texts of the same words.
         epochs: Of training.
-        seed: Of the sentences.
+        words: How many different words there are.
+        seed: Of the texts.
     """
     draw = random.Random(seed)
-    kinds = (SUBJECTS, VERBS, OBJECTS, PLACES)
-    texts = [" ".join(map(draw.choice, kinds)) + "." for _ in range(samples + queries)]
+    names = _names(words, draw)
+    weights = [1 / (place + 3) for place in range(words)]
+    texts = [" ".join(draw.choices(names, weights, k=3)) + "." for _ in range(samples + queries)]
     return _of_texts(texts[:samples], texts[samples:], epochs)
 
 

@@ -1,0 +1,230 @@
+"""Methods in a space of random projections: what can be stored for every sample."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_attribution.methods import Checkpoint, Method, at_checkpoint
+from backpack_attribution.problem import Problem
+from backpack_attribution.projection import ProjectedGrad
+from backpack_attribution.run import Run, on_cpu
+from backpack_core.errors import UsageError
+
+Kind: TypeAlias = Literal["kronecker", "gaussian", "rademacher", "sparse"]
+
+
+class Projection:
+    """Random projections of gradients, the same in every run on every machine.
+
+    Attributes:
+        dim: Numbers for each parameter of each sample.
+        kind: ``"kronecker"`` projects both sides of a matrix, and forms no gradient;
+            ``"gaussian"``, ``"rademacher"`` and ``"sparse"`` project all entries together.
+        seed: Of the projection.
+    """
+
+    def __init__(self, dim: int, kind: Kind = "kronecker", seed: int = 0) -> None:
+        """Store the settings.
+
+        Args:
+            dim: See the class.
+            kind: See the class.
+            seed: See the class.
+
+        Raises:
+            UsageError: A setting is unknown.
+        """
+        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
+            raise UsageError(f"dim is a positive number of entries. Got {dim!r}.")
+        if kind not in get_args(Kind):
+            raise UsageError(f"kind is one of {get_args(Kind)}. Got {kind!r}.")
+        self.dim, self.kind, self.seed = dim, kind, seed
+
+    def of(self, problem: Problem, batch: Any) -> dict[str, Tensor]:
+        """Projected gradients of a batch, ``[N, dim]`` for each parameter."""
+        found: Any = problem.read(batch, ProjectedGrad(self.dim, kind=self.kind, seed=self.seed))
+        return dict(found)
+
+    def about(self) -> dict[str, Any]:
+        """What a store says about them."""
+        return {"dim": self.dim, "kind": self.kind, "seed": self.seed}
+
+
+class LoGra(Method):
+    """Influence functions of projected gradients (Choe et al., 2024, arXiv:2405.13954).
+
+    ``Σ_θ φ_n ᵀ (F + λ)⁻¹ φ_m`` with the projected gradients ``φ`` of a parameter, their second
+    moments over the training data, ``F = Σ_n φ_n φ_nᵀ``, and a tenth of their mean eigenvalue.
+    """
+
+    def __init__(
+        self, dim: int = 64, kind: Kind = "kronecker", seed: int = 0, damping: float = 0.1
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            dim: Numbers for each parameter of each sample.
+            kind: See :class:`Projection`.
+            seed: Of the projection.
+            damping: As a share of the mean eigenvalue of each parameter's ``F``.
+        """
+        self._projection = Projection(dim, kind, seed)
+        self.dim, self.kind, self.seed, self.damping = dim, kind, seed, damping
+
+    @property
+    def name(self) -> str:
+        """``"logra"``."""
+        return "logra"
+
+    def values(self, run: Run) -> Tensor:
+        """Scores, ``[N, M]``."""
+        train = self._features(run, run.problem, run.train_loader, "training samples")
+        queries = self._features(run, run.query, run.query_loader, "queries")
+        total = torch.zeros(())
+        for name, query in queries.items():
+            moments = run.summed(train[name].T @ train[name])
+            total = total + train[name] @ inverse_product(moments, query, self.damping).T
+        return total
+
+    def _features(
+        self, run: Run, problem: Problem, loader: Iterable[Any], what: str
+    ) -> dict[str, Tensor]:
+        with problem.extended():
+            parts = [self._projection.of(problem, b) for b in run.batches(loader, what)]
+        return {name: on_cpu([part[name] for part in parts]) for name in parts[0]}
+
+
+class TRAK(Method):
+    """Data models of a linearised classifier (Park et al., 2023, arXiv:2303.14186).
+
+    ``φ_mᵀ (ΦᵀΦ)⁻¹ φ_n (1 - p_n)`` with projected gradients ``φ`` of the margin
+    ``log(p / (1 - p))`` of the right answer, averaged over checkpoints of models that were trained
+    on the same kind of data. With several positions, margins are added, and ``1 - p`` averaged. The
+    loss is a cross-entropy, or a module with ``reduction`` whose losses are ``-log p``.
+    """
+
+    def __init__(
+        self,
+        dim: int = 512,
+        checkpoints: Sequence[Checkpoint] = (),
+        kind: Kind = "rademacher",
+        seed: int = 0,
+        damping: float = 0.0,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            dim: Numbers for each sample.
+            checkpoints: State dictionaries, or files of them; default: the model as it is.
+            kind: See :class:`Projection`.
+            seed: Of the first checkpoint's projection; the others have the next ones.
+            damping: As a share of the mean eigenvalue of ``ΦᵀΦ``; zero in the paper.
+        """
+        Projection(dim, kind, seed)
+        self.dim, self.kind, self.seed, self.damping = dim, kind, seed, damping
+        self._checkpoints = [*checkpoints]
+
+    @property
+    def name(self) -> str:
+        """``"trak"``."""
+        return "trak"
+
+    def values(self, run: Run) -> Tensor:
+        """Scores, ``[N, M]``."""
+        model = run.problem.model
+        states = self._checkpoints or [model.state_dict()]
+        total, misses = torch.zeros(()), torch.zeros(())
+        for number, state in enumerate(states):
+            with at_checkpoint(model, state):
+                part, missed = self._at(run, Projection(self.dim, self.kind, self.seed + number))
+            total, misses = total + part / len(states), misses + missed / len(states)
+        return total * misses.unsqueeze(1)
+
+    def _at(self, run: Run, projection: Projection) -> tuple[Tensor, Tensor]:
+        margins = [
+            problem.with_loss(Margin(problem.lossfunc)) for problem in (run.problem, run.query)
+        ]
+        train = self._features(run, margins[0], run.train_loader, projection)
+        queries = self._features(run, margins[1], run.query_loader, projection)
+        kernel = run.summed(train.T @ train)
+        batches = run.batches(run.train_loader, "trak: training samples")
+        with torch.no_grad():
+            missed = on_cpu([self._missed(run.problem, batch) for batch in batches])
+        return train @ inverse_product(kernel, queries, self.damping).T, missed
+
+    def _features(
+        self, run: Run, problem: Problem, loader: Iterable[Any], projection: Projection
+    ) -> Tensor:
+        """Projections of the whole gradient: the sum over parameters, which are independent."""
+        with problem.extended():
+            return on_cpu(
+                [
+                    torch.stack([*projection.of(problem, batch).values()]).sum(0)
+                    for batch in run.batches(loader, "trak")
+                ]
+            )
+
+    def _missed(self, problem: Problem, batch: Any) -> Tensor:
+        """``1 - p`` of each sample, the mean over positions. Shape ``[N]``."""
+        output, target = problem.forward(problem.model, batch)
+        losses = Margin(problem.lossfunc).losses(output, target)
+        missed, counts = -torch.expm1(-losses), (losses > 0).to(losses.dtype)
+        flat = (t.reshape(len(t), -1).sum(1) for t in (missed * counts, counts))
+        first, second = flat
+        return first / second.clamp(min=1)
+
+
+class Margin(Module):
+    """``Σ log(p / (1 - p))`` of the right answers, as a function of output and target."""
+
+    def __init__(self, lossfunc: Any) -> None:
+        """Take the losses ``-log p`` from a loss module.
+
+        Raises:
+            UsageError: The loss is not such a module.
+        """
+        super().__init__()
+        if not isinstance(lossfunc, Module) or not hasattr(lossfunc, "reduction"):
+            raise UsageError(
+                "TRAK takes margins of a cross-entropy: give a loss module with reduction, such as "
+                f"CrossEntropyLoss(). Got {type(lossfunc).__name__}."
+            )
+        each: Any = copy.deepcopy(lossfunc)
+        each.reduction = "none"
+        self._each = each
+        self.reduction = "sum"
+
+    def losses(self, output: Tensor, target: Tensor) -> Tensor:
+        """``-log p``, one for each sample and position; zero where the target is ignored."""
+        found: Tensor = self._each(output, target)
+        return found
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """The sum of the margins; what is ignored, or certain, has none."""
+        losses = self.losses(output, target)
+        counts = losses > 0
+        safe = torch.where(counts, losses, 1.0)
+        margins = -safe - torch.log(-torch.expm1(-safe))
+        return torch.where(counts, margins, 0.0).sum()
+
+
+def inverse_product(moments: Tensor, rows: Tensor, damping: float) -> Tensor:
+    """``(F + λ)⁻¹`` times rows ``[M, D]``, in double precision; the pseudo-inverse for a λ of zero.
+
+    Args:
+        moments: ``F``, ``[D, D]``.
+        rows: Vectors.
+        damping: ``λ`` as a share of the mean eigenvalue.
+    """
+    values, vectors = torch.linalg.eigh(moments.double())
+    shifted = values.clamp(min=0) + damping * values.mean()
+    bound = len(values) * torch.finfo(moments.dtype).eps * values.amax()
+    inverse = torch.where(shifted > bound, 1 / shifted, 0)
+    found: Tensor = (rows.double() @ vectors * inverse) @ vectors.T
+    return found.to(rows.dtype)
