@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from importlib.metadata import EntryPoint, entry_points
+from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -262,37 +263,31 @@ def update(
         raise typer.Exit(1)
 
 
-def add_commands() -> None:
+def add_commands(asked: Sequence[str]) -> None:
     """Add the commands of other distributions: entry points of the group ``backpack.commands``.
 
-    Each names a ``typer.Typer``, in a module that imports what it needs in its commands.
+    Each names a ``typer.Typer``. Only that of the command that was asked for is imported; the
+    others are listed by name.
+
+    Args:
+        asked: The arguments of the command line.
     """
-    known = {group.name for group in app.registered_groups}
     for point in entry_points(group="backpack.commands"):
-        if point.name not in known:
+        commands = typer.Typer(help=f"Commands of {point.module.partition('.')[0]}.")
+        if point.name in asked[:1]:
             try:
                 commands = point.load()
             except Exception as error:
-                commands = _without(point, error)
-            app.add_typer(commands, name=point.name)
-
-
-def _without(point: EntryPoint, error: Exception) -> typer.Typer:
-    """What stands in for commands that cannot be loaded, and says why when it is asked."""
-    message = f"The command {point.name!r} ({point.value}) cannot be loaded: {error}."
-
-    def refuse() -> None:
-        raise PluginError(message) from error
-
-    stub = typer.Typer(help="Cannot be loaded.")
-    stub.callback(invoke_without_command=True)(refuse)
-    return stub
+                raise PluginError(
+                    f"The command {point.name!r} ({point.value}) cannot be loaded: {error}."
+                ) from error
+        app.add_typer(commands, name=point.name)
 
 
 def run(**kwargs: Any) -> None:
     """Run the command; expected errors are a message and an exit code, not a traceback."""
     try:
-        add_commands()
+        add_commands(sys.argv[1:])
         app(**kwargs)
     except UsageError as error:
         typer.echo(f"backpack: {error}", err=True)

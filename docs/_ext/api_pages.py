@@ -94,8 +94,14 @@ PAGES = (
     Page(
         "modules",
         "backpack_layers.modules",
-        "Small modules for what a `Sequential` cannot say.",
-        ("backpack_layers.modules",),
+        "Small modules for what a `Sequential` cannot say, and the loss of language models.",
+        ("backpack_layers.modules", "backpack_layers.language"),
+    ),
+    Page(
+        "attribution",
+        "backpack_attribution",
+        "Which training samples shaped what a model says, [with examples](../attribution.md).",
+        ("backpack_attribution", "backpack_attribution.quality"),
     ),
     Page(
         "operations",

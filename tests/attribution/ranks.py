@@ -1,4 +1,4 @@
-"""Processes of a test: each has every second sample, or fourth; ``python -m tests.attribution.ranks``."""
+"""Processes of a test: of two, each has every second sample."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_attribution.methods import Checkpoint, Method, at_checkpoint
-from backpack_attribution.problem import Problem
+from backpack_attribution.methods import Checkpoint, Method, at_checkpoint, joined
+from backpack_attribution.problem import Loss, Problem, Split
 from backpack_attribution.projection import ProjectedGrad
 from backpack_attribution.run import Run, on_cpu
 from backpack_core.errors import UsageError
@@ -49,6 +49,30 @@ class Projection:
     def of(self, problem: Problem, batch: Any) -> dict[str, Tensor]:
         """Projected gradients of a batch, ``[N, dim]`` for each parameter."""
         found: Any = problem.read(batch, ProjectedGrad(self.dim, kind=self.kind, seed=self.seed))
+        return dict(found)
+
+    def over(
+        self,
+        model: Module,
+        lossfunc: Loss,
+        loader: Iterable[Any],
+        batch: Split | None = None,
+    ) -> dict[str, Tensor]:
+        """Projected gradients of all samples of a loader, such as queries for a store.
+
+        Args:
+            model: The trained model, in evaluation mode.
+            lossfunc: As for :func:`~backpack_attribution.influence`.
+            loader: Gives batches.
+            batch: Makes ``(inputs, targets)`` of what the loader gives.
+
+        Returns:
+            ``[M, dim]`` for each parameter.
+        """
+        problem = Problem(model, lossfunc, batch)
+        with problem.extended():
+            parts = [self.of(problem, item) for item in loader]
+        found: Any = joined(parts)
         return dict(found)
 
     def about(self) -> dict[str, Any]:
