@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from backpack_attribution import GradDot, Influence, Scores, TracIn, influence
 from backpack_core import extend, is_extended
@@ -217,6 +218,24 @@ def test_refusals() -> None:
     x[2] = torch.nan
     with pytest.raises(UsageError, match="training sample 2 are not finite"):
         influence(model, lossfunc, loader((x, y), 2), queries, "dot")
+
+
+def test_loaders_that_shuffle_or_repeat() -> None:
+    model, lossfunc, data = mlp(), nn.CrossEntropyLoss(), TensorDataset(*vectors(30))
+    queries = loader(vectors(2), 2)
+    shuffled = DataLoader(data, 4, shuffle=True)
+    for method in ("dot", "logra"):
+        with pytest.raises(UsageError, match="gave other batches than in the pass before"):
+            influence(model, lossfunc, shuffled, queries, method)
+        with pytest.raises(UsageError, match="gave other batches"):
+            influence(model, lossfunc, queries, shuffled, method)
+    once = map(tuple, loader(vectors(4), 2))
+    with pytest.raises(UsageError, match="gave other batches"):
+        influence(model, lossfunc, once, queries, "dot")
+    for options, said in (({"shuffle": True}, "shuffles"), ({"shuffle": False}, "repeats")):
+        sampler = DistributedSampler(data, 4, 0, **options)
+        with pytest.raises(UsageError, match=f"The DistributedSampler {said}"):
+            influence(model, lossfunc, DataLoader(data, 4, sampler=sampler), queries, "dot")
 
 
 def test_identities_of_all_kinds() -> None:

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, distributed
+from torch.utils.data import DistributedSampler
 from tqdm import tqdm
 
-from backpack_attribution.identities import ByContent, ByPlace, Identify, Identity, checked
+from backpack_attribution.identities import (
+    ByContent,
+    ByPlace,
+    Identify,
+    Identity,
+    checked,
+    content_hash,
+)
 from backpack_attribution.problem import Problem, samples_in
 from backpack_attribution.scores import Scores
 from backpack_core.errors import UsageError
@@ -37,11 +45,28 @@ class Run:
     query_loader: Iterable[Any]
     progress: bool = True
     process_group: distributed.ProcessGroup | None = None
+    _seen: dict[int, list[str]] = field(default_factory=dict, repr=False)
 
     def batches(self, loader: Iterable[Any], what: str) -> Iterator[Any]:
-        """The batches of a loader, with a bar meanwhile."""
+        """The batches of a loader, with a bar meanwhile.
+
+        Raises:
+            UsageError: They are not those of the first pass, by which samples have their names.
+        """
         total = len(loader) if isinstance(loader, Sized) else None
-        yield from tqdm(loader, what, total, disable=None if self.progress else True, leave=False)
+        bar = tqdm(loader, what, total, disable=None if self.progress else True, leave=False)
+        known = self._seen.get(id(loader), [])
+        seen: list[str] = []
+        for batch in bar:
+            seen.append(content_hash(batch))
+            if seen != known[: len(seen)]:
+                break
+            yield batch
+        if seen != known:
+            raise UsageError(
+                "The loader gave other batches than in the pass before, so that samples cannot be "
+                "told apart: give one that does not shuffle, drop or change samples."
+            )
 
     def samples(self, batch: Any) -> int:
         """Number of samples of a batch."""
@@ -54,7 +79,11 @@ class Run:
             loader: Gives batches.
             given: ``"place"``, ``"content"``, all identities, or a function of a batch.
             is_shared: Whether processes have a part of the data each.
+
+        Raises:
+            UsageError: There are no samples, or identities do not fit them.
         """
+        _require_own_samples(loader)
         group = self.process_group if is_shared else None
         place = (
             ByPlace()
@@ -63,8 +92,10 @@ class Run:
         )
         content = ByContent()
         found: list[Identity] = []
-        count = 0
+        count, seen = 0, self._seen.setdefault(id(loader), [])
+        seen.clear()
         for batch in loader:
+            seen.append(content_hash(batch))
             samples = self.samples(batch)
             count += samples
             if callable(given):
@@ -100,6 +131,24 @@ class Run:
     def is_first(self) -> bool:
         """Whether this is the process that speaks."""
         return self.process_group is None or distributed.get_rank(self.process_group) == 0
+
+
+def _require_own_samples(loader: Iterable[Any]) -> None:
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler):
+        return
+    if sampler.shuffle:
+        raise UsageError(
+            "The DistributedSampler shuffles, so that a place does not name a sample: give "
+            "shuffle=False."
+        )
+    samples: Any = sampler.dataset
+    if not sampler.drop_last and len(samples) % sampler.num_replicas:
+        raise UsageError(
+            f"The DistributedSampler repeats samples, since {len(samples)} are not a multiple of "
+            f"{sampler.num_replicas} processes, and they would count twice: give each process "
+            "Subset(dataset, range(rank, len(dataset), ranks))."
+        )
 
 
 def on_cpu(values: Sequence[Tensor]) -> Tensor:
