@@ -80,12 +80,12 @@ class Extension(ABC):
     """
 
     savefield: str = ""
-    needs: ClassVar[tuple[Operation[Any], ...]] = ()
+    needs: tuple[Operation[Any], ...] = ()
     columns_add: ClassVar[bool] = False
     columns_mix: ClassVar[bool] = False
     per_sample: ClassVar[bool] = False
     sums_samples: ClassVar[bool] = False
-    is_deferred: ClassVar[bool] = False
+    is_deferred: bool = False
     keeps_graph: ClassVar[bool] = False
     needs_every_parameter: ClassVar[bool] = False
     needs_normalisers: bool = False

@@ -14,7 +14,7 @@ from backpack_core.record.call import path_of
 from backpack_core.record.untouched import Versions, held
 
 # Set by the engine.
-_PLACE = ("name", "module", "rule", "needs", "kept", "beside", "is_measured")
+_PLACE = ("name", "module", "parameter", "rule", "needs", "kept", "beside", "is_measured")
 
 
 class Reading:
@@ -24,6 +24,7 @@ class Reading:
         shape: Shape of the parameter, ``[*θ]``.
         name: The name of the parameter in its module.
         module: The module.
+        parameter: What results are stored on; known when an extension reads.
         rule: The class of the rule that made it, for messages.
         needs: The operations that extensions will ask for, so that one can serve another.
         is_measured: Whether extensions may look at values, as :attr:`View.is_measured` says.
@@ -35,6 +36,7 @@ class Reading:
 
     name: str = ""
     module: Module | None = None
+    parameter: Tensor | None = None
     rule: type = object
     needs: frozenset[Any] = frozenset()
     is_measured: bool = True

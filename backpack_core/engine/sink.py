@@ -152,6 +152,7 @@ class Sink(ABC):
                 if self._is_wanted(extension, id(parameter)):
                     shown = uses[0] if len(uses) == 1 else _whole(uses)
                     shown = shown.lasting() if extension.is_deferred else shown
+                    shown.parameter = parameter
                     seen += () if guard is None else shown.held()
                     value = extension.read(shown)
                     if value is None:

@@ -1,1 +1,22 @@
 """First-order extensions for backpack-core: individual gradients and their statistics."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from backpack_firstorder.sample_gradients import SampleGradients as SampleGradients
+
+# Loaded when asked for: the entry points of single extensions cost no more than themselves.
+_PUBLIC = {
+    "SampleGradients": "sample_gradients",
+}
+__all__ = ["SampleGradients"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    return found

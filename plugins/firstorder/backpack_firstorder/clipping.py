@@ -136,7 +136,7 @@ class ClippedSumGrad(FirstOrderExtension):
     )
     unless_told = UNLESS_TOLD
     over_batches = OfOwnLosses({"": Part("sum", degree=0)})
-    is_deferred: ClassVar[bool] = True
+    is_deferred = True
     needs_every_parameter: ClassVar[bool] = True
     needs = (squared_norm,)  # norms are made of these
 

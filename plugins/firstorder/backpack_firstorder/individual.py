@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, get_args
+
 from torch import Tensor
 
+from backpack_core.contract.extension import FailMode
+from backpack_core.contract.operation import Operation
+from backpack_core.errors import UsageError
+from backpack_firstorder.names import name_of
 from backpack_firstorder.products import norm
+from backpack_firstorder.sample_gradients import SampleGradients
 from backpack_firstorder.single import in_single
 from backpack_firstorder.squares import SquaresExtension, warn_of_range
 from backpack_products import FirstOrderExtension, SampleProduct
-from backpack_products.merging import SUM
+from backpack_products.merging import SUM, Refused
 from backpack_products.operations import dense, gram, squared_norm
+
+_REFUSED = Refused(
+    'gradients of form="product" are not added up: join those of each batch with '
+    "SampleGradients.cat, or take them with a consumer."
+)
+Form: TypeAlias = Literal["dense", "product"]
+Consumer: TypeAlias = Callable[[str, SampleGradients], object]
 
 
 class BatchGrad(FirstOrderExtension):
@@ -19,18 +34,72 @@ class BatchGrad(FirstOrderExtension):
     ``∇_θ ℓ_n`` for a sum and ``1/N ∇_θ ℓ_n`` for a mean, so that ``Σ_n grad_batch[n] = grad``.
     With ``subsampling``, only the chosen samples, scaled as in the whole batch.
 
+    With ``form="product"``, they are not formed: ``grad_batch`` is a
+    :class:`~backpack_firstorder.SampleGradients` of the same shape and scale, which gives norms,
+    inner products, projections and weighted sums, and can be kept, moved and stored. It has memory
+    of its own, and is not differentiable.
+
+    With a ``consumer``, nothing is stored. ``consumer(name, gradients)`` is called once for each
+    parameter during the backward pass, with its name in the model (a tied parameter has its first)
+    and its ``SampleGradients``. Only one parameter's are held at a time.
+
     Exact for every net whose samples do not influence each other (Dangel et al., 2020, BackPACK,
     ICLR, section 2.2).
     """
 
     savefield = "grad_batch"
-    degree = 1
-    over_batches = "concatenate"
-    needs = (dense,)
+    degree: float | None = 1
+    over_batches: Any = "concatenate"
+    needs: tuple[Operation[Any], ...] = (dense,)
 
-    def read(self, product: SampleProduct) -> Tensor:
+    def __init__(
+        self,
+        subsampling: Sequence[int] | None = None,
+        savefield: str | None = None,
+        fail_mode: FailMode = "autodiff",
+        form: Form = "dense",
+        consumer: Consumer | None = None,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            subsampling: Indices of the samples to take; default: all.
+            savefield: Name of the attribute on parameters; default: the class's.
+            fail_mode: See :class:`Extension`.
+            form: ``"dense"`` for tensors, ``"product"`` for gradients that are not formed.
+            consumer: With ``form="product"``: what takes the gradients of each parameter.
+
+        Raises:
+            UsageError: The form is unknown, or there is a consumer of dense gradients.
+        """
+        super().__init__(subsampling, savefield, fail_mode)
+        if form not in get_args(Form):
+            raise UsageError(f"form must be one of {get_args(Form)}. Got {form!r}.")
+        if consumer is not None and not (callable(consumer) and form == "product"):
+            raise UsageError(
+                "A consumer is a function of a name and SampleGradients: write "
+                f'BatchGrad(form="product", consumer=f). Got {consumer!r:.80}, with form={form!r}.'
+            )
+        self.consumer, self.is_product = consumer, form == "product"
+        self.is_deferred = consumer is not None
+        if self.is_product:
+            self.needs, self.degree, self.over_batches = (), None, _REFUSED
+
+    def read(self, product: SampleProduct) -> Any:
         """``M`` itself, of one column."""
-        return dense(product).squeeze(0)
+        if not self.is_product:
+            return dense(product).squeeze(0)
+        found = SampleGradients.of(product)
+        if product.parameter is not None:
+            found = found.to(dtype=product.parameter.dtype)
+        if self.consumer is None:
+            return found
+        self.consumer(name_of(product), found)
+        return product.name  # to be forgotten
+
+    def finish(self, values: Mapping[Tensor, Any], normalisers: Sequence[Any]) -> dict[Tensor, Any]:
+        """Nothing: the consumer has had it."""
+        return {}
 
 
 class BatchL2Grad(SquaresExtension):

@@ -1,0 +1,62 @@
+"""Matrices of low rank, the nearest to individual gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backpack_core.tuning import memory_budget
+from backpack_products.contractions import slices
+from backpack_products.product import SampleProduct
+from backpack_products.values import at_least_single
+
+Factors = tuple[Tensor, Tensor]
+
+
+def affine_low_rank(out: Tensor, inp: Tensor, rank: int) -> Factors:
+    """Factors ``[N, c, O]`` and ``[N, c, I]`` nearest to ``Σ_s out[n, s] ⊗ inp[n, s]``.
+
+    Args:
+        out: Shape ``[N, S, O]``.
+        inp: Shape ``[N, S, I]``.
+        rank: ``c``.
+    """
+    left, right = at_least_single(out), at_least_single(inp)
+    # Orthogonal bases of what the factors span, where these are not all there is.
+    left_base, left = _reduced(left.mT)  # [N, O, k], [N, k, S]
+    right_base, right = _reduced(right.mT)
+    found = _truncated(left @ right.mT, rank)
+    left_out, right_out = found[0] @ left_base.mT, found[1] @ right_base.mT
+    return left_out.to(out.dtype), right_out.to(out.dtype)
+
+
+def dense_low_rank(product: SampleProduct, size: tuple[int, int], rank: int) -> Factors:
+    """The same of formed gradients, some samples at a time.
+
+    Args:
+        product: Of one column, ``[1, N, *θ]``.
+        size: Rows and columns of the parameter.
+        rank: ``c``.
+    """
+    single = max(1, product.shape.numel() * product.like.element_size())
+    found = []
+    for some in slices(product.samples, memory_budget() // single):
+        part = product.part(slice(0, 1), some).reshape(-1, *size)
+        found.append(_truncated(at_least_single(part), rank))
+    left, right = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return left.to(product.like.dtype), right.to(product.like.dtype)
+
+
+def _reduced(mat: Tensor) -> Factors:
+    if mat.shape[1] <= mat.shape[2]:
+        eye = torch.eye(mat.shape[1], dtype=mat.dtype, device=mat.device)
+        return eye.expand(len(mat), *eye.shape), mat
+    found: Factors = torch.linalg.qr(mat)
+    return found
+
+
+def _truncated(mat: Tensor, rank: int) -> Factors:
+    """The largest singular values of ``[N, O, I]``, split evenly: ``[N, c, O]``, ``[N, c, I]``."""
+    left, values, right = torch.linalg.svd(mat, full_matrices=False)
+    roots = values[:, :rank].sqrt().unsqueeze(2)
+    return left[:, :, :rank].mT * roots, right[:, :rank] * roots

@@ -1,0 +1,47 @@
+"""The names of parameters in their model, as ``named_parameters()`` gives them."""
+
+from __future__ import annotations
+
+from weakref import WeakKeyDictionary, ref
+
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core.record.owner import HANDED, PATH_ATTRIBUTE, owner_of
+from backpack_products import SampleProduct
+
+_known: WeakKeyDictionary[Module, dict[int, tuple[ref[Tensor], str]]] = WeakKeyDictionary()
+
+
+def name_of(product: SampleProduct) -> str:
+    """The name of a product's parameter in the extended model.
+
+    A tied parameter has its first name, a tensor of ``functional_call`` that of the parameter whose
+    place it took.
+    """
+    parameter, module = product.parameter, product.module
+    if parameter is None or module is None:
+        return product.name
+    if id(parameter) in HANDED:
+        _, owner, name = HANDED[id(parameter)]
+        home = owner()
+        return _joined(module if home is None else home, name)
+    model = owner_of(module)
+    found = _name_in(model, parameter)
+    if found is None:  # parameters that were replaced since
+        _known.pop(model, None)
+        found = _name_in(model, parameter)
+    return _joined(module, product.name) if found is None else found
+
+
+def _name_in(model: Module, parameter: Tensor) -> str | None:
+    if model not in _known:
+        named = model.named_parameters()
+        _known[model] = {id(tensor): (ref(tensor), name) for name, tensor in named}
+    known = _known[model].get(id(parameter))
+    return known[1] if known is not None and known[0]() is parameter else None
+
+
+def _joined(module: Module, name: str) -> str:
+    path = module.__dict__.get(PATH_ATTRIBUTE)
+    return f"{path}.{name}" if path else name

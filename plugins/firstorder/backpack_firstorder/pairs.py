@@ -1,0 +1,235 @@
+"""Inner products of two sets of individual gradients of one parameter, ``[N, M]``.
+
+Neither set is formed as a whole. Each pair of forms has its way, and where there are several the
+one with fewer multiply-adds is taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import isqrt, prod
+
+import torch
+from torch import Tensor
+
+from backpack_core.contract.operation import OpenFunction
+from backpack_core.tuning import memory_budget
+from backpack_firstorder.plain import plain_terms
+from backpack_products.affine import AffineProduct
+from backpack_products.contractions import is_empty, pieces, products, row_steps, slices
+from backpack_products.lookup import LookupProduct
+from backpack_products.product import DenseProduct, SampleProduct
+from backpack_products.rows import Rows
+from backpack_products.tuning import CACHE, READ
+
+# Fewer features at a time than these make products of matrices too small to be fast.
+_FEATURES = 32
+
+
+def pairs(first: SampleProduct, second: SampleProduct) -> Tensor:
+    """``⟨M[0, n], M'[0, m]⟩`` of two products of one column, of one parameter. Shape ``[N, M]``.
+
+    A sum has the inner products of all pairs of its terms, those of different forms included.
+    """
+    total = first.new_zeros(first.samples, second.samples)
+    others = plain_terms(second)
+    for term in plain_terms(first):
+        for other in others:
+            total = total + _pairs_of_terms(term, other)
+    return total
+
+
+def _pairs_of_terms(first: SampleProduct, second: SampleProduct) -> Tensor:
+    found = pairs_version(first, second)
+    if found is not None:
+        return found
+    found = pairs_version(second, first)
+    return _by_pieces(first, second) if found is None else found.T
+
+
+@OpenFunction
+def pairs_version(first: SampleProduct, second: SampleProduct) -> Tensor | None:
+    """Dispatch on the first form; its version asks whether it can be paired with the second."""
+    return None
+
+
+def _by_pieces(first: SampleProduct, second: SampleProduct) -> Tensor:
+    """By formed gradients, some at a time of both."""
+    total = first.new_zeros(first.samples, second.samples)
+    single = max(1, prod(second.shape) * total.element_size())
+    for some in slices(second.samples, memory_budget() // single):
+        right = second.part(slice(0, 1), some).reshape(-1, prod(second.shape))
+        for _, rows, piece in first.pieces():
+            total[rows, some] = piece.reshape(-1, right.shape[1]) @ right.T
+    return total
+
+
+@pairs_version.register
+def _pairs_dense(first: DenseProduct, second: SampleProduct) -> Tensor | None:
+    if first.values is None or not isinstance(second, DenseProduct) or second.values is None:
+        return None
+    left, right = first.values[0], second.values[0]
+    return left.reshape(len(left), -1) @ right.reshape(len(right), -1).T
+
+
+# Weights ------------------------------------------------------------------------------------------
+
+
+@pairs_version.register
+def _pairs_affine(first: AffineProduct, second: SampleProduct) -> Tensor | None:
+    inp = first.inp
+    if inp is None or first.arrange is not None:
+        return None
+    out, sizes = first.out, first.sizes
+    if isinstance(second, DenseProduct) and second.values is not None:
+        return affine_with_dense(out, inp, second.values.reshape(second.samples, *sizes))
+    if isinstance(second, LookupProduct) and sizes == (1, *second.shape):
+        return _affine_with_lookup(out, inp, second)
+    if not isinstance(second, AffineProduct) or second.inp is None or second.arrange is not None:
+        return None
+    if is_empty(out, inp) or is_empty(second.out, second.inp):
+        return out.new_zeros(first.samples, second.samples)
+    if second.sizes != sizes:
+        return None
+    if _is_cheaper_by_positions(out, inp, second.out, second.inp):
+        return _by_positions(out, inp, second.out, second.inp)
+    # What is formed again for each part of the other set is the smaller set.
+    other_out, other_inp = second.out, second.inp
+    if first.samples * first.positions < second.samples * second.positions:
+        return _by_features(other_out, other_inp, first.samples, _former(out, inp)).T
+    return _by_features(out, inp, second.samples, _former(other_out, other_inp))
+
+
+def _former(out: Tensor, inp: Rows) -> Callable[[slice], Tensor]:
+    """Forms gradients of some output features. Shape ``[M, G, o, I]``."""
+    return lambda some: products(out[..., some], inp)[0]
+
+
+def _is_cheaper_by_positions(out: Tensor, inp: Rows, other: Tensor, other_inp: Rows) -> bool:
+    """Whether inner products of positions cost less than products, in multiply-adds."""
+    _, samples, positions, groups, features = out.shape
+    size, (_, count, others) = inp.shape[3], other.shape[:3]
+    met = samples * positions * count * others * groups * (features + size + READ)
+    single = groups * features * size
+    formed = samples * positions + count * others + samples * count + (samples + count) * READ
+    return met < formed * single
+
+
+def _by_positions(out: Tensor, inp: Rows, other_out: Tensor, other_inp: Rows) -> Tensor:
+    """``Σ_g Σ_s Σ_t ⟨out[n, s], out'[m, t]⟩ ⟨inp[n, s], inp'[m, t]⟩``, in parts that stay near."""
+    (_, samples, positions), (_, count, others) = out.shape[:3], other_out.shape[:3]
+    total = out.new_zeros(samples, count)
+    most = CACHE // out.element_size()
+    some = max(1, min(count, isqrt(most) // others))
+    few = max(1, most // (some * others * positions))
+    for columns in slices(count, some):
+        right_out, right_inp = other_out[0, columns], other_inp[columns]
+        for rows in slices(samples, few):
+            left_out, left_inp = out[0, rows], inp[rows]
+            for group in range(out.shape[3]):
+                met = _met(left_out, right_out, group) * _met(left_inp, right_inp, group)
+                shape = (-1, positions, columns.stop - columns.start, others)
+                total[rows, columns] += met.view(shape).sum((1, 3))
+    return total
+
+
+def _met(left: Tensor, right: Tensor, group: int) -> Tensor:
+    """Inner products of all positions of two sets. Shape ``[n · S, m · T]``."""
+    return left[:, :, group].flatten(0, 1) @ right[:, :, group].flatten(0, 1).T
+
+
+def affine_with_dense(out: Tensor, inp: Rows, other: Tensor) -> Tensor:
+    """With formed gradients or directions ``[M, G, O, I]``."""
+    count, positions = len(other), out.shape[2]
+    if is_empty(out, inp) or not count:
+        return out.new_zeros(out.shape[1], count)
+    if count * positions <= positions + READ + count:
+        return _by_multiplying(out, inp, other)
+    return _by_features(out, inp, count, lambda some: other[:, :, some])
+
+
+def _by_multiplying(out: Tensor, inp: Rows, other: Tensor) -> Tensor:
+    """``Σ_s outᵀ D inp``, as one product of matrices for each direction ``D``."""
+    total = out.new_zeros(out.shape[1], len(other))
+    for rows in row_steps(inp, out.element_size()):
+        right, left = inp[rows], out[0, rows]
+        for column, direction in enumerate(other):
+            seen = torch.einsum("nsgo,goi->nsgi", left, direction)
+            total[rows, column] = (seen * right).flatten(1).sum(1)
+    return total
+
+
+def _by_features(out: Tensor, inp: Rows, count: int, form: Callable[[slice], Tensor]) -> Tensor:
+    """By gradients that are formed for some output features at a time.
+
+    Args:
+        out: Columns at the output, ``[1, N, S, G, O]``.
+        inp: What the weight multiplies, ``[N, S, G, I]``.
+        count: ``M``.
+        form: The other gradients of some features, ``[M, G, o, I]``.
+    """
+    samples, _, groups, features = out.shape[1:]
+    total = out.new_zeros(samples, count)
+    single = groups * inp.shape[3] * out.element_size()
+    step = max(CACHE // 2 // (count * single), min(features, _FEATURES))
+    step = max(1, min(step, memory_budget() // (count * single)))
+    for some in slices(features, step):
+        right = form(some).reshape(count, -1).T
+        for _, rows, piece in pieces(out[..., some], inp, CACHE // 2):  # [n, G, 1, o, I]
+            total[rows] += piece.reshape(-1, len(right)) @ right
+    return total
+
+
+# Tables -------------------------------------------------------------------------------------------
+
+
+def _affine_with_lookup(out: Tensor, inp: Rows, other: LookupProduct) -> Tensor:
+    """Of the affine product only those rows that the table's samples looked up."""
+    parts = [out.new_zeros(out.shape[1], 0)]
+    for rows, table in tables(other):
+        parts.append(affine_with_dense(out[..., rows], inp, table.unsqueeze(1)))
+    return torch.cat(parts, 1)
+
+
+def tables(product: LookupProduct) -> list[tuple[Tensor, Tensor]]:
+    """Tables of the rows that some samples look up: which rows ``[R]``, and ``[m, R, dim]``.
+
+    For so many samples at a time that a table fits into the memory budget.
+    """
+    single = max(1, product.row.shape[1] * product.shape[1] * product.like.element_size())
+    found = []
+    for some in slices(product.samples, isqrt(memory_budget() // single)):
+        rows, place = product.row[some].unique(return_inverse=True)
+        shape = torch.Size((len(rows), product.shape[1]))
+        small = LookupProduct(product.out[:, some], place, shape)
+        found.append((rows, small.part(slice(0, 1), slice(0, small.samples))[0]))
+    return found
+
+
+@pairs_version.register
+def _pairs_lookup(first: LookupProduct, second: SampleProduct) -> Tensor | None:
+    if isinstance(second, DenseProduct) and second.values is not None:
+        return _lookup_with_dense(first.out[0], first.row, second.values[0])
+    if not isinstance(second, LookupProduct):
+        return None
+    parts = [first.new_zeros(first.samples, 0)]
+    for rows, table in tables(second):
+        if not len(rows):
+            parts.append(first.new_zeros(first.samples, len(table)))
+            continue
+        place = torch.searchsorted(rows, first.row).clamp(max=len(rows) - 1)
+        is_there = (rows[place] == first.row).unsqueeze(-1)
+        parts.append(_lookup_with_dense(first.out[0] * is_there, place, table))
+    return torch.cat(parts, 1)
+
+
+def _lookup_with_dense(out: Tensor, row: Tensor, other: Tensor) -> Tensor:
+    """``Σ_k ⟨out[n, k], D[m, row[n, k]]⟩`` with ``D`` ``[M, num, dim]``. Shape ``[N, M]``."""
+    samples, count, dim = out.shape
+    total = out.new_zeros(samples, len(other))
+    few = CACHE // max(1, count * len(other) * dim * out.element_size())
+    for some in slices(samples, few):
+        seen = other[:, row[some].flatten()].transpose(0, 1)  # [n · K, M, dim]
+        found = torch.bmm(seen, out[some].reshape(-1, dim, 1))
+        total[some] = found.view(-1, count, len(other)).sum(1)
+    return total

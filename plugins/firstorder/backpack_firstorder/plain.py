@@ -1,0 +1,102 @@
+"""Products as a few plain terms, which can be kept, paired and projected.
+
+A term is a weight in the order of its factors, a table of rows, or something formed. Offsets and
+gains have sums over positions that are no larger than a row of the batch, so these are formed.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from backpack_core.contract.operation import OpenFunction
+from backpack_products.affine import AffineProduct
+from backpack_products.operations import as_formed, is_formed
+from backpack_products.product import DenseProduct, SampleProduct, SumProduct, sum_of
+from backpack_products.rows import whole
+from backpack_products.scale import ScaleProduct
+
+
+def plain_terms(product: SampleProduct) -> list[SampleProduct]:
+    """Terms whose sum is the product, of one column; no two affine ones have the same sizes.
+
+    Args:
+        product: ``M``, ``[1, N, *θ]``. If it is formed for somebody, that is the only term.
+    """
+    if is_formed(product):
+        return [as_formed(product)]
+    found = sum_of([plain(part) for part in _parts(product)])
+    return [*found.parts] if isinstance(found, SumProduct) else [found]
+
+
+def _parts(product: SampleProduct) -> list[SampleProduct]:
+    if not isinstance(product, SumProduct):
+        return [product]
+    return [inner for part in product.parts for inner in _parts(part)]
+
+
+@OpenFunction
+def plain(product: SampleProduct) -> SampleProduct:
+    """The same product as a term; default: as it is."""
+    return product
+
+
+@plain.register
+def _plain_scale(product: ScaleProduct) -> SampleProduct:
+    return DenseProduct(_formed(product))
+
+
+@plain.register
+def _plain_affine(product: AffineProduct) -> SampleProduct:
+    inp = product.inp
+    if inp is None:
+        return DenseProduct(_formed(product))
+    if product.arrange is not None and not _is_in_order(product):
+        # Stored with inputs first: the factors take each other's place.
+        if product.sizes[0] > 1 or not _is_turned(product):
+            return product
+        out, rows = whole(inp).unsqueeze(0), product.out.squeeze(0)
+        return AffineProduct(out, rows, product.shape)
+    ordered = AffineProduct(product.out, inp, product.shape)
+    return AffineProduct(*ordered.factors(inp), product.shape)
+
+
+def _formed(product: SampleProduct) -> Tensor:
+    """``M``, not kept on the product: that would be of use to nobody else."""
+    return product.part(slice(0, product.columns), slice(0, product.samples))
+
+
+def _is_in_order(product: AffineProduct) -> bool:
+    """Whether a weight's entries are in the order of the factors."""
+    blank, seen = _arranged(product)
+    if seen.data_ptr() == blank.data_ptr() and seen.is_contiguous():
+        return True
+    return not _is_view(blank, seen) and _has_order(product, torch.Tensor.flatten)
+
+
+def _is_turned(product: AffineProduct) -> bool:
+    """Whether a weight is a transposed matrix of the factors."""
+    blank, seen = _arranged(product)
+    _, features, size = product.sizes
+    if _is_view(blank, seen):
+        return seen.shape == (size, features) and seen.stride() == (1, size)
+    return _has_order(product, lambda numbers: numbers.mT.flatten())
+
+
+def _arranged(product: AffineProduct) -> tuple[Tensor, Tensor]:
+    """Memory in the layout of the factors, and what the arrangement makes of it."""
+    blank = torch.empty(product.sizes, dtype=torch.int8, device=product.like.device)
+    return blank, product.to_parameter(blank)
+
+
+def _is_view(blank: Tensor, seen: Tensor) -> bool:
+    return blank.numel() > 0 and seen.data_ptr() == blank.data_ptr()
+
+
+def _has_order(product: AffineProduct, order: object) -> bool:
+    """Whether the entries have an order; on the device of the factors, as arrangements may be."""
+    if product.shape.numel() != torch.Size(product.sizes).numel():
+        return False
+    numbers = torch.arange(product.shape.numel(), device=product.like.device)
+    numbers = numbers.reshape(product.sizes)
+    return torch.equal(product.to_parameter(numbers).flatten(), order(numbers))  # type: ignore[operator]

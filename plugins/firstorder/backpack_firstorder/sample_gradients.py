@@ -1,0 +1,472 @@
+"""Individual gradients of one parameter, kept as a sum of products."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
+from math import prod
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from backpack_core.errors import ShapeError, UsageError
+from backpack_firstorder.low_rank import affine_low_rank, dense_low_rank
+from backpack_firstorder.pairs import pairs
+from backpack_firstorder.plain import plain_terms
+from backpack_firstorder.products import norm
+from backpack_firstorder.single import in_single
+from backpack_products.affine import AffineProduct
+from backpack_products.factors import FactorProduct
+from backpack_products.lookup import LookupProduct
+from backpack_products.operations import batch_sum, dense, weighted_sum
+from backpack_products.product import DenseProduct, SampleProduct, SumProduct
+from backpack_products.rows import whole
+from backpack_products.values import is_flag
+
+if TYPE_CHECKING:
+    from backpack_firstorder.projections import Projection
+
+Index: TypeAlias = "int | slice | Sequence[int] | Tensor"
+Divisor: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
+
+
+class SampleGradients:
+    """Individual gradients ``[N, *θ]`` of one parameter, kept in the form that takes less memory.
+
+    ``BatchGrad(form="product")`` leaves them, with the scale of its field: ``∇_θ ℓ_n`` for a sum,
+    ``1/N ∇_θ ℓ_n`` for a mean. They are a sum of terms. A term is formed, ``[N, *θ]``, or has
+    factors: output gradients ``[N, S, G, O]`` and inputs ``[N, S, G, I]`` of a weight (of a
+    convolution after unfolding), or rows of a table and what arrived there. A parameter that is
+    used in several ways has several terms, and every method is exact for their sum.
+
+    They hold no graph and no model, and are not differentiable. Each method takes the way with
+    fewer multiply-adds, and forms as many gradients at a time as fit into ``memory_budget()``.
+
+    Example:
+        >>> with backpack(BatchGrad(form="product")):
+        ...     loss.backward()
+        >>> queries = {name: p.grad_batch for name, p in model.named_parameters()}
+        >>> queries["0.weight"].inner(queries["0.weight"])  # [N, N]
+
+    Attributes:
+        shape: ``[N, *θ]``.
+        dtype: The dtype of the terms.
+        device: Where they lie.
+    """
+
+    __slots__ = ("_terms", "device", "dtype", "shape")
+
+    def __init__(self, terms: Iterable[SampleProduct]) -> None:
+        """Store terms; use :meth:`of`, :meth:`from_dense` or :meth:`from_factors`."""
+        self._terms = tuple(terms)
+        first = self._terms[0]
+        self.shape = torch.Size((first.samples, *first.shape))
+        self.dtype, self.device = first.like.dtype, first.like.device
+
+    # Made ----------------------------------------------------------------------------------------
+
+    @classmethod
+    def of(cls, product: SampleProduct) -> SampleGradients:
+        """The gradients that a product stands for, in memory of their own.
+
+        Args:
+            product: Of one column, ``[1, N, *θ]``.
+        """
+        with torch.no_grad():
+            kept = [_kept(term) for term in plain_terms(product)]
+            formed = [term.values for term in kept if isinstance(term, DenseProduct)]
+            rest = [term for term in kept if not isinstance(term, DenseProduct)]
+            sums = [DenseProduct(reduce(torch.add, formed))] if formed else []  # type: ignore[arg-type]
+            return cls([*rest, *sums])
+
+    @classmethod
+    def from_dense(cls, gradients: Tensor) -> SampleGradients:
+        """From formed gradients ``[N, *θ]``; they are not copied."""
+        if not gradients.dim():
+            raise ShapeError("from_dense takes gradients [N, *θ]. Got a tensor without axes.")
+        return cls([DenseProduct(gradients.detach().unsqueeze(0))])
+
+    @classmethod
+    def from_factors(cls, out: Tensor, inp: Tensor, shape: Sequence[int] = ()) -> SampleGradients:
+        """From factors of ``Σ_s out[n, s] ⊗ inp[n, s]``; they are not copied.
+
+        Args:
+            out: Shape ``[N, S, O]``, or ``[N, S, G, O]`` for groups.
+            inp: Shape ``[N, S, I]``, or ``[N, S, G, I]``.
+            shape: Shape of the parameter; default: ``[O, I]``, or ``[G · O, I]``.
+        """
+        left, right = (f.unsqueeze(2) if f.dim() == 3 else f for f in (out, inp))
+        if left.dim() != 4 or right.dim() != 4:
+            what = f"{[*out.shape]} and {[*inp.shape]}"
+            raise ShapeError(f"from_factors takes [N, S, O] and [N, S, I]. Got {what}.")
+        theta = torch.Size(shape or (left.shape[2] * left.shape[3], right.shape[3]))
+        return cls([AffineProduct(left.detach().unsqueeze(0), right.detach(), theta)])
+
+    @classmethod
+    def cat(cls, parts: Sequence[SampleGradients]) -> SampleGradients:
+        """Several sets, one after the other; factors with fewer positions are filled with zeros.
+
+        Raises:
+            UsageError: There is none, or they are of parameters with different shapes.
+        """
+        if not parts or len({part.shape[1:] for part in parts}) > 1:
+            shapes = ", ".join(str([*part.shape]) for part in parts) or "none"
+            raise UsageError(f"cat takes gradients of one parameter. Got {shapes}.")
+        if len(parts) == 1:
+            return parts[0]
+        dtype = reduce(torch.promote_types, (part.dtype for part in parts))
+        parts = [part.to(dtype=dtype, device=parts[0].device) for part in parts]
+        forms: dict[Any, list[SampleProduct | None]] = {}
+        for place, part in enumerate(parts):
+            for term in part._terms:
+                forms.setdefault(_form_of(term), [None] * len(parts))[place] = term
+        counts = [len(part) for part in parts]
+        return cls(_side_by_side(terms, counts) for terms in forms.values())
+
+    # As a sequence -------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        """``N``."""
+        return self.shape[0]
+
+    def __getitem__(self, index: Index) -> SampleGradients:
+        """Some samples; a single number gives a set of one."""
+        if isinstance(index, Tensor):
+            index = index.to(self.device)
+            chosen: Any = index.unsqueeze(0) if index.dim() == 0 and not is_flag(index) else index
+        elif isinstance(index, slice):
+            chosen = index
+        elif isinstance(index, Sequence):
+            chosen = torch.as_tensor([*index], device=self.device)
+            chosen = chosen if len(index) else chosen.long()
+        else:
+            number = operator.index(index)
+            if not -len(self) <= number < len(self):
+                raise IndexError(f"There are {len(self)} samples. Got the index {number}.")
+            chosen = slice(number, number + 1 or None)
+        return self._map(lambda factor: factor[chosen])
+
+    def _map(self, function: Callable[[Tensor], Tensor], number: Any = None) -> SampleGradients:
+        """The same terms with other factors, samples on axis 0; numbers of rows by ``number``."""
+        return SampleGradients(_mapped(term, function, number or function) for term in self._terms)
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> SampleGradients:
+        """On another device, or in another dtype; itself if nothing changes."""
+        if dtype is not None and not dtype.is_floating_point:
+            raise UsageError(f"Gradients are floating-point numbers. Got the dtype {dtype}.")
+        device = self.device if device is None else torch.device(device)
+        dtype = self.dtype if dtype is None else dtype
+        if (device, dtype) == (self.device, self.dtype):
+            return self
+        return self._map(lambda f: f.to(device, dtype), lambda rows: rows.to(device))
+
+    def clone(self) -> SampleGradients:
+        """A copy in memory of its own."""
+        return self._map(lambda factor: factor.clone(memory_format=torch.contiguous_format))
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the terms take."""
+        return sum(tensor.nbytes for term in self._terms for _, tensor in _tensors(term))
+
+    @property
+    def terms(self) -> tuple[SampleProduct, ...]:
+        """The terms, of one column each; not to be changed."""
+        return self._terms
+
+    def __repr__(self) -> str:
+        """Shape, dtype and forms."""
+        forms = " + ".join(_FORMS[type(term)] for term in self._terms)
+        return f"<SampleGradients {[*self.shape]} {self.dtype}, {forms}, {self.nbytes:,} bytes>"
+
+    # Read ----------------------------------------------------------------------------------------
+
+    def product(self) -> SampleProduct:
+        """One product of the terms, ``[1, N, *θ]``; what operations keep on it goes with it."""
+        parts = [_fresh(term) for term in self._terms]
+        return parts[0] if len(parts) == 1 else SumProduct(parts)
+
+    @torch.no_grad()
+    def dense(self) -> Tensor:
+        """The gradients, formed. Shape ``[N, *θ]``."""
+        return dense(self.product()).squeeze(0).clone()
+
+    @torch.no_grad()
+    def norm(self) -> Tensor:
+        """Euclidean norms, in single precision at least. Shape ``[N]``."""
+        single = in_single(self.product())
+        return norm(single).value().squeeze(0).to(single.like.dtype)
+
+    @torch.no_grad()
+    def inner(self, other: SampleGradients | Tensor) -> Tensor:
+        """Inner products with other gradients of the parameter, in single precision at least.
+
+        Args:
+            other: Gradients of ``M`` samples, of this or of another pass; or directions
+                ``[M, *θ]``, such as preconditioned queries; or one direction ``[*θ]``.
+
+        Returns:
+            Shape ``[N, M]``, ``M = 1`` for one direction.
+
+        Raises:
+            ShapeError: They are of a parameter of another shape.
+        """
+        met = as_gradients(other, self.shape[1:])
+        dtype = torch.promote_types(torch.promote_types(self.dtype, met.dtype), torch.float32)
+        met = met.to(self.device, dtype)
+        return pairs(self.to(dtype=dtype).product(), met.product())
+
+    @torch.no_grad()
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """``Σ_n weights[n] g_n``, at the cost of a plain weight gradient.
+
+        Args:
+            weights: Shape ``[N]``; or ``[K, N]`` for several sums.
+
+        Returns:
+            Shape ``[*θ]``, or ``[K, *θ]``.
+        """
+        if weights.dim() not in (1, 2) or weights.shape[-1] != len(self):
+            what = f"[N] or [K, N] with N = {len(self)}"
+            raise ShapeError(f"weighted_sum takes weights {what}. Got {[*weights.shape]}.")
+        some = weights.detach().to(self.device, self.dtype)
+        found = weighted_sum(self.product(), some.reshape(-1, 1, len(self)))
+        return found if weights.dim() == 2 else found.squeeze(0).clone()
+
+    @torch.no_grad()
+    def sum(self) -> Tensor:
+        """``Σ_n g_n``, the gradient. Shape ``[*θ]``."""
+        return batch_sum(self.product()).squeeze(0).clone()
+
+    @torch.no_grad()
+    def project(self, projection: Projection, name: str) -> Tensor:
+        """Random projections that keep inner products in expectation.
+
+        Args:
+            projection: Which one.
+            name: The parameter's name, which its random numbers depend on.
+
+        Returns:
+            Shape ``[N, dim]``.
+        """
+        return projection(self.product(), name)
+
+    # Changed -------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def divide(self, divisor: Divisor) -> SampleGradients:
+        """Each gradient divided, entry by entry.
+
+        Args:
+            divisor: Shape ``[*θ]``, as of Adam: the gradients are formed. Or rows and columns of
+                ``rows ⊗ columns``, of lengths that multiply to the size of the parameter, as of
+                Adafactor: a product of one group stays one. See :func:`divisors_of`.
+
+        Raises:
+            ShapeError: It does not fit the parameter.
+        """
+        if isinstance(divisor, Tensor):
+            if divisor.shape != self.shape[1:]:
+                expected, found = [*self.shape[1:]], [*divisor.shape]
+                raise ShapeError(f"divide takes a divisor {expected}. Got {found}.")
+            divided = self.dense() / divisor.to(self.device, self.dtype)
+            return SampleGradients.from_dense(divided)
+        rows, columns = (part.detach().to(self.device, self.dtype) for part in divisor)
+        if (rows.numel(), columns.numel()) != matrix_shape(self.shape[1:]):
+            expected, found = [*self.shape[1:]], [rows.numel(), columns.numel()]
+            raise ShapeError(f"divide takes rows and columns of {expected}. Got {found}.")
+        return SampleGradients(_divided(term, rows, columns) for term in self._terms)
+
+    @torch.no_grad()
+    def low_rank(self, rank: int) -> SampleGradients:
+        """The best approximation of each gradient by a matrix of some rank, kept as factors.
+
+        The matrix has the parameter's first axis as rows, and all others as columns. Inner products
+        with others then take ``rank`` positions in the place of all (Li et al., 2026, LoRIF).
+
+        Args:
+            rank: How many columns ``c`` the factors have; where the parameter has fewer rows or
+                columns than that, or a term is as small already, it is exact.
+        """
+        if is_flag(rank) or operator.index(rank) < 1:
+            raise UsageError(f"rank is a positive number. Got {rank!r}.")
+        size = matrix_shape(self.shape[1:])
+        if min(size) <= 1 or len(self) == 0:
+            return self
+        first = self._terms[0]
+        if len(self._terms) == 1 and isinstance(first, AffineProduct) and first.sizes[0] == 1:
+            if first.positions <= rank:
+                return self
+            factors = affine_low_rank(first.out[0, :, :, 0], whole(first.inp)[:, :, 0], rank)  # type: ignore[arg-type]
+        else:
+            factors = dense_low_rank(self.product(), size, rank)
+        return SampleGradients.from_factors(*factors, self.shape[1:])
+
+    # Stored --------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The terms as named tensors, for ``torch.save`` or safetensors."""
+        shape = torch.tensor(self.shape, dtype=torch.int64)
+        found = {"shape": shape}
+        for number, term in enumerate(self._terms):
+            form = _FORMS[type(term)]
+            found |= {f"{number}.{form}.{name}": value for name, value in _tensors(term)}
+        return found
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Tensor]) -> SampleGradients:
+        """What :meth:`state_dict` gave; tensors are not copied.
+
+        Raises:
+            UsageError: It is not that.
+        """
+        try:
+            shape = torch.Size(state["shape"].tolist())
+            terms: dict[tuple[int, str], dict[str, Tensor]] = {}
+            for key in state:
+                if key != "shape":
+                    number, form, name = key.split(".")
+                    terms.setdefault((int(number), form), {})[name] = state[key]
+            parts = [
+                _term(form, found, shape[1:])
+                for (_, form), found in sorted(terms.items(), key=lambda item: item[0])
+            ]
+            result = cls(parts)
+        except (KeyError, ValueError, IndexError, AttributeError) as error:
+            keys = ", ".join(map(str, state)) or "none"
+            raise UsageError(
+                f"from_state_dict takes what state_dict() gave. Got tensors named {keys}."
+            ) from error
+        return result
+
+
+# Terms --------------------------------------------------------------------------------------------
+
+_FORMS = {AffineProduct: "affine", LookupProduct: "lookup", DenseProduct: "dense"}
+
+
+def matrix_shape(shape: torch.Size) -> tuple[int, int]:
+    """A parameter's rows, and its columns: the first axis, and all others."""
+    return (shape[0], prod(shape[1:])) if shape else (1, 1)
+
+
+def as_gradients(value: SampleGradients | Tensor, shape: torch.Size) -> SampleGradients:
+    """Gradients, or directions ``[M, *θ]`` or ``[*θ]``, of a parameter with a shape.
+
+    Raises:
+        ShapeError: They are of another parameter.
+        UsageError: They are something else.
+    """
+    if isinstance(value, Tensor):
+        value = SampleGradients.from_dense(value.unsqueeze(0) if value.shape == shape else value)
+    given: object = value
+    if not isinstance(given, SampleGradients):
+        raise UsageError(f"Gradients are SampleGradients or a tensor. Got {given!r:.80}.")
+    if given.shape[1:] != shape:
+        expected = f"[M, {str([*shape])[1:-1]}]"
+        raise ShapeError(f"The parameter has gradients {expected}. Got {[*given.shape]}.")
+    return given
+
+
+def _kept(term: SampleProduct) -> SampleProduct:
+    """A term in memory of its own, formed if that takes less."""
+    size = term.samples * prod(term.shape)
+    factors = _tensors(term) if isinstance(term, LookupProduct) else None
+    if isinstance(term, AffineProduct) and term.arrange is None and term.inp is not None:
+        if term.out.numel() + prod(term.inp.shape) <= size:
+            out, inp = term.out.detach(), whole(term.inp).detach()
+            return AffineProduct(_copied(out), _copied(inp), term.shape)
+    elif factors is not None and sum(tensor.numel() for _, tensor in factors) <= size:
+        assert isinstance(term, LookupProduct)
+        return LookupProduct(_copied(term.out.detach()), term.row.clone(), term.shape)
+    values = _values_of(term)
+    formed = term.part(slice(0, 1), slice(0, term.samples)) if values is None else values
+    return DenseProduct(_copied(formed.detach()))
+
+
+def _values_of(term: SampleProduct) -> Tensor | None:
+    return term.values if isinstance(term, DenseProduct) else None
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _fresh(term: SampleProduct) -> SampleProduct:
+    """The same term, without what operations have kept on it."""
+    if isinstance(term, FactorProduct):
+        return term.with_factors(term.out, term.other, None)
+    assert isinstance(term, DenseProduct)
+    return DenseProduct(term.values)
+
+
+def _tensors(term: SampleProduct) -> list[tuple[str, Tensor]]:
+    """The tensors of a term by name, samples on axis 0."""
+    if isinstance(term, AffineProduct):
+        return [("out", term.out[0]), ("inp", whole(term.inp))]  # type: ignore[arg-type]
+    if isinstance(term, LookupProduct):
+        return [("out", term.out[0]), ("row", term.row)]
+    assert isinstance(term, DenseProduct)
+    assert term.values is not None
+    return [("values", term.values[0])]
+
+
+def _term(form: str, tensors: Mapping[str, Tensor], shape: torch.Size) -> SampleProduct:
+    """A term from what :func:`_tensors` gave."""
+    if form == "affine":
+        return AffineProduct(tensors["out"].unsqueeze(0), tensors["inp"], shape)
+    if form == "lookup":
+        return LookupProduct(tensors["out"].unsqueeze(0), tensors["row"], shape)
+    if form != "dense":
+        raise ValueError(form)
+    return DenseProduct(tensors["values"].unsqueeze(0))
+
+
+def _mapped(term: SampleProduct, function: Any, number: Any) -> SampleProduct:
+    tensors = {
+        name: number(tensor) if name == "row" else function(tensor)
+        for name, tensor in _tensors(term)
+    }
+    return _term(_FORMS[type(term)], tensors, term.shape)
+
+
+def _form_of(term: SampleProduct) -> Any:
+    """What two terms have in common whose factors go side by side."""
+    return (type(term), term.sizes if isinstance(term, AffineProduct) else None)
+
+
+def _side_by_side(terms: Sequence[SampleProduct | None], counts: Sequence[int]) -> SampleProduct:
+    """One term of the samples of several, zero for those that have none."""
+    there = [dict(_tensors(term)) for term in terms if term is not None]
+    like = next(term for term in terms if term is not None)
+    positions = max(t.shape[1] for t in there[0].values()) if len(there[0]) > 1 else 0
+    is_formed = isinstance(like, DenseProduct)
+    positions = 0 if is_formed else max(found["out"].shape[1] for found in there)
+    joined = {}
+    for name, first in there[0].items():
+        parts = []
+        for term, count in zip(terms, counts, strict=True):
+            tensor = first[:0] if term is None else dict(_tensors(term))[name]
+            length = first.shape[1:] if is_formed else (positions, *first.shape[2:])
+            filled = first.new_zeros(count, *length)
+            if term is not None:
+                filled[(slice(None), slice(0, tensor.shape[1]))[: tensor.dim()]] = tensor
+            parts.append(filled)
+        joined[name] = torch.cat(parts)
+    return _term(_FORMS[type(like)], joined, like.shape)
+
+
+def _divided(term: SampleProduct, rows: Tensor, columns: Tensor) -> SampleProduct:
+    """A term divided by ``rows ⊗ columns``."""
+    if isinstance(term, LookupProduct):
+        out = term.out / rows[term.row].unsqueeze(-1) / columns
+        return LookupProduct(out, term.row, term.shape)
+    is_weight = isinstance(term, AffineProduct) and term.sizes[1:] == (len(rows), len(columns))
+    if isinstance(term, AffineProduct) and is_weight and term.sizes[0] == 1:
+        return AffineProduct(term.out / rows, whole(term.inp) / columns, term.shape)  # type: ignore[arg-type]
+    formed = dense(_fresh(term))
+    return DenseProduct(formed / torch.outer(rows, columns).reshape(term.shape))
