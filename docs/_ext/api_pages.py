@@ -62,6 +62,12 @@ PAGES = (
         ("backpack_core.extensions",),
     ),
     Page(
+        "gradients",
+        "backpack_firstorder",
+        "Individual gradients that are kept as products.",
+        ("backpack_firstorder",),
+    ),
+    Page(
         "values",
         "Results and propagators",
         "What `param.kfac`, `param.ekfac` and `param.ggn_gram` are, and what travels backwards.",

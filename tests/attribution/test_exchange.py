@@ -10,7 +10,6 @@ import torch
 
 from backpack_attribution import (
     GradientStore,
-    LowRank,
     read_bergson,
     read_dattri,
     write_bergson,
@@ -18,6 +17,7 @@ from backpack_attribution import (
 )
 from backpack_attribution.store import Block
 from backpack_core.errors import UsageError
+from backpack_firstorder import SampleGradients
 from tests.attribution.test_store import SHAPES, filled, flat, rows
 
 
@@ -95,7 +95,7 @@ def test_factors_of_dattri_are_products(tmp_path) -> None:
     ((names, gradients),) = read_dattri(folder)
     assert names == ["a", "b"]
     value = gradients["0"]
-    assert isinstance(value, LowRank)
+    assert isinstance(value, SampleGradients)
     assert torch.allclose(value.dense(), torch.einsum("nto,nti->noi", outputs, inputs), atol=1e-5)
     record["layer_types"] = {"0": "nn.Conv2d"}
     torch.save(meta, folder / "batch_000000.mmap.meta")
@@ -125,6 +125,6 @@ def test_rows_of_low_rank_are_written_out(tmp_path) -> None:
     (block,) = read_bergson(tmp_path / "bergson")
     assert isinstance(block, Block)
     whole = store[store.identities]["0.weight"]
-    assert isinstance(whole, LowRank)
+    assert isinstance(whole, SampleGradients)
     assert torch.equal(block.gradients["0.weight"], whole.dense().flatten(1))
     assert [*block.gradients] == [*SHAPES]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from backpack_attribution import FaissIndex, GradientStore, content_hash, merge_stores
-from backpack_attribution.forms import LowRank
 from backpack_attribution.identities import ByContent, ByPlace
 from backpack_core.errors import ShapeError, UsageError
+from backpack_firstorder import SampleGradients
 from tests.attribution.crash import crash
 
 SHAPES = {"0.weight": (5, 7), "0.bias": (5,), "conv.weight": (4, 3, 2, 2)}
@@ -92,7 +92,7 @@ def test_low_rank_is_the_best_approximation(tmp_path, rank: int) -> None:
     assert store.rank == rank
     (block,) = [b for b in store.blocks() if b.identities[0] == "s4"]
     value, given = block.gradients["0.weight"], rows(8)["0.weight"][4:]
-    assert isinstance(value, LowRank)
+    assert isinstance(value, SampleGradients)
     assert value.shape == given.shape
     u, s, vt = torch.linalg.svd(given)
     best = torch.einsum("noc,nc,nci->noi", u[:, :, :rank], s[:, :rank], vt[:, :rank])
@@ -109,7 +109,7 @@ def test_low_rank_is_the_best_approximation(tmp_path, rank: int) -> None:
 
 
 def _dense(value) -> Tensor:
-    return value.dense() if isinstance(value, LowRank) else value
+    return value.dense() if isinstance(value, SampleGradients) else value
 
 
 def test_what_is_missing_is_added_by_the_next_run(tmp_path) -> None:

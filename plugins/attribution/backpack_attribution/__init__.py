@@ -10,7 +10,6 @@ from backpack_attribution.exchange import write_dattri as write_dattri
 from backpack_attribution.faiss_index import FaissIndex as FaissIndex
 from backpack_attribution.filling import fill as fill
 from backpack_attribution.filling import preconditioned as preconditioned
-from backpack_attribution.forms import LowRank as LowRank
 from backpack_attribution.identities import content_hash as content_hash
 from backpack_attribution.influence import influence as influence
 from backpack_attribution.merging import merge_stores as merge_stores

@@ -16,10 +16,11 @@ from torch import Tensor
 
 from backpack_attribution import forms
 from backpack_attribution.disk import atomically, write_json
-from backpack_attribution.forms import LowRank, Value
+from backpack_attribution.forms import Value
 from backpack_attribution.identities import Identity
 from backpack_attribution.store import Block, GradientStore
 from backpack_core.errors import UsageError
+from backpack_firstorder import SampleGradients
 
 _DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
 _FORMAT = 2  # of dattri-LLM's memory map, and of its index
@@ -175,7 +176,7 @@ def _write_record(handle: Path, record: dict[str, Any], dense: Mapping[str, Tens
 def read_dattri(folder: str | Path) -> Iterator[Block]:
     """The records of a store of dattri-LLM's in its memory-mapped format, mapped from disk.
 
-    Factorised linear layers, ``Σ_t g[n, t] a[n, t]ᵀ``, are read as :class:`LowRank` values. Samples
+    Factorised linear layers, ``Σ_t g[n, t] a[n, t]ᵀ``, are read as ``SampleGradients``. Samples
     have their identifiers there. Records of several ranks follow each other.
 
     Args:
@@ -231,9 +232,8 @@ def _layer(whole: Tensor, layer: Mapping[str, Any], kind: str, name: str) -> Val
             f"The layer {name!r} ({kind}) is stored by its factors, in a form that is read of "
             "nn.Linear alone: let dattri-LLM materialise it."
         )
-    right, left = (t.unsqueeze(1) if t.dim() == 2 else t for t in (inputs, outputs))
-    shape = torch.Size([len(left), left.shape[2], right.shape[2]])
-    return LowRank(left.mT, right.mT, shape)
+    out, inp = (t.unsqueeze(1) if t.dim() == 2 else t for t in (outputs, inputs))
+    return SampleGradients.from_factors(out, inp)
 
 
 def _bytes_of(tensor: Tensor) -> bytes:

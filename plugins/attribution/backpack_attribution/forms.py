@@ -1,72 +1,35 @@
-"""In which form gradients are stored, and inner products of all forms."""
+"""Gradients of samples by parameter, as tensors or as products, and what is asked of both."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
 import torch
 from torch import Tensor
 
 from backpack_core.errors import UsageError
+from backpack_firstorder import SampleGradients
 
-
-@dataclass(frozen=True, eq=False)
-class LowRank:
-    """Matrices of samples as sums of ``c`` products, ``M[n] = Σ_c left[n, :, c] right[n, :, c]ᵀ``.
-
-    Attributes:
-        left: ``[N, O, c]``.
-        right: ``[N, I, c]``.
-        shape: ``[N, *θ]``, with ``θ`` of ``O`` rows and all other axes flattened.
-    """
-
-    left: Tensor
-    right: Tensor
-    shape: torch.Size
-
-    @classmethod
-    def of(cls, matrices: Tensor, rank: int) -> LowRank:
-        """The best approximations of a rank in the Frobenius norm: truncated singular values."""
-        flat = matrices.flatten(2)
-        wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
-        u, s, vt = torch.linalg.svd(wide, full_matrices=False)
-        root = s[:, None, :rank].sqrt()
-        return cls(u[:, :, :rank] * root, vt[:, :rank].mT * root, matrices.shape)
-
-    def __len__(self) -> int:
-        """Number of samples."""
-        return len(self.left)
-
-    def __getitem__(self, rows: slice | list[int]) -> LowRank:
-        """Some samples."""
-        left = self.left[rows]
-        return LowRank(left, self.right[rows], torch.Size([len(left), *self.shape[1:]]))
-
-    def to(self, *args: Any, **kwargs: Any) -> LowRank:
-        """On another device or in another precision; arguments as of :meth:`torch.Tensor.to`."""
-        left, right = self.left.to(*args, **kwargs), self.right.to(*args, **kwargs)
-        return LowRank(left, right, self.shape)
-
-    def dense(self) -> Tensor:
-        """The matrices, ``[N, *θ]``."""
-        return (self.left @ self.right.mT).reshape(self.shape)
-
-
-Value: TypeAlias = Tensor | LowRank
+Value: TypeAlias = Tensor | SampleGradients
 Gradients: TypeAlias = Mapping[str, Value]
 
 
 def stored(value: Value, dtype: torch.dtype, rank: int | None) -> Value:
-    """In the form and the precision of a store, on the CPU, without graph."""
-    if isinstance(value, LowRank):
-        return value.to("cpu", dtype)
-    value = value.detach()
+    """In the form and the precision of a store, on the CPU, without graph.
+
+    Args:
+        value: ``[N, *θ]``.
+        dtype: Of the store.
+        rank: Of the store; ``None`` for whole matrices.
+    """
     if rank is not None and _takes_less_room(value.shape, rank):
-        return LowRank.of(value, rank).to("cpu", dtype)
-    return value.to("cpu", dtype)
+        given = SampleGradients.from_dense(value) if isinstance(value, Tensor) else value
+        low = given.low_rank(rank)
+        wide = low if low.nbytes < prod(value.shape) * low.dtype.itemsize else low.dense()
+        return wide.to("cpu", dtype)
+    return dense(value).detach().to("cpu", dtype)
 
 
 def _takes_less_room(shape: torch.Size, rank: int) -> bool:
@@ -78,22 +41,12 @@ def _takes_less_room(shape: torch.Size, rank: int) -> bool:
 
 def tensors(value: Value) -> dict[str, Tensor]:
     """What a file holds of a value, by name."""
-    if isinstance(value, LowRank):
-        return {"left": value.left, "right": value.right}
-    return {"dense": value}
+    return {"rows": value} if isinstance(value, Tensor) else value.state_dict()
 
 
-def from_tensors(found: Mapping[str, Tensor], shape: Sequence[int]) -> Value:
-    """The value that :func:`tensors` took apart.
-
-    Args:
-        found: The tensors.
-        shape: Of one sample, ``[*θ]``.
-    """
-    if "dense" in found:
-        return found["dense"]
-    left = found["left"]
-    return LowRank(left, found["right"], torch.Size([len(left), *shape]))
+def from_tensors(found: Mapping[str, Tensor]) -> Value:
+    """The value that :func:`tensors` took apart."""
+    return found["rows"] if "rows" in found else SampleGradients.from_state_dict(found)
 
 
 def is_finite(value: Value) -> bool:
@@ -101,19 +54,21 @@ def is_finite(value: Value) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors(value).values())
 
 
-def nbytes(value: Value) -> int:
-    """Size in memory."""
-    return sum(tensor.nbytes for tensor in tensors(value).values())
+def dense(value: Value) -> Tensor:
+    """``[N, *θ]``."""
+    return value if isinstance(value, Tensor) else value.dense()
 
 
 def cat(values: Sequence[Value]) -> Value:
     """Samples of several values, one behind the other."""
-    if isinstance(values[0], LowRank):
-        parts = cast(Sequence[LowRank], values)
-        shape = torch.Size([sum(map(len, parts)), *parts[0].shape[1:]])
-        left, right = (torch.cat([getattr(p, side) for p in parts]) for side in ("left", "right"))
-        return LowRank(left, right, shape)
-    return torch.cat(cast(list[Tensor], [*values]))
+    if isinstance(values[0], Tensor):
+        return torch.cat(cast(list[Tensor], [*values]))
+    return SampleGradients.cat(cast(Sequence[SampleGradients], values))
+
+
+def rows(value: Value, chosen: list[int]) -> Value:
+    """Some samples; the value itself where all are chosen."""
+    return value if chosen == [*range(len(value))] else value[chosen]
 
 
 def inner(samples: Gradients, queries: Gradients) -> Tensor:
@@ -132,61 +87,44 @@ def inner(samples: Gradients, queries: Gradients) -> Tensor:
     return total
 
 
+def inner_of(value: Value, query: Value) -> Tensor:
+    """Inner products of one part, ``[N, M]``."""
+    if isinstance(value, SampleGradients):
+        return value.inner(query)
+    if isinstance(query, SampleGradients):
+        return query.inner(value).T
+    dtype = torch.promote_types(torch.promote_types(value.dtype, query.dtype), torch.float32)
+    return value.flatten(1).to(dtype) @ query.flatten(1).to(value.device, dtype).T
+
+
 def cosines(samples: Gradients, queries: Gradients) -> Tensor:
     """Inner products divided by both norms, over the queries' parts, ``[N, M]``; zero for zero."""
-    rows = {name: samples[name] for name in queries}
-    products = _over(inner(rows, queries), norm(rows))
-    return _over(products.T, norm(queries)).T
+    products = inner(samples, queries)
+    return over_norms(products, norm({name: samples[name] for name in queries}), norm(queries))
+
+
+def over_norms(products: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """``[N, M]`` divided by norms ``[N]`` and ``[M]``; zero where a norm is."""
+    inverse = [torch.where(norms > 0, 1 / norms, 0).to(products) for norms in (first, second)]
+    return products * torch.outer(*inverse)
 
 
 def norm(gradients: Gradients) -> Tensor:
     """``‖g_n‖`` over all parts, ``[N]``, in single precision at least."""
-    return sum(map(squared_norm, gradients.values()), torch.zeros(())).sqrt()
+    parts = torch.stack([norm_of(value) for value in gradients.values()])
+    found: Tensor = torch.linalg.vector_norm(parts, dim=0)
+    return found
 
 
-def _over(rows: Tensor, norms: Tensor) -> Tensor:
-    return rows * torch.where(norms > 0, 1 / norms, 0).to(rows.dtype).unsqueeze(1)
+def norm_of(value: Value) -> Tensor:
+    """``‖g_n‖`` of one part, ``[N]``, in single precision at least."""
+    if isinstance(value, SampleGradients):
+        return value.norm()
+    wide = torch.promote_types(value.dtype, torch.float32)
+    found: Tensor = torch.linalg.vector_norm(value.flatten(1), dim=1, dtype=wide)
+    return found
 
 
-def inner_of(value: Value, query: Value) -> Tensor:
-    """Inner products of one part, ``[N, M]``."""
-    value, query = _at_least_single(value), _at_least_single(query)
-    if isinstance(value, LowRank) and isinstance(query, LowRank):
-        left = torch.einsum("noc,mod->nmcd", value.left, query.left)
-        return (left * torch.einsum("nic,mid->nmcd", value.right, query.right)).sum((2, 3))
-    if isinstance(value, LowRank):
-        matrices = cast(Tensor, query).flatten(2)
-        half = torch.einsum("moi,nic->nmoc", matrices, value.right)
-        return torch.einsum("nmoc,noc->nm", half, value.left)
-    if isinstance(query, LowRank):
-        return inner_of(query, value).T
-    return value.flatten(1) @ query.flatten(1).to(value.dtype).T
-
-
-def _at_least_single(value: Value) -> Value:
-    dtype = value.left.dtype if isinstance(value, LowRank) else value.dtype
-    return value.to(torch.promote_types(dtype, torch.float32))
-
-
-def squared_norm(value: Value) -> Tensor:
-    """``‖M[n]‖²``, ``[N]``, in single precision at least."""
-    value = _at_least_single(value)
-    if isinstance(value, LowRank):
-        grams = (value.left.mT @ value.left) * (value.right.mT @ value.right)
-        return grams.sum((1, 2))
-    return value.flatten(1).square().sum(1)
-
-
-def dense(value: Value) -> Tensor:
-    """``[N, *θ]``."""
-    return value.dense() if isinstance(value, LowRank) else value
-
-
-def scaled_tensor(value: Tensor, factors: Tensor) -> Tensor:
-    """Rows of a tensor multiplied with a number each."""
+def scaled(value: Tensor, factors: Tensor) -> Tensor:
+    """Rows multiplied with a number each, ``[N]``."""
     return value * factors.to(value.dtype).reshape(-1, *[1] * (value.dim() - 1))
-
-
-def rows(value: Value, chosen: list[int]) -> Value:
-    """Some samples; the value itself where all are chosen."""
-    return value if len(chosen) == len(value) else value[chosen]

@@ -17,6 +17,7 @@ from backpack_attribution.forms import Gradients
 from backpack_attribution.problem import Problem
 from backpack_attribution.run import Run, on_cpu
 from backpack_core.errors import UsageError
+from backpack_firstorder import SampleGradients
 
 Checkpoint: TypeAlias = Mapping[str, Tensor] | str | Path
 
@@ -85,7 +86,7 @@ class InnerProduct(Method):
 
     def of_batch(self, problem: Problem, batch: Any, queries: Gradients) -> Tensor:
         """Scores of one batch of training samples, ``[N, M]``."""
-        return forms.inner(problem.gradients(batch), queries)
+        return products_of(problem, batch, queries)
 
 
 class GradDot(InnerProduct):
@@ -97,7 +98,10 @@ class GradCosine(InnerProduct):
 
     def of_batch(self, problem: Problem, batch: Any, queries: Gradients) -> Tensor:
         """Cosines of one batch of training samples, ``[N, M]``."""
-        return forms.cosines(problem.gradients(batch), queries)
+        norms: list[Tensor] = []
+        products = products_of(problem, batch, queries, norms)
+        own = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        return forms.over_norms(products, own, forms.norm(queries))
 
 
 class TracIn(Method):
@@ -142,6 +146,36 @@ class TracIn(Method):
             total = part if total is None else total + part
         assert total is not None
         return total
+
+
+def products_of(
+    problem: Problem, batch: Any, queries: Gradients, norms: list[Tensor] | None = None
+) -> Tensor:
+    """Inner products of a batch's gradients with queries, ``[N, M]``, in one backward pass.
+
+    Nothing is kept of a parameter's gradients but the products.
+
+    Args:
+        problem: The model and the loss.
+        batch: Training samples.
+        queries: ``[M, *θ]`` for each parameter; others of the model take no part.
+        norms: Norms of each parameter's gradients, ``[N]``, are added to this list.
+    """
+    parts: list[Tensor] = []
+
+    def add(name: str, gradients: SampleGradients) -> None:
+        if norms is not None:
+            norms.append(gradients.norm())
+        if name in queries:
+            parts.append(gradients.inner(queries[name]))
+
+    problem.consume(batch, add)
+    if not parts:
+        raise UsageError(
+            "A batch reaches none of the parameters that the queries depend on: look at what "
+            "batch= and the loss make of it."
+        )
+    return torch.stack(parts).sum(0)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from backpack_attribution.forms import Value
 from backpack_core import Extension, backpack, extend, is_extended, unextend
 from backpack_core.errors import UsageError
 from backpack_core.extensions import BatchGrad
+from backpack_firstorder import SampleGradients
 
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
 Split: TypeAlias = Callable[[Any], tuple[Any, Any]]
@@ -94,16 +95,20 @@ class Problem:
             self._check_sum(loss.detach(), output.detach(), targets)
         return loss
 
+    def backward(self, batch: Any, extension: Extension) -> None:
+        """One backward pass with an extension; ``.grad`` stays as it is."""
+        with torch.enable_grad():
+            loss = self.loss(batch)
+            with backpack(extension, gradient="none"):
+                loss.backward()
+
     def read(self, batch: Any, extension: Extension) -> dict[str, Value]:
         """What an extension finds in one backward pass, by parameter; ``.grad`` stays as it is.
 
         Raises:
             UsageError: No trained parameter has a gradient.
         """
-        with torch.enable_grad():
-            loss = self.loss(batch)
-            with backpack(extension, gradient="none"):
-                loss.backward()
+        self.backward(batch, extension)
         found = {}
         for name, parameter in self.parameters.items():
             if hasattr(parameter, extension.savefield):
@@ -117,8 +122,18 @@ class Problem:
         return found
 
     def gradients(self, batch: Any) -> dict[str, Value]:
-        """Gradients of the samples' own losses, ``[N, *θ]`` by parameter."""
-        return self.read(batch, BatchGrad())
+        """Gradients of the samples' own losses, ``[N, *θ]`` by parameter, as products."""
+        return self.read(batch, BatchGrad(form="product"))
+
+    def consume(self, batch: Any, consumer: Callable[[str, SampleGradients], object]) -> None:
+        """Hand the gradients of a batch to a function, one parameter's at a time.
+
+        Args:
+            batch: Of the loader.
+            consumer: Called with the name of each parameter and its ``[N, *θ]`` during the backward
+                pass, which holds no other.
+        """
+        self.backward(batch, BatchGrad(form="product", consumer=consumer))
 
     def _check_sum(self, loss: Tensor, output: Tensor, targets: Any) -> None:
         """Compare the loss of the first batch with the sum of those of its halves, once."""

@@ -71,4 +71,4 @@ class Shard:
             for key in file.keys():  # noqa: SIM118 - not a dictionary
                 part, _, form = key.rpartition("|")
                 found[part][form] = file.get_tensor(key)
-        return {name: forms.from_tensors(found[name], shape) for name, shape in self.shapes.items()}
+        return {name: forms.from_tensors(tensors) for name, tensors in found.items()}

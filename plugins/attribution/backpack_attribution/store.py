@@ -175,7 +175,7 @@ class GradientStore:
             )
         self._places.update(dict.fromkeys(names))
         self._waiting.append(Block(names, made))
-        self._bytes += sum(forms.nbytes(value) for value in made.values())
+        self._bytes += sum(value.nbytes for value in made.values())
         if self._bytes >= self._shard_bytes:
             self.flush()
 

@@ -25,7 +25,11 @@ def plain_terms(product: SampleProduct) -> list[SampleProduct]:
     """
     if is_formed(product):
         return [as_formed(product)]
-    found = sum_of([plain(part) for part in _parts(product)])
+    parts = _parts(product)
+    terms = [plain(part) for part in parts]
+    for term, part in zip(terms, parts, strict=True):
+        term.roots = part.roots  # a term made anew has none, and the others have
+    found = sum_of(terms)
     return [*found.parts] if isinstance(found, SumProduct) else [found]
 
 
