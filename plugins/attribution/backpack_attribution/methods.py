@@ -66,10 +66,11 @@ class InnerProduct(Method):
         """Scores, ``[N, M]``."""
         with run.problem.extended():
             self.fit(run)
-            found = [self._values(run, self.transform(q, run)) for q in self._queries(run)]
+            found = [self.scores(run, self.transform(q, run)) for q in self.asked(run)]
         return torch.cat(found, 1)
 
-    def _queries(self, run: Run) -> Iterator[Gradients]:
+    def asked(self, run: Run) -> Iterator[Gradients]:
+        """Gradients of the queries, ``[M, *θ]`` for each parameter, as many as are kept at once."""
         waiting: list[Gradients] = []
         with run.query.extended():
             for batch in run.batches(run.query_loader, "queries"):
@@ -80,7 +81,8 @@ class InnerProduct(Method):
         if waiting:
             yield joined(waiting)
 
-    def _values(self, run: Run, queries: Gradients) -> Tensor:
+    def scores(self, run: Run, queries: Gradients) -> Tensor:
+        """Scores of all training samples for transformed queries, ``[N, M]``."""
         batches = run.batches(run.train_loader, f"{self.name}: training samples")
         return on_cpu([self.of_batch(run.problem, batch, queries) for batch in batches])
 
