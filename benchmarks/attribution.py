@@ -1,4 +1,4 @@
-"""Attribution at the size of small language models: ``python -m benchmarks.attribution [model ...]``.
+"""Attribution on small language models: ``python -m benchmarks.attribution [model ...]``.
 
 A GPT-2 and a Llama of 4 layers, width 256, 8,192 words, texts of 128 tokens: 64 for training, 8
 queries, in batches of 8. Printed are times over that of a plain forward and backward pass over the
@@ -67,7 +67,7 @@ def texts(samples: int, seed: int, size: int = 8) -> list[dict[str, Any]]:
 def restrict(model: Module) -> None:
     """Train the weights of linear layers in blocks alone."""
     for name, p in model.named_parameters():
-        p.requires_grad_(p.dim() == 2 and ".h." in name or ".layers." in name and p.dim() == 2)
+        p.requires_grad_(p.dim() == 2 and (".h." in name or ".layers." in name))
 
 
 def plain(model: Module, batches: list[Any]) -> None:
@@ -139,7 +139,7 @@ def measured(name: str, arguments: argparse.Namespace) -> None:
             least[what] = min(least[what], timed(function))
     count = sum(p.numel() for p in model.parameters() if p.requires_grad)
     print(
-        f"\n{name}: {count:,} numbers; a plain pass over {arguments.texts} texts takes {least['plain']:.2f} s"
+        f"\n{name}: {count:,} numbers; {arguments.texts} texts take {least['plain']:.2f} s plainly"
     )
     for what in asked:
         print(f"  {what:20} {least[what] / least['plain']:6.2f} plain passes")
