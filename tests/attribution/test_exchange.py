@@ -15,7 +15,7 @@ from backpack_attribution import (
     write_bergson,
     write_dattri,
 )
-from backpack_attribution.store import Block
+from backpack_attribution.shard import Block
 from backpack_core.errors import UsageError
 from backpack_firstorder import SampleGradients
 from tests.attribution.test_store import SHAPES, filled, flat, rows

@@ -252,9 +252,8 @@ def test_a_store_of_another_run(tmp_path) -> None:
 
 
 def test_a_damaged_shard_and_one_sample_in_two(tmp_path) -> None:
-    for process in range(2):
-        store = GradientStore(tmp_path / "store", process=process)
-        store._places.clear()  # as if both had opened it before one had written
+    stores = [GradientStore(tmp_path / "store", process=process) for process in range(2)]
+    for store in stores:
         store.append(["a"], rows(1))
         store.flush()
     with pytest.raises(UsageError, match=r"'a' is in .* and in a shard before it"):

@@ -18,7 +18,8 @@ from backpack_attribution import forms
 from backpack_attribution.disk import atomically, write_json
 from backpack_attribution.forms import Value
 from backpack_attribution.identities import Identity
-from backpack_attribution.store import Block, GradientStore
+from backpack_attribution.shard import Block
+from backpack_attribution.store import GradientStore
 from backpack_core.errors import UsageError
 from backpack_firstorder import SampleGradients
 

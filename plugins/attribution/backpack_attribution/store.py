@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
@@ -16,23 +16,11 @@ from backpack_attribution.forms import Gradients, Value
 from backpack_attribution.identities import Identity, checked
 from backpack_attribution.manifest import DTYPES, Manifest
 from backpack_attribution.scores import Found, Scores
-from backpack_attribution.shard import Shard
+from backpack_attribution.shard import Block, Shards
 from backpack_core.errors import ShapeError, UsageError
 
 if TYPE_CHECKING:
     import pyarrow
-
-
-class Block(NamedTuple):
-    """Some samples of a store, in the order of its rows.
-
-    Attributes:
-        identities: One for each sample.
-        gradients: For each part (a parameter, or its projection) a tensor ``[n, *θ]``, or products.
-    """
-
-    identities: list[Identity]
-    gradients: Gradients
 
 
 class GradientStore:
@@ -90,7 +78,8 @@ class GradientStore:
         self._waiting: list[Block] = []
         self._bytes = 0
         self._manifest = Manifest.opened(self.folder, dtype, rank, about)
-        self._open_shards()
+        self._shards = Shards(self.folder)
+        self._named: set[Identity] = set()  # samples that wait
 
     # What is in it ----------------------------------------------------------------------------
 
@@ -117,15 +106,15 @@ class GradientStore:
     @property
     def identities(self) -> list[Identity]:
         """Identities of the stored samples, in the order of the rows."""
-        return [name for shard in self._shards for name in shard.identities]
+        return self._shards.identities
 
     def __len__(self) -> int:
         """Number of stored samples; those that wait for their shard do not count."""
-        return sum(len(shard.identities) for shard in self._shards)
+        return len(self._shards)
 
     def __contains__(self, identity: object) -> bool:
         """Whether a sample is stored, or waits for its shard."""
-        return identity in self._places
+        return identity in self._shards or identity in self._named
 
     def __repr__(self) -> str:
         """Samples, parts and precision."""
@@ -137,7 +126,7 @@ class GradientStore:
 
     def missing(self, identities: Sequence[Identity]) -> list[int]:
         """Places of the identities that are not stored: empty where a batch is done."""
-        return [place for place, name in enumerate(identities) if name not in self._places]
+        return [place for place, name in enumerate(identities) if name not in self]
 
     # Writing ----------------------------------------------------------------------------------
 
@@ -157,7 +146,7 @@ class GradientStore:
             raise UsageError("There are no gradients to append: give {name: [N, *θ]}.")
         samples = len(next(iter(gradients.values())))
         names = checked(identities, samples)
-        known = [name for name in names if name in self._places]
+        known = [name for name in names if name in self]
         if known:
             raise UsageError(
                 f"A gradient of {known[0]!r} is in the store already. Leave out what is stored: "
@@ -173,7 +162,7 @@ class GradientStore:
                 f"The gradient of {strange[0]!r} is not finite for some of {names[:3]}...: nothing "
                 f"was stored. Look at the loss of these samples, and at the range of {self.dtype}."
             )
-        self._places.update(dict.fromkeys(names))
+        self._named.update(names)
         self._waiting.append(Block(names, made))
         self._bytes += sum(value.nbytes for value in made.values())
         if self._bytes >= self._shard_bytes:
@@ -184,8 +173,7 @@ class GradientStore:
         if not self._waiting:
             return
         block = _joined(self._waiting)
-        number = 1 + max((shard.number for shard in self._shards), default=-1)
-        name = f"{number:06d}-{self._process:04d}-{uuid4().hex[:8]}.safetensors"
+        name = f"{self._shards.next_number:06d}-{self._process:04d}-{uuid4().hex[:8]}.safetensors"
         tensors = {
             f"{part}|{key}": tensor
             for part, value in block.gradients.items()
@@ -193,8 +181,9 @@ class GradientStore:
         }
         about = {"identities": block.identities, "shapes": self._manifest.shapes}
         write(self.folder / name, tensors, "shard", about)
-        self._add(Shard.open(self.folder / name))
+        self._shards.add(self.folder / name)
         self._waiting, self._bytes = [], 0
+        self._named.clear()
 
     def __enter__(self) -> GradientStore:
         """Itself; at the end of the block, what waits is written."""
@@ -218,8 +207,7 @@ class GradientStore:
         Args:
             rows: How many at most.
         """
-        for shard in self._shards:
-            yield from (Block(*part) for part in shard.blocks(rows))
+        return self._shards.blocks(rows)
 
     def __getitem__(self, identities: Identity | Sequence[Identity]) -> Gradients:
         """The gradients of some samples, ``[n, *θ]`` for each part, in the order asked for.
@@ -230,18 +218,11 @@ class GradientStore:
         names = [identities] if isinstance(identities, (str, int)) else [*identities]
         if not names:
             raise UsageError("Which samples? Give identities, one at least.")
-        places = [self._places.get(name) for name in names]
-        for name, place in zip(names, places, strict=True):
-            if place is None:
+        for name in names:
+            if name not in self._shards:
                 where = "waits for its shard: call flush()" if name in self else "is not stored"
                 raise UsageError(f"{name!r} {where}. {self.folder} has {len(self)} samples.")
-        by_shard: dict[int, list[tuple[int, int]]] = {}
-        for position, (shard, row) in enumerate(filter(None, places)):
-            by_shard.setdefault(shard, []).append((row, position))
-        parts = [self._shards[s].rows([row for row, _ in found]) for s, found in by_shard.items()]
-        came = [position for found in by_shard.values() for _, position in found]
-        order = sorted(range(len(came)), key=came.__getitem__)
-        return {name: forms.cat([part[name] for part in parts])[order] for name in self.shapes}
+        return self._shards.rows(names)
 
     def scores(
         self,
@@ -306,13 +287,7 @@ class GradientStore:
 
     def index(self) -> dict[str, list[Any]]:
         """Where each sample is: columns ``identity``, ``shard`` (a file name) and ``row``."""
-        rows = [
-            (name, shard.path.name, row)
-            for shard in self._shards
-            for row, name in enumerate(shard.identities)
-        ]
-        columns = zip(*rows, strict=True) if rows else ((), (), ())
-        return dict(zip(("identity", "shard", "row"), map(list, columns), strict=True))
+        return self._shards.index()
 
     def to_arrow(self) -> pyarrow.Table:
         """The :meth:`index` as an Arrow table, identities as texts.
@@ -334,24 +309,6 @@ class GradientStore:
         """Remove what a killed run of this process has left unfinished."""
         for path in self.folder.glob(f".*-{self._process:04d}-*{UNFINISHED}"):
             path.unlink(missing_ok=True)
-
-    def _open_shards(self) -> None:
-        self._shards: list[Shard] = []
-        self._places: dict[Identity, tuple[int, int] | None] = {}
-        for path in sorted(self.folder.glob("*.safetensors")):
-            shard = Shard.open(path)
-            twice = next((name for name in shard.identities if name in self._places), None)
-            if twice is not None:
-                raise UsageError(
-                    f"{twice!r} is in {shard.path.name} and in a shard before it: two processes "
-                    "stored the same samples. Remove one of the files."
-                )
-            self._add(shard)
-
-    def _add(self, shard: Shard) -> None:
-        places = ((len(self._shards), row) for row in range(len(shard.identities)))
-        self._places.update(zip(shard.identities, places, strict=True))
-        self._shards.append(shard)
 
     def _check_shapes(self, gradients: Mapping[str, Value], samples: int) -> None:
         lengths = {name: len(value) for name, value in gradients.items()}
