@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from math import isqrt
 
 import torch
 from torch import Tensor
@@ -12,28 +13,54 @@ from backpack_products.operations import dense
 
 
 class ProjectedGrad(FirstOrderExtension):
-    """Individual gradients times a random matrix, ``[N, dim]``, named by parameter and seed."""
+    """Individual gradients times a random matrix, ``[N, dim]``; inner products are kept on average.
+
+    The matrix depends on the parameter's name, ``kind``, ``dim`` and ``seed`` alone.
+    """
 
     savefield = "projected_grad"
     degree = 1
     over_batches = "concatenate"
     needs = (dense,)
 
-    def __init__(self, dim: int, kind: str = "gaussian", seed: int = 0) -> None:
-        """Store the settings."""
+    def __init__(self, dim: int, kind: str = "kronecker", seed: int = 0) -> None:
+        """Store the settings.
+
+        Args:
+            dim: How many numbers.
+            kind: ``"kronecker"``, ``"gaussian"``, ``"rademacher"`` or ``"sparse"``.
+            seed: Of the matrix.
+        """
         super().__init__()
         self.dim, self.kind, self.seed = dim, kind, seed
 
     def read(self, product: SampleProduct) -> Tensor:
         """The projections."""
-        gradients = dense(product).squeeze(0).flatten(1)
-        name = f"{product.path} {product.name} {self.seed}"
+        gradients = dense(product).squeeze(0)
+        name = f"{product.path} {product.name} {self.kind} {self.dim} {self.seed}"
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
-        matrix = torch.randn(
-            gradients.shape[1],
-            self.dim,
-            generator=torch.Generator().manual_seed(seed),
-            dtype=torch.float32,
-        )
-        found: Tensor = gradients @ matrix.to(gradients) / self.dim**0.5
-        return found
+        generator = torch.Generator().manual_seed(seed)
+        if self.kind == "kronecker" and gradients.dim() > 2:
+            # Two factors of signs, the larger one for the columns.
+            first = max(d for d in range(1, isqrt(self.dim) + 1) if self.dim % d == 0)
+            matrices = gradients.flatten(2)
+            left = _signs(matrices.shape[1], first, generator).to(gradients)
+            right = _signs(matrices.shape[2], self.dim // first, generator).to(gradients)
+            found: Tensor = (left.T @ matrices @ right).flatten(1) / self.dim**0.5
+            return found
+        flat = gradients.flatten(1)
+        return flat @ self._matrix(flat.shape[1], generator).to(gradients)
+
+    def _matrix(self, size: int, generator: torch.Generator) -> Tensor:
+        if self.kind == "sparse":
+            places = torch.randint(self.dim, (size, 1), generator=generator)
+            empty = torch.zeros(size, self.dim, dtype=torch.float32)
+            return empty.scatter(1, places, _signs(size, 1, generator))
+        if self.kind == "gaussian":
+            shape = size, self.dim
+            return torch.randn(shape, generator=generator, dtype=torch.float32) / self.dim**0.5
+        return _signs(size, self.dim, generator) / self.dim**0.5
+
+
+def _signs(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    return 2.0 * torch.randint(2, (rows, columns), generator=generator).float() - 1
