@@ -7,7 +7,14 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from backpack_attribution import GradDot, Influence, Scores, TracIn, influence
+from backpack_attribution import (
+    GradDot,
+    Influence,
+    Scores,
+    TracIn,
+    influence,
+    self_influence,
+)
 from backpack_core import extend, is_extended
 from backpack_core.errors import UsageError
 from backpack_core.extensions import EKFAC
@@ -36,6 +43,20 @@ def test_inner_products_and_cosines(problem, reduction: str) -> None:
     assert torch.allclose(scores.values, wanted, rtol=1e-12, atol=1e-12)
     assert not any(is_extended(m) for m in (model, lossfunc))
     assert all(p.grad is None and not hasattr(p, "grad_batch") for p in model.parameters())
+
+
+@pytest.mark.parametrize("method", ["dot", "cosine", "ekfac-cg", "logra", "tracin"])
+def test_influence_on_themselves_is_the_diagonal(problem, method) -> None:
+    model, train, _ = problem
+    made = {
+        "tracin": lambda: TracIn([model.state_dict()], [0.5]),
+        "ekfac-cg": lambda: Influence(mc_samples=None, refine=50, rtol=1e-10),
+    }.get(method, lambda: method)
+    lossfunc, data = nn.CrossEntropyLoss(), loader(train, 3)
+    wanted = influence(model, lossfunc, data, data, made())
+    found = self_influence(model, lossfunc, data, made())
+    assert found.queries == ["itself"]
+    assert torch.allclose(found.values[:, 0], wanted.values.diagonal(), rtol=1e-6, atol=1e-9)
 
 
 def test_frozen_parameters_take_no_part(problem) -> None:

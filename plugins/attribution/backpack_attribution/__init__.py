@@ -12,6 +12,7 @@ from backpack_attribution.filling import fill as fill
 from backpack_attribution.filling import preconditioned as preconditioned
 from backpack_attribution.identities import content_hash as content_hash
 from backpack_attribution.influence import influence as influence
+from backpack_attribution.influence import self_influence as self_influence
 from backpack_attribution.merging import merge_stores as merge_stores
 from backpack_attribution.methods import GradCosine as GradCosine
 from backpack_attribution.methods import GradDot as GradDot

@@ -69,26 +69,60 @@ def influence(
     Raises:
         UsageError: An argument is wrong, or a score is not finite.
     """
-    problem = Problem(model, lossfunc, batch)
-    chosen = _chosen(method)
-    run = Run(
-        problem,
-        problem.with_loss(query_lossfunc),
-        train_loader,
-        query_loader,
-        progress,
-        process_group,
-    )
+    problem, chosen = Problem(model, lossfunc, batch), _chosen(method)
+    query = problem.with_loss(query_lossfunc)
+    run = Run(problem, query, train_loader, query_loader, progress, process_group)
     train = run.names(train_loader, identities, is_shared=True)
     queries = run.names(query_loader, query_identities, is_shared=False)
-    scores = Scores(chosen.values(run), train, queries, chosen.name)
+    return run.gathered(_finite(Scores(chosen.values(run), train, queries, chosen.name)))
+
+
+def self_influence(
+    model: Module,
+    lossfunc: Loss,
+    train_loader: Iterable[Any],
+    method: str | Method = "ekfac",
+    *,
+    batch: Split | None = None,
+    identities: Identities = "place",
+    progress: bool = True,
+    process_group: distributed.ProcessGroup | None = None,
+) -> Scores:
+    """Score every training sample for itself: which ones did the model have to learn by heart?
+
+    Wrong labels and outliers have the highest scores. Nothing of size ``N²`` is computed.
+
+    Args:
+        model: As for :func:`influence`.
+        lossfunc: As for :func:`influence`.
+        train_loader: As for :func:`influence`.
+        method: As for :func:`influence`, but for TRAK.
+        batch: As for :func:`influence`.
+        identities: As for :func:`influence`.
+        progress: As for :func:`influence`.
+        process_group: As for :func:`influence`.
+
+    Returns:
+        Scores ``[N, 1]``, for the one query ``"itself"``.
+
+    Raises:
+        UsageError: An argument is wrong, or a score is not finite.
+    """
+    problem, chosen = Problem(model, lossfunc, batch), _chosen(method)
+    run = Run(problem, problem, train_loader, (), progress, process_group)
+    train = run.names(train_loader, identities, is_shared=True)
+    values = chosen.own_values(run).unsqueeze(1)
+    return run.gathered(_finite(Scores(values, train, ["itself"], chosen.name)))
+
+
+def _finite(scores: Scores) -> Scores:
     if not scores.values.isfinite().all():
         row = int((~scores.values.isfinite()).any(1).nonzero()[0])
         raise UsageError(
-            f"The scores of the training sample {train[row]!r} are not finite: look at its loss, "
-            "and at the damping."
+            f"The scores of the training sample {scores.train[row]!r} are not finite: look at its "
+            "loss, and at the damping."
         )
-    return run.gathered(scores)
+    return scores
 
 
 def _chosen(method: Any) -> Method:

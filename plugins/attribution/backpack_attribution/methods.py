@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,6 +28,17 @@ class Method(ABC):
     @abstractmethod
     def values(self, run: Run) -> Tensor:
         """Scores of the training samples of this process for all queries, ``[N, M]``."""
+
+    def own_values(self, run: Run) -> Tensor:
+        """Scores of the training samples of this process for themselves, ``[N]``.
+
+        Raises:
+            UsageError: The method has none.
+        """
+        raise UsageError(
+            f"{self.name} has no influence of samples on themselves: take an inner product, such "
+            'as "ekfac", or "logra".'
+        )
 
     @property
     def name(self) -> str:
@@ -68,6 +79,16 @@ class InnerProduct(Method):
             self.fit(run)
             found = [self.scores(run, self.transform(q, run)) for q in self.asked(run)]
         return torch.cat(found, 1)
+
+    def own_values(self, run: Run) -> Tensor:
+        """Scores for themselves, ``[N]``: the samples of a batch are its queries."""
+        with run.problem.extended():
+            self.fit(run)
+            found = []
+            for batch in run.batches(run.train_loader, f"{self.name}: training samples"):
+                queries = self.transform(run.problem.gradients(batch), run)
+                found.append(self.of_batch(run.problem, batch, queries).diagonal())
+        return on_cpu(found)
 
     def asked(self, run: Run) -> Iterator[Gradients]:
         """Gradients of the queries, ``[M, *θ]`` for each parameter, as many as are kept at once."""
@@ -141,13 +162,18 @@ class TracIn(Method):
 
     def values(self, run: Run) -> Tensor:
         """Scores, ``[N, M]``."""
-        total: Tensor | None = None
+        return self._sum(run, self._method.values)
+
+    def own_values(self, run: Run) -> Tensor:
+        """Scores for themselves, ``[N]``."""
+        return self._sum(run, self._method.own_values)
+
+    def _sum(self, run: Run, values: Callable[[Run], Tensor]) -> Tensor:
+        parts = []
         for state, rate in zip(self._checkpoints, self.learning_rates, strict=True):
             with at_checkpoint(run.problem.model, state):
-                part = rate * self._method.values(run)
-            total = part if total is None else total + part
-        assert total is not None
-        return total
+                parts.append(rate * values(run))
+        return torch.stack(parts).sum(0)
 
 
 def products_of(

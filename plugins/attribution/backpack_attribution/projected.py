@@ -110,11 +110,24 @@ class LoGra(Method):
         """Scores, ``[N, M]``."""
         train = self._features(run, run.problem, run.train_loader, "training samples")
         queries = self._features(run, run.query, run.query_loader, "queries")
-        total = torch.zeros(())
-        for name, query in queries.items():
-            moments = run.summed(train[name].T @ train[name])
-            total = total + train[name] @ inverse_product(moments, query, self.damping).T
-        return total
+        solved = self._solved(run, train, queries)
+        return torch.stack([train[name] @ solved[name].T for name in solved]).sum(0)
+
+    def own_values(self, run: Run) -> Tensor:
+        """Scores for themselves, ``[N]``."""
+        train = self._features(run, run.problem, run.train_loader, "training samples")
+        solved = self._solved(run, train, train)
+        return torch.stack([(train[name] * solved[name]).sum(1) for name in solved]).sum(0)
+
+    def _solved(
+        self, run: Run, train: dict[str, Tensor], queries: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """``(F + λ)⁻¹ φ_m`` of each parameter, ``[M, dim]``."""
+        moments = {name: run.summed(train[name].T @ train[name]) for name in queries}
+        return {
+            name: inverse_product(moments[name], query, self.damping)
+            for name, query in queries.items()
+        }
 
     def _features(
         self, run: Run, problem: Problem, loader: Iterable[Any], what: str

@@ -49,18 +49,21 @@ class ProjectedGrad(FirstOrderExtension):
             found: Tensor = (left.T @ matrices @ right).flatten(1) / self.dim**0.5
             return found
         flat = gradients.flatten(1)
-        return flat @ self._matrix(flat.shape[1], generator).to(gradients)
+        projected: Tensor = flat @ self._matrix(flat.shape[1], generator).to(gradients)
+        return projected
 
     def _matrix(self, size: int, generator: torch.Generator) -> Tensor:
         if self.kind == "sparse":
             places = torch.randint(self.dim, (size, 1), generator=generator)
-            empty = torch.zeros(size, self.dim, dtype=torch.float32)
-            return empty.scatter(1, places, _signs(size, 1, generator))
+            matrix = torch.zeros(size, self.dim, dtype=torch.float32)
+            return matrix.scatter(1, places, _signs(size, 1, generator))
+        found: Tensor = _signs(size, self.dim, generator)
         if self.kind == "gaussian":
-            shape = size, self.dim
-            return torch.randn(shape, generator=generator, dtype=torch.float32) / self.dim**0.5
-        return _signs(size, self.dim, generator) / self.dim**0.5
+            found = torch.randn(found.shape, generator=generator, dtype=torch.float32)
+        scaled: Tensor = found / self.dim**0.5
+        return scaled
 
 
 def _signs(rows: int, columns: int, generator: torch.Generator) -> Tensor:
-    return 2.0 * torch.randint(2, (rows, columns), generator=generator).float() - 1
+    signs: Tensor = 2.0 * torch.randint(2, (rows, columns), generator=generator).float() - 1
+    return signs
