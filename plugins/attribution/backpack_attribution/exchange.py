@@ -24,6 +24,16 @@ from backpack_core.errors import UsageError
 from backpack_firstorder import SampleGradients
 
 _DTYPES = {name: getattr(torch, name) for name in ("float16", "bfloat16", "float32", "float64")}
+_PROCESSOR = {
+    "projection_dim": None,
+    "reshape_to_square": False,
+    "projection_type": "rademacher",
+    "projection_target": "per_module",
+    "projection_scale": "jl",
+    "include_bias": False,
+    "projection_seed": None,
+    "projection_version": 2,
+}
 _FORMAT = 2  # of dattri-LLM's memory map, and of its index
 
 
@@ -33,7 +43,8 @@ def write_bergson(
     """Write the rows of a store as a directory of Bergson's.
 
     ``gradients.bin`` has a row for each sample, the parts one behind the other; ``info.json`` says
-    how wide each is. Identities are added there, which Bergson does not look at.
+    how wide each is. Identities are added there, which Bergson does not look at. Its ``Attributor``
+    opens the directory, and its searches are those of :meth:`GradientStore.search`.
 
     Args:
         store: What to write. Rows of low rank are written out.
@@ -65,6 +76,11 @@ def write_bergson(
         "identities": store.identities,
     }
     write_json(folder / "info.json", info)
+    # Bergson's queries ask how gradients were made: without projections and preconditioners of its
+    # own, which leaves rows as they are. JSON is YAML, too.
+    write_json(folder / "processor_config.yaml", _PROCESSOR)
+    for name in ("normalizers", "hessians", "hessians_eigen"):
+        atomically(folder / f"{name}.pth", lambda path: torch.save({}, path))
 
 
 def _write_rows(store: GradientStore, path: Path) -> None:
