@@ -12,7 +12,8 @@ from backpack_core.plugins.registry import registry
 # The distributions of this project's extensions, for the message when one is not installed.
 _DISTRIBUTIONS = {
     "backpack-plugin-firstorder": (
-        "BatchGrad BatchL2Grad SumGradSquared Variance BatchDotGrad ClippedSumGrad"
+        "BatchGrad BatchL2Grad SumGradSquared Variance BatchDotGrad ClippedSumGrad GradInner "
+        "ProjectedGrad"
     ),
     "backpack-plugin-secondorder": (
         "DiagGGNExact DiagGGNMC BatchDiagGGNExact BatchDiagGGNMC SqrtGGNExact SqrtGGNMC "

@@ -6,13 +6,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from backpack_firstorder.divisors import divisors_of as divisors_of
+    from backpack_firstorder.projections import Projection as Projection
     from backpack_firstorder.sample_gradients import SampleGradients as SampleGradients
 
 # Loaded when asked for: the entry points of single extensions cost no more than themselves.
 _PUBLIC = {
+    "Projection": "projections",
     "SampleGradients": "sample_gradients",
+    "divisors_of": "divisors",
 }
-__all__ = ["SampleGradients"]
+__all__ = ["Projection", "SampleGradients", "divisors_of"]
 
 
 def __getattr__(name: str) -> Any:

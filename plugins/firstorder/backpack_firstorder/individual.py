@@ -10,6 +10,7 @@ from torch import Tensor
 from backpack_core.contract.extension import FailMode
 from backpack_core.contract.operation import Operation
 from backpack_core.errors import UsageError
+from backpack_firstorder.divisors import Divisors, divided_by, see_divisors
 from backpack_firstorder.names import name_of
 from backpack_firstorder.products import norm
 from backpack_firstorder.sample_gradients import SampleGradients
@@ -59,6 +60,7 @@ class BatchGrad(FirstOrderExtension):
         fail_mode: FailMode = "autodiff",
         form: Form = "dense",
         consumer: Consumer | None = None,
+        divisors: Divisors | None = None,
     ) -> None:
         """Store the settings.
 
@@ -68,9 +70,11 @@ class BatchGrad(FirstOrderExtension):
             fail_mode: See :class:`Extension`.
             form: ``"dense"`` for tensors, ``"product"`` for gradients that are not formed.
             consumer: With ``form="product"``: what takes the gradients of each parameter.
+            divisors: With ``form="product"``: what gradients are divided by, by parameter name, see
+                :func:`~backpack_firstorder.divisors_of`.
 
         Raises:
-            UsageError: The form is unknown, or there is a consumer of dense gradients.
+            UsageError: The form is unknown, or dense gradients have a consumer or divisors.
         """
         super().__init__(subsampling, savefield, fail_mode)
         if form not in get_args(Form):
@@ -80,6 +84,12 @@ class BatchGrad(FirstOrderExtension):
                 "A consumer is a function of a name and SampleGradients: write "
                 f'BatchGrad(form="product", consumer=f). Got {consumer!r:.80}, with form={form!r}.'
             )
+        if divisors is not None and form != "product":
+            raise UsageError(
+                'Gradients are divided as products: write BatchGrad(form="product", divisors=...). '
+                "Divide dense ones yourself."
+            )
+        self.divisors = see_divisors(divisors)
         self.consumer, self.is_product = consumer, form == "product"
         self.is_deferred = consumer is not None
         if self.is_product:
@@ -89,13 +99,14 @@ class BatchGrad(FirstOrderExtension):
         """``M`` itself, of one column."""
         if not self.is_product:
             return dense(product).squeeze(0)
-        found = SampleGradients.of(product)
+        name = name_of(product)
+        found = SampleGradients.of(divided_by(self.divisors, product, name))
         if product.parameter is not None:
             found = found.to(dtype=product.parameter.dtype)
         if self.consumer is None:
             return found
-        self.consumer(name_of(product), found)
-        return product.name  # to be forgotten
+        self.consumer(name, found)
+        return name  # to be forgotten
 
     def finish(self, values: Mapping[Tensor, Any], normalisers: Sequence[Any]) -> dict[Tensor, Any]:
         """Nothing: the consumer has had it."""

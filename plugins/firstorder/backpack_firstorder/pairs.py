@@ -32,6 +32,8 @@ def pairs(first: SampleProduct, second: SampleProduct) -> Tensor:
     A sum has the inner products of all pairs of its terms, those of different forms included.
     """
     total = first.new_zeros(first.samples, second.samples)
+    if not total.numel():
+        return total
     others = plain_terms(second)
     for term in plain_terms(first):
         for other in others:
@@ -214,12 +216,10 @@ def _pairs_lookup(first: LookupProduct, second: SampleProduct) -> Tensor | None:
         return None
     parts = [first.new_zeros(first.samples, 0)]
     for rows, table in tables(second):
-        if not len(rows):
-            parts.append(first.new_zeros(first.samples, len(table)))
-            continue
         place = torch.searchsorted(rows, first.row).clamp(max=len(rows) - 1)
         is_there = (rows[place] == first.row).unsqueeze(-1)
-        parts.append(_lookup_with_dense(first.out[0] * is_there, place, table))
+        out = torch.where(is_there, first.out[0], 0)
+        parts.append(_lookup_with_dense(out, place, table))
     return torch.cat(parts, 1)
 
 

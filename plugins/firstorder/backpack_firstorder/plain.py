@@ -25,11 +25,7 @@ def plain_terms(product: SampleProduct) -> list[SampleProduct]:
     """
     if is_formed(product):
         return [as_formed(product)]
-    parts = _parts(product)
-    terms = [plain(part) for part in parts]
-    for term, part in zip(terms, parts, strict=True):
-        term.roots = part.roots  # a term made anew has none, and the others have
-    found = sum_of(terms)
+    found = sum_of([_placed(plain(part), part) for part in _parts(product)])
     return [*found.parts] if isinstance(found, SumProduct) else [found]
 
 
@@ -37,6 +33,12 @@ def _parts(product: SampleProduct) -> list[SampleProduct]:
     if not isinstance(product, SumProduct):
         return [product]
     return [inner for part in product.parts for inner in _parts(part)]
+
+
+def _placed(term: SampleProduct, product: SampleProduct) -> SampleProduct:
+    """A term with the roots of the product that it was made from."""
+    term.roots = product.roots
+    return term
 
 
 @OpenFunction

@@ -5,21 +5,30 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
-from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from backpack_core.errors import ShapeError, UsageError
+from backpack_firstorder.divisors import Divisor, divided
 from backpack_firstorder.low_rank import affine_low_rank, dense_low_rank
 from backpack_firstorder.pairs import pairs
 from backpack_firstorder.plain import plain_terms
 from backpack_firstorder.products import norm
 from backpack_firstorder.single import in_single
+from backpack_firstorder.terms import (
+    FORMS,
+    form_of,
+    fresh,
+    kept,
+    mapped,
+    matrix_shape,
+    side_by_side,
+    tensors_of,
+    term_of,
+)
 from backpack_products.affine import AffineProduct
-from backpack_products.factors import FactorProduct
-from backpack_products.lookup import LookupProduct
 from backpack_products.operations import batch_sum, dense, weighted_sum
 from backpack_products.product import DenseProduct, SampleProduct, SumProduct
 from backpack_products.rows import whole
@@ -29,7 +38,6 @@ if TYPE_CHECKING:
     from backpack_firstorder.projections import Projection
 
 Index: TypeAlias = "int | slice | Sequence[int] | Tensor"
-Divisor: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
 
 
 class SampleGradients:
@@ -75,11 +83,7 @@ class SampleGradients:
             product: Of one column, ``[1, N, *θ]``.
         """
         with torch.no_grad():
-            kept = [_kept(term) for term in plain_terms(product)]
-            formed = [term.values for term in kept if isinstance(term, DenseProduct)]
-            rest = [term for term in kept if not isinstance(term, DenseProduct)]
-            sums = [DenseProduct(reduce(torch.add, formed))] if formed else []  # type: ignore[arg-type]
-            return cls([*rest, *sums])
+            return cls(kept(plain_terms(product)))
 
     @classmethod
     def from_dense(cls, gradients: Tensor) -> SampleGradients:
@@ -121,9 +125,9 @@ class SampleGradients:
         forms: dict[Any, list[SampleProduct | None]] = {}
         for place, part in enumerate(parts):
             for term in part._terms:
-                forms.setdefault(_form_of(term), [None] * len(parts))[place] = term
+                forms.setdefault(form_of(term), [None] * len(parts))[place] = term
         counts = [len(part) for part in parts]
-        return cls(_side_by_side(terms, counts) for terms in forms.values())
+        return cls(side_by_side(terms, counts) for terms in forms.values())
 
     # As a sequence -------------------------------------------------------------------------------
 
@@ -150,7 +154,7 @@ class SampleGradients:
 
     def _map(self, function: Callable[[Tensor], Tensor], number: Any = None) -> SampleGradients:
         """The same terms with other factors, samples on axis 0; numbers of rows by ``number``."""
-        return SampleGradients(_mapped(term, function, number or function) for term in self._terms)
+        return SampleGradients(mapped(term, function, number or function) for term in self._terms)
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -171,7 +175,7 @@ class SampleGradients:
     @property
     def nbytes(self) -> int:
         """How many bytes the terms take."""
-        return sum(tensor.nbytes for term in self._terms for _, tensor in _tensors(term))
+        return sum(tensor.nbytes for term in self._terms for _, tensor in tensors_of(term))
 
     @property
     def terms(self) -> tuple[SampleProduct, ...]:
@@ -180,14 +184,14 @@ class SampleGradients:
 
     def __repr__(self) -> str:
         """Shape, dtype and forms."""
-        forms = " + ".join(_FORMS[type(term)] for term in self._terms)
+        forms = " + ".join(FORMS[type(term)] for term in self._terms)
         return f"<SampleGradients {[*self.shape]} {self.dtype}, {forms}, {self.nbytes:,} bytes>"
 
     # Read ----------------------------------------------------------------------------------------
 
     def product(self) -> SampleProduct:
         """One product of the terms, ``[1, N, *θ]``; what operations keep on it goes with it."""
-        parts = [_fresh(term) for term in self._terms]
+        parts = [fresh(term) for term in self._terms]
         return parts[0] if len(parts) == 1 else SumProduct(parts)
 
     @torch.no_grad()
@@ -262,24 +266,15 @@ class SampleGradients:
         """Each gradient divided, entry by entry.
 
         Args:
-            divisor: Shape ``[*θ]``, as of Adam: the gradients are formed. Or rows and columns of
-                ``rows ⊗ columns``, of lengths that multiply to the size of the parameter, as of
-                Adafactor: a product of one group stays one. See :func:`divisors_of`.
+            divisor: Shape ``[*θ]``, as of Adam: gradients of a weight are formed. Or rows ``[R]``
+                and columns ``[C]`` of ``rows ⊗ columns``, as of Adafactor: they stay products. The
+                parameter's first axis has the rows, all others the columns. See
+                :func:`~backpack_firstorder.divisors_of`.
 
         Raises:
             ShapeError: It does not fit the parameter.
         """
-        if isinstance(divisor, Tensor):
-            if divisor.shape != self.shape[1:]:
-                expected, found = [*self.shape[1:]], [*divisor.shape]
-                raise ShapeError(f"divide takes a divisor {expected}. Got {found}.")
-            divided = self.dense() / divisor.to(self.device, self.dtype)
-            return SampleGradients.from_dense(divided)
-        rows, columns = (part.detach().to(self.device, self.dtype) for part in divisor)
-        if (rows.numel(), columns.numel()) != matrix_shape(self.shape[1:]):
-            expected, found = [*self.shape[1:]], [rows.numel(), columns.numel()]
-            raise ShapeError(f"divide takes rows and columns of {expected}. Got {found}.")
-        return SampleGradients(_divided(term, rows, columns) for term in self._terms)
+        return SampleGradients.of(divided(self.product(), divisor))
 
     @torch.no_grad()
     def low_rank(self, rank: int) -> SampleGradients:
@@ -313,8 +308,8 @@ class SampleGradients:
         shape = torch.tensor(self.shape, dtype=torch.int64)
         found = {"shape": shape}
         for number, term in enumerate(self._terms):
-            form = _FORMS[type(term)]
-            found |= {f"{number}.{form}.{name}": value for name, value in _tensors(term)}
+            form = FORMS[type(term)]
+            found |= {f"{number}.{form}.{name}": value for name, value in tensors_of(term)}
         return found
 
     @classmethod
@@ -332,7 +327,7 @@ class SampleGradients:
                     number, form, name = key.split(".")
                     terms.setdefault((int(number), form), {})[name] = state[key]
             parts = [
-                _term(form, found, shape[1:])
+                term_of(form, found, shape[1:])
                 for (_, form), found in sorted(terms.items(), key=lambda item: item[0])
             ]
             result = cls(parts)
@@ -342,16 +337,6 @@ class SampleGradients:
                 f"from_state_dict takes what state_dict() gave. Got tensors named {keys}."
             ) from error
         return result
-
-
-# Terms --------------------------------------------------------------------------------------------
-
-_FORMS = {AffineProduct: "affine", LookupProduct: "lookup", DenseProduct: "dense"}
-
-
-def matrix_shape(shape: torch.Size) -> tuple[int, int]:
-    """A parameter's rows, and its columns: the first axis, and all others."""
-    return (shape[0], prod(shape[1:])) if shape else (1, 1)
 
 
 def as_gradients(value: SampleGradients | Tensor, shape: torch.Size) -> SampleGradients:
@@ -370,103 +355,3 @@ def as_gradients(value: SampleGradients | Tensor, shape: torch.Size) -> SampleGr
         expected = f"[M, {str([*shape])[1:-1]}]"
         raise ShapeError(f"The parameter has gradients {expected}. Got {[*given.shape]}.")
     return given
-
-
-def _kept(term: SampleProduct) -> SampleProduct:
-    """A term in memory of its own, formed if that takes less."""
-    size = term.samples * prod(term.shape)
-    factors = _tensors(term) if isinstance(term, LookupProduct) else None
-    if isinstance(term, AffineProduct) and term.arrange is None and term.inp is not None:
-        if term.out.numel() + prod(term.inp.shape) <= size:
-            out, inp = term.out.detach(), whole(term.inp).detach()
-            return AffineProduct(_copied(out), _copied(inp), term.shape)
-    elif factors is not None and sum(tensor.numel() for _, tensor in factors) <= size:
-        assert isinstance(term, LookupProduct)
-        return LookupProduct(_copied(term.out.detach()), term.row.clone(), term.shape)
-    values = _values_of(term)
-    formed = term.part(slice(0, 1), slice(0, term.samples)) if values is None else values
-    return DenseProduct(_copied(formed.detach()))
-
-
-def _values_of(term: SampleProduct) -> Tensor | None:
-    return term.values if isinstance(term, DenseProduct) else None
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _fresh(term: SampleProduct) -> SampleProduct:
-    """The same term, without what operations have kept on it."""
-    if isinstance(term, FactorProduct):
-        return term.with_factors(term.out, term.other, None)
-    assert isinstance(term, DenseProduct)
-    return DenseProduct(term.values)
-
-
-def _tensors(term: SampleProduct) -> list[tuple[str, Tensor]]:
-    """The tensors of a term by name, samples on axis 0."""
-    if isinstance(term, AffineProduct):
-        return [("out", term.out[0]), ("inp", whole(term.inp))]  # type: ignore[arg-type]
-    if isinstance(term, LookupProduct):
-        return [("out", term.out[0]), ("row", term.row)]
-    assert isinstance(term, DenseProduct)
-    assert term.values is not None
-    return [("values", term.values[0])]
-
-
-def _term(form: str, tensors: Mapping[str, Tensor], shape: torch.Size) -> SampleProduct:
-    """A term from what :func:`_tensors` gave."""
-    if form == "affine":
-        return AffineProduct(tensors["out"].unsqueeze(0), tensors["inp"], shape)
-    if form == "lookup":
-        return LookupProduct(tensors["out"].unsqueeze(0), tensors["row"], shape)
-    if form != "dense":
-        raise ValueError(form)
-    return DenseProduct(tensors["values"].unsqueeze(0))
-
-
-def _mapped(term: SampleProduct, function: Any, number: Any) -> SampleProduct:
-    tensors = {
-        name: number(tensor) if name == "row" else function(tensor)
-        for name, tensor in _tensors(term)
-    }
-    return _term(_FORMS[type(term)], tensors, term.shape)
-
-
-def _form_of(term: SampleProduct) -> Any:
-    """What two terms have in common whose factors go side by side."""
-    return (type(term), term.sizes if isinstance(term, AffineProduct) else None)
-
-
-def _side_by_side(terms: Sequence[SampleProduct | None], counts: Sequence[int]) -> SampleProduct:
-    """One term of the samples of several, zero for those that have none."""
-    there = [dict(_tensors(term)) for term in terms if term is not None]
-    like = next(term for term in terms if term is not None)
-    positions = max(t.shape[1] for t in there[0].values()) if len(there[0]) > 1 else 0
-    is_formed = isinstance(like, DenseProduct)
-    positions = 0 if is_formed else max(found["out"].shape[1] for found in there)
-    joined = {}
-    for name, first in there[0].items():
-        parts = []
-        for term, count in zip(terms, counts, strict=True):
-            tensor = first[:0] if term is None else dict(_tensors(term))[name]
-            length = first.shape[1:] if is_formed else (positions, *first.shape[2:])
-            filled = first.new_zeros(count, *length)
-            if term is not None:
-                filled[(slice(None), slice(0, tensor.shape[1]))[: tensor.dim()]] = tensor
-            parts.append(filled)
-        joined[name] = torch.cat(parts)
-    return _term(_FORMS[type(like)], joined, like.shape)
-
-
-def _divided(term: SampleProduct, rows: Tensor, columns: Tensor) -> SampleProduct:
-    """A term divided by ``rows ⊗ columns``."""
-    if isinstance(term, LookupProduct):
-        out = term.out / rows[term.row].unsqueeze(-1) / columns
-        return LookupProduct(out, term.row, term.shape)
-    is_weight = isinstance(term, AffineProduct) and term.sizes[1:] == (len(rows), len(columns))
-    if isinstance(term, AffineProduct) and is_weight and term.sizes[0] == 1:
-        return AffineProduct(term.out / rows, whole(term.inp) / columns, term.shape)  # type: ignore[arg-type]
-    formed = dense(_fresh(term))
-    return DenseProduct(formed / torch.outer(rows, columns).reshape(term.shape))

@@ -1,0 +1,188 @@
+"""What individual gradients are divided by, entry by entry: an optimiser's preconditioner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from backpack_core.errors import ShapeError, UsageError, nearest
+from backpack_firstorder.plain import plain_terms
+from backpack_products.affine import AffineProduct
+from backpack_products.lookup import LookupProduct
+from backpack_products.product import DenseProduct, SampleProduct, sum_of
+from backpack_products.rows import whole
+
+Divisor: TypeAlias = "Tensor | tuple[Tensor, Tensor]"
+Divisors: TypeAlias = Mapping[str, Divisor]
+
+
+def divided(product: SampleProduct, divisor: Divisor) -> SampleProduct:
+    """A product ``[1, N, *θ]`` divided by a divisor, in factors as far as these allow it.
+
+    Args:
+        product: The gradients.
+        divisor: Shape ``[*θ]``, or rows ``[R]`` and columns ``[C]`` of ``rows ⊗ columns``. The
+            parameter's first axis has the rows, all others the columns.
+
+    Raises:
+        ShapeError: It does not fit the parameter.
+    """
+    shape, like = product.shape, product.like
+    parts: tuple[Tensor, ...]
+    if isinstance(divisor, Tensor):
+        found, expected = [*divisor.shape], [*shape]
+        parts = (divisor.detach().to(like.device, like.dtype),)
+    else:
+        found = [part.numel() for part in divisor]
+        expected = [shape[0], shape[1:].numel()] if shape else [1, 1]
+        parts = tuple(p.detach().flatten().to(like.device, like.dtype) for p in divisor)
+    if found != expected:
+        raise ShapeError(
+            f"Gradients {[product.samples, *shape]} are divided by numbers {expected}. Got {found}."
+        )
+    return sum_of([_divided(term, *parts) for term in plain_terms(product)]).placed_as(product)
+
+
+def _divided(term: SampleProduct, *parts: Tensor) -> SampleProduct:
+    if len(parts) == 2:
+        rows, columns = parts
+        if isinstance(term, LookupProduct):
+            out = term.out / rows[term.row].unsqueeze(-1) / columns
+            return LookupProduct(out, term.row, term.shape)
+        is_weight = isinstance(term, AffineProduct) and term.arrange is None
+        if is_weight and isinstance(term, AffineProduct) and term.inp is not None:
+            out = term.out / rows.view(term.out.shape[3:])
+            return AffineProduct(out, whole(term.inp) / columns, term.shape)
+    by = parts[0] if len(parts) == 1 else torch.outer(*parts).reshape(term.shape)
+    if isinstance(term, LookupProduct):
+        return LookupProduct(term.out / by[term.row], term.row, term.shape)
+    if isinstance(term, DenseProduct) and term.values is not None:
+        return DenseProduct(term.values / by)
+    mat = term.new_zeros(1).expand(1, term.samples)
+    return DenseProduct(form=lambda v, n: term.part(v, n) / by, mat=mat, shape=term.shape)
+
+
+def divided_by(divisors: Divisors | None, product: SampleProduct, name: str) -> SampleProduct:
+    """A product divided by the divisor with a name; as it is if there are no divisors.
+
+    Raises:
+        UsageError: There are divisors, and none has the name.
+    """
+    if divisors is None:
+        return product
+    if name not in divisors:
+        raise UsageError(
+            f"There is no divisor for the parameter {name!r}{nearest(name, divisors) or '.'} Give "
+            "one for every trained parameter: divisors_of(optimizer, model) makes them."
+        )
+    return divided(product, divisors[name])
+
+
+def see_divisors(divisors: Any) -> Divisors | None:
+    """Return an argument ``divisors``.
+
+    Raises:
+        UsageError: It is no mapping from names to divisors.
+    """
+    if divisors is not None and not isinstance(divisors, Mapping):
+        raise UsageError(
+            "divisors maps names of parameters to tensors, as divisors_of(optimizer, model) does. "
+            f"Got {divisors!r:.80}."
+        )
+    return divisors
+
+
+# Of optimisers ------------------------------------------------------------------------------------
+
+
+def divisors_of(optimizer: Optimizer, model: Module) -> dict[str, Divisor]:
+    """What an optimiser divides gradients by, from its state, for every trained parameter.
+
+    For Adam, AdamW, NAdam and RAdam ``√(v / (1 - β₂ᵗ)) + ε``; with ``amsgrad=True`` the largest
+    ``v``; for RMSprop and Adagrad ``√v + ε``. For Adafactor (of torch, and of ``transformers``) the
+    root of its estimate ``r ⊗ c / mean(r)``: for a matrix a pair of rows and columns, by which
+    gradients are divided in their factors.
+
+    Args:
+        optimizer: It has made a step at least.
+        model: Gives parameters their names.
+
+    Returns:
+        Divisors by parameter name, for ``SampleGradients.divide`` and ``divisors=...`` of
+        extensions.
+
+    Raises:
+        UsageError: The optimiser has no state for a trained parameter, or none that is known.
+    """
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    found: dict[str, Divisor] = {}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        state = optimizer.state.get(parameter)
+        if not state:
+            raise UsageError(
+                f"{type(optimizer).__name__} has no state for the parameter {name!r}. Divisors are "
+                "made of it: make a step first, or freeze the parameter."
+            )
+        known = [make for key, make in _STATES.items() if state.get(key) is not None]
+        if not known:
+            keys = ", ".join(map(str, state))
+            raise UsageError(
+                f"What {type(optimizer).__name__} divides {name!r} by is not known from its state "
+                f"({keys}). Give divisors yourself, as tensors by parameter name."
+            )
+        found[name] = known[0](state, groups[id(parameter)])
+    return found
+
+
+def _adam(state: Mapping[str, Any], group: Mapping[str, Any]) -> Divisor:
+    largest = state.get("max_exp_avg_sq")
+    square = state["exp_avg_sq"] if largest is None else largest
+    if "betas" not in group:  # an Adafactor's, of a vector
+        return square.sqrt()  # type: ignore[no-any-return]
+    correction = 1 - group["betas"][1] ** float(state["step"])
+    return (square / correction).sqrt() + group["eps"]  # type: ignore[no-any-return]
+
+
+def _rooted(key: str) -> Callable[[Mapping[str, Any], Mapping[str, Any]], Divisor]:
+    return lambda state, group: state[key].sqrt() + group["eps"]
+
+
+def _factored(row: Tensor, column: Tensor, least: float) -> Divisor:
+    """The root of ``r ⊗ c / mean(r)``, ``[.., R, 1]`` and ``[.., 1, C]``; a matrix's as factors."""
+    row = row / row.mean(-2, keepdim=True)
+    is_above = bool(row.min() * column.min() >= least)
+    if row.dim() == 2 and is_above:
+        return row.flatten().sqrt(), column.flatten().sqrt()
+    return (row @ column).clamp(min=least).sqrt()
+
+
+def _torch_adafactor(state: Mapping[str, Any], group: Mapping[str, Any]) -> Divisor:
+    least = (group["eps"][0] or torch.finfo(state["row_var"].dtype).eps) ** 2
+    return _factored(state["row_var"], state["col_var"], least)
+
+
+def _torch_adafactor_vector(state: Mapping[str, Any], group: Mapping[str, Any]) -> Divisor:
+    least = group["eps"][0] or torch.finfo(state["variance"].dtype).eps
+    return state["variance"].sqrt().clamp(min=least)  # type: ignore[no-any-return]
+
+
+def _transformers_adafactor(state: Mapping[str, Any], group: Mapping[str, Any]) -> Divisor:
+    row, column = state["exp_avg_sq_row"].unsqueeze(-1), state["exp_avg_sq_col"].unsqueeze(-2)
+    return _factored(row, column, 0.0)
+
+
+_STATES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Divisor]] = {
+    "row_var": _torch_adafactor,
+    "variance": _torch_adafactor_vector,
+    "exp_avg_sq_row": _transformers_adafactor,
+    "exp_avg_sq": _adam,
+    "square_avg": _rooted("square_avg"),
+    "sum": _rooted("sum"),
+}

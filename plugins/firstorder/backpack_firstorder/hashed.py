@@ -1,0 +1,62 @@
+"""Random numbers by their place: entry ``i`` of a stream is a function of its key and of ``i``.
+
+They are hashes of integers (SplitMix64, Steele et al., 2014), so that every device, rank, thread
+and version of torch has the same, and any of them can be had without those before it.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from math import pi
+
+import torch
+from torch import Tensor
+
+_STEP = 0x9E3779B97F4A7C15
+_FACTORS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+
+
+def key_of(*what: object) -> int:
+    """The key of a stream with a description, in 64 bits."""
+    digest = sha256("\0".join(map(str, what)).encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def signs(key: int, places: Tensor) -> Tensor:
+    """Numbers that are 1 or -1, each with probability one half, in double precision."""
+    return 1.0 - 2.0 * (bits(key, places) < 0).double()
+
+
+def normal(key: int, places: Tensor) -> Tensor:
+    """Standard normal numbers, by Box and Muller's method, in double precision."""
+    found = bits(key, places)
+    radius = (((found >> 32) & 0xFFFFFFFF).double() + 0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
+    return radius * (found & 0xFFFFFFFF).double().mul_(2 * pi * 2.0**-32).cos_()
+
+
+def below(key: int, places: Tensor, most: int) -> Tensor:
+    """Whole numbers from zero on, and less than ``most``."""
+    return ((bits(key, places) >> 16) & 0xFFFFFFFFFF) % most
+
+
+def bits(key: int, places: Tensor) -> Tensor:
+    """64 random bits at each place, as ``int64``."""
+    found = places * _signed(_STEP) + _signed(key + _STEP)
+    for shift, factor in _FACTORS:
+        found = (found ^ _shifted(found, shift)) * _signed(factor)
+    return found ^ _shifted(found, 31)
+
+
+def _shifted(numbers: Tensor, count: int) -> Tensor:
+    """To the right, with zeros: torch's own shift repeats the sign."""
+    return (numbers >> count) & ((1 << (64 - count)) - 1)
+
+
+def _signed(number: int) -> int:
+    number &= (1 << 64) - 1
+    return number - (1 << 64) if number >> 63 else number
+
+
+def places_of(rows: Tensor, width: int) -> Tensor:
+    """The places of some rows of a matrix with a number of columns. Shape ``[*rows, width]``."""
+    return rows.unsqueeze(-1) * width + torch.arange(width, device=rows.device)

@@ -1,0 +1,126 @@
+"""Inner products of individual gradients with queries, in one backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack_core.contract.extension import FailMode
+from backpack_core.errors import UsageError, nearest
+from backpack_firstorder.divisors import Divisors, divided_by, see_divisors
+from backpack_firstorder.names import name_of
+from backpack_firstorder.pairs import pairs
+from backpack_firstorder.sample_gradients import SampleGradients, as_gradients
+from backpack_firstorder.single import in_single
+from backpack_firstorder.squares import SquaresExtension
+from backpack_products import SampleProduct
+
+
+class GradInner(SquaresExtension):
+    """Inner products of the individual gradients with those of queries.
+
+    Stored in ``grad_inner``, shape ``[N, M]``: ``⟨g_n, q_m⟩`` with the gradients ``g_n`` of
+    :class:`BatchGrad` and the queries' ``q_m``, in single precision at least. The sum over all
+    parameters is in the extension's attribute ``scores``, ``[N, M]``, after the backward pass: the
+    score of every training sample for every query. Nothing else is kept.
+
+    Queries are what ``BatchGrad(form="product")`` left in an earlier pass, with low rank if they
+    should cost less (``SampleGradients.low_rank``), or tensors ``[M, *θ]``, such as preconditioned
+    gradients. Each pair of forms takes the way with fewer multiply-adds, and only some gradients
+    are formed at a time. Weights that are tied or used several times are exact, cross terms
+    included.
+
+    Example:
+        >>> with backpack(BatchGrad(form="product")):
+        ...     query_loss.backward()
+        >>> queries = {n: p.grad_batch for n, p in model.named_parameters()}
+        >>> inner = GradInner(queries)
+        >>> with backpack(inner, gradient="none"):
+        ...     train_loss.backward()
+        >>> inner.scores  # [N, M]
+
+    Attributes:
+        scores: The sums of the last backward pass; ``None`` before the first.
+    """
+
+    savefield = "grad_inner"
+    degree = 1
+    over_batches = "concatenate"
+    is_deferred = True
+    needs_every_parameter = True
+
+    def __init__(
+        self,
+        queries: Mapping[str, SampleGradients | Tensor | None],
+        subsampling: Sequence[int] | None = None,
+        savefield: str | None = None,
+        fail_mode: FailMode = "autodiff",
+        divisors: Divisors | None = None,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            queries: Gradients, or directions ``[M, *θ]``, by parameter name; ``None`` leaves a
+                parameter out.
+            subsampling: Indices of the samples to take; default: all.
+            savefield: Name of the attribute on parameters; default: the class's.
+            fail_mode: See :class:`Extension`.
+            divisors: What the individual gradients, not the queries, are divided by before, by
+                parameter name, see :func:`~backpack_firstorder.divisors_of`.
+
+        Raises:
+            UsageError: There are no queries, or of one parameter more than of another.
+        """
+        super().__init__(subsampling, savefield, fail_mode)
+        given: object = queries
+        if not isinstance(given, Mapping) or all(q is None for q in given.values()):
+            raise UsageError(
+                "GradInner takes queries by parameter name, as {name: p.grad_batch for name, p in "
+                f"model.named_parameters()}}. Got {given!r:.80}."
+            )
+        counts = {name: len(query) for name, query in queries.items() if query is not None}
+        if len({*counts.values()}) > 1:
+            raise UsageError(f"Queries are as many for each parameter. Got {counts}.")
+        self.queries, self.divisors = dict(queries), see_divisors(divisors)
+        self.scores: Tensor | None = None
+        self._names: dict[Tensor, str] = {}
+
+    def read(self, product: SampleProduct) -> Tensor:
+        """``⟨g_n, q_m⟩``."""
+        name = name_of(product)
+        if name not in self.queries:
+            raise UsageError(
+                f"There is no query for the parameter {name!r}{nearest(name, self.queries) or '.'} "
+                "Give one for every trained parameter, or None to leave it out of the scores."
+            )
+        query, single = self.queries[name], in_single(product)
+        if query is None:
+            return single.new_zeros(single.samples, 0)
+        met = as_gradients(query, single.shape)
+        dtype = torch.promote_types(single.like.dtype, met.dtype)
+        with torch.no_grad():
+            found = pairs(
+                divided_by(self.divisors, single, name),
+                met.to(single.like.device, dtype).product(),
+            )
+        if product.parameter is not None:
+            self._names[product.parameter] = name
+        return found
+
+    def finish(self, values: Mapping[Tensor, Any], normalisers: Sequence[Any]) -> dict[Tensor, Any]:
+        """The sum over parameters."""
+        names, self._names = self._names, {}
+        unmet = [n for n, q in self.queries.items() if q is not None and n not in names.values()]
+        if unmet:
+            raise UsageError(
+                f"The backward pass met no trained parameter {unmet[0]!r}, for which there is a "
+                "query: the scores would lack its part. Use the names of model.named_parameters(), "
+                "or leave it out of the queries."
+            )
+        found = {parameter: values[parameter] for parameter in names}
+        self.scores = reduce(torch.add, found.values())
+        return found

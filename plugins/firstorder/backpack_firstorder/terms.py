@@ -1,0 +1,117 @@
+"""The terms of individual gradients that are kept: affine, of a table, or formed.
+
+Each is a product of one column whose tensors have the samples on axis 0, so that terms can be
+indexed, joined, moved and stored by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from backpack_products.affine import AffineProduct
+from backpack_products.factors import FactorProduct
+from backpack_products.lookup import LookupProduct
+from backpack_products.product import DenseProduct, SampleProduct
+from backpack_products.rows import whole
+
+FORMS = {AffineProduct: "affine", LookupProduct: "lookup", DenseProduct: "dense"}
+
+
+def matrix_shape(shape: torch.Size) -> tuple[int, int]:
+    """A parameter's rows, and its columns: the first axis, and all others."""
+    return (shape[0], prod(shape[1:])) if shape else (1, 1)
+
+
+def kept(terms: Sequence[SampleProduct]) -> list[SampleProduct]:
+    """Terms in memory of their own, or their sum formed if that takes less."""
+    size = terms[0].samples * prod(terms[0].shape)
+    numbers = [_numbers(term) for term in terms]
+    if None not in numbers and sum(filter(None, numbers)) <= size:
+        return [
+            mapped(term, lambda factor: _copied(factor.detach()), torch.clone) for term in terms
+        ]
+    every = slice(0, 1), slice(0, terms[0].samples)
+    formed = reduce(torch.add, (term.part(*every) for term in terms))
+    return [DenseProduct(_copied(formed.detach()))]
+
+
+def _numbers(term: SampleProduct) -> int | None:
+    """How many numbers the factors of a term have; ``None`` if it has none to keep."""
+    if isinstance(term, AffineProduct) and term.arrange is None and term.inp is not None:
+        return term.out.numel() + prod(term.inp.shape)
+    return term.out.numel() + term.row.numel() if isinstance(term, LookupProduct) else None
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def fresh(term: SampleProduct) -> SampleProduct:
+    """The same term, without what operations have kept on it."""
+    if isinstance(term, FactorProduct):
+        return term.with_factors(term.out, term.other, None)
+    assert isinstance(term, DenseProduct)
+    return DenseProduct(term.values)
+
+
+def tensors_of(term: SampleProduct) -> list[tuple[str, Tensor]]:
+    """The tensors of a term by name, samples on axis 0."""
+    if isinstance(term, AffineProduct):
+        return [("out", term.out[0]), ("inp", whole(term.inp))]  # type: ignore[arg-type]
+    if isinstance(term, LookupProduct):
+        return [("out", term.out[0]), ("row", term.row)]
+    assert isinstance(term, DenseProduct)
+    assert term.values is not None
+    return [("values", term.values[0])]
+
+
+def term_of(form: str, tensors: Mapping[str, Tensor], shape: torch.Size) -> SampleProduct:
+    """A term from what :func:`tensors_of` gave."""
+    if form == "affine":
+        return AffineProduct(tensors["out"].unsqueeze(0), tensors["inp"], shape)
+    if form == "lookup":
+        return LookupProduct(tensors["out"].unsqueeze(0), tensors["row"], shape)
+    if form != "dense":
+        raise ValueError(form)
+    return DenseProduct(tensors["values"].unsqueeze(0))
+
+
+def mapped(term: SampleProduct, function: Any, number: Any) -> SampleProduct:
+    """A term whose tensors went through a function, numbers of rows through another."""
+    tensors = {
+        name: number(tensor) if name == "row" else function(tensor)
+        for name, tensor in tensors_of(term)
+    }
+    return term_of(FORMS[type(term)], tensors, term.shape)
+
+
+def form_of(term: SampleProduct) -> Any:
+    """What two terms have in common whose factors go side by side."""
+    return (type(term), term.sizes if isinstance(term, AffineProduct) else None)
+
+
+def side_by_side(terms: Sequence[SampleProduct | None], counts: Sequence[int]) -> SampleProduct:
+    """One term of the samples of several, zero for those that have none."""
+    there = [dict(tensors_of(term)) for term in terms if term is not None]
+    like = next(term for term in terms if term is not None)
+    positions = max(t.shape[1] for t in there[0].values()) if len(there[0]) > 1 else 0
+    is_formed = isinstance(like, DenseProduct)
+    positions = 0 if is_formed else max(found["out"].shape[1] for found in there)
+    joined = {}
+    for name, first in there[0].items():
+        parts = []
+        for term, count in zip(terms, counts, strict=True):
+            tensor = first[:0] if term is None else dict(tensors_of(term))[name]
+            length = first.shape[1:] if is_formed else (positions, *first.shape[2:])
+            filled = first.new_zeros(count, *length)
+            if term is not None:
+                filled[(slice(None), slice(0, tensor.shape[1]))[: tensor.dim()]] = tensor
+            parts.append(filled)
+        joined[name] = torch.cat(parts)
+    return term_of(FORMS[type(like)], joined, like.shape)
