@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from backpack_attribution import GradDot, GradientStore, Influence, Projection, fill
+from backpack_attribution import GradDot, GradientStore, Influence, fill
 from backpack_attribution.problem import Problem
 from backpack_attribution.run import Run
+from backpack_firstorder import Projection
 from backpack_layers.language import CausalLMLoss
 
 WORDS, WIDTH, LAYERS, HEADS, TOKENS = 8192, 256, 4, 4, 128

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from backpack_attribution import GradientStore, Influence, Projection, fill, influence
+from backpack_attribution import GradientStore, Influence, fill, influence
+from backpack_firstorder import Projection
 from tests.attribution.problems import loader, tied, tokens
 
 METHODS: dict[str, Any] = {

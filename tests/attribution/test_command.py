@@ -163,7 +163,7 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
         (("build", tmp_path, data, store), "holds no causal language model"),
         (("build", folder / "gpt2", data, store, "--text", "words"), "no field 'words'"),
         (("build", folder / "gpt2", data, store, "--id", "name"), "no field 'name'"),
-        (("build", folder / "gpt2", data, store, "--kind", "normal"), "kind is one of"),
+        (("build", folder / "gpt2", data, store, "--kind", "normal"), "kind must be one of"),
         (("build", folder / "gpt2", data, store, "--dtype", "int8"), "--dtype is one of"),
         (("build", folder / "gpt2", data, store, "--parameters", "xyz"), "No parameter has"),
         (("query", store, queries), "no store at"),

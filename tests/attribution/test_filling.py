@@ -9,12 +9,13 @@ from torch import nn
 from backpack_attribution import (
     GradientStore,
     LoGra,
-    Projection,
     fill,
     influence,
     preconditioned,
+    project,
 )
 from backpack_core.errors import UsageError
+from backpack_firstorder import Projection
 from tests.attribution.problems import loader, mlp, tied, tokens, vectors
 
 NETS = {"mlp": (mlp, vectors), "tied": (tied, tokens)}
@@ -31,7 +32,7 @@ def test_searches_are_the_scores_of_methods(problem, tmp_path) -> None:
     lossfunc, projection = nn.CrossEntropyLoss(), Projection(5, "gaussian", 1)
     store = GradientStore(tmp_path / "store", dtype=torch.float64)
     fill(store, model, lossfunc, train, projection)
-    asked = projection.over(model, lossfunc, queries)
+    asked = project(model, lossfunc, queries, projection)
     wanted = influence(model, lossfunc, train, queries, LoGra(5, "gaussian", 1))
     found = store.scores(preconditioned(store, asked))
     assert found.train == wanted.train

@@ -8,8 +8,9 @@ from torch import nn
 
 from backpack_attribution import TRAK, LoGra, influence
 from backpack_attribution.problem import Problem
-from backpack_attribution.projected import Margin, Projection, inverse_product
+from backpack_attribution.projected import Margin, inverse_product, projections_of
 from backpack_core.errors import UsageError
+from backpack_firstorder import Projection
 from tests.attribution.problems import gradients, loader, mlp, tied, tokens, vectors
 
 NETS = {"mlp": (mlp, vectors), "tied": (tied, tokens)}
@@ -23,7 +24,7 @@ def problem(request):
 
 def features(problem: Problem, data, projection: Projection) -> dict[str, torch.Tensor]:
     with problem.extended():
-        return projection.of(problem, data)
+        return projections_of(problem, data, projection)
 
 
 def test_logra_is_influence_of_the_projected_gradients(problem) -> None:
@@ -103,7 +104,7 @@ def test_what_is_singular_has_a_pseudo_inverse() -> None:
 
 def test_refusals() -> None:
     data = loader(vectors(4), 2)
-    with pytest.raises(UsageError, match="kind is one of"):
+    with pytest.raises(UsageError, match="kind must be one of"):
         LoGra(kind="normal")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="dim is a positive"):
         TRAK(0)

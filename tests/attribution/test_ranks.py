@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from backpack_attribution import GradientStore, Projection
-from backpack_attribution.problem import Problem
+from backpack_attribution import GradientStore, project
+from backpack_firstorder import Projection
 from tests.attribution.problems import tied, tokens
 from tests.attribution.ranks import SAMPLES, scores, start
 
@@ -28,9 +28,7 @@ def test_scores_are_those_of_one_process(ranks: int, tmp_path: Path) -> None:
             assert found[name][1] == train == [*range(SAMPLES)]
             assert torch.allclose(found[name][0], values, rtol=1e-8, atol=1e-10), name
     stores = [GradientStore(tmp_path / f"store-{n}") for n in (1, ranks)]
-    problem = Problem(tied(), nn.CrossEntropyLoss())
-    with problem.extended():
-        queries = Projection(5).of(problem, tokens(3, seed=2))
+    queries = project(tied(), nn.CrossEntropyLoss(), [tokens(3, seed=2)], Projection(5))
     one, several = (store.scores(queries).sorted() for store in stores)
     assert several.train == one.train == [*range(SAMPLES)]
     assert torch.allclose(several.values, one.values, rtol=1e-10, atol=1e-12)

@@ -20,7 +20,7 @@ from backpack_attribution.methods import Method as Method
 from backpack_attribution.methods import TracIn as TracIn
 from backpack_attribution.projected import TRAK as TRAK
 from backpack_attribution.projected import LoGra as LoGra
-from backpack_attribution.projected import Projection as Projection
+from backpack_attribution.projected import project as project
 from backpack_attribution.scores import Found as Found
 from backpack_attribution.scores import Scores as Scores
 from backpack_attribution.store import GradientStore as GradientStore

@@ -61,22 +61,24 @@ def build(
 
     Example: `backpack attribute build gpt2/ train.jsonl gradients/`
     """
+    from dataclasses import asdict
+
     from backpack_attribution.filling import fill
     from backpack_attribution.manifest import DTYPES
-    from backpack_attribution.projected import Projection
     from backpack_attribution.store import GradientStore
     from backpack_core.errors import UsageError
+    from backpack_firstorder import Projection
 
     if dtype not in DTYPES:
         raise UsageError(f"--dtype is one of {', '.join(DTYPES)}. Got {dtype!r}.")
-    projection: Any = Projection(dim, kind, seed)  # type: ignore[arg-type]
+    projection = Projection(dim, kind, seed)  # type: ignore[arg-type]
     net, texts = _loaded(model, data, parameters, text, prompt, name, batch_size, length)
     about = {
         "model": str(model.resolve()),
         "data": str(data.resolve()),
         "fields": {"text": text, "prompt": prompt, "id": name, "length": length},
         "parameters": parameters,
-        "projection": projection.about(),
+        "projection": asdict(projection),
     }
     found = GradientStore(store, dtype=DTYPES[dtype], about=about)
     fill(found, net, _loss(), texts, projection, identities=texts.identities())
@@ -191,12 +193,13 @@ def _loaded(
 
 def _projected(about: dict[str, Any], queries: Path, size: int) -> tuple[dict[str, Tensor], Texts]:
     """Gradients of queries as those of a store were projected."""
-    from backpack_attribution.projected import Projection
+    from backpack_attribution.projected import project
+    from backpack_firstorder import Projection
 
     fields = about["fields"]
     settings = (fields["text"], fields["prompt"], "row", size, fields["length"])
     net, asked = _loaded(Path(about["model"]), queries, about["parameters"], *settings)
-    return Projection(**about["projection"]).over(net, _loss(), asked), asked
+    return project(net, _loss(), asked, Projection(**about["projection"])), asked
 
 
 def _texts_of(about: dict[str, Any], records: Sequence[Any]) -> dict[Any, str]:

@@ -12,9 +12,10 @@ from torch.nn import Module
 from backpack_attribution import forms
 from backpack_attribution.forms import Gradients
 from backpack_attribution.problem import Loss, Problem, Split
-from backpack_attribution.projected import Projection, inverse_product
+from backpack_attribution.projected import inverse_product, projections_of
 from backpack_attribution.run import Identities, Run
 from backpack_attribution.store import GradientStore
+from backpack_firstorder import Projection
 
 
 def fill(
@@ -60,10 +61,16 @@ def fill(
             first += count
             missing = store.missing(own)
             if missing:
-                found = projection.of(problem, item) if projection else problem.gradients(item)
+                found = _gradients(problem, item, projection)
                 rows = {name: forms.rows(value, missing) for name, value in found.items()}
                 store.append([own[n] for n in missing], rows)
     return store
+
+
+def _gradients(problem: Problem, batch: Any, projection: Projection | None) -> Gradients:
+    if projection is None:
+        return problem.gradients(batch)
+    return projections_of(problem, batch, projection)
 
 
 def preconditioned(store: GradientStore, queries: Gradients, damping: float = 0.1) -> Gradients:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,72 +12,51 @@ from torch.nn import Module
 
 from backpack_attribution.methods import Checkpoint, Method, at_checkpoint, joined
 from backpack_attribution.problem import Loss, Problem, Split
-from backpack_attribution.projection import ProjectedGrad
 from backpack_attribution.run import Run, on_cpu
 from backpack_core.errors import UsageError
+from backpack_firstorder import Projection, SampleGradients
 
 Kind: TypeAlias = Literal["kronecker", "gaussian", "rademacher", "sparse"]
 
 
-class Projection:
-    """Random projections of gradients, the same in every run on every machine.
+def project(
+    model: Module,
+    lossfunc: Loss,
+    loader: Iterable[Any],
+    projection: Projection,
+    batch: Split | None = None,
+) -> dict[str, Tensor]:
+    """Projected gradients of all samples of a loader, such as queries for a store.
 
-    Attributes:
-        dim: Numbers for each parameter of each sample.
-        kind: ``"kronecker"`` projects both sides of a matrix, and forms no gradient;
-            ``"gaussian"``, ``"rademacher"`` and ``"sparse"`` project all entries together.
-        seed: Of the projection.
+    Args:
+        model: The trained model, in evaluation mode.
+        lossfunc: As for :func:`~backpack_attribution.influence`.
+        loader: Gives batches.
+        projection: Which one.
+        batch: Makes ``(inputs, targets)`` of what the loader gives.
+
+    Returns:
+        ``[M, dim]`` for each parameter.
     """
+    problem = Problem(model, lossfunc, batch)
+    with problem.extended():
+        return _joined([projections_of(problem, item, projection) for item in loader])
 
-    def __init__(self, dim: int, kind: Kind = "kronecker", seed: int = 0) -> None:
-        """Store the settings.
 
-        Args:
-            dim: See the class.
-            kind: See the class.
-            seed: See the class.
+def projections_of(problem: Problem, batch: Any, projection: Projection) -> dict[str, Tensor]:
+    """Projected gradients of a batch, ``[N, dim]`` for each parameter."""
+    found: dict[str, Tensor] = {}
 
-        Raises:
-            UsageError: A setting is unknown.
-        """
-        if isinstance(dim, bool) or not isinstance(dim, int) or dim < 1:
-            raise UsageError(f"dim is a positive number of entries. Got {dim!r}.")
-        if kind not in get_args(Kind):
-            raise UsageError(f"kind is one of {get_args(Kind)}. Got {kind!r}.")
-        self.dim, self.kind, self.seed = dim, kind, seed
+    def add(name: str, gradients: SampleGradients) -> None:
+        found[name] = gradients.project(projection, name)
 
-    def of(self, problem: Problem, batch: Any) -> dict[str, Tensor]:
-        """Projected gradients of a batch, ``[N, dim]`` for each parameter."""
-        found: Any = problem.read(batch, ProjectedGrad(self.dim, kind=self.kind, seed=self.seed))
-        return dict(found)
+    problem.consume(batch, add)
+    return found
 
-    def over(
-        self,
-        model: Module,
-        lossfunc: Loss,
-        loader: Iterable[Any],
-        batch: Split | None = None,
-    ) -> dict[str, Tensor]:
-        """Projected gradients of all samples of a loader, such as queries for a store.
 
-        Args:
-            model: The trained model, in evaluation mode.
-            lossfunc: As for :func:`~backpack_attribution.influence`.
-            loader: Gives batches.
-            batch: Makes ``(inputs, targets)`` of what the loader gives.
-
-        Returns:
-            ``[M, dim]`` for each parameter.
-        """
-        problem = Problem(model, lossfunc, batch)
-        with problem.extended():
-            parts = [self.of(problem, item) for item in loader]
-        found: Any = joined(parts)
-        return dict(found)
-
-    def about(self) -> dict[str, Any]:
-        """What a store says about them."""
-        return {"dim": self.dim, "kind": self.kind, "seed": self.seed}
+def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    found: Any = joined(parts)
+    return {name: value.cpu() for name, value in found.items()}
 
 
 class LoGra(Method):
@@ -93,8 +72,8 @@ class LoGra(Method):
         """Store the settings.
 
         Args:
-            dim: Numbers for each parameter of each sample.
-            kind: See :class:`Projection`.
+            dim: Numbers for each parameter of each sample; for ``"kronecker"`` a square.
+            kind: See :class:`~backpack_core.extensions.ProjectedGrad`.
             seed: Of the projection.
             damping: As a share of the mean eigenvalue of each parameter's ``F``.
         """
@@ -133,8 +112,8 @@ class LoGra(Method):
         self, run: Run, problem: Problem, loader: Iterable[Any], what: str
     ) -> dict[str, Tensor]:
         with problem.extended():
-            parts = [self._projection.of(problem, b) for b in run.batches(loader, what)]
-        return {name: on_cpu([part[name] for part in parts]) for name in parts[0]}
+            batches = run.batches(loader, f"logra: {what}")
+            return _joined([projections_of(problem, b, self._projection) for b in batches])
 
 
 class TRAK(Method):
@@ -159,7 +138,7 @@ class TRAK(Method):
         Args:
             dim: Numbers for each sample.
             checkpoints: State dictionaries, or files of them; default: the model as it is.
-            kind: See :class:`Projection`.
+            kind: See :class:`~backpack_core.extensions.ProjectedGrad`.
             seed: Of the first checkpoint's projection; the others have the next ones.
             damping: As a share of the mean eigenvalue of ``ΦᵀΦ``; zero in the paper.
         """
@@ -202,7 +181,7 @@ class TRAK(Method):
         with problem.extended():
             return on_cpu(
                 [
-                    torch.stack([*projection.of(problem, batch).values()]).sum(0)
+                    torch.stack([*projections_of(problem, batch, projection).values()]).sum(0)
                     for batch in run.batches(loader, "trak")
                 ]
             )
