@@ -1,4 +1,4 @@
-"""Attribution on small language models: ``python -m benchmarks.attribution [model ...]``.
+"""Influence on small language models: ``python -m benchmarks.influence [model ...]``.
 
 A GPT-2 and a Llama of 4 layers, width 256, 8,192 words, texts of 128 tokens: 64 for training, 8
 queries, in batches of 8. Printed are times over that of a plain forward and backward pass over the
