@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -90,6 +91,34 @@ def _clipped(reference: Reference, name: str) -> Tensor:
     return torch.einsum("n,n...->...", factors, reference.gradients(name))
 
 
+def _directions(name: str, shape: torch.Size) -> Tensor:
+    """Two fixed directions ``[2, *θ]``, the same for every parameter of a shape."""
+    generator = torch.Generator().manual_seed(11)
+    return torch.randn((2, *shape), dtype=torch.float64, generator=generator)
+
+
+def _projected(reference: Reference, name: str) -> Tensor:
+    """``[N, 3]`` by signs that are hashes of their place, see ``ProjectedGrad``."""
+    gradients, dim = flat(reference.gradients(name), 1), 3
+    shape = reference.parameters[name].shape
+    rows = shape[0] if shape else 1
+    size = gradients.shape[1]
+    text = f"1\0rademacher\0{name}\x000\x00{rows}\0{size // rows}\0{dim}\0matrix"
+    key = int.from_bytes(sha256(text.encode()).digest()[:8], "little")
+    signs = [1.0 - 2.0 * (_hashed(key, place) >> 63) for place in range(size * dim)]
+    matrix = torch.tensor(signs, dtype=gradients.dtype).reshape(size, dim)
+    return gradients @ matrix / math.sqrt(dim)
+
+
+def _hashed(key: int, place: int) -> int:
+    """Output number ``place`` of SplitMix64 (Steele et al., 2014) with a seed."""
+    mask = (1 << 64) - 1
+    found = (key + (place + 1) * 0x9E3779B97F4A7C15) & mask
+    found = ((found ^ (found >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    found = ((found ^ (found >> 27)) * 0x94D049BB133111EB) & mask
+    return found ^ (found >> 31)
+
+
 def _gram(root: Tensor, reference: Reference, name: str) -> Tensor:
     """Sum of outer products of columns, which is independent of their signs and rotations."""
     rows = flat(root, 2)
@@ -98,8 +127,7 @@ def _gram(root: Tensor, reference: Reference, name: str) -> Tensor:
 
 def _vectors(reference: Reference, name: str) -> Tensor:
     """Two fixed vectors ``[2, *θ]``."""
-    shape = (2, *reference.parameters[name].shape)
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(11))
+    return _directions(name, reference.parameters[name].shape)
 
 
 def _applied(value: Any, reference: Reference, name: str) -> Tensor:
@@ -250,6 +278,11 @@ _QUANTITIES: dict[str, Quantity] = {
     "variance": Quantity(_variance, cancels=True),
     "batch_dot": Quantity(lambda r, p: flat(r.gradients(p), 1) @ flat(r.gradients(p), 1).T),
     "grad_clipped": Quantity(_clipped, arguments={"max_norm": 0.1, "normaliser": None}),
+    "grad_inner": Quantity(
+        lambda r, p: flat(r.gradients(p), 1) @ flat(_vectors(r, p), 1).T,
+        arguments={"queries": _directions},
+    ),
+    "projected_grad": Quantity(_projected, arguments={"dim": 3, "kind": "rademacher"}),
     "diag_ggn_exact": Quantity(lambda r, p: r.roots(p).square().sum((0, 1)), needs="curvature"),
     "diag_ggn_exact_batch": Quantity(lambda r, p: r.roots(p).square().sum(0), needs="curvature"),
     "diag_ggn_mc": Quantity(lambda r, p: r.roots(p, 1).square().sum((0, 1)), needs="sampling"),

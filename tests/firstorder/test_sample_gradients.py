@@ -42,7 +42,8 @@ def _tied_head(reduction: str) -> Problem:
 
     def forward(net: Any, x: Tensor) -> Tensor:
         hidden = torch.tanh(net.mix(net.table(x).mT).mT)
-        return F.linear(hidden, net.table.weight).mT + net.table.weight.sum(1)[:, None]
+        found: Tensor = F.linear(hidden, net.table.weight).mT
+        return found + net.table.weight.sum(1)[:, None]
 
     net = Net(forward, table=nn.Embedding(11, 6), mix=nn.Linear(5, 5))
     x, y = torch.randint(0, 7, (4, 5)), torch.randint(0, 11, (4, 5))
@@ -53,7 +54,8 @@ def _both_ways(reduction: str) -> Problem:
     """A weight as it is, and transposed."""
 
     def forward(net: Any, x: Tensor) -> Tensor:
-        return (torch.tanh(net.first(x)) @ net.first.weight + net.shift).sum(1)
+        found: Tensor = torch.tanh(net.first(x)) @ net.first.weight + net.shift
+        return found.sum(1)
 
     net = Net(forward, first=nn.Linear(6, 5), shift=nn.Parameter(torch.randn(6)))
     x, y = torch.randn(4, 3, 6), torch.randint(0, 6, (4,))
@@ -121,7 +123,8 @@ def test_samples_are_chosen_and_joined(net: str) -> None:
 
 @every_net
 def test_a_consumer_is_given_each_parameter_by_name(net: str) -> None:
-    problem, seen = problem_of(net), {}
+    problem = problem_of(net)
+    seen: dict[str, Any] = {}
     expected = gradients(problem)
     problem.run(BatchGrad(form="product", consumer=seen.__setitem__))
     names = [name for name, p in problem.model.named_parameters() if p.requires_grad]
@@ -137,7 +140,7 @@ def test_scores_of_one_pass(net: str, reduction: str) -> None:
     problem = problem_of(net, reduction)
     expected = gradients(problem)
     problem.run(BatchGrad(form="product"))
-    named = [(n, p) for n, p in problem.model.named_parameters() if p.requires_grad]
+    named: list[Any] = [i for i in problem.model.named_parameters() if i[1].requires_grad]
     queries: dict[str, Any] = {name: p.grad_batch[[2, 0]] for name, p in named}
     inner = GradInner(queries)
     problem.run(inner)

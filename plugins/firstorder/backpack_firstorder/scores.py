@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from backpack_firstorder.sample_gradients import SampleGradients, as_gradients
 from backpack_firstorder.single import in_single
 from backpack_firstorder.squares import SquaresExtension
 from backpack_products import SampleProduct
+
+Query: TypeAlias = "SampleGradients | Tensor | None"
+Queries: TypeAlias = "Mapping[str, Query] | Callable[[str, torch.Size], Query]"
 
 
 class GradInner(SquaresExtension):
@@ -55,7 +58,7 @@ class GradInner(SquaresExtension):
 
     def __init__(
         self,
-        queries: Mapping[str, SampleGradients | Tensor | None],
+        queries: Queries,
         subsampling: Sequence[int] | None = None,
         savefield: str | None = None,
         fail_mode: FailMode = "autodiff",
@@ -65,7 +68,8 @@ class GradInner(SquaresExtension):
 
         Args:
             queries: Gradients, or directions ``[M, *θ]``, by parameter name; ``None`` leaves a
-                parameter out.
+                parameter out. Or a function of name and shape ``[*θ]`` that gives them, as from a
+                disk, when they are needed.
             subsampling: Indices of the samples to take; default: all.
             savefield: Name of the attribute on parameters; default: the class's.
             fail_mode: See :class:`Extension`.
@@ -76,45 +80,41 @@ class GradInner(SquaresExtension):
             UsageError: There are no queries, or of one parameter more than of another.
         """
         super().__init__(subsampling, savefield, fail_mode)
-        given: object = queries
-        if not isinstance(given, Mapping) or all(q is None for q in given.values()):
-            raise UsageError(
-                "GradInner takes queries by parameter name, as {name: p.grad_batch for name, p in "
-                f"model.named_parameters()}}. Got {given!r:.80}."
-            )
-        counts = {name: len(query) for name, query in queries.items() if query is not None}
-        if len({*counts.values()}) > 1:
-            raise UsageError(f"Queries are as many for each parameter. Got {counts}.")
-        self.queries, self.divisors = dict(queries), see_divisors(divisors)
+        if not callable(queries):
+            _see_queries(queries)
+        self.queries, self.divisors = queries, see_divisors(divisors)
         self.scores: Tensor | None = None
         self._names: dict[Tensor, str] = {}
 
     def read(self, product: SampleProduct) -> Tensor:
         """``⟨g_n, q_m⟩``."""
-        name = name_of(product)
-        if name not in self.queries:
-            raise UsageError(
-                f"There is no query for the parameter {name!r}{nearest(name, self.queries) or '.'} "
-                "Give one for every trained parameter, or None to leave it out of the scores."
-            )
-        query, single = self.queries[name], in_single(product)
+        name, single = name_of(product), in_single(product)
+        query = self._query(name, product.shape)
         if query is None:
             return single.new_zeros(single.samples, 0)
-        met = as_gradients(query, single.shape)
-        dtype = torch.promote_types(single.like.dtype, met.dtype)
+        met = as_gradients(query, single.shape).to(single.like.device, single.like.dtype)
         with torch.no_grad():
-            found = pairs(
-                divided_by(self.divisors, single, name),
-                met.to(single.like.device, dtype).product(),
-            )
+            found = pairs(divided_by(self.divisors, single, name), met.product())
         if product.parameter is not None:
             self._names[product.parameter] = name
         return found
 
+    def _query(self, name: str, shape: torch.Size) -> Query:
+        if callable(self.queries):
+            return self.queries(name, shape)
+        if name not in self.queries:
+            near = nearest(name, self.queries) or "."
+            raise UsageError(
+                f"There is no query for the parameter {name!r}{near} Give one for every trained "
+                "parameter, or None to leave it out of the scores."
+            )
+        return self.queries[name]
+
     def finish(self, values: Mapping[Tensor, Any], normalisers: Sequence[Any]) -> dict[Tensor, Any]:
         """The sum over parameters."""
         names, self._names = self._names, {}
-        unmet = [n for n, q in self.queries.items() if q is not None and n not in names.values()]
+        given = {} if callable(self.queries) else self.queries
+        unmet = [n for n, q in given.items() if q is not None and n not in names.values()]
         if unmet:
             raise UsageError(
                 f"The backward pass met no trained parameter {unmet[0]!r}, for which there is a "
@@ -122,5 +122,21 @@ class GradInner(SquaresExtension):
                 "or leave it out of the queries."
             )
         found = {parameter: values[parameter] for parameter in names}
-        self.scores = reduce(torch.add, found.values())
+        self.scores = reduce(torch.add, found.values()) if found else None
         return found
+
+
+def _see_queries(queries: Any) -> None:
+    """Raise unless there are as many queries for every parameter.
+
+    Raises:
+        UsageError: There are none, or of one parameter more than of another.
+    """
+    if not isinstance(queries, Mapping) or all(query is None for query in queries.values()):
+        raise UsageError(
+            "GradInner takes queries by parameter name, as {name: p.grad_batch for name, p in "
+            f"model.named_parameters()}}. Got {queries!r:.80}."
+        )
+    counts = {name: len(query) for name, query in queries.items() if query is not None}
+    if len({*counts.values()}) > 1:
+        raise UsageError(f"Queries are as many for each parameter. Got {counts}.")
