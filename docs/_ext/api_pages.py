@@ -62,12 +62,6 @@ PAGES = (
         ("backpack_core.extensions",),
     ),
     Page(
-        "gradients",
-        "backpack_firstorder",
-        "Individual gradients that are kept as products.",
-        ("backpack_firstorder",),
-    ),
-    Page(
         "values",
         "Results and propagators",
         "What `param.kfac`, `param.ekfac` and `param.ggn_gram` are, and what travels backwards.",
@@ -114,6 +108,13 @@ PAGES = (
         "backpack_products.operations",
         "Functions of a product, which extensions are written with.",
         ("backpack_products.operations",),
+    ),
+    Page(
+        "firstorder",
+        "backpack_firstorder",
+        "[Individual gradients as products](../sample-gradients.md), and what they are projected on and "
+        "divided by.",
+        ("backpack_firstorder",),
     ),
     Page(
         "errors",
