@@ -112,8 +112,7 @@ PAGES = (
     Page(
         "firstorder",
         "backpack_firstorder",
-        "[Individual gradients as products](../sample-gradients.md), and what they are projected on and "
-        "divided by.",
+        "[Individual gradients as products](../sample-gradients.md), projected and divided.",
         ("backpack_firstorder",),
     ),
     Page(

@@ -216,7 +216,7 @@ def _pairs_lookup(first: LookupProduct, second: SampleProduct) -> Tensor | None:
         return None
     parts = [first.new_zeros(first.samples, 0)]
     for rows, table in tables(second):
-        place = torch.searchsorted(rows, first.row).clamp(max=len(rows) - 1)
+        place = torch.searchsorted(rows, first.row.contiguous()).clamp(max=len(rows) - 1)
         is_there = (rows[place] == first.row).unsqueeze(-1)
         out = torch.where(is_there, first.out[0], 0)
         parts.append(_lookup_with_dense(out, place, table))
