@@ -116,11 +116,17 @@ PAGES = (
     Page(
         "modules",
         "backpack_layers",
-        "Small modules for what a `Sequential` cannot say, and arguments of modules for rules.",
+        "Small modules for what a `Sequential` cannot say, losses, and arguments of modules for rules.",
         tuple(
             f"backpack_layers.{name}"
-            for name in ("modules", "arguments", "autodiff_loss", "batch_statistics")
+            for name in ("modules", "language", "arguments", "autodiff_loss", "batch_statistics")
         ),
+    ),
+    Page(
+        "attribution",
+        "backpack_attribution",
+        "Which training samples shaped what a model says, [with examples](../attribution.md).",
+        ("backpack_attribution", "backpack_attribution.quality"),
     ),
     Page(
         "operations",
