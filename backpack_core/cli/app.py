@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from importlib_metadata import entry_points
 
 from backpack_core.cli.reports import LIMIT
 from backpack_core.errors import BackpackError, PluginError, UsageError

@@ -116,7 +116,7 @@ PAGES = (
     Page(
         "modules",
         "backpack_layers",
-        "Small modules for what a `Sequential` cannot say, losses, and arguments of modules for rules.",
+        "Small modules that a `Sequential` lacks, losses, and arguments of modules for rules.",
         tuple(
             f"backpack_layers.{name}"
             for name in ("modules", "language", "arguments", "autodiff_loss", "batch_statistics")
