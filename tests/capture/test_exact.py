@@ -19,12 +19,18 @@ NAMES = [
     *("BatchGrad", "BatchL2Grad", "BatchDotGrad", "SumGradSquared", "Variance", "ClippedSumGrad"),
     *("DiagGGNExact", "DiagGGNMC", "BatchDiagGGNExact", "BatchDiagGGNMC", "SqrtGGNExact"),
     *("SqrtGGNMC", "DiagHessian", "BatchDiagHessian", "KFAC", "KFLR", "KFRA", "EKFAC"),
-    *("Jacobians", "NTK", "TaskGrad", "TaskDotGrad", "AggregatedGrad"),
+    *("Jacobians", "NTK", "TaskGrad", "TaskDotGrad", "AggregatedGrad", "ProjectedGrad"),
+    "GradInner",
 ]
 
 
 def made(name: str) -> Extension:
-    arguments = {"ClippedSumGrad": (0.1,), "AggregatedGrad": (torch.diag,)}
+    arguments: dict[str, tuple[object, ...]] = {
+        "ClippedSumGrad": (0.1,),
+        "AggregatedGrad": (torch.diag,),
+        "ProjectedGrad": (3,),
+        "GradInner": (lambda name, shape: torch.ones(2, *shape),),
+    }
     return getattr(known, name)(*arguments.get(name, ()))
 
 

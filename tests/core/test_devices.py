@@ -87,6 +87,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "ClippedSumGrad": {"max_norm": 0.1},
     "AggregatedGrad": {"weighting": torch.diag},
+    "GradInner": {"queries": lambda name, shape: torch.ones(2, *shape)},
+    "ProjectedGrad": {"dim": 3},
     **{name: {"fail_mode": "block"} for name in ("KFAC", "KFLR", "EKFAC")},
 }
 # What these ask for, some models do not have.

@@ -163,7 +163,7 @@ def test_all_ranks_learn_what_has_failed_on_one(name: str, tmp_path: Path):
     cause = "Error" if name == "unreadable" else "which are zero in this one"
     assert cause in said
     assert "Rank" not in said
-    assert "LostProcessError: Rank 1 has failed" in told
+    assert "LostProcessError: Rank 1 failed" in told
     assert cause in told
     for file in tmp_path.glob("*.seconds"):
         assert float(file.read_text()) < 60

@@ -146,7 +146,7 @@ def test_files_of_two_kinds(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="two kinds"):  # results would be overwritten
         begun(tmp_path / "results", (3, 3, 1))
     (tmp_path / "text").write_text("no tensors")
-    with pytest.raises(UsageError, match=r"no file of backpack_data"):
+    with pytest.raises(UsageError, match=r"is not a file of backpack_data"):
         Quantities.load(tmp_path / "text")
     with pytest.raises(UsageError, match="no folder"):
         begun(tmp_path / "nowhere" / "state", (3, 3, 1))

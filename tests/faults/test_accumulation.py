@@ -28,6 +28,8 @@ SINGLE = {"BatchDotGrad", "BatchL2Grad", "SumGradSquared", "TaskDotGrad", "Varia
 OPTIONS: dict[str, dict[str, Any]] = {
     "ClippedSumGrad": {"max_norm": 0.1},
     "AggregatedGrad": {"weighting": lambda gram: gram.diagonal() / gram.trace()},
+    "GradInner": {"queries": lambda name, shape: torch.ones(2, *shape)},
+    "ProjectedGrad": {"dim": 3},
 }
 
 

@@ -21,7 +21,7 @@ from backpack_products.column_propagator import OutputGradient
 from backpack_products.columns import Root
 from backpack_products.contractions import flattened
 from backpack_products.extensions import as_subsampling
-from backpack_products.merging import SUM
+from backpack_products.merging import SUM, Refused
 from backpack_products.operations import batch_sum, gram, weighted_sum
 
 Weighting = Callable[[Tensor], Tensor]  # weights [R] from a Gram matrix [R, R]
@@ -169,6 +169,10 @@ class AggregatedGrad(Extension):
     savefield = "grad_aggregated"
     is_deferred = True
     needs_every_parameter = True
+    over_batches = Refused(
+        "its weights come from the Gram matrix of one batch: take the gradients of all batches, "
+        "and mix those."
+    )
     without_degree: ClassVar[str] = (
         "weights may depend on the loss's scale. Scale the loss instead."
     )

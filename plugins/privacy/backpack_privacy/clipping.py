@@ -134,8 +134,7 @@ class Clipping:
             return (bound / norms).clamp(max=1.0)
         if self._weights == "automatic":
             return bound / (norms + STABILITY)
-        assert callable(self._weights)
-        found = self._weights(norms, bound)
+        found = self._weights(norms, bound)  # type: ignore[operator]
         _check_weights(found, norms, bound)
         return found
 
