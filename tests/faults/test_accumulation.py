@@ -24,11 +24,19 @@ MANY = 4096
 PAIRS = {"BatchDotGrad", "GGNGram", "NTK"}
 SAMPLED = {"BatchDiagGGNMC", "DiagGGNMC", "EKFAC", "KFAC", "SqrtGGNMC"}
 # Squares leave the range of half precision, so they are given in single precision.
-SINGLE = {"BatchDotGrad", "BatchL2Grad", "SumGradSquared", "TaskDotGrad", "Variance"}
+SINGLE = {
+    "BatchDotGrad",
+    "BatchL2Grad",
+    "GradInner",
+    "ProjectedGrad",
+    "SumGradSquared",
+    "TaskDotGrad",
+    "Variance",
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "ClippedSumGrad": {"max_norm": 0.1},
     "AggregatedGrad": {"weighting": lambda gram: gram.diagonal() / gram.trace()},
-    "GradInner": {"queries": lambda name, shape: torch.ones(2, *shape)},
+    "GradInner": {"queries": lambda name, shape: torch.eye(2, shape.numel()).reshape(2, *shape)},
     "ProjectedGrad": {"dim": 3},
 }
 

@@ -13,7 +13,7 @@ import pytest
 CORE = Path(__file__).parents[2] / "backpack_core"
 # What a room may hold; a room that has shrunk takes its limit along. The aim is 3,500 in all.
 ROOMS = {
-    "face": 490,  # what lies in the folder itself, but for the rooms below
+    "face": 492,  # what lies in the folder itself, but for the rooms below
     "torch": 220,
     "record": 1210,
     "graph": 180,

@@ -174,7 +174,7 @@ class AggregatedGrad(Extension):
         "and mix those."
     )
     without_degree: ClassVar[str] = (
-        "weights may depend on the loss's scale. Scale the loss instead."
+        "weights may depend on the loss's scale. Scale the loss, and leave out scale=."
     )
 
     def __init__(
