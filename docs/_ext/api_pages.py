@@ -11,15 +11,16 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
-
-from sphinx.application import Sphinx
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_origin
 
 import backpack_core.api
 import backpack_products.api
 from backpack_core import plugins
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
 # What a reader looks for first, in front of the alphabet.
 FIRST = ("backpack", "extend", "disable", "quantities")
@@ -33,15 +34,17 @@ APIS = {
 
 
 class Page(NamedTuple):
-    """One page: what it is called, what it says first, and the modules whose names it lists.
+    """One page: what it is called, what it says first, and what it lists.
 
-    Of the modules, those count that there are; a page without any is left out.
+    It lists the names of modules, and single names of others. Of the modules, those count that
+    there are; a page without any is left out.
     """
 
     file: str
     title: str
     text: str
     modules: tuple[str, ...]
+    names: tuple[str, ...] = ()
 
 
 PAGES = (
@@ -143,8 +146,15 @@ PAGES = (
     Page(
         "plugins",
         "backpack_core.plugins",
-        "Loading and registering plugins.",
+        "Loading and registering plugins, and what options of extensions are made of.",
         ("backpack_core.plugins",),
+        (
+            "backpack_core.plugins.API_VERSION",
+            "backpack_core.contract.extension.FailMode",
+            "backpack_products.extensions.as_subsampling",
+            "backpack_core.discovery.preference",
+            "backpack_core.engine.active.suspended",
+        ),
     ),
     Page(
         "compat",
@@ -201,6 +211,17 @@ def entries(page: Page) -> Iterator[tuple[str, object]]:
             value = getattr(module, entry)
             if inspect.isclass(value) or callable(value):
                 yield f"{name}.{entry}", value
+    for name in page.names:
+        module_name, _, entry = name.rpartition(".")
+        yield name, getattr(import_module(module_name), entry)
+
+
+def _directive(name: str, value: object) -> str:
+    """What shows an entry. An instance of an own class, such as an operation, is a function."""
+    if inspect.isclass(value):
+        return f".. autoclass:: {name}\n   :members:\n   :show-inheritance:"
+    is_data = isinstance(value, int) or get_origin(value) is Literal
+    return f".. {'autodata' if is_data else 'autofunction'}:: {name}"
 
 
 def text(page: Page) -> str:
@@ -209,14 +230,8 @@ def text(page: Page) -> str:
     for name, value in entries(page):
         if not inspect.getdoc(value):
             raise SystemExit(f"{name} is public and has no docstring.")
-        # What is an instance of an own class, such as an operation, is shown as a function.
-        kind = "autoclass" if inspect.isclass(value) else "autofunction"
-        options = ":members:\n:show-inheritance:\n" if inspect.isclass(value) else ""
-        parts.append(
-            f"## {name.rpartition('.')[2]}\n\n```{{eval-rst}}\n.. {kind}:: {name}\n"
-            + "".join(f"   {line}\n" for line in options.splitlines())
-            + "```\n"
-        )
+        title, shown = name.rpartition(".")[2], _directive(name, value)
+        parts.append(f"## {title}\n\n```{{eval-rst}}\n{shown}\n```\n")
     return "\n".join(parts)
 
 
