@@ -1,27 +1,33 @@
 """What a captured step costs: ``python -m benchmarks.captured``.
 
-Plain passes that a step takes: by the engine, as a recorded graph, and ``vmap(grad)``, which gives
-individual gradients alone. All ways alternate in one process, the 10 % quantile counts. The guard
-is a part of the step, and is shown by itself.
+Plain passes that a step takes: by the engine, as a recorded graph, with ``--compile`` compiled by
+Inductor (minutes), and ``vmap(grad)``, eager and compiled, which gives individual gradients alone;
+and ``backpack-for-pytorch`` where it is installed. All ways alternate in one process, the 10 %
+quantile counts. The guard is a part of the step, and is shown by itself. Below, the mebibytes by
+which a step of each kind grows the process at its peak.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import time
 import warnings
 from collections.abc import Callable, Mapping
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
-from backpack_capture import capture
+from backpack_capture import CapturedStep, capture
 from backpack_core import backpack, extend
 from backpack_core import extensions as known
-from backpack_core.contract.extension import Extension
-from benchmarks.problems import mlp
+from benchmarks.measure import resident
+from benchmarks.peers import Unsupported, incumbent
+from benchmarks.problems import Problem, find
+from benchmarks.quantities import QUANTITIES
 
 
 def chain(count: int, width: int, act: Callable[[], nn.Module]) -> nn.Module:
@@ -53,27 +59,51 @@ def cnn() -> nn.Module:
     )  # fmt: skip
 
 
-PROBLEMS: Mapping[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
-    "3x64": (lambda: chain(3, 64, nn.Sigmoid), (32, 64)),
-    "16x32": (lambda: chain(16, 32, nn.Tanh), (8, 32)),
-    "residual": (Residual, (32, 32)),
-    "cnn": (cnn, (16, 1, 28, 28)),
-    "mlp": (mlp, (128, 784)),
+class Encoder(nn.Module):
+    """One encoder layer on ten positions, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[N, 10, 32]`` to ``[N, 10]``."""
+        result: Tensor = self.head(self.layer(x).mean(1))
+        return result
+
+
+PROBLEMS: Mapping[str, Problem] = {
+    problem.name: problem
+    for problem in (
+        Problem("3x64", lambda: chain(3, 64, nn.Sigmoid), (64,), 10, 32, 32),
+        Problem("16x32", lambda: chain(16, 32, nn.Tanh), (32,), 10, 8, 8),
+        Problem("residual", Residual, (32,), 10, 32, 32),
+        Problem("encoder", Encoder, (10, 32), 10, 16, 16),
+        Problem("cnn", cnn, (1, 28, 28), 10, 16, 16),
+        *map(find, ("mlp", "3c3d", "gpt2", "llama")),
+    )
 }
+Step = Callable[[], object]
 
 
-def ways(
-    problem: str, extension: Extension, is_individual: bool
-) -> tuple[dict[str, Callable[[], object]], Callable[[], None]]:
+def ways(problem: Problem, name: str, compiles: bool) -> tuple[dict[str, Step], Step]:
     """Each way to run a step, and what removes gradients."""
-    make, shape = PROBLEMS[problem]
-    x, y = torch.rand(shape), torch.randint(10, shape[:1])
-    torch.manual_seed(0)
-    bare, bare_loss = make(), nn.CrossEntropyLoss()
-    model, other = extend(make()), extend(make())
-    lossfunc = extend(nn.CrossEntropyLoss())
-    step = capture(lambda x, y: lossfunc(other(x), y), other, lossfunc, extension)
-    weights = dict(bare.named_parameters())
+    x, y = problem.data(problem.batch)
+    bare, model, other, third = (problem.net() for _ in range(4))
+    bare_loss, lossfunc = nn.CrossEntropyLoss(), extend(nn.CrossEntropyLoss())
+    extension = getattr(known, name)()
+    for net in (model, other, third):
+        extend(net)
+
+    def captured(net: nn.Module, word: str | None) -> CapturedStep:
+        step = capture(lambda x, y: lossfunc(net(x), y), net, lossfunc, extension, compile=word)
+        for _ in range(70):  # so that few of the steps that are measured are compared
+            step(x, y)
+        if step.wait():
+            for _ in range(70 if word else 0):
+                step(x, y)
+        return step
 
     def plain() -> None:
         bare_loss(bare(x), y).backward()
@@ -82,32 +112,47 @@ def ways(
         with backpack(extension):
             lossfunc(model(x), y).backward()
 
-    def of_one(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
-        found: Tensor = bare_loss(functional_call(bare, weights, (x[None],)), y[None])
-        return found
-
-    individual = vmap(grad(of_one), in_dims=(None, 0, 0))
-    found: dict[str, Callable[[], object]] = {
+    step = captured(other, None)
+    found: dict[str, Step] = {
         "plain": plain,
-        "eager": eager,
+        "engine": eager,
         "captured": lambda: step(x, y),
         "guard": lambda: step.holds(x, y),
     }
-    if is_individual:
-        found["vmap(grad)"] = lambda: individual(weights, x, y)
-    for _ in range(70):  # so that few of the steps that are measured are compared with the engine
-        step(x, y)
+    if compiles:
+        compiled = captured(third, "inductor")
+        found["Inductor"] = lambda: compiled(x, y)
+        print(f"{problem.name}, {name}: {compiled.report().splitlines()[-1].split(', ')[-1]}")
+    if name == "BatchGrad":
+        individual = of_functions(bare, x, y)
+        found["vmap(grad)"] = individual
+        if compiles:
+            found["compiled"] = torch.compile(individual, fullgraph=True)
+    try:
+        found["incumbent"], its = incumbent(problem, QUANTITIES[name], problem.batch)
+    except (Unsupported, KeyError):
+        its = nn.Module()
 
     def forget() -> None:  # results stay, as in a training loop: the next ones take their memory
-        for parameter in (*bare.parameters(), *model.parameters(), *other.parameters()):
-            parameter.grad = None
+        for net in (bare, model, other, third, its):
+            net.zero_grad()
 
     return found, forget
 
 
-def alternate(
-    steps: Mapping[str, Callable[[], object]], forget: Callable[[], None], seconds: float
-) -> dict[str, float]:
+def of_functions(model: nn.Module, x: Tensor, y: Tensor) -> Step:
+    """Individual gradients by ``torch.func``."""
+    weights: dict[str, Tensor] = dict(model.named_parameters())
+
+    def of_one(weights: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        out = functional_call(model, weights, (x[None],))
+        return nn.functional.cross_entropy(out, y[None])
+
+    individual = vmap(grad(of_one), in_dims=(None, 0, 0))
+    return lambda: individual(weights, x, y)
+
+
+def alternate(steps: Mapping[str, Step], forget: Step, seconds: float) -> dict[str, float]:
     """The 10 % quantile of the time of each, in seconds."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     end = time.perf_counter() + seconds
@@ -121,24 +166,42 @@ def alternate(
     return {name: sorted(found)[len(found) // 10] for name, found in times.items()}
 
 
+def peak(step: Step, forget: Step) -> float:
+    """Mebibytes by which a step grows the process, results of the step before included."""
+    gc.collect()
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    result = step()
+    found = (resident("VmHWM") - before) / 2**20
+    del result
+    forget()
+    return found
+
+
+COLUMNS = ("engine", "captured", "guard", "Inductor", "vmap(grad)", "compiled", "incumbent")
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--problem", nargs="*", default=[*PROBLEMS], choices=[*PROBLEMS])
     parser.add_argument("--quantity", nargs="*", default=["BatchGrad"])
+    parser.add_argument("--compile", action="store_true", help="with Inductor, which takes minutes")
     parser.add_argument("--seconds", type=float, default=3.0)
     given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    columns = ("eager", "captured", "guard", "vmap(grad)")
-    print(f"{'':24}{'plain, µs':>12}" + "".join(f"{name:>12}" for name in columns))
+    print(f"{'':28}{'plain, µs':>12}" + "".join(f"{name:>12}" for name in COLUMNS))
     for problem in given.problem:
         for quantity in given.quantity:
-            extension = getattr(known, quantity)()
-            found = alternate(*ways(problem, extension, quantity == "BatchGrad"), given.seconds)
+            steps, forget = ways(PROBLEMS[problem], quantity, given.compile)
+            found = alternate(steps, forget, given.seconds)
             plain = found["plain"]
-            cells = [f"{found[n] / plain:12.2f}" if n in found else f"{'':12}" for n in columns]
-            print(f"{problem + ', ' + quantity:24}{plain * 1e6:12.0f}{''.join(cells)}", flush=True)
+            cells = [f"{found[n] / plain:12.2f}" if n in found else f"{'':12}" for n in COLUMNS]
+            print(f"{problem + ', ' + quantity:28}{plain * 1e6:12.0f}{''.join(cells)}", flush=True)
+            peaks = {name: peak(step, forget) for name, step in steps.items() if name != "guard"}
+            cells = [f"{peaks[n]:12.1f}" if n in peaks else f"{'':12}" for n in COLUMNS]
+            print(f"{'  peak, MiB':28}{peaks['plain']:12.1f}{''.join(cells)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,11 @@ def single_precision():
 
 
 @pytest.mark.parametrize(
-    "name", ["demo", "extension_hook", "custom_module", "laplace_two_moons", "natural_gradient"]
+    "name",
+    [
+        *("demo", "extension_hook", "custom_module", "laplace_two_moons", "natural_gradient"),
+        pytest.param("private_digits", marks=pytest.mark.long),
+    ],
 )
 def test_example(name, capsys):
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from importlib_metadata import entry_points
 
 from backpack_core.cli.reports import LIMIT
 from backpack_core.errors import BackpackError, PluginError, UsageError
@@ -313,9 +315,31 @@ def certify(
         output.say(f"Wrote it into {wheel}.")
 
 
+def add_commands(asked: Sequence[str]) -> None:
+    """Add the commands of other distributions: entry points of the group ``backpack.commands``.
+
+    Each names a ``typer.Typer``. Only that of the command that was asked for is imported; the
+    others are listed by name.
+
+    Args:
+        asked: The arguments of the command line.
+    """
+    for point in entry_points(group="backpack.commands"):
+        commands = typer.Typer(help=f"Commands of {point.module.partition('.')[0]}.")
+        if point.name in asked[:1]:
+            try:
+                commands = point.load()
+            except Exception as error:
+                raise PluginError(
+                    f"The command {point.name!r} ({point.value}) cannot be loaded: {error}."
+                ) from error
+        app.add_typer(commands, name=point.name)
+
+
 def run(**kwargs: Any) -> None:
     """Run the command; expected errors are a message and an exit code, not a traceback."""
     try:
+        add_commands(sys.argv[1:])
         app(**kwargs)
     except UsageError as error:
         typer.echo(f"backpack: {error}", err=True)

@@ -75,7 +75,7 @@ PAGES = (
             f"backpack_secondorder.{name}"
             for name in (
                 *("matrix", "kronecker", "eigenbasis", "gram", "propagators", "linear"),
-                *("blocks", "over_data", "conjugate_gradients", "curvlinops", "whole"),
+                *("blocks", "over_data", "conjugate_gradients", "curvlinops", "whole", "laplace"),
                 *("output_jacobian", "jacobian_products", "outputs"),
             )
         ),
@@ -119,11 +119,17 @@ PAGES = (
     Page(
         "modules",
         "backpack_layers",
-        "Small modules for what a `Sequential` cannot say, and arguments of modules for rules.",
+        "Small modules that a `Sequential` lacks, losses, and arguments of modules for rules.",
         tuple(
             f"backpack_layers.{name}"
-            for name in ("modules", "arguments", "autodiff_loss", "batch_statistics")
+            for name in ("modules", "language", "arguments", "autodiff_loss", "batch_statistics")
         ),
+    ),
+    Page(
+        "attribution",
+        "backpack_attribution",
+        "Which training samples shaped what a model says, [with examples](../attribution.md).",
+        ("backpack_attribution", "backpack_attribution.quality"),
     ),
     Page(
         "operations",

@@ -49,7 +49,7 @@ def train(name: str, make, lr: float):
             optimizer.step([(x[rows], Y[rows])])
         else:
 
-            def closure():
+            def closure(rows=rows):
                 optimizer.zero_grad()
                 loss = lossfunc(model(x[rows]), Y[rows])
                 loss.backward()
@@ -80,7 +80,7 @@ kinds = {
     ),
 }
 figure, axes = plt.subplots(2, 2, figsize=(8, 6), layout="constrained")
-for name, row in zip(("fully connected", "convolutions"), axes):
+for name, row in zip(("fully connected", "convolutions"), axes, strict=True):
     last = {}
     for kind, (make, rates) in kinds.items():
         runs = {lr: train(name, make, lr) for lr in rates}

@@ -14,17 +14,18 @@ from backpack_core.errors import BackpackError
 from tests.capture.nets import NETS
 from tests.capture.twins import Twins
 
-CODE = ("GGNMP", "HMP", "DiagHMP", "PCHMP", "GGNGram")  # results that are code
+CODE = ("GGNMP", "HMP", "DiagHMP", "PCHMP", "GGNGram", "JMP")  # results that are code
 NAMES = [
     *("BatchGrad", "BatchL2Grad", "BatchDotGrad", "SumGradSquared", "Variance", "ClippedSumGrad"),
     *("DiagGGNExact", "DiagGGNMC", "BatchDiagGGNExact", "BatchDiagGGNMC", "SqrtGGNExact"),
     *("SqrtGGNMC", "DiagHessian", "BatchDiagHessian", "KFAC", "KFLR", "KFRA", "EKFAC"),
+    *("Jacobians", "NTK", "TaskGrad", "TaskDotGrad", "AggregatedGrad"),
 ]
 
 
 def made(name: str) -> Extension:
-    arguments = (0.1,) if name == "ClippedSumGrad" else ()
-    return getattr(known, name)(*arguments)
+    arguments = {"ClippedSumGrad": (0.1,), "AggregatedGrad": (torch.diag,)}
+    return getattr(known, name)(*arguments.get(name, ()))
 
 
 @pytest.fixture(autouse=True)

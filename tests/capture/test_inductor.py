@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -146,6 +147,7 @@ def test_a_step_that_is_gone_stops_its_compiler(monkeypatch: pytest.MonkeyPatch)
     compilation = next(iter(pair.step._forms.values()))[0].graph.compilation
     process, folder = compilation._process, compilation._folder
     assert process.poll() is None
+    assert os.getpgid(process.pid) != os.getpgrp()  # Ctrl-C does not cut off what it writes
     assert folder.exists()
     del compilation, pair
     gc.collect()

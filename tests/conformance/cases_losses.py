@@ -13,6 +13,7 @@ from torch.distributions import Categorical
 from backpack_core.testing import LossCase
 from backpack_layers.autodiff_loss import AutodiffLoss
 from backpack_layers.language import CausalLMLoss
+from backpack_secondorder.outputs import SumOutputs
 
 WEIGHT = torch.tensor([0.5, 1.5], dtype=torch.float64)
 
@@ -64,6 +65,7 @@ def squared(x: Tensor, y: Tensor) -> Tensor:
 
 
 CASES: list[LossCase] = [
+    LossCase(SumOutputs, lambda n: (torch.randn(n, 2),), sampled=False),
     loss(
         partial(
             AutodiffLoss,

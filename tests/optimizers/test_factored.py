@@ -196,6 +196,17 @@ def test_a_scaled_loss_gives_the_same_step(kind: Any) -> None:
 
 
 @BOTH
+def test_half_precision_has_averages_in_single(kind: Any) -> None:
+    model, lossfunc, x, y = problem()
+    model, x = model.bfloat16(), x.bfloat16()
+    optimizer = kind(model, lr=0.03, kl_clip=1e-3)
+    losses = train(optimizer, model, lossfunc, x, y, 12)
+    assert losses[-1] < losses[0]
+    assert all(f.dtype is torch.float32 for f in optimizer._averages.values())
+    assert all(p.dtype is torch.bfloat16 for p in model.parameters())
+
+
+@BOTH
 def test_a_closure_is_the_same_as_a_block(kind: Any) -> None:
     model, lossfunc, x, y = problem()
     twin = copy.deepcopy(model)

@@ -299,7 +299,7 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Loop(lossfunc=nn.CrossEntropyLoss(reduction="sum")).each(
             stepping(lambda loop, x, y: loop.loss(x, y) + loop.loss(x.flip(0), y.flip(0)))
         ),
-        "ran 2 times",
+        "through 2 runs of the model",
     ),
     "half of the batch": (
         lambda: Loop().each(stepping(lambda loop, x, y: loop.loss(x[1:], y[1:]))),

@@ -86,7 +86,7 @@ def test_no_sample_changes_the_sum_by_more_than_the_bound(net: str, kind: Any) -
         private.draws(Units(12).parts(rows, None, Seeded(0))[0])
         with private:
             lossfunc(model(data.tensors[0][rows]), data.tensors[1][rows]).backward()
-        return torch.cat([found.flatten() for found in private._sums.totals.values()])
+        return torch.cat([found.flatten() for found in private._sums.totals().values()])
 
     every = [*range(12)]
     whole = total(every)

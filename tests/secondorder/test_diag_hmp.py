@@ -31,7 +31,7 @@ def test_exact(net: str, batch: int, reduction: str, loss: str) -> None:
 
 def _attention(net: Any, x: Tensor) -> Tensor:
     h = net.a(x).unflatten(1, (3, 2))
-    with sdpa_kernel(SDPBackend.MATH):  # the fused ones have no second derivative
+    with sdpa_kernel(SDPBackend.MATH):  # the oracle needs it
         return F.scaled_dot_product_attention(h, h, h).flatten(1)
 
 

@@ -201,3 +201,5 @@ def test_wrong_use_of_products() -> None:
 def test_complex_outputs_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="view_as_real"):
         SumOutputs()(torch.ones(2, dtype=torch.complex64))
+    with pytest.raises(UsageError, match="reduction is"):
+        SumOutputs("max")

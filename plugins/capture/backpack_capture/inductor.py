@@ -60,6 +60,9 @@ class Inductor:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
+                # A signal from the terminal would reach the C++ compiler too, and leave half a
+                # library in torch's cache, where each later run would find it.
+                start_new_session=True,
             )
         self._end = weakref.finalize(self, _end, self._process, self._folder)
 

@@ -25,7 +25,8 @@ def plain_terms(product: SampleProduct) -> list[SampleProduct]:
     """
     if is_formed(product):
         return [as_formed(product)]
-    found = sum_of([_placed(plain(part), part) for part in _parts(product)])
+    # Summands of a sum have its columns, and need not say so themselves.
+    found = sum_of([_placed(plain(part), product) for part in _parts(product)])
     return [*found.parts] if isinstance(found, SumProduct) else [found]
 
 
@@ -36,7 +37,7 @@ def _parts(product: SampleProduct) -> list[SampleProduct]:
 
 
 def _placed(term: SampleProduct, product: SampleProduct) -> SampleProduct:
-    """A term with the roots of the product that it was made from."""
+    """A term with the roots of the product that it is a summand of."""
     term.roots = product.roots
     return term
 

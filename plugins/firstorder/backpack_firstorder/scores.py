@@ -112,7 +112,9 @@ class GradInner(SquaresExtension):
 
     def finish(self, values: Mapping[Tensor, Any], normalisers: Sequence[Any]) -> dict[Tensor, Any]:
         """The sum over parameters."""
-        names, self._names = self._names, {}
+        # A pass that raised may have left names of its own.
+        names = {p: self._names[p] for p in values if p in self._names}
+        self._names = {}
         given = {} if callable(self.queries) else self.queries
         unmet = [n for n, q in given.items() if q is not None and n not in names.values()]
         if unmet:

@@ -201,7 +201,7 @@ class AggregatedGrad(Extension):
         self.weighting = weighting_of(weighting)
         self._of_losses = rows == "losses"
         if not self._of_losses:
-            self.needs = (gram,)  # type: ignore[misc]
+            self.needs = (gram,)
 
     def read(self, product: SampleProduct) -> Rows:
         """The Gram matrix of this parameter, and the product for the mixture."""

@@ -7,6 +7,7 @@ from math import isclose
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from backpack_core import Extension, backpack
@@ -177,7 +178,7 @@ class Block:
         taken: list[tuple[Tensor, Any]] = [(p, p.__dict__.pop(field, None)) for p in parameters]
         factor = 1 / self._scale
         return {
-            p: (value.float() if value.dtype.itemsize < 4 else value) * factor
+            p: (value.to(torch.float32) if value.dtype.itemsize < 4 else value) * factor
             for p, value in taken
             if value is not None
         }

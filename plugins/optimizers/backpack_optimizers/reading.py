@@ -42,11 +42,11 @@ class _FactorsOfSome:
         return found
 
 
-class _Sampled(_FactorsOfSome, KFAC):  # type: ignore[misc]
+class SampledFactors(_FactorsOfSome, KFAC):  # type: ignore[misc]
     """With a sampled Hessian of the loss."""
 
 
-class _Exact(_FactorsOfSome, KFLR):  # type: ignore[misc]
+class ExactFactors(_FactorsOfSome, KFLR):  # type: ignore[misc]
     """With the exact one."""
 
 
@@ -64,7 +64,9 @@ def factors_of_some(
     """
     settings: dict[str, Any] = {"weight_sharing": weight_sharing, "savefield": field}
     settings["fail_mode"] = "silent"
-    found = _Exact(**settings) if mc_samples is None else _Sampled(mc_samples, **settings)
+    found = (
+        ExactFactors(**settings) if mc_samples is None else SampledFactors(mc_samples, **settings)
+    )
     found.chosen, found.max_size = chosen, max_size
     return found
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
@@ -14,10 +13,18 @@ from torch.optim import Optimizer
 
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_privacy.movement import Movement
-from backpack_privacy.refusals import Buffers, check_model, check_optimizer
+from backpack_privacy.refusals import (
+    Buffers,
+    Forwards,
+    check_forwards,
+    check_model,
+    check_no_gradient,
+    check_optimizer,
+)
 from backpack_privacy.release import Budget, Release
 from backpack_privacy.sampling import Draw, PrivateLoader
 from backpack_privacy.sums import Pass, Sums, Told
+from backpack_privacy.waiting import Waiting
 
 
 class Private:
@@ -41,11 +48,7 @@ class Private:
         noise_multiplier: Standard deviation of the noise, relative to the sensitivity.
         accountant: What was spent.
         records: What clipping did in the last thousand steps, a :class:`Record` each.
-        ahead: How many batches may wait for their backward pass. Set it to 1 for loops that ask
-            for a batch before they work on the last one.
     """
-
-    ahead = 0
 
     loader: PrivateLoader
 
@@ -73,12 +76,12 @@ class Private:
         release.check()
         self._movement = Movement(optimizer, self._named, checks)
         self._buffers: Buffers | None = Buffers(inner, tuple(public_buffers))
-        # Empty draws wait while a prefetched batch is worked on.
-        self._drawn, self._empty = deque[Draw](), 0
+        self._waiting = Waiting()
         self._pass: Pass | None = None
-        self._told, self._forwards, self._is_filled = Told(), 0, False
+        self._told, self._is_filled = Told(), False
+        self._watch = Forwards(inner)
         self._handles = [
-            inner.register_forward_pre_hook(self._on_forward),
+            self._watch.handle,
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
@@ -157,7 +160,7 @@ class Private:
         if self._pass is not None:
             raise UsageError("`with private:` is one backward pass, and cannot be nested.")
         self._check_begin()
-        self._pass = Pass(self._sums, self.clipping, self._drawn.popleft())
+        self._pass = Pass(self._sums, self.clipping, self._waiting.take())
         self._pass.begin(self._told, self._normaliser, self.model is not self._inner)
         return self
 
@@ -174,13 +177,13 @@ class Private:
         """
         assert self._pass is not None
         ended, self._pass, self._told = self._pass, None, Told()
-        forwards, self._forwards = self._forwards, 0
         if isinstance(error, UnsupportedError):
             error.__notes__.append(_NOTE)
+        reached = self._watch.taken()
         ended.end(kind, error, traceback)
         try:
             if kind is None:
-                _check_forwards(forwards)
+                check_forwards(reached)
                 self._check_buffers()
         except UsageError:
             self._sums.forget()
@@ -192,19 +195,13 @@ class Private:
             self._buffers = None
 
     def _check_begin(self) -> None:
-        if not self._drawn:
-            raise UsageError(
-                "No batch of private.loader is waiting for a backward pass. Loop over "
-                "private.loader, not over the loader that was given to make_private(...), and go "
-                "backward once for each batch: what is spent depends on how batches are drawn."
-            )
         check_model(self._inner)
         if {n for n, p in self._inner.named_parameters() if p.requires_grad} != {*self._named}:
             raise UsageError(
                 "Other parameters want a gradient than when make_private(...) was called. Call it "
                 "after all layers are there, and after freezing."
             )
-        self._check_no_gradient()
+        check_no_gradient(self._named)
         self._check_budget()
 
     def _check_budget(self) -> None:
@@ -215,22 +212,11 @@ class Private:
                 "more. Plan for more epochs=, or stop here."
             )
 
-    def _check_no_gradient(self) -> None:
-        name = next((n for n, p in self._named.items() if p.grad is not None), None)
-        if name is not None:
-            raise UsageError(
-                f"The parameter {name} has a plain gradient: backward() was called outside of "
-                "private.step(loss) and `with private:`, or zero_grad() was forgotten before. "
-                "A step on it would not be private. Take that backward() out, and call "
-                "optimizer.zero_grad() once."
-            )
-
     # What the loader says
 
     def begins(self) -> None:
         """An epoch begins; what was left of the last one is forgotten."""
-        self._drawn.clear()
-        self._empty = 0
+        self._waiting.forget()
         self._release.begins()
         self._sums.forget()
 
@@ -243,37 +229,17 @@ class Private:
         Raises:
             UsageError: The batch before was not used.
         """
-        if self._sums.is_complete:
-            raise UsageError(
-                "The sums of the last batch are complete, and no step was taken. Call "
-                "optimizer.step() after `with private:`, or use private.step(loss)."
-            )
-        if len(self._drawn) > self.ahead:
-            raise UsageError(
-                "The batch before was drawn and not used. A step has to be taken for every batch: "
-                "which ones are left out could tell about their samples, and the others' order "
-                "would be lost. To stop early, leave the loop."
-            )
-        if draw.rows:
-            self._drawn.append(draw)
-        elif self._drawn or self._sums.is_partial:
-            self._empty += 1  # after the step that is due first
-        else:
+        if self._waiting.add(draw, self._sums):
             self._step_without_samples()
 
     def _step_without_samples(self) -> None:
         """A step of noise, as for every batch, with no sample in this process."""
         self._check_budget()
-        self._check_no_gradient()
+        check_no_gradient(self._named)
         self._sums.is_complete = True
         self.optimizer.step()
 
     # The step of the optimizer
-
-    def _on_forward(self, module: Module, inputs: Any) -> None:
-        """Count the forward passes that a backward pass may belong to."""
-        if torch.is_grad_enabled() and module.training and self._pass is None:
-            self._forwards += 1
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Put private gradients in the place of plain ones."""
@@ -283,7 +249,7 @@ class Private:
                 "private.step(loss)."
             )
         if not self._is_filled:
-            self._check_no_gradient()
+            check_no_gradient(self._named)
             if not self._sums.is_complete:
                 raise UsageError(
                     "optimizer.step() has no private sum of a whole batch to step on. Go backward "
@@ -291,7 +257,7 @@ class Private:
                     "private.is_complete."
                 )
             self._fill()
-        self._movement.before(self._sums.totals)
+        self._movement.before(self._sums.totals())
 
     def _fill(self, scale: float = 1.0, is_looked_at: bool = False) -> None:
         """``.grad`` is the private gradient.
@@ -315,8 +281,7 @@ class Private:
         """Count the step, and look whether parameters moved as they should."""
         self._finish()
         self._movement.after()
-        while self._empty:
-            self._empty -= 1
+        for _ in range(self._waiting.take_empty()):
             self._step_without_samples()
 
     def _finish(self) -> None:
@@ -362,6 +327,18 @@ class Private:
         """
         self._release.load_state_dict(state)
 
+    @property
+    def ahead(self) -> int:
+        """How many batches may wait for their backward pass.
+
+        Set it to 1 for loops that ask for a batch before they work on the last one.
+        """
+        return self._waiting.ahead
+
+    @ahead.setter
+    def ahead(self, count: int) -> None:
+        self._waiting.ahead = count
+
     def close(self) -> None:
         """Take the hooks out: from now on the optimizer takes plain gradients."""
         for handle in self._handles:
@@ -376,13 +353,3 @@ _NOTE = (
     "Nothing was released: no step was taken. If it names a term beside the loss, such as a "
     "penalty on weights, use the optimizer's weight_decay instead, which needs no privacy."
 )
-
-
-def _check_forwards(forwards: int) -> None:
-    """Raise unless one forward pass went backward."""
-    if forwards > 1:
-        raise UsageError(
-            f"The model ran {forwards} times in train mode before this backward pass, and the "
-            "first samples of all runs would count as one. Give it one batch with everything; for "
-            "a look at other data use torch.no_grad(), or model.eval()."
-        )

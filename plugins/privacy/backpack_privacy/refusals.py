@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -171,6 +172,22 @@ def check_loss(lossfunc: Any, normaliser: Any) -> None:
         )
 
 
+def check_no_gradient(named: Mapping[str, Tensor]) -> None:
+    """Refuse plain gradients where private ones will be.
+
+    Raises:
+        UsageError: A trained parameter has one.
+    """
+    name = next((name for name, p in named.items() if p.grad is not None), None)
+    if name is not None:
+        raise UsageError(
+            f"The parameter {name} has a plain gradient: backward() was called outside of "
+            "private.step(loss) and `with private:`, or zero_grad() was forgotten before. "
+            "A step on it would not be private. Take that backward() out, and call "
+            "optimizer.zero_grad() once."
+        )
+
+
 class Buffers:
     """Watches whether a pass changes buffers of a model: these would hold data without noise."""
 
@@ -202,3 +219,53 @@ class Buffers:
                     "mode. If it does not (a counter, an estimate from weights), say so, "
                     f"make_private(..., public_buffers=[{name!r}])."
                 )
+
+
+class Forwards:
+    """Counts the runs of a model that a backward pass goes through.
+
+    Attributes:
+        handle: Takes the hook out.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Install a hook on a model."""
+        self._runs, self._reached = 0, set[int]()
+        self.handle = model.register_forward_hook(self._on_forward)
+
+    def _on_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._runs += 1
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._on_gradient, self._runs))
+
+    def _on_gradient(self, run: int, gradient: Tensor) -> None:
+        self._reached.add(run)
+
+    def taken(self) -> int:
+        """How many were reached since this was asked last."""
+        found, self._reached = len(self._reached), set()
+        return found
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """All that is in an output, in containers, too."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, (Mapping, list, tuple)):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            yield from _tensors(part)
+
+
+def check_forwards(count: int) -> None:
+    """Raise unless one run of the model went backward.
+
+    Raises:
+        UsageError: Several did.
+    """
+    if count > 1:
+        raise UsageError(
+            f"The backward pass went through {count} runs of the model, and the first samples of "
+            "all runs would count as one. Give the model one batch with everything; if its rows "
+            "belong to one sample, name that sample by users=."
+        )

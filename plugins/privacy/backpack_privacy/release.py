@@ -95,7 +95,7 @@ class Release:
     def gradients(self, sums: Sums) -> list[Tensor]:
         """The sums over processes with noise, divided by the expected number of samples."""
         multiplier = self.clipping.noise_multiplier(self.noise_multiplier)
-        found = [total.clone() for total in sums.totals.values()]
+        found = [total.clone() for total in sums.totals().values()]
         if self._processes.rank == 0 and multiplier:
             for total in found:
                 noise = self._source.normal(total)

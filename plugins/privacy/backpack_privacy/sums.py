@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +36,6 @@ class Sums:
     """Adds up clipped gradients over the parts of a batch.
 
     Attributes:
-        totals: The sum for each trained parameter, in single precision at least.
         norms: Of the samples' gradients so far, for each group.
         is_complete: Whether all parts are there.
         is_partial: Whether some are there, and not all.
@@ -55,12 +54,9 @@ class Sums:
 
     def forget(self) -> None:
         """Begin a batch."""
-        self.totals: dict[Tensor, Tensor] = {
-            p: torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
-            for p in self._named.values()
-        }
+        self._totals: dict[Tensor, Tensor] = {}
         self.norms: dict[str, Tensor] = {
-            name: torch.empty(0, device=next(iter(self.totals)).device)
+            name: torch.empty(0, device=next(iter(self._groups)).device)
             for name in self._clipping.bounds
         }
         self.is_complete = self.is_partial = False
@@ -83,13 +79,24 @@ class Sums:
                 "Give the model the whole batch as it is: samples that are left out, repeated or "
                 "put together are not those that the accounting supposes."
             )
-        for parameter, total in self.totals.items():
+        for parameter in self._groups:
             found = getattr(parameter, FIELD, None)
             if found is not None:
-                total.add_(found)
+                known = self._totals.get(parameter)
+                # The first part is taken as it is: a zero to add it to would be written and read.
+                wide = found.to(torch.promote_types(found.dtype, torch.float32))
+                self._totals[parameter] = wide if known is None else known.add_(wide)
         for name, norms in seen.items():
             self.norms[name] = torch.cat([self.norms[name].to(norms), norms])
         self.is_complete, self.is_partial = draw.is_last, not draw.is_last
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The trained ones."""
+        return iter(self._groups)
+
+    def totals(self) -> dict[Tensor, Tensor]:
+        """The sum for each trained parameter, in single precision at least."""
+        return {p: self._totals[p] if p in self._totals else _zeros(p) for p in self._groups}
 
     def group_of(self, parameter: Tensor, module: Module | None) -> str:
         """The group of a parameter.
@@ -104,6 +111,10 @@ class Sums:
                 "trained when make_private(...) was called. Call it after all parameters are set."
             )
         return found
+
+
+def _zeros(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
 
 
 class Pass:
@@ -170,7 +181,7 @@ class Pass:
             self._sums.forget()
             raise
         finally:
-            for parameter in self._sums.totals:
+            for parameter in self._sums.parameters():
                 parameter.grad = None
                 vars(parameter).pop(FIELD, None)
         if error[0] is not None:

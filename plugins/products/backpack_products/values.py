@@ -25,7 +25,7 @@ def largest(values: Tensor) -> Tensor:
     return values.max() if values.numel() else torch.zeros_like(values.sum())
 
 
-# Of the ten bits that a GPU keeps of single precision in a product (TF32), as convolutions do by default.
+# A GPU keeps ten bits of single precision in a product (TF32), as convolutions do by default.
 _TF32 = 2.0**-10
 
 

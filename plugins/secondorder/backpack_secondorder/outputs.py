@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal, cast
+
 import torch
 from torch import Tensor
 from torch.nn import Module
 
 from backpack_core import View
-from backpack_core.errors import UnsupportedError
+from backpack_core.errors import UnsupportedError, UsageError
 from backpack_products import HessianLossRule
 
 
@@ -24,10 +26,22 @@ class SumOutputs(Module):
         ...     outputs(model(x)).backward()
     """
 
-    reduction = "sum"
+    def __init__(self, reduction: Literal["sum", "mean", "none"] = "sum") -> None:
+        """Store the setting.
+
+        Args:
+            reduction: The sum over samples, their mean, or the sum of each sample's outputs.
+
+        Raises:
+            UsageError: The reduction is unknown.
+        """
+        super().__init__()
+        if reduction not in ("sum", "mean", "none"):
+            raise UsageError(f'reduction is "sum", "mean" or "none". Got {reduction!r}.')
+        self.reduction = reduction
 
     def forward(self, output: Tensor) -> Tensor:
-        """``[N, *] →`` a number.
+        """``[N, *] →`` a number; without a reduction ``[N]``.
 
         Raises:
             UnsupportedError: The output is complex.
@@ -37,7 +51,10 @@ class SumOutputs(Module):
                 "The output is complex, and a derivative in real parameters has two rows for each "
                 "of its numbers: give SumOutputs torch.view_as_real(output)."
             )
-        return output.sum()
+        each = output.flatten(1).sum(1) if output.dim() > 1 else output
+        if self.reduction == "none":
+            return each
+        return each.sum() if self.reduction == "sum" else each.mean()
 
 
 class SumOutputsRule(HessianLossRule):
@@ -47,6 +64,11 @@ class SumOutputsRule(HessianLossRule):
     hessian_is_zero = True
     hessian_is_psd = True
     instead = "Curvature needs a loss; of the outputs themselves, DiagHessian and HMP exist."
+
+    def normalisation(self, view: View) -> float:
+        """A mean is over samples."""
+        is_mean = cast(SumOutputs, view.module).reduction == "mean"
+        return 1.0 / max(1, view.full.batch_size) if is_mean else 1.0
 
     def _sqrt_hessian(self, view: View) -> Tensor:
         return torch.zeros_like(view.input).unsqueeze(0)

@@ -1,4 +1,4 @@
-"""Gradients that can be differentiated again, also where torch's second derivative is wrong.
+"""Gradients that can be differentiated again, also where torch's second is wrong or missing.
 
 ``docs/checks.md`` says which operations were compared with differences. Of those that are wrong and
 that nets have, the gradient is computed by a formula here, in the place of autograd's.
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from backpack_core.graph.order import behind
+from backpack_secondorder.fused_attention import NAMES, of_fused_attention
 
 Place: TypeAlias = Tensor | GradientEdge
 Grads: TypeAlias = tuple[Tensor | None, ...]
@@ -80,4 +81,7 @@ def _weight_norm(node: Any, arrived: Tensor | None, *others: Tensor | None) -> G
     return g / norm * (arrived - along / norm * v), along
 
 
-FORMULAS: dict[str, Callable[..., Grads]] = {"WeightNormInterfaceBackward0": _weight_norm}
+FORMULAS: dict[str, Callable[..., Grads]] = {
+    "WeightNormInterfaceBackward0": _weight_norm,
+    **dict.fromkeys(NAMES, of_fused_attention),
+}

@@ -1,0 +1,130 @@
+"""Gradients of samples by parameter, as tensors or as products, and what is asked of both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import prod
+from typing import TypeAlias, cast
+
+import torch
+from torch import Tensor
+
+from backpack_core.errors import UsageError
+from backpack_firstorder import SampleGradients
+
+Value: TypeAlias = Tensor | SampleGradients
+Gradients: TypeAlias = Mapping[str, Value]
+
+
+def stored(value: Value, dtype: torch.dtype, rank: int | None) -> Value:
+    """In the form and the precision of a store, on the CPU, without graph.
+
+    Args:
+        value: ``[N, *θ]``.
+        dtype: Of the store.
+        rank: Of the store; ``None`` for whole matrices.
+    """
+    if rank is not None and _takes_less_room(value.shape, rank):
+        given = SampleGradients.from_dense(value) if isinstance(value, Tensor) else value
+        low = given.low_rank(rank)
+        wide = low if low.nbytes < prod(value.shape) * low.dtype.itemsize else low.dense()
+        return wide.to("cpu", dtype)
+    return dense(value).detach().to("cpu", dtype)
+
+
+def _takes_less_room(shape: torch.Size, rank: int) -> bool:
+    if len(shape) < 3:
+        return False
+    rows, columns = shape[1], prod(shape[2:])
+    return rank * (rows + columns) < rows * columns
+
+
+def tensors(value: Value) -> dict[str, Tensor]:
+    """What a file holds of a value, by name."""
+    return {"rows": value} if isinstance(value, Tensor) else value.state_dict()
+
+
+def from_tensors(found: Mapping[str, Tensor]) -> Value:
+    """The value that :func:`tensors` took apart."""
+    return found["rows"] if "rows" in found else SampleGradients.from_state_dict(found)
+
+
+def is_finite(value: Value) -> bool:
+    """Whether all numbers are."""
+    return all(bool(tensor.isfinite().all()) for tensor in tensors(value).values())
+
+
+def dense(value: Value) -> Tensor:
+    """``[N, *θ]``."""
+    return value if isinstance(value, Tensor) else value.dense()
+
+
+def cat(values: Sequence[Value]) -> Value:
+    """Samples of several values, one behind the other."""
+    if isinstance(values[0], Tensor):
+        return torch.cat(cast(list[Tensor], [*values]))
+    return SampleGradients.cat(cast(Sequence[SampleGradients], values))
+
+
+def rows(value: Value, chosen: list[int]) -> Value:
+    """Some samples; the value itself where all are chosen."""
+    return value if chosen == [*range(len(value))] else value[chosen]
+
+
+def inner(samples: Gradients, queries: Gradients) -> Tensor:
+    """Inner products summed over the queries' parts, ``[N, M]``; in single precision at least.
+
+    Args:
+        samples: ``[N, *θ]`` for each part.
+        queries: ``[M, *θ]`` for each part, or for some.
+    """
+    total: Tensor | None = None
+    for name, query in queries.items():
+        part = inner_of(samples[name], query)
+        total = part if total is None else total + part
+    if total is None:
+        raise UsageError("There are no queries.")
+    return total
+
+
+def inner_of(value: Value, query: Value) -> Tensor:
+    """Inner products of one part, ``[N, M]``."""
+    if isinstance(value, SampleGradients):
+        return value.inner(query)
+    if isinstance(query, SampleGradients):
+        return query.inner(value).T
+    dtype = torch.promote_types(torch.promote_types(value.dtype, query.dtype), torch.float32)
+    return value.flatten(1).to(dtype) @ query.flatten(1).to(value.device, dtype).T
+
+
+def cosines(samples: Gradients, queries: Gradients) -> Tensor:
+    """Inner products divided by both norms, over the queries' parts, ``[N, M]``; zero for zero."""
+    products = inner(samples, queries)
+    return over_norms(products, norm({name: samples[name] for name in queries}), norm(queries))
+
+
+def over_norms(products: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """``[N, M]`` divided by norms ``[N]`` and ``[M]``; zero where a norm is."""
+    inverse = [torch.where(norms > 0, 1 / norms, 0).to(products) for norms in (first, second)]
+    return products * torch.outer(*inverse)
+
+
+def norm(gradients: Gradients) -> Tensor:
+    """``‖g_n‖`` over all parts, ``[N]``, in single precision at least."""
+    parts = torch.stack([norm_of(value) for value in gradients.values()])
+    found: Tensor = torch.linalg.vector_norm(parts, dim=0)
+    return found
+
+
+def norm_of(value: Value) -> Tensor:
+    """``‖g_n‖`` of one part, ``[N]``, in single precision at least."""
+    if isinstance(value, SampleGradients):
+        return value.norm()
+    wide = torch.promote_types(value.dtype, torch.float32)
+    found: Tensor = torch.linalg.vector_norm(value.flatten(1), dim=1, dtype=wide)
+    return found
+
+
+def scaled(value: Tensor, factors: Tensor) -> Tensor:
+    """Rows multiplied with a number each, ``[N]``."""
+    return value * factors.to(value.dtype).reshape(-1, *[1] * (value.dim() - 1))

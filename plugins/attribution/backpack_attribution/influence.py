@@ -1,0 +1,138 @@
+"""Scores of all training samples for all queries, by any method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import distributed
+from torch.nn import Module
+
+from backpack_attribution.curvature import Influence
+from backpack_attribution.methods import GradCosine, GradDot, Method
+from backpack_attribution.problem import Loss, Problem, Split
+from backpack_attribution.projected import TRAK, LoGra
+from backpack_attribution.run import Identities, Run
+from backpack_attribution.scores import Scores
+from backpack_core.errors import UsageError, nearest
+
+METHODS: dict[str, Callable[[], Method]] = {
+    "dot": GradDot,
+    "cosine": GradCosine,
+    "kfac": lambda: Influence("kfac"),
+    "ekfac": Influence,
+    "ekfac-cg": lambda: Influence(refine=10),
+    "trak": TRAK,
+    "logra": LoGra,
+}
+
+
+def influence(
+    model: Module,
+    lossfunc: Loss,
+    train_loader: Iterable[Any],
+    query_loader: Iterable[Any],
+    method: str | Method = "ekfac",
+    *,
+    query_lossfunc: Loss | None = None,
+    batch: Split | None = None,
+    identities: Identities = "place",
+    query_identities: Identities = "place",
+    progress: bool = True,
+    process_group: distributed.ProcessGroup | None = None,
+) -> Scores:
+    """Score every training sample for every query: which of them shaped what the model says?
+
+    Positive scores belong to samples that lower the query's loss. ``.grad`` and the model stay as
+    they are.
+
+    Args:
+        model: The trained model, extended or not, in evaluation mode.
+        lossfunc: The loss that it was trained with: a module, with its own reduction, or a function
+            of output and target that is a sum over samples (for methods without curvature).
+        train_loader: Batches of training samples, the same in every pass over it: ``(inputs,
+            targets)``, or a dictionary with ``"labels"`` whose other entries are keywords of the
+            model.
+        query_loader: Batches of queries, in the same form.
+        method: ``"dot"``, ``"cosine"``, ``"kfac"``, ``"ekfac"``, ``"ekfac-cg"``, ``"trak"``,
+            ``"logra"``, or a :class:`Method` with settings of its own.
+        query_lossfunc: What is predicted of queries; default: their loss.
+        batch: Makes ``(inputs, targets)`` of what the loaders give.
+        identities: Of the training samples: ``"place"`` in the data, ``"content"`` (a hash), a list
+            of all, or a function of what the loader gives.
+        query_identities: Of the queries, in the same way.
+        progress: Whether to show bars, where the output is a terminal.
+        process_group: Processes that have a part of the training samples each, and all queries. All
+            get the scores of all samples, sorted by identity. Places are dealt in turn, as a
+            ``DistributedSampler`` without shuffling does it.
+
+    Raises:
+        UsageError: An argument is wrong, or a score is not finite.
+    """
+    problem, chosen = Problem(model, lossfunc, batch), _chosen(method)
+    query = problem.with_loss(query_lossfunc)
+    run = Run(problem, query, train_loader, query_loader, progress, process_group)
+    train = run.names(train_loader, identities, is_shared=True)
+    queries = run.names(query_loader, query_identities, is_shared=False)
+    return run.gathered(_finite(Scores(chosen.values(run), train, queries, chosen.name)))
+
+
+def self_influence(
+    model: Module,
+    lossfunc: Loss,
+    train_loader: Iterable[Any],
+    method: str | Method = "ekfac",
+    *,
+    batch: Split | None = None,
+    identities: Identities = "place",
+    progress: bool = True,
+    process_group: distributed.ProcessGroup | None = None,
+) -> Scores:
+    """Score every training sample for itself: which ones did the model have to learn by heart?
+
+    Wrong labels and outliers have the highest scores. Nothing of size ``N²`` is computed.
+
+    Args:
+        model: As for :func:`influence`.
+        lossfunc: As for :func:`influence`.
+        train_loader: As for :func:`influence`.
+        method: As for :func:`influence`, but for TRAK.
+        batch: As for :func:`influence`.
+        identities: As for :func:`influence`.
+        progress: As for :func:`influence`.
+        process_group: As for :func:`influence`.
+
+    Returns:
+        Scores ``[N, 1]``, for the one query ``"itself"``.
+
+    Raises:
+        UsageError: An argument is wrong, or a score is not finite.
+    """
+    problem, chosen = Problem(model, lossfunc, batch), _chosen(method)
+    run = Run(problem, problem, train_loader, (), progress, process_group)
+    train = run.names(train_loader, identities, is_shared=True)
+    values = chosen.own_values(run).unsqueeze(1)
+    return run.gathered(_finite(Scores(values, train, ["itself"], chosen.name)))
+
+
+def _finite(scores: Scores) -> Scores:
+    if not scores.values.isfinite().all():
+        row = int((~scores.values.isfinite()).any(1).nonzero()[0])
+        raise UsageError(
+            f"The scores of the training sample {scores.train[row]!r} are not finite: look at its "
+            "loss, and at the damping."
+        )
+    return scores
+
+
+def _chosen(method: Any) -> Method:
+    if isinstance(method, Method):
+        return method
+    if method == "tracin":
+        raise UsageError("TracIn needs checkpoints: method=TracIn([state, ...], learning_rates).")
+    if method not in METHODS:
+        raise UsageError(
+            f"There is no method {method!r}{nearest(str(method), METHODS)}. There are "
+            f"{', '.join(METHODS)}, and methods with settings, such as Influence(damping=1e-3)."
+        )
+    return METHODS[method]()

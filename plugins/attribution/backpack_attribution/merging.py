@@ -1,0 +1,46 @@
+"""Stores of several machines as one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from backpack_attribution.disk import UNFINISHED
+from backpack_attribution.identities import checked
+from backpack_attribution.manifest import Manifest
+from backpack_attribution.store import GradientStore
+from backpack_core.errors import UsageError
+
+
+def merge_stores(folders: Iterable[str | Path], into: str | Path) -> GradientStore:
+    """One store of the rows of several, such as those that ranks wrote on machines of their own.
+
+    Shards are copied as they are. Ranks that share a folder need no merging.
+
+    Args:
+        folders: Stores with the same settings, parts and shapes.
+        into: A folder that does not exist. It appears when it is complete.
+
+    Raises:
+        UsageError: Settings differ, a sample is in two of them, or the folder exists.
+    """
+    sources, target = [GradientStore(folder) for folder in folders], Path(into)
+    manifests = [Manifest.read(source.folder) for source in sources]
+    if not sources or any(manifest != manifests[0] for manifest in manifests):
+        raise UsageError(
+            "Stores are merged if their settings, parts and shapes are the same. Got "
+            f"{[*map(str, sources)] or 'none'}."
+        )
+    checked([name for source in sources for name in source.identities], sum(map(len, sources)))
+    if target.exists():
+        raise UsageError(f"{target} exists: give a folder that does not.")
+    beside = target.with_name(f".{target.name}{UNFINISHED}")
+    shutil.rmtree(beside, ignore_errors=True)
+    shutil.copytree(sources[0].folder, beside)
+    for number, source in enumerate(sources[1:], 1):
+        for path in sorted(source.folder.glob("*.safetensors")):
+            shutil.copyfile(path, beside / f"{path.stem}-{number}.safetensors")
+    os.replace(beside, target)
+    return GradientStore(target)

@@ -1,0 +1,249 @@
+"""Methods that score by an inner product of a query's gradient with a training sample's."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_attribution import forms
+from backpack_attribution.forms import Gradients
+from backpack_attribution.problem import Problem
+from backpack_attribution.run import Run, on_cpu
+from backpack_core.errors import UsageError
+from backpack_firstorder import SampleGradients
+
+Checkpoint: TypeAlias = Mapping[str, Tensor] | str | Path
+
+
+class Method(ABC):
+    """A way to score training samples for queries."""
+
+    @abstractmethod
+    def values(self, run: Run) -> Tensor:
+        """Scores of the training samples of this process for all queries, ``[N, M]``."""
+
+    def own_values(self, run: Run) -> Tensor:
+        """Scores of the training samples of this process for themselves, ``[N]``.
+
+        Raises:
+            UsageError: The method has none.
+        """
+        raise UsageError(
+            f"{self.name} has no influence of samples on themselves: take an inner product, such "
+            'as "ekfac", or "logra".'
+        )
+
+    @property
+    def name(self) -> str:
+        """What scores are labelled with."""
+        return type(self).__name__
+
+    def __repr__(self) -> str:
+        """The settings that are not private."""
+        settings = (f"{k}={v!r:.40}" for k, v in vars(self).items() if not k.startswith("_"))
+        return f"{self.name}({', '.join(settings)})"
+
+
+class InnerProduct(Method):
+    """Scores ``⟨g_n, T q_m⟩`` with a linear ``T``, which subclasses fit and apply.
+
+    The queries' gradients are kept, as ``T`` makes them; of training samples, those of one batch.
+    """
+
+    def __init__(self, queries_at_once: int | None = None) -> None:
+        """Store the settings.
+
+        Args:
+            queries_at_once: Batches of queries that are kept at once; the training data is gone
+                through once for each such part. Default: all.
+        """
+        self.queries_at_once = queries_at_once
+
+    def fit(self, run: Run) -> None:
+        """Find ``T``, from the training data."""
+
+    def transform(self, queries: Gradients, run: Run) -> Gradients:
+        """``T q_m``, ``[M, *θ]`` for each parameter."""
+        return queries
+
+    def values(self, run: Run) -> Tensor:
+        """Scores, ``[N, M]``."""
+        with run.problem.extended():
+            self.fit(run)
+            found = [self.scores(run, self.transform(q, run)) for q in self.asked(run)]
+        return torch.cat(found, 1)
+
+    def own_values(self, run: Run) -> Tensor:
+        """Scores for themselves, ``[N]``: the samples of a batch are its queries."""
+        with run.problem.extended():
+            self.fit(run)
+            found = []
+            for batch in run.batches(run.train_loader, f"{self.name}: training samples"):
+                queries = self.transform(run.problem.gradients(batch), run)
+                found.append(self.of_batch(run.problem, batch, queries).diagonal())
+        return on_cpu(found)
+
+    def asked(self, run: Run) -> Iterator[Gradients]:
+        """Gradients of the queries, ``[M, *θ]`` for each parameter, as many as are kept at once."""
+        waiting: list[Gradients] = []
+        with run.query.extended():
+            for batch in run.batches(run.query_loader, "queries"):
+                waiting.append(run.query.gradients(batch))
+                if len(waiting) == self.queries_at_once:
+                    yield joined(waiting)
+                    waiting = []
+        if waiting:
+            yield joined(waiting)
+
+    def scores(self, run: Run, queries: Gradients) -> Tensor:
+        """Scores of all training samples for transformed queries, ``[N, M]``."""
+        batches = run.batches(run.train_loader, f"{self.name}: training samples")
+        return on_cpu([self.of_batch(run.problem, batch, queries) for batch in batches])
+
+    def of_batch(self, problem: Problem, batch: Any, queries: Gradients) -> Tensor:
+        """Scores of one batch of training samples, ``[N, M]``."""
+        return products_of(problem, batch, queries)
+
+
+class GradDot(InnerProduct):
+    """``⟨∇ℓ_n, ∇ℓ_m⟩``: by how much a small step on one sample lowers the loss of another."""
+
+
+class GradCosine(InnerProduct):
+    """``⟨∇ℓ_n, ∇ℓ_m⟩ / (‖∇ℓ_n‖ ‖∇ℓ_m‖)``, over all parameters; zero where a gradient is zero."""
+
+    def of_batch(self, problem: Problem, batch: Any, queries: Gradients) -> Tensor:
+        """Cosines of one batch of training samples, ``[N, M]``."""
+        norms: list[Tensor] = []
+        products = products_of(problem, batch, queries, norms)
+        own = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+        return forms.over_norms(products, own, forms.norm(queries))
+
+
+class TracIn(Method):
+    """``Σ_c η_c ⟨∇ℓ_n, ∇ℓ_m⟩`` over checkpoints ``c`` of the training (Pruthi et al., 2020).
+
+    arXiv:2002.08484, equation 1: what the steps on a sample did for a query, added up.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Sequence[Checkpoint],
+        learning_rates: Sequence[float] | None = None,
+        method: InnerProduct | None = None,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            checkpoints: State dictionaries of the model, or files of them.
+            learning_rates: Of each checkpoint; default: one.
+            method: What is added up; default: :class:`GradDot`.
+
+        Raises:
+            UsageError: There are no checkpoints, or another number of learning rates.
+        """
+        if isinstance(checkpoints, (str, Path, Mapping)) or not len(checkpoints):
+            raise UsageError("TracIn takes a list of checkpoints, [model.state_dict(), ...].")
+        rates = [1.0] * len(checkpoints) if learning_rates is None else [*learning_rates]
+        if len(rates) != len(checkpoints):
+            raise UsageError(
+                f"There are {len(checkpoints)} checkpoints and {len(rates)} learning rates: give "
+                "one for each."
+            )
+        self.learning_rates = rates
+        self._checkpoints, self._method = [*checkpoints], method or GradDot()
+
+    def values(self, run: Run) -> Tensor:
+        """Scores, ``[N, M]``."""
+        return self._sum(run, self._method.values)
+
+    def own_values(self, run: Run) -> Tensor:
+        """Scores for themselves, ``[N]``."""
+        return self._sum(run, self._method.own_values)
+
+    def _sum(self, run: Run, values: Callable[[Run], Tensor]) -> Tensor:
+        parts = []
+        for state, rate in zip(self._checkpoints, self.learning_rates, strict=True):
+            with at_checkpoint(run.problem.model, state):
+                parts.append(rate * values(run))
+        return torch.stack(parts).sum(0)
+
+
+def products_of(
+    problem: Problem, batch: Any, queries: Gradients, norms: list[Tensor] | None = None
+) -> Tensor:
+    """Inner products of a batch's gradients with queries, ``[N, M]``, in one backward pass.
+
+    Nothing is kept of a parameter's gradients but the products.
+
+    Args:
+        problem: The model and the loss.
+        batch: Training samples.
+        queries: ``[M, *θ]`` for each parameter; others of the model take no part.
+        norms: Norms of each parameter's gradients, ``[N]``, are added to this list.
+    """
+    parts: list[Tensor] = []
+
+    def add(name: str, gradients: SampleGradients) -> None:
+        if norms is not None:
+            norms.append(gradients.norm())
+        if name in queries:
+            parts.append(gradients.inner(queries[name]))
+
+    problem.consume(batch, add)
+    if not parts:
+        raise UsageError(
+            "A batch reaches none of the parameters that the queries depend on: look at what "
+            "batch= and the loss make of it."
+        )
+    return torch.stack(parts).sum(0)
+
+
+@contextmanager
+def at_checkpoint(model: Module, state: Checkpoint) -> Iterator[None]:
+    """The model with the values of a checkpoint, and with its own afterwards."""
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    try:
+        model.load_state_dict(_state(state))
+        yield
+    finally:
+        model.load_state_dict(before)
+
+
+def _state(given: Checkpoint) -> Mapping[str, Tensor]:
+    if isinstance(given, Mapping):
+        return given
+    path = Path(given)
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    found: Mapping[str, Tensor] = torch.load(path, map_location="cpu", weights_only=True)
+    return found
+
+
+def joined(parts: Iterable[Gradients]) -> Gradients:
+    """Samples of several batches, one behind the other.
+
+    Raises:
+        UsageError: There are none, or batches reach different parameters.
+    """
+    parts = [*parts]
+    if not parts:
+        raise UsageError("The loader of queries gave no batch.")
+    names = {*parts[0]}
+    for part in parts:
+        if {*part} != names:
+            strange = sorted(names ^ {*part})[0]
+            raise UsageError(
+                f"Some batches reach the parameter {strange!r}, and others do not: freeze it, or "
+                "give batches that go the same way through the model."
+            )
+    return {name: forms.cat([part[name] for part in parts]) for name in parts[0]}

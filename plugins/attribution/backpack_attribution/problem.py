@@ -1,0 +1,245 @@
+"""A model and its loss, as attribution asks them: gradients of the samples' own losses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_attribution.forms import Value
+from backpack_core import Extension, backpack, extend, is_extended, unextend
+from backpack_core.errors import UsageError
+from backpack_core.extensions import BatchGrad
+from backpack_firstorder import SampleGradients
+
+Loss: TypeAlias = Callable[[Any, Any], Tensor]
+Split: TypeAlias = Callable[[Any], tuple[Any, Any]]
+
+
+class Problem:
+    """A model, a loss, and how a batch is read.
+
+    The gradient of a sample is that of its own loss, without what a mean divides by: for a loss
+    module with ``reduction="mean"``, that of ``"sum"`` is taken. Texts have the sum over their
+    tokens.
+
+    Attributes:
+        model: The model. It is run in evaluation mode or without layers that draw at random.
+        lossfunc: The loss as it was given.
+        parameters: Trained parameters by name.
+    """
+
+    def __init__(self, model: Module, lossfunc: Loss, batch: Split | None = None) -> None:
+        """Keep them.
+
+        Args:
+            model: The model, extended or not.
+            lossfunc: A loss module, or a function of output and target that is a sum over samples.
+            batch: Makes ``(inputs, targets)`` of what a loader gives, where that is neither such a
+                pair nor a dictionary with ``"labels"``.
+
+        Raises:
+            UsageError: They are something else, nothing is trained, or the model draws at random.
+        """
+        _require(model, lossfunc)
+        self.model, self.lossfunc, self.split = model, lossfunc, batch or split
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self._summed = _summed(lossfunc)
+        self._is_known_sum = self._summed is not lossfunc or _says_sum(lossfunc)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(iter(self.parameters.values())).device
+
+    def with_loss(self, lossfunc: Loss | None) -> Problem:
+        """The same model with another loss, if one is given."""
+        return self if lossfunc is None else Problem(self.model, lossfunc, self.split)
+
+    @contextmanager
+    def extended(self) -> Iterator[None]:
+        """Extend model and loss for a while, where they are not."""
+        new = [m for m in (self.model, self._summed) if isinstance(m, Module)]
+        new = [m for m in new if not is_extended(m)]
+        try:
+            for module in new:
+                extend(module)
+            yield
+        finally:
+            for module in new:
+                unextend(module)
+
+    def split_on_device(self, batch: Any) -> tuple[Any, Any]:
+        """Inputs and targets of a batch, on the device of the model."""
+        inputs, targets = self.split(batch)
+        return on_device(inputs, self.device), on_device(targets, self.device)
+
+    def forward(self, model: Module, batch: Any) -> tuple[Any, Any]:
+        """Output and target of a batch, on the device of the model."""
+        inputs, targets = self.split_on_device(batch)
+        if isinstance(inputs, Mapping):
+            output = model(**inputs)
+            return getattr(output, "logits", output), targets
+        return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs), targets
+
+    def loss(self, batch: Any) -> Tensor:
+        """The sum of the samples' own losses, with its graph."""
+        output, targets = self.forward(self.model, batch)
+        loss = self._summed(output, targets)
+        if not self._is_known_sum:
+            self._check_sum(loss.detach(), output.detach(), targets)
+        return loss
+
+    def backward(self, batch: Any, extension: Extension) -> None:
+        """One backward pass with an extension; ``.grad`` stays as it is."""
+        with torch.enable_grad():
+            loss = self.loss(batch)
+            with backpack(extension, gradient="none"):
+                loss.backward()
+
+    def read(self, batch: Any, extension: Extension) -> dict[str, Value]:
+        """What an extension finds in one backward pass, by parameter; ``.grad`` stays as it is.
+
+        Raises:
+            UsageError: No trained parameter has a gradient.
+        """
+        self.backward(batch, extension)
+        found = {}
+        for name, parameter in self.parameters.items():
+            if hasattr(parameter, extension.savefield):
+                found[name] = getattr(parameter, extension.savefield)
+                delattr(parameter, extension.savefield)
+        if not found:
+            raise UsageError(
+                "The loss depends on no trained parameter: look at what batch= and the loss make "
+                "of a batch."
+            )
+        return found
+
+    def gradients(self, batch: Any) -> dict[str, Value]:
+        """Gradients of the samples' own losses, ``[N, *θ]`` by parameter, as products."""
+        return self.read(batch, BatchGrad(form="product"))
+
+    def consume(self, batch: Any, consumer: Callable[[str, SampleGradients], object]) -> None:
+        """Hand the gradients of a batch to a function, one parameter's at a time.
+
+        Args:
+            batch: Of the loader.
+            consumer: Called with the name of each parameter and its ``[N, *θ]`` during the backward
+                pass, which holds no other.
+        """
+        self.backward(batch, BatchGrad(form="product", consumer=consumer))
+
+    def _check_sum(self, loss: Tensor, output: Tensor, targets: Any) -> None:
+        """Compare the loss of the first batch with the sum of those of its halves, once."""
+        samples = len(output)
+        if samples < 2:
+            return
+        self._is_known_sum = True
+        with torch.no_grad():
+            halves = [_some(output, samples, part) for part in (slice(1), slice(1, None))]
+            wanted = [_some(targets, samples, part) for part in (slice(1), slice(1, None))]
+            total = sum(self._summed(o, t) for o, t in zip(halves, wanted, strict=True))
+        if not torch.allclose(loss, torch.as_tensor(total, device=loss.device), rtol=1e-3):
+            raise UsageError(
+                f"The loss of a batch, {float(loss):.4g}, is not the sum of those of its samples, "
+                f"{float(total):.4g}. Give a loss module, or a function that sums over samples, "
+                "without a mean."
+            )
+
+
+def split(item: Any) -> tuple[Any, Any]:
+    """Inputs and targets: of a pair, or of a dictionary with ``"labels"``.
+
+    Raises:
+        UsageError: It is neither.
+    """
+    if isinstance(item, Mapping) and "labels" in item:
+        return {key: value for key, value in item.items() if key != "labels"}, item["labels"]
+    if isinstance(item, (tuple, list)) and len(item) == 2:
+        return item[0], item[1]
+    raise UsageError(
+        f"A batch is (inputs, targets), or a dictionary with 'labels'. Got {type(item).__name__}: "
+        "give batch=, a function that makes (inputs, targets) of it."
+    )
+
+
+def on_device(value: Any, device: torch.device) -> Any:
+    """Tensors in dictionaries, tuples and lists on a device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: on_device(part, device) for key, part in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [on_device(part, device) for part in value]
+    return value
+
+
+def samples_in(value: Any) -> int:
+    """Number of samples: the length of the first tensor in a batch.
+
+    Raises:
+        UsageError: There is no tensor.
+    """
+    if isinstance(value, Tensor) and value.dim():
+        return len(value)
+    parts: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        parts = value.values()
+    elif isinstance(value, (tuple, list)):
+        parts = value
+    for part in parts:
+        try:
+            return samples_in(part)
+        except UsageError:
+            continue
+    raise UsageError("A batch holds a tensor with the samples on axis 0, and this one holds none.")
+
+
+def _some(value: Any, samples: int, part: slice) -> Any:
+    if isinstance(value, Tensor):
+        return value[part] if value.dim() and len(value) == samples else value
+    if isinstance(value, Mapping):
+        return {key: _some(entry, samples, part) for key, entry in value.items()}
+    return [_some(entry, samples, part) for entry in value] if isinstance(value, list) else value
+
+
+def _summed(lossfunc: Loss) -> Loss:
+    """A loss module that sums where the given one averages; others as they are."""
+    if isinstance(lossfunc, Module) and getattr(lossfunc, "reduction", None) == "mean":
+        found: Any = copy.deepcopy(lossfunc)
+        found.reduction = "sum"
+        summed: Loss = unextend(found) if is_extended(found) else found
+        return summed
+    return lossfunc
+
+
+def _says_sum(lossfunc: Loss) -> bool:
+    return isinstance(lossfunc, Module) and getattr(lossfunc, "reduction", None) == "sum"
+
+
+def _require(model: Any, lossfunc: Any) -> None:
+    if not isinstance(model, Module):
+        raise UsageError(f"The model is a torch.nn.Module. Got {type(model).__name__}.")
+    if not callable(lossfunc) or isinstance(lossfunc, type):
+        raise UsageError(
+            "The loss is a module, such as CrossEntropyLoss(), or a function of output and target. "
+            f"Got {lossfunc!r:.80}."
+        )
+    if getattr(lossfunc, "reduction", None) == "none":
+        raise UsageError('The loss has reduction="none": take "mean" or "sum".')
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError("No parameter of the model is trained: set requires_grad of some.")
+    for name, module in model.named_modules():
+        rate = getattr(module, "p", None)
+        is_random = isinstance(rate, float) and rate > 0 and "Dropout" in type(module).__name__
+        if module.training and (is_random or "BatchNorm" in type(module).__name__):
+            raise UsageError(
+                f"{type(module).__name__} {name!r} is in train mode, where a sample's gradient is "
+                "random or depends on the other samples: call model.eval() first."
+            )

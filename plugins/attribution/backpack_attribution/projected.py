@@ -1,0 +1,246 @@
+"""Methods in a space of random projections: what can be stored for every sample."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_attribution.methods import Checkpoint, Method, at_checkpoint, joined
+from backpack_attribution.problem import Loss, Problem, Split
+from backpack_attribution.run import Run, on_cpu
+from backpack_core.errors import UsageError
+from backpack_firstorder import Projection, SampleGradients
+
+Kind: TypeAlias = Literal["kronecker", "gaussian", "rademacher", "sparse"]
+
+
+def project(
+    model: Module,
+    lossfunc: Loss,
+    loader: Iterable[Any],
+    projection: Projection,
+    batch: Split | None = None,
+) -> dict[str, Tensor]:
+    """Projected gradients of all samples of a loader, such as queries for a store.
+
+    Args:
+        model: The trained model, in evaluation mode.
+        lossfunc: As for :func:`~backpack_attribution.influence`.
+        loader: Gives batches.
+        projection: Which one.
+        batch: Makes ``(inputs, targets)`` of what the loader gives.
+
+    Returns:
+        ``[M, dim]`` for each parameter.
+    """
+    problem = Problem(model, lossfunc, batch)
+    with problem.extended():
+        return _joined([projections_of(problem, item, projection) for item in loader])
+
+
+def projections_of(problem: Problem, batch: Any, projection: Projection) -> dict[str, Tensor]:
+    """Projected gradients of a batch, ``[N, dim]`` for each parameter."""
+    found: dict[str, Tensor] = {}
+
+    def add(name: str, gradients: SampleGradients) -> None:
+        found[name] = gradients.project(projection, name)
+
+    problem.consume(batch, add)
+    return found
+
+
+def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    found: Any = joined(parts)
+    return {name: value.cpu() for name, value in found.items()}
+
+
+class LoGra(Method):
+    """Influence functions of projected gradients (Choe et al., 2024, arXiv:2405.13954).
+
+    ``Σ_θ φ_n ᵀ (F + λ)⁻¹ φ_m`` with the projected gradients ``φ`` of a parameter, their second
+    moments over the training data, ``F = Σ_n φ_n φ_nᵀ``, and a tenth of their mean eigenvalue.
+    """
+
+    def __init__(
+        self, dim: int = 64, kind: Kind = "kronecker", seed: int = 0, damping: float = 0.1
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            dim: Numbers for each parameter of each sample; for ``"kronecker"`` a square.
+            kind: See :class:`~backpack_core.extensions.ProjectedGrad`.
+            seed: Of the projection.
+            damping: As a share of the mean eigenvalue of each parameter's ``F``.
+        """
+        self._projection = Projection(dim, kind, seed)
+        self.dim, self.kind, self.seed, self.damping = dim, kind, seed, damping
+
+    @property
+    def name(self) -> str:
+        """``"logra"``."""
+        return "logra"
+
+    def values(self, run: Run) -> Tensor:
+        """Scores, ``[N, M]``."""
+        train = self._features(run, run.problem, run.train_loader, "training samples")
+        queries = self._features(run, run.query, run.query_loader, "queries")
+        solved = self._solved(run, train, queries)
+        return torch.stack([train[name] @ solved[name].T for name in solved]).sum(0)
+
+    def own_values(self, run: Run) -> Tensor:
+        """Scores for themselves, ``[N]``."""
+        train = self._features(run, run.problem, run.train_loader, "training samples")
+        solved = self._solved(run, train, train)
+        return torch.stack([(train[name] * solved[name]).sum(1) for name in solved]).sum(0)
+
+    def _solved(
+        self, run: Run, train: dict[str, Tensor], queries: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """``(F + λ)⁻¹ φ_m`` of each parameter, ``[M, dim]``."""
+        moments = {name: run.summed(train[name].T @ train[name]) for name in queries}
+        return {
+            name: inverse_product(moments[name], query, self.damping)
+            for name, query in queries.items()
+        }
+
+    def _features(
+        self, run: Run, problem: Problem, loader: Iterable[Any], what: str
+    ) -> dict[str, Tensor]:
+        with problem.extended():
+            batches = run.batches(loader, f"logra: {what}")
+            return _joined([projections_of(problem, b, self._projection) for b in batches])
+
+
+class TRAK(Method):
+    """Data models of a linearised classifier (Park et al., 2023, arXiv:2303.14186).
+
+    ``φ_mᵀ (ΦᵀΦ)⁻¹ φ_n (1 - p_n)`` with projected gradients ``φ`` of the margin
+    ``log(p / (1 - p))`` of the right answer, averaged over checkpoints of models that were trained
+    on the same kind of data. With several positions, margins are added, and ``1 - p`` averaged. The
+    loss is a cross-entropy, or a module with ``reduction`` whose losses are ``-log p``.
+    """
+
+    def __init__(
+        self,
+        dim: int = 512,
+        checkpoints: Sequence[Checkpoint] = (),
+        kind: Kind = "rademacher",
+        seed: int = 0,
+        damping: float = 0.0,
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            dim: Numbers for each sample.
+            checkpoints: State dictionaries, or files of them; default: the model as it is.
+            kind: See :class:`~backpack_core.extensions.ProjectedGrad`.
+            seed: Of the first checkpoint's projection; the others have the next ones.
+            damping: As a share of the mean eigenvalue of ``ΦᵀΦ``; zero in the paper.
+        """
+        Projection(dim, kind, seed)
+        self.dim, self.kind, self.seed, self.damping = dim, kind, seed, damping
+        self._checkpoints = [*checkpoints]
+
+    @property
+    def name(self) -> str:
+        """``"trak"``."""
+        return "trak"
+
+    def values(self, run: Run) -> Tensor:
+        """Scores, ``[N, M]``."""
+        model = run.problem.model
+        states = self._checkpoints or [model.state_dict()]
+        total, misses = torch.zeros(()), torch.zeros(())
+        for number, state in enumerate(states):
+            with at_checkpoint(model, state):
+                part, missed = self._at(run, Projection(self.dim, self.kind, self.seed + number))
+            total, misses = total + part / len(states), misses + missed / len(states)
+        return total * misses.unsqueeze(1)
+
+    def _at(self, run: Run, projection: Projection) -> tuple[Tensor, Tensor]:
+        margins = [
+            problem.with_loss(Margin(problem.lossfunc)) for problem in (run.problem, run.query)
+        ]
+        train = self._features(run, margins[0], run.train_loader, projection)
+        queries = self._features(run, margins[1], run.query_loader, projection)
+        kernel = run.summed(train.T @ train)
+        batches = run.batches(run.train_loader, "trak: training samples")
+        with torch.no_grad():
+            missed = on_cpu([self._missed(run.problem, batch) for batch in batches])
+        return train @ inverse_product(kernel, queries, self.damping).T, missed
+
+    def _features(
+        self, run: Run, problem: Problem, loader: Iterable[Any], projection: Projection
+    ) -> Tensor:
+        """Projections of the whole gradient: the sum over parameters, which are independent."""
+        with problem.extended():
+            return on_cpu(
+                [
+                    torch.stack([*projections_of(problem, batch, projection).values()]).sum(0)
+                    for batch in run.batches(loader, "trak")
+                ]
+            )
+
+    def _missed(self, problem: Problem, batch: Any) -> Tensor:
+        """``1 - p`` of each sample, the mean over positions. Shape ``[N]``."""
+        output, target = problem.forward(problem.model, batch)
+        losses = Margin(problem.lossfunc).losses(output, target)
+        missed, counts = -torch.expm1(-losses), (losses > 0).to(losses.dtype)
+        flat = (t.reshape(len(t), -1).sum(1) for t in (missed * counts, counts))
+        first, second = flat
+        return first / second.clamp(min=1)
+
+
+class Margin(Module):
+    """``Σ log(p / (1 - p))`` of the right answers, as a function of output and target."""
+
+    def __init__(self, lossfunc: Any) -> None:
+        """Take the losses ``-log p`` from a loss module.
+
+        Raises:
+            UsageError: The loss is not such a module.
+        """
+        super().__init__()
+        if not isinstance(lossfunc, Module) or not hasattr(lossfunc, "reduction"):
+            raise UsageError(
+                "TRAK takes margins of a cross-entropy: give a loss module with reduction, such as "
+                f"CrossEntropyLoss(). Got {type(lossfunc).__name__}."
+            )
+        each: Any = copy.deepcopy(lossfunc)
+        each.reduction = "none"
+        self._each = each
+        self.reduction = "sum"
+
+    def losses(self, output: Tensor, target: Tensor) -> Tensor:
+        """``-log p``, one for each sample and position; zero where the target is ignored."""
+        found: Tensor = self._each(output, target)
+        return found
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        """The sum of the margins; what is ignored, or certain, has none."""
+        losses = self.losses(output, target)
+        counts = losses > 0
+        safe = torch.where(counts, losses, 1.0)
+        margins = -safe - torch.log(-torch.expm1(-safe))
+        return torch.where(counts, margins, 0.0).sum()
+
+
+def inverse_product(moments: Tensor, rows: Tensor, damping: float) -> Tensor:
+    """``(F + λ)⁻¹`` times rows ``[M, D]``, in double precision; the pseudo-inverse for a λ of zero.
+
+    Args:
+        moments: ``F``, ``[D, D]``.
+        rows: Vectors.
+        damping: ``λ`` as a share of the mean eigenvalue.
+    """
+    values, vectors = torch.linalg.eigh(moments.double())
+    shifted = values.clamp(min=0) + damping * values.mean()
+    bound = len(values) * torch.finfo(moments.dtype).eps * values.amax()
+    inverse = torch.where(shifted > bound, 1 / shifted, 0)
+    found: Tensor = (rows.double() @ vectors * inverse) @ vectors.T
+    return found.to(rows.dtype)

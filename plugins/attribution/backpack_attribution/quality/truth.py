@@ -1,0 +1,91 @@
+"""What really happens without some of the samples: models that are trained again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from tqdm import tqdm
+
+from backpack_attribution.disk import write
+from backpack_attribution.quality.tasks import Task
+from backpack_core.errors import UsageError
+
+
+class Retrained(NamedTuple):
+    """Losses of queries under models that were trained on subsets.
+
+    Attributes:
+        subsets: Which samples each model was trained on, ``[S, N]``, boolean.
+        outputs: The loss of each query, the mean over seeds, ``[S, M]``.
+    """
+
+    subsets: Tensor
+    outputs: Tensor
+
+
+def halves(samples: int, subsets: int, seed: int = 0, share: float = 0.5) -> Tensor:
+    """Random subsets of half the data, ``[S, N]``, boolean.
+
+    Args:
+        samples: ``N``.
+        subsets: ``S``.
+        seed: Of the draws.
+        share: How much of the data a subset has.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    chosen = torch.zeros(subsets, samples, dtype=torch.bool)
+    for row in chosen:
+        row[torch.randperm(samples, generator=generator)[: round(share * samples)]] = True
+    return chosen
+
+
+def retrained(
+    task: Task,
+    subsets: Tensor,
+    seeds: Sequence[int] = (0,),
+    file: str | Path | None = None,
+    progress: bool = True,
+) -> Retrained:
+    """Train a model on every subset, once for each seed, and take the queries' losses.
+
+    Args:
+        task: What to train.
+        subsets: ``[S, N]``, boolean.
+        seeds: Of the trainings of a subset, whose losses are averaged.
+        file: Where the losses are kept after each subset; a run that was interrupted goes on.
+        progress: Whether to show a bar, where the output is a terminal.
+
+    Raises:
+        UsageError: The file has the losses of other subsets.
+    """
+    outputs = _kept(file, subsets, seeds)
+    bar = tqdm(subsets, "models", disable=None if progress else True, leave=False)
+    for number, subset in enumerate(bar):
+        if number < len(outputs):
+            continue
+        losses = [task.losses(task.train(subset, seed)) for seed in seeds]
+        outputs.append(torch.stack(losses).mean(0))
+        if file is not None:
+            tensors = {"subsets": subsets, "outputs": torch.stack(outputs)}
+            write(Path(file), tensors, "retrained", {"seeds": [*seeds]})
+    return Retrained(subsets, torch.stack(outputs))
+
+
+def _kept(file: str | Path | None, subsets: Tensor, seeds: Sequence[int]) -> list[Tensor]:
+    if file is None or not Path(file).exists():
+        return []
+    import json
+
+    with safe_open(file, "pt") as opened:
+        about = json.loads((opened.metadata() or {}).get("backpack_attribution", "{}"))
+        known = opened.get_tensor("subsets")
+        is_same = about.get("seeds") == [*seeds] and torch.equal(known, subsets)
+        outputs = opened.get_tensor("outputs")
+    if not is_same:
+        raise UsageError(f"{file} has the losses of other subsets or seeds: give another file.")
+    return [*outputs]

@@ -1,0 +1,156 @@
+"""What a method has at hand: the problem, both loaders, names of samples, progress, processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, distributed
+from torch.utils.data import DistributedSampler
+from tqdm import tqdm
+
+from backpack_attribution.identities import (
+    ByContent,
+    ByPlace,
+    Identify,
+    Identity,
+    checked,
+    content_hash,
+)
+from backpack_attribution.problem import Problem, samples_in
+from backpack_attribution.scores import Scores
+from backpack_core.errors import UsageError
+
+Identities: TypeAlias = Sequence[Identity] | Identify | Literal["place", "content"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """One computation of scores.
+
+    Attributes:
+        problem: The model with the loss of the training samples.
+        query: The model with the loss, or the other function, whose change is predicted.
+        train_loader: Batches of training samples, the same in every pass over it.
+        query_loader: Batches of queries; of several processes, all have all queries.
+        progress: Whether bars are shown, where the output is a terminal.
+        process_group: Processes that have a part of the training samples each.
+    """
+
+    problem: Problem
+    query: Problem
+    train_loader: Iterable[Any]
+    query_loader: Iterable[Any]
+    progress: bool = True
+    process_group: distributed.ProcessGroup | None = None
+    _seen: dict[int, list[str]] = field(default_factory=dict, repr=False)
+
+    def batches(self, loader: Iterable[Any], what: str) -> Iterator[Any]:
+        """The batches of a loader, with a bar meanwhile.
+
+        Raises:
+            UsageError: They are not those of the first pass, by which samples have their names.
+        """
+        total = len(loader) if isinstance(loader, Sized) else None
+        bar = tqdm(loader, what, total, disable=None if self.progress else True, leave=False)
+        known = self._seen.get(id(loader), [])
+        seen: list[str] = []
+        for batch in bar:
+            seen.append(content_hash(batch))
+            if seen != known[: len(seen)]:
+                break
+            yield batch
+        if seen != known:
+            raise UsageError(
+                "The loader gave other batches than in the pass before, so that samples cannot be "
+                "told apart: give one that does not shuffle, drop or change samples."
+            )
+
+    def samples(self, batch: Any) -> int:
+        """Number of samples of a batch."""
+        return samples_in(self.problem.split(batch))
+
+    def names(self, loader: Iterable[Any], given: Identities, is_shared: bool) -> list[Identity]:
+        """Identities of all samples of a loader.
+
+        Args:
+            loader: Gives batches.
+            given: ``"place"``, ``"content"``, all identities, or a function of a batch.
+            is_shared: Whether processes have a part of the data each.
+
+        Raises:
+            UsageError: There are no samples, or identities do not fit them.
+        """
+        _require_own_samples(loader)
+        group = self.process_group if is_shared else None
+        place = (
+            ByPlace()
+            if group is None
+            else ByPlace(distributed.get_rank(group), distributed.get_world_size(group))
+        )
+        content = ByContent()
+        found: list[Identity] = []
+        count, seen = 0, self._seen.setdefault(id(loader), [])
+        seen.clear()
+        for batch in loader:
+            seen.append(content_hash(batch))
+            samples = self.samples(batch)
+            count += samples
+            if callable(given):
+                found += checked(given(batch), samples)
+            elif given == "content":
+                found += content(batch, samples)
+            elif given == "place":
+                found += place(batch, samples)
+        if not count:
+            raise UsageError(
+                "A loader gave no sample. Give what can be gone through again, as a DataLoader or "
+                "a list; an iterator or a generator can not."
+            )
+        is_list = not callable(given) and not isinstance(given, str)
+        return checked([*given] if is_list else found, count)  # type: ignore[misc]
+
+    def gathered(self, scores: Scores) -> Scores:
+        """Scores of the training samples of all processes, sorted by identity, on each of them."""
+        if self.process_group is None:
+            return scores
+        parts: list[Any] = [None] * distributed.get_world_size(self.process_group)
+        distributed.all_gather_object(parts, scores, group=self.process_group)
+        return Scores.cat(parts).sorted()
+
+    def summed(self, value: Tensor) -> Tensor:
+        """The sum of a tensor over processes."""
+        if self.process_group is not None:
+            value = value.clone()
+            distributed.all_reduce(value, group=self.process_group)
+        return value
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that speaks."""
+        return self.process_group is None or distributed.get_rank(self.process_group) == 0
+
+
+def _require_own_samples(loader: Iterable[Any]) -> None:
+    sampler = getattr(loader, "sampler", None)
+    if not isinstance(sampler, DistributedSampler):
+        return
+    if sampler.shuffle:
+        raise UsageError(
+            "The DistributedSampler shuffles, so that a place does not name a sample: give "
+            "shuffle=False."
+        )
+    samples: Any = sampler.dataset
+    if not sampler.drop_last and len(samples) % sampler.num_replicas:
+        raise UsageError(
+            f"The DistributedSampler repeats samples, since {len(samples)} are not a multiple of "
+            f"{sampler.num_replicas} processes, and they would count twice: give each process "
+            "Subset(dataset, range(rank, len(dataset), ranks))."
+        )
+
+
+def on_cpu(values: Sequence[Tensor]) -> Tensor:
+    """Rows of several batches, on the CPU."""
+    return torch.cat([value.detach().cpu() for value in values])

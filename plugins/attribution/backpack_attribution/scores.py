@@ -1,0 +1,196 @@
+"""Scores of training samples for queries, with the identities of both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from backpack_attribution.disk import write
+from backpack_attribution.identities import Identity, checked
+from backpack_core.errors import ShapeError, UsageError
+
+if TYPE_CHECKING:
+    import pandas
+
+
+class Found(NamedTuple):
+    """The training samples with the largest scores, for each query.
+
+    Attributes:
+        values: Scores, ``[M, k]``, in falling order (rising, where the smallest were asked for).
+        identities: Of the training samples, ``M`` lists of ``k``.
+    """
+
+    values: Tensor
+    identities: list[list[Identity]]
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """Scores of ``N`` training samples for ``M`` queries.
+
+    A positive score says that the training sample lowers the query's loss.
+
+    Attributes:
+        values: ``[N, M]``, on the CPU.
+        train: Identities of the training samples.
+        queries: Identities of the queries.
+        method: How the scores were made, for people.
+    """
+
+    values: Tensor
+    train: list[Identity]
+    queries: list[Identity]
+    method: str = ""
+
+    def __post_init__(self) -> None:
+        """Check that identities and values fit.
+
+        Raises:
+            ShapeError: There are more or fewer identities than rows or columns.
+        """
+        wanted = (len(self.train), len(self.queries))
+        if tuple(self.values.shape) != wanted:
+            raise ShapeError(
+                f"Scores of {wanted[0]} training samples for {wanted[1]} queries are "
+                f"{list(wanted)}. Got {list(self.values.shape)}."
+            )
+        checked(self.train, len(self.train))
+        checked(self.queries, len(self.queries))
+
+    def __repr__(self) -> str:
+        """Sizes and method."""
+        return f"<Scores {list(self.values.shape)} {self.method}>"
+
+    def aligned(
+        self, train: Sequence[Identity] | None = None, queries: Sequence[Identity] | None = None
+    ) -> Scores:
+        """The same scores in another order, or some of them.
+
+        Args:
+            train: Identities of the rows; default: all, as they are.
+            queries: Identities of the columns; default: all, as they are.
+
+        Raises:
+            UsageError: There is no such identity.
+        """
+        rows, columns = _places(self.train, train), _places(self.queries, queries)
+        return Scores(
+            self.values[rows][:, columns],
+            [self.train[n] for n in rows],
+            [self.queries[m] for m in columns],
+            self.method,
+        )
+
+    def sorted(self) -> Scores:
+        """With training samples in the order of their identities, integers before texts."""
+        return self.aligned(sorted(self.train, key=lambda name: (isinstance(name, str), name)))
+
+    def top(self, k: int = 10, largest: bool = True) -> Found:
+        """The ``k`` training samples with the largest scores for each query.
+
+        Args:
+            k: How many; all, if there are fewer.
+            largest: Whether the largest are asked for, or the smallest.
+        """
+        _require_count(k)
+        values, rows = self.values.T.topk(min(k, len(self.train)), dim=1, largest=largest)
+        return Found(values, [[self.train[n] for n in row] for row in rows.tolist()])
+
+    def select(self, count: int, by: Literal["mean", "max"] = "mean") -> list[Identity]:
+        """The training samples to keep for the queries: those with the largest scores over them.
+
+        Args:
+            count: How many.
+            by: ``"mean"`` over queries, as for one target distribution, or ``"max"``, where every
+                query should find its own.
+
+        Raises:
+            UsageError: ``by`` is neither.
+        """
+        _require_count(count)
+        if by not in ("mean", "max"):
+            raise UsageError(f'Selection goes by "mean" or "max" over queries. Got {by!r}.')
+        totals = self.values.mean(1) if by == "mean" else self.values.amax(1)
+        order = totals.argsort(descending=True, stable=True)[:count]
+        return [self.train[n] for n in order.tolist()]
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """A frame with training samples as rows and queries as columns.
+
+        Raises:
+            UsageError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise UsageError(
+                "to_pandas() needs pandas, which is not installed. Run "
+                "`pip install 'backpack-attribution[pandas]'`."
+            ) from error
+        return pandas.DataFrame(
+            self.values.numpy(),
+            index=pandas.Index(self.train, name="train"),
+            columns=pandas.Index(self.queries, name="query"),
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write a safetensors file, atomically; :meth:`load` reads it."""
+        about = {"train": self.train, "queries": self.queries, "method": self.method}
+        write(Path(path), {"values": self.values}, "scores", about)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Scores:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            UsageError: The file holds something else.
+        """
+        with safe_open(path, "pt") as file:
+            header: Any = json.loads((file.metadata() or {}).get("backpack_attribution", "{}"))
+            if header.get("kind") != "scores":
+                raise UsageError(f"{path} does not hold scores. Give a file that save(...) wrote.")
+            values = file.get_tensor("values")
+        return cls(values, header["train"], header["queries"], header["method"])
+
+    @classmethod
+    def cat(cls, parts: Iterable[Scores]) -> Scores:
+        """Scores of several parts of the training data, for the same queries.
+
+        Raises:
+            UsageError: There are no parts, or their queries differ.
+        """
+        parts = [*parts]
+        if not parts or any(part.queries != parts[0].queries for part in parts):
+            raise UsageError("Scores are joined if they are for the same queries, in one order.")
+        return cls(
+            torch.cat([part.values for part in parts]),
+            [name for part in parts for name in part.train],
+            parts[0].queries,
+            parts[0].method,
+        )
+
+
+def _places(known: Sequence[Identity], wanted: Sequence[Identity] | None) -> list[int]:
+    if wanted is None:
+        return [*range(len(known))]
+    places = {name: place for place, name in enumerate(known)}
+    missing = [name for name in wanted if name not in places]
+    if missing:
+        raise UsageError(
+            f"There are no scores of {missing[0]!r} ({len(missing)} of {len(wanted)} are missing). "
+            f"Known are {len(known)} identities, such as {[*known[:2]]}."
+        )
+    return [places[name] for name in wanted]
+
+
+def _require_count(count: Any) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise UsageError(f"The number of training samples is a positive integer. Got {count!r}.")

@@ -1,0 +1,161 @@
+"""The files of a store: each has some samples, whole, with their identities."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
+
+from backpack_attribution import forms
+from backpack_attribution.disk import VERSION
+from backpack_attribution.forms import Gradients
+from backpack_attribution.identities import Identity
+from backpack_core.errors import UsageError
+
+
+class Block(NamedTuple):
+    """Some samples of a store, in the order of its rows.
+
+    Attributes:
+        identities: One for each sample.
+        gradients: For each part (a parameter, or its projection) a tensor ``[n, *θ]``, or products.
+    """
+
+    identities: list[Identity]
+    gradients: Gradients
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """What the header of a shard says; its tensors stay on disk until they are asked for.
+
+    Attributes:
+        path: Of the file.
+        identities: Of its samples.
+        shapes: The shape of each part for one sample.
+        number: Its place in the order of writing.
+    """
+
+    path: Path
+    identities: list[Identity]
+    shapes: dict[str, list[int]]
+    number: int
+
+    @classmethod
+    def open(cls, path: Path) -> Shard:
+        """Read the header.
+
+        Raises:
+            UsageError: The file is not a shard, or a damaged one.
+        """
+        try:
+            with safe_open(path, "pt") as file:
+                header: Any = json.loads((file.metadata() or {}).get("backpack_attribution", "{}"))
+        except SafetensorError as error:
+            raise UsageError(f"{path} is damaged ({error}): remove it.") from error
+        if header.get("kind") != "shard" or header.get("version") != VERSION:
+            raise UsageError(f"{path} is not a shard of a gradient store: move it elsewhere.")
+        number = int(path.name.partition("-")[0])
+        return cls(path, header["identities"], header["shapes"], number)
+
+    def blocks(self, rows: int) -> Iterator[Block]:
+        """The samples, some at a time, as views of the file that is mapped into memory.
+
+        Args:
+            rows: How many at most.
+        """
+        whole = self._mapped()
+        for first in range(0, len(self.identities), rows):
+            part = slice(first, first + rows)
+            yield Block(self.identities[part], {n: value[part] for n, value in whole.items()})
+
+    def rows(self, rows: Sequence[int]) -> Gradients:
+        """The gradients of some samples, ``[n, *θ]`` for each part."""
+        return {name: value[[*rows]] for name, value in self._mapped().items()}
+
+    def _mapped(self) -> Gradients:
+        found: dict[str, dict[str, Any]] = {name: {} for name in self.shapes}
+        with safe_open(self.path, "pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a dictionary
+                part, _, form = key.rpartition("|")
+                found[part][form] = file.get_tensor(key)
+        return {name: forms.from_tensors(tensors) for name, tensors in found.items()}
+
+
+class Shards:
+    """All shards in a folder, in the order of writing; a sample is in one of them."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read their headers.
+
+        Raises:
+            UsageError: A file is damaged, or a sample is in two of them.
+        """
+        self._shards: list[Shard] = []
+        self._places: dict[Identity, tuple[int, int]] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            self.add(path)
+
+    def add(self, path: Path) -> None:
+        """Take in one more.
+
+        Raises:
+            UsageError: The file is damaged, or has a sample that is in another one.
+        """
+        shard = Shard.open(path)
+        twice = next((name for name in shard.identities if name in self._places), None)
+        if twice is not None:
+            raise UsageError(
+                f"{twice!r} is in {path.name} and in a shard before it: two processes stored the "
+                "same samples. Remove one of the files."
+            )
+        places = ((len(self._shards), row) for row in range(len(shard.identities)))
+        self._places.update(zip(shard.identities, places, strict=True))
+        self._shards.append(shard)
+
+    @property
+    def identities(self) -> list[Identity]:
+        """Of all samples, in order."""
+        return [*self._places]
+
+    @property
+    def next_number(self) -> int:
+        """The number of a shard that is written next."""
+        return 1 + max((shard.number for shard in self._shards), default=-1)
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return len(self._places)
+
+    def __contains__(self, identity: object) -> bool:
+        """Whether a sample is in a shard."""
+        return identity in self._places
+
+    def blocks(self, rows: int) -> Iterator[Block]:
+        """All samples, some of one shard at a time."""
+        for shard in self._shards:
+            yield from shard.blocks(rows)
+
+    def rows(self, identities: Sequence[Identity]) -> Gradients:
+        """The gradients of some samples, in the order asked for."""
+        by_shard: dict[int, list[tuple[int, int]]] = {}
+        for position, name in enumerate(identities):
+            shard, row = self._places[name]
+            by_shard.setdefault(shard, []).append((row, position))
+        parts = [self._shards[s].rows([row for row, _ in found]) for s, found in by_shard.items()]
+        came = [position for found in by_shard.values() for _, position in found]
+        order = sorted(range(len(came)), key=came.__getitem__)
+        return {name: forms.cat([part[name] for part in parts])[order] for name in parts[0]}
+
+    def index(self) -> dict[str, list[Any]]:
+        """Columns ``identity``, ``shard`` (a file name) and ``row``."""
+        places = self._places.values()
+        return {
+            "identity": [*self._places],
+            "shard": [self._shards[shard].path.name for shard, _ in places],
+            "row": [row for _, row in places],
+        }

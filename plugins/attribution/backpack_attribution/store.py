@@ -1,0 +1,350 @@
+"""Gradients of samples on disk, found by identity and searched by inner products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import torch
+
+from backpack_attribution import forms
+from backpack_attribution.disk import UNFINISHED, write
+from backpack_attribution.forms import Gradients, Value
+from backpack_attribution.identities import Identity, checked
+from backpack_attribution.manifest import DTYPES, Manifest
+from backpack_attribution.scores import Found, Scores
+from backpack_attribution.shard import Block, Shards
+from backpack_core.errors import ShapeError, UsageError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+
+class GradientStore:
+    """A folder of gradients: rows with an identity each, in parts (one for each parameter, say).
+
+        with GradientStore("gradients", dtype=torch.bfloat16) as store:
+            for names, batch in loader:
+                if store.missing(names):
+                    store.append(names, gradients_of(batch))
+        store.search(queries, k=10)
+
+    The folder holds ``store.json`` (shapes of the parts, precision, what the user says about them)
+    and shards, ``NUMBER-RANK-TOKEN.safetensors``. A shard holds some samples whole: their
+    identities in its header, and one tensor or several for each part. It is written beside its
+    place, flushed, and renamed, so that it is there whole or not at all, and what is in no shard is
+    ``missing``. So a run that was killed goes through its data again and adds what is missing.
+
+    Several processes append to one folder, each with shards of its own; whoever opens it afterwards
+    sees the rows of all. Shards are mapped into memory when they are read.
+
+    Attributes:
+        folder: Where the store is.
+        dtype: The precision of what is stored.
+        rank: Rank of the factors that matrices are stored as; ``None`` where they are stored whole.
+        shapes: The shape of each part for one sample, ``[*θ]``; empty before the first row.
+        about: What the user said about the gradients: the model, the projection.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        dtype: torch.dtype | None = None,
+        rank: int | None = None,
+        about: Mapping[str, Any] | None = None,
+        shard_bytes: int = 2**28,
+        process: int | None = None,
+    ) -> None:
+        """Open a store, or begin one.
+
+        Args:
+            folder: Where it is, or will be. Made if its parent exists.
+            dtype: ``torch.float32`` (the default of a new store), ``bfloat16`` or ``float64``.
+            rank: Store a matrix ``[O, I]`` of each sample as its best approximation of this rank,
+                ``Σ_c left[:, c] right[:, c]ᵀ``, where that takes less room.
+            about: What there is to know about the gradients, as JSON. Of a store that exists, it
+                has to be what was said before.
+            shard_bytes: A shard is written once it has this size; also at the end of the block.
+            process: Which of several writers this is; default: the rank in ``torch.distributed``.
+
+        Raises:
+            UsageError: The folder is something else than a store, or one with other settings.
+        """
+        self.folder = Path(folder)
+        self._shard_bytes, self._process = shard_bytes, _rank() if process is None else process
+        self._waiting: list[Block] = []
+        self._bytes = 0
+        self._manifest = Manifest.opened(self.folder, dtype, rank, about)
+        self._shards = Shards(self.folder)
+        self._named: set[Identity] = set()  # samples that wait
+
+    # What is in it ----------------------------------------------------------------------------
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The precision of what is stored."""
+        return DTYPES[self._manifest.dtype]
+
+    @property
+    def rank(self) -> int | None:
+        """The rank of the factors that matrices are stored as."""
+        return self._manifest.rank
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the user said about the gradients."""
+        return self._manifest.about
+
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of each part for one sample, ``[*θ]``."""
+        return {name: torch.Size(shape) for name, shape in self._manifest.shapes.items()}
+
+    @property
+    def identities(self) -> list[Identity]:
+        """Identities of the stored samples, in the order of the rows."""
+        return self._shards.identities
+
+    def __len__(self) -> int:
+        """Number of stored samples; those that wait for their shard do not count."""
+        return len(self._shards)
+
+    def __contains__(self, identity: object) -> bool:
+        """Whether a sample is stored, or waits for its shard."""
+        return identity in self._shards or identity in self._named
+
+    def __repr__(self) -> str:
+        """Samples, parts and precision."""
+        kind = f" of rank {self.rank}" if self.rank else ""
+        return (
+            f"<GradientStore {len(self)} samples, {len(self.shapes)} parts{kind}, "
+            f"{self._manifest.dtype}, {self.folder}>"
+        )
+
+    def missing(self, identities: Sequence[Identity]) -> list[int]:
+        """Places of the identities that are not stored: empty where a batch is done."""
+        return [place for place, name in enumerate(identities) if name not in self]
+
+    # Writing ----------------------------------------------------------------------------------
+
+    def append(self, identities: Sequence[Identity], gradients: Mapping[str, Value]) -> None:
+        """Add samples.
+
+        Args:
+            identities: One for each sample.
+            gradients: For each part a tensor ``[N, *θ]`` or individual gradients as products, the
+                same parts each time.
+
+        Raises:
+            ShapeError: The parts, or their shapes, are not those of the store.
+            UsageError: An identity is stored already, or a value is not finite.
+        """
+        if not gradients:
+            raise UsageError("There are no gradients to append: give {name: [N, *θ]}.")
+        samples = len(next(iter(gradients.values())))
+        names = checked(identities, samples)
+        known = [name for name in names if name in self]
+        if known:
+            raise UsageError(
+                f"A gradient of {known[0]!r} is in the store already. Leave out what is stored: "
+                "`for n in store.missing(names)` has the others."
+            )
+        self._check_shapes(gradients, samples)
+        made = {
+            name: forms.stored(value, self.dtype, self.rank) for name, value in gradients.items()
+        }
+        strange = [name for name, value in made.items() if not forms.is_finite(value)]
+        if strange:
+            raise UsageError(
+                f"The gradient of {strange[0]!r} is not finite for some of {names[:3]}...: nothing "
+                f"was stored. Look at the loss of these samples, and at the range of {self.dtype}."
+            )
+        self._named.update(names)
+        self._waiting.append(Block(names, made))
+        self._bytes += sum(value.nbytes for value in made.values())
+        if self._bytes >= self._shard_bytes:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the samples that wait as one shard; they are safe afterwards."""
+        if not self._waiting:
+            return
+        block = _joined(self._waiting)
+        name = f"{self._shards.next_number:06d}-{self._process:04d}-{uuid4().hex[:8]}.safetensors"
+        tensors = {
+            f"{part}|{key}": tensor
+            for part, value in block.gradients.items()
+            for key, tensor in forms.tensors(value).items()
+        }
+        about = {"identities": block.identities, "shapes": self._manifest.shapes}
+        write(self.folder / name, tensors, "shard", about)
+        self._shards.add(self.folder / name)
+        self._waiting, self._bytes = [], 0
+        self._named.clear()
+
+    def __enter__(self) -> GradientStore:
+        """Itself; at the end of the block, what waits is written."""
+        self._tidy()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Write what waits, also after an error: these samples are complete."""
+        self.flush()
+
+    # Reading ----------------------------------------------------------------------------------
+
+    def blocks(self, rows: int = 4096) -> Iterator[Block]:
+        """All stored samples, some at a time, mapped from disk.
+
+        Args:
+            rows: How many at most.
+        """
+        return self._shards.blocks(rows)
+
+    def __getitem__(self, identities: Identity | Sequence[Identity]) -> Gradients:
+        """The gradients of some samples, ``[n, *θ]`` for each part, in the order asked for.
+
+        Raises:
+            UsageError: A sample is not stored.
+        """
+        names = [identities] if isinstance(identities, (str, int)) else [*identities]
+        if not names:
+            raise UsageError("Which samples? Give identities, one at least.")
+        for name in names:
+            if name not in self._shards:
+                where = "waits for its shard: call flush()" if name in self else "is not stored"
+                raise UsageError(f"{name!r} {where}. {self.folder} has {len(self)} samples.")
+        return self._shards.rows(names)
+
+    def scores(
+        self,
+        queries: Mapping[str, Value],
+        names: Sequence[Identity] | None = None,
+        cosine: bool = False,
+    ) -> Scores:
+        """Inner products of all stored samples with queries, summed over parts.
+
+        Args:
+            queries: For each part a tensor ``[M, *θ]``; parts that are left out do not count.
+            names: Identities of the queries; default: ``0, 1, 2, ...``.
+            cosine: Divide by the norms of both, over the parts of the queries.
+
+        Raises:
+            ShapeError: A query does not fit the part.
+        """
+        count = self._check_queries(queries)
+        names = checked(range(count) if names is None else names, count)
+        product = forms.cosines if cosine else forms.inner
+        parts = [product(block.gradients, queries) for block in self.blocks()]
+        values = torch.cat(parts) if parts else torch.zeros(0, count)
+        kind = "cosines" if cosine else "inner products"
+        return Scores(values.cpu(), self.identities, names, kind)
+
+    def search(
+        self,
+        queries: Mapping[str, Value],
+        k: int = 10,
+        largest: bool = True,
+        cosine: bool = False,
+        rows: int = 4096,
+    ) -> Found:
+        """The ``k`` stored samples with the largest inner products with each query.
+
+        Blocks of rows are multiplied with all queries; nothing larger than such a block, and ``k``
+        scores for each query, is in memory.
+
+        Args:
+            queries: For each part a tensor ``[M, *θ]``; parts that are left out do not count.
+            k: How many; all, if there are fewer.
+            largest: Whether the largest are asked for, or the smallest.
+            cosine: Divide by the norms of both, over the parts of the queries.
+            rows: Samples of a block.
+
+        Raises:
+            ShapeError: A query does not fit the part.
+        """
+        count = self._check_queries(queries)
+        values, places, done = torch.zeros(count, 0), torch.zeros(count, 0, dtype=torch.long), 0
+        product = forms.cosines if cosine else forms.inner
+        for block in self.blocks(rows):
+            scores = product(block.gradients, queries).T.cpu()
+            rows_of = done + torch.arange(scores.shape[1]).expand_as(scores)
+            done += scores.shape[1]
+            values = torch.cat([values.to(scores.dtype), scores], 1)
+            places = torch.cat([places, rows_of], 1)
+            values, kept = values.topk(min(k, values.shape[1]), dim=1, largest=largest)
+            places = places.gather(1, kept)
+        known = self.identities
+        return Found(values, [[known[n] for n in row] for row in places.tolist()])
+
+    def index(self) -> dict[str, list[Any]]:
+        """Where each sample is: columns ``identity``, ``shard`` (a file name) and ``row``."""
+        return self._shards.index()
+
+    def to_arrow(self) -> pyarrow.Table:
+        """The :meth:`index` as an Arrow table, identities as texts.
+
+        Raises:
+            UsageError: pyarrow is not installed.
+        """
+        try:
+            import pyarrow
+        except ImportError as error:
+            raise UsageError(
+                "to_arrow() needs pyarrow, which is not installed. Run "
+                "`pip install 'backpack-attribution[arrow]'`."
+            ) from error
+        columns = self.index()
+        return pyarrow.table({**columns, "identity": [*map(str, columns["identity"])]})
+
+    def _tidy(self) -> None:
+        """Remove what a killed run of this process has left unfinished."""
+        for path in self.folder.glob(f".*-{self._process:04d}-*{UNFINISHED}"):
+            path.unlink(missing_ok=True)
+
+    def _check_shapes(self, gradients: Mapping[str, Value], samples: int) -> None:
+        lengths = {name: len(value) for name, value in gradients.items()}
+        if set(lengths.values()) != {samples}:
+            raise ShapeError(f"All parts have the samples on axis 0. Got lengths {lengths}.")
+        shapes = {name: [*value.shape[1:]] for name, value in gradients.items()}
+        self._manifest = self._manifest.with_shapes(self.folder, shapes)
+
+    def _check_queries(self, queries: Mapping[str, Value]) -> int:
+        shapes = self.shapes
+        if not queries or not isinstance(queries, Mapping):
+            raise UsageError("Queries are {name: [M, *θ]}, with names of the store's parts.")
+        for name, value in queries.items():
+            if name not in shapes:
+                raise UsageError(f"The store has no part {name!r}. It has {[*shapes][:5]}.")
+            if tuple(value.shape[1:]) != tuple(shapes[name]):
+                raise ShapeError(
+                    f"Queries for {name!r} are [M, {', '.join(map(str, shapes[name]))}]. Got "
+                    f"{[*value.shape]}."
+                )
+        counts = {len(value) for value in queries.values()}
+        if len(counts) != 1:
+            raise ShapeError(f"All parts of the queries have one length. Got {sorted(counts)}.")
+        return counts.pop()
+
+
+def _joined(blocks: Sequence[Block]) -> Block:
+    return Block(
+        [name for block in blocks for name in block.identities],
+        {
+            part: forms.cat([block.gradients[part] for block in blocks])
+            for part in (blocks[0].gradients if blocks else ())
+        },
+    )
+
+
+def _rank() -> int:
+    is_running = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if is_running else 0

@@ -1,0 +1,228 @@
+"""Texts on disk as batches for a causal language model of the transformers package."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_attribution.identities import Identity, checked, content_hash
+from backpack_core.errors import UsageError
+
+Record = Mapping[str, Any]
+
+
+def read_records(path: str | Path) -> Sequence[Record]:
+    """The records of a file or a folder.
+
+    Args:
+        path: ``.jsonl`` (an object on each line), ``.json`` (a list of objects), ``.csv`` (with a
+            header), ``.txt`` (a text on each line, as ``"text"``), or a folder that ``datasets``
+            has saved.
+
+    Raises:
+        UsageError: There is no such file, it is of another kind, or ``datasets`` is not installed.
+    """
+    path = Path(path)
+    if not path.exists():
+        raise UsageError(f"There is no data at {path}.")
+    if path.is_dir():
+        return _saved(path)
+    readers = {".jsonl": _lines, ".json": _list, ".csv": _table, ".txt": _plain}
+    if path.suffix not in readers:
+        raise UsageError(
+            f"{path} is none of {', '.join(readers)} or a folder of datasets: convert it."
+        )
+    try:
+        found = [*readers[path.suffix](path)]
+    except ValueError as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    if not found or not all(isinstance(record, Mapping) for record in found):
+        raise UsageError(f"{path} has no records, or some that are not objects with fields.")
+    return found
+
+
+def _lines(path: Path) -> Iterator[Any]:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if line.strip():
+            yield json.loads(line)
+
+
+def _list(path: Path) -> Iterator[Any]:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    yield from found if isinstance(found, list) else ()
+
+
+def _table(path: Path) -> Iterator[Any]:
+    with path.open(encoding="utf-8", newline="") as file:
+        yield from csv.DictReader(file)
+
+
+def _plain(path: Path) -> Iterator[Any]:
+    for line in path.read_text(encoding="utf-8").splitlines():
+        yield {"text": line}
+
+
+def _saved(path: Path) -> Sequence[Record]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UsageError(
+            f"{path} is a folder, which datasets reads, and that is not installed. Run "
+            "`pip install 'backpack-attribution[datasets]'`, or give json lines or csv."
+        ) from error
+    found: Any = datasets.load_from_disk(str(path))
+    if isinstance(found, Mapping):
+        raise UsageError(f"{path} has the splits {[*found]}: give the folder of one of them.")
+    records: Sequence[Record] = found
+    return records
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Records as tokens, in batches.
+
+    Iterating gives dictionaries ``input_ids``, ``attention_mask`` and ``labels``; padding, and
+    prompts, have the label -100.
+
+    Attributes:
+        records: The records.
+        tokenizer: Of the transformers package.
+        text: Which field is the text; the completion, where there is a prompt.
+        prompt: Which field comes before it, and does not count in the loss; ``None`` for none.
+        id: Which field names a record; ``"row"`` for its place, ``"content"`` for a hash.
+        size: Records of a batch.
+        length: Tokens of a text at most; what is beyond is cut off.
+    """
+
+    records: Sequence[Record]
+    tokenizer: Any
+    text: str = "text"
+    prompt: str | None = None
+    id: str = "row"
+    size: int = 8
+    length: int = 512
+
+    def __post_init__(self) -> None:
+        """Check that the fields are there.
+
+        Raises:
+            UsageError: A field is not.
+        """
+        own = [self.text, *([self.prompt] if self.prompt else [])]
+        own += [self.id] if self.id not in ("row", "content") else []
+        for field in own:
+            missing = [n for n, record in enumerate(self.records) if record.get(field) is None]
+            if missing:
+                raise UsageError(
+                    f"Record {missing[0]} has no field {field!r}. It has "
+                    f"{[*self.records[missing[0]]]}: name the fields with --text, --prompt, --id."
+                )
+
+    def __len__(self) -> int:
+        """Number of batches."""
+        return -(-len(self.records) // self.size)
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        """Batches, each padded to its longest text."""
+        for first in range(0, len(self.records), self.size):
+            rows = range(first, min(first + self.size, len(self.records)))
+            yield self._batch([self._tokens(self.records[n]) for n in rows])
+
+    def identities(self) -> list[Identity]:
+        """Names of all records."""
+        if self.id == "row":
+            return [*range(len(self.records))]
+        if self.id == "content":
+            names = [content_hash(self.shown(record)) for record in self.records]
+        else:
+            names = [str(record[self.id]) for record in self.records]
+        return checked(names, len(names))
+
+    def shown(self, record: Record) -> str:
+        """The text of a record, behind its prompt."""
+        return f"{record[self.prompt] if self.prompt else ''}{record[self.text]}"
+
+    def _tokens(self, record: Record) -> tuple[list[int], int]:
+        """Tokens of a record, and how many of them are the prompt."""
+        before = self.tokenizer(str(record[self.prompt]))["input_ids"] if self.prompt else []
+        options = {"add_special_tokens": not before}
+        own = self.tokenizer(str(record[self.text]), **options)["input_ids"]
+        found = [*before, *own][: self.length]
+        if len(found) < 2 or len(found) <= len(before):
+            raise UsageError(
+                f"The text {self.shown(record)!r:.60} has no token to predict within "
+                f"{self.length} tokens: leave it out, or allow more with --length."
+            )
+        return found, len(before)
+
+    def _batch(self, rows: list[tuple[list[int], int]]) -> dict[str, Tensor]:
+        width = max(len(tokens) for tokens, _ in rows)
+        padding = self.tokenizer.pad_token_id or 0
+        ids = torch.full((len(rows), width), padding)
+        labels = torch.full((len(rows), width), -100)
+        mask = torch.zeros(len(rows), width, dtype=torch.long)
+        for row, (tokens, before) in enumerate(rows):
+            ids[row, : len(tokens)] = torch.tensor(tokens)
+            labels[row, before : len(tokens)] = torch.tensor(tokens[before:])
+            mask[row, : len(tokens)] = 1
+        return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def load_model(folder: str | Path, parameters: str | None = None) -> tuple[Module, Any]:
+    """A causal language model and its tokenizer, from a folder, in evaluation mode.
+
+    Args:
+        folder: As ``save_pretrained`` writes it.
+        parameters: A regular expression: parameters whose names do not contain it are frozen.
+
+    Raises:
+        UsageError: The folder holds no model, transformers is not installed, or no parameter fits.
+    """
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise UsageError(
+            "Models are read by transformers, which is not installed. Run "
+            "`pip install 'backpack-attribution[transformers]'`."
+        ) from error
+    if not Path(folder).is_dir():
+        raise UsageError(f"There is no folder {folder}: models are read from disk.")
+    try:
+        models: Any = AutoModelForCausalLM
+        model: Any = models.from_pretrained(folder, local_files_only=True).eval()
+        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{folder} holds no causal language model: {error}") from error
+    model.config.use_cache = False
+    for name, p in model.named_parameters():
+        p.requires_grad_(parameters is None or re.search(parameters, name) is not None)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError(f"No parameter has {parameters!r} in its name.")
+    return model, tokenizer
+
+
+def coverage(model: Module, covered: Sequence[str]) -> str:
+    """Which parameters take part, in a sentence; those that do not are named.
+
+    Args:
+        model: The model.
+        covered: Names of the parameters that have a gradient.
+    """
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+    unused = [name for name in sizes if name not in covered and name not in frozen]
+    entries = sum(sizes[name] for name in covered)
+    parts = [f"{len(covered)} of {len(sizes)} parameters take part, {entries:,} numbers."]
+    for names, why in ((frozen, "Frozen"), (unused, "Without influence on the loss")):
+        if names:
+            parts.append(f"{why}: {', '.join(names)}.")
+    return " ".join(parts)

@@ -1,0 +1,77 @@
+"""Private training in the ``Trainer`` of transformers (an extra: ``pip install transformers``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Trainer, TrainerCallback
+
+from backpack_core.errors import UsageError
+from backpack_privacy.private import Private
+
+
+class PrivateCallback(TrainerCallback):
+    """Makes the steps of a ``Trainer`` private.
+
+    Example:
+        >>> trainer = Trainer(
+        ...     model, args, train_dataset=data, optimizers=(optimizer, None),
+        ...     compute_loss_func=lambda outputs, labels, **_: lossfunc(outputs.logits, labels),
+        ... )
+        >>> PrivateCallback(private).attach(trainer)
+        >>> trainer.train()
+
+    The loss has to be the module that was given to ``make_private``: what models compute themselves
+    is a mean over tokens that nobody knows.
+    """
+
+    def __init__(self, private: Private) -> None:
+        """Store what makes steps private."""
+        self._private = private
+
+    def attach(self, trainer: Trainer) -> None:
+        """Have a trainer call this, and take the batches that are drawn.
+
+        Args:
+            trainer: Before ``train()``.
+        """
+        # Batches come from the loader as it is: nothing may be drawn ahead, or be sharded again.
+        vars(trainer)["get_train_dataloader"] = lambda: self._private.loader
+        trainer.add_callback(self)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Check that the trainer has what was made private.
+
+        Raises:
+            UsageError: It has other batches, another optimizer, or adds up gradients itself.
+        """
+        optimizer = kwargs.get("optimizer")
+        if kwargs.get("train_dataloader") is not self._private.loader:
+            raise UsageError(
+                "The Trainer draws batches of its own. Call "
+                "PrivateCallback(private).attach(trainer) in the place of callbacks=[...]."
+            )
+        if getattr(optimizer, "optimizer", optimizer) is not self._private.optimizer:
+            raise UsageError(
+                "The Trainer made an optimizer of its own. Give it the one of make_private(...), "
+                "Trainer(..., optimizers=(private.optimizer, None))."
+            )
+        if args.gradient_accumulation_steps != 1:
+            raise UsageError(
+                "gradient_accumulation_steps adds up batches whose steps the accounting counts one "
+                "by one. Set it to 1, and make the loader's batch_size larger."
+            )
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The forward and the backward pass of a batch follow."""
+        self._private.__enter__()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """They are through.
+
+        Raises:
+            UsageError: The batch came in parts.
+        """
+        self._private.__exit__(None, None, None)
+        if not self._private.is_complete:
+            raise UsageError("The Trainer steps after each part of a batch. Leave max_rows= out.")

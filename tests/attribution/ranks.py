@@ -1,0 +1,58 @@
+"""Processes of a test: of two, each has every second sample."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+from backpack_attribution import GradientStore, Influence, fill, influence
+from backpack_firstorder import Projection
+from tests.attribution.problems import loader, tied, tokens
+
+METHODS: dict[str, Any] = {
+    "dot": lambda: "dot",
+    "cosine": lambda: "cosine",
+    "ekfac": lambda: Influence(mc_samples=None),
+    "ekfac-cg": lambda: Influence(mc_samples=None, refine=3),
+    "logra": lambda: "logra",
+    "trak": lambda: "trak",
+}
+SAMPLES = 9
+
+
+def scores(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
+    """Scores by all methods, and by a store that all processes fill."""
+    group = distributed.group.WORLD if ranks > 1 else None
+    model, lossfunc = tied(), nn.CrossEntropyLoss()
+    train = loader(tuple(t[rank::ranks] for t in tokens(SAMPLES)), 2)  # type: ignore[arg-type]
+    queries = loader(tokens(3, seed=2), 2)
+    found = {}
+    for name, method in METHODS.items():
+        found[name] = influence(model, lossfunc, train, queries, method(), process_group=group)
+    store = GradientStore(folder / f"store-{ranks}", dtype=torch.float64)
+    fill(store, model, lossfunc, train, Projection(5), process_group=group)
+    return {name: (value.values, value.train) for name, value in found.items()}
+
+
+def start(ranks: int, folder: Path) -> None:
+    """Run :func:`scores` in processes; each saves what it found."""
+    command = [sys.executable, "-m", "tests.attribution.ranks", str(folder), str(ranks)]
+    running = [subprocess.Popen([*command, str(rank)]) for rank in range(ranks)]
+    assert [process.wait(timeout=200) for process in running] == [0] * ranks
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    path, ranks, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{path}/meeting-{ranks}", rank=rank, world_size=ranks
+    )
+    torch.save(scores(rank, ranks, path), path / f"scores-{ranks}-{rank}.pt")
+    distributed.barrier()
+    distributed.destroy_process_group()

@@ -1,0 +1,64 @@
+"""Stores that are filled from a loader, and asked as influence functions do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from backpack_attribution import (
+    GradientStore,
+    LoGra,
+    fill,
+    influence,
+    preconditioned,
+    project,
+)
+from backpack_core.errors import UsageError
+from backpack_firstorder import Projection
+from tests.attribution.problems import loader, mlp, tied, tokens, vectors
+
+NETS = {"mlp": (mlp, vectors), "tied": (tied, tokens)}
+
+
+@pytest.fixture(params=NETS)
+def problem(request):
+    net, data = NETS[request.param]
+    return net(), loader(data(9), 4), loader(data(3, seed=2), 2)
+
+
+def test_searches_are_the_scores_of_methods(problem, tmp_path) -> None:
+    model, train, queries = problem
+    lossfunc, projection = nn.CrossEntropyLoss(), Projection(5, "gaussian", 1)
+    store = GradientStore(tmp_path / "store", dtype=torch.float64)
+    fill(store, model, lossfunc, train, projection)
+    asked = project(model, lossfunc, queries, projection)
+    wanted = influence(model, lossfunc, train, queries, LoGra(5, "gaussian", 1))
+    found = store.scores(preconditioned(store, asked))
+    assert found.train == wanted.train
+    assert torch.allclose(found.values, wanted.values, rtol=1e-8, atol=1e-10)
+    whole = fill(GradientStore(tmp_path / "whole", dtype=torch.float64), model, lossfunc, train)
+    again = fill(GradientStore(tmp_path / "asked", dtype=torch.float64), model, lossfunc, queries)
+    for method, cosine in (("dot", False), ("cosine", True)):
+        wanted = influence(model, lossfunc, train, queries, method)
+        found = whole.scores(again[again.identities], cosine=cosine)
+        assert torch.allclose(found.values, wanted.values, rtol=1e-10, atol=1e-12)
+
+
+def test_what_is_stored_is_not_computed_again(problem, tmp_path) -> None:
+    model, train, _ = problem
+    lossfunc, projection = nn.CrossEntropyLoss(), Projection(5)
+    whole = fill(GradientStore(tmp_path / "whole"), model, lossfunc, train, projection)
+    with GradientStore(tmp_path / "store") as store:  # as if killed after five samples
+        kept = [0, 1, 2, 3, 5]
+        store.append(kept, whole[kept])
+    calls = []
+    handle = model.register_forward_hook(lambda *_: calls.append(1))
+    fill(store, model, lossfunc, train, projection)
+    handle.remove()
+    assert len(calls) == 2  # the first batch is done
+    assert store.identities == [*kept, 4, 6, 7, 8]
+    for name, value in whole[[*range(9)]].items():
+        assert torch.equal(value, store[[*range(9)]][name])
+    with pytest.raises(UsageError, match="8 identities for 9 samples"):
+        fill(store, model, lossfunc, train, projection, identities=[*"abcdefgh"])

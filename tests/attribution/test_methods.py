@@ -1,0 +1,294 @@
+"""Every method against autograd, in double precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from backpack_attribution import (
+    GradDot,
+    Influence,
+    Scores,
+    TracIn,
+    influence,
+    self_influence,
+)
+from backpack_core import extend, is_extended
+from backpack_core.errors import UsageError
+from backpack_core.extensions import EKFAC
+from backpack_data import accumulate
+from tests.attribution.problems import ggn, gradients, loader, mlp, tied, tokens, vectors
+
+NETS = {"mlp": (mlp, vectors), "tied": (tied, tokens)}
+
+
+@pytest.fixture(params=NETS)
+def problem(request):
+    net, data = NETS[request.param]
+    return net(), data(7), data(3, seed=2)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_inner_products_and_cosines(problem, reduction: str) -> None:
+    model, train, queries = problem
+    lossfunc = nn.CrossEntropyLoss(reduction=reduction)
+    g, q = gradients(model, train), gradients(model, queries)
+    scores = influence(model, lossfunc, loader(train, 3), loader(queries, 2), "dot")
+    assert torch.allclose(scores.values, g @ q.T, rtol=1e-12, atol=1e-12)
+    assert (scores.train, scores.queries) == ([*range(7)], [*range(3)])
+    scores = influence(model, lossfunc, loader(train, 4), loader(queries, 3), "cosine")
+    wanted = nn.functional.normalize(g) @ nn.functional.normalize(q).T
+    assert torch.allclose(scores.values, wanted, rtol=1e-12, atol=1e-12)
+    assert not any(is_extended(m) for m in (model, lossfunc))
+    assert all(p.grad is None and not hasattr(p, "grad_batch") for p in model.parameters())
+
+
+@pytest.mark.parametrize("method", ["dot", "cosine", "ekfac-cg", "logra", "tracin"])
+def test_influence_on_themselves_is_the_diagonal(problem, method) -> None:
+    model, train, _ = problem
+    made = {
+        "tracin": lambda: TracIn([model.state_dict()], [0.5]),
+        "ekfac-cg": lambda: Influence(mc_samples=None, refine=50, rtol=1e-10),
+    }.get(method, lambda: method)
+    lossfunc, data = nn.CrossEntropyLoss(), loader(train, 3)
+    wanted = influence(model, lossfunc, data, data, made())
+    found = self_influence(model, lossfunc, data, made())
+    assert found.queries == ["itself"]
+    assert torch.allclose(found.values[:, 0], wanted.values.diagonal(), rtol=1e-6, atol=1e-9)
+
+
+def test_frozen_parameters_take_no_part(problem) -> None:
+    model, train, queries = problem
+    next(model.parameters()).requires_grad_(False)
+    scores = influence(model, nn.CrossEntropyLoss(), loader(train, 3), loader(queries, 2), "dot")
+    g, q = gradients(model, train), gradients(model, queries)
+    assert torch.allclose(scores.values, g @ q.T, rtol=1e-12, atol=1e-12)
+
+
+def test_losses_of_the_user(problem) -> None:
+    """A function that sums, another one for queries, and a part of the queries at a time."""
+    model, train, queries = problem
+
+    def summed(output, target):
+        return nn.functional.cross_entropy(output, target, reduction="sum")
+
+    def squares(output, target):
+        return output.square().sum()
+
+    scores = influence(
+        model,
+        summed,
+        loader(train, 3),
+        loader(queries, 1),
+        GradDot(queries_at_once=2),
+        query_lossfunc=squares,
+    )
+    wanted = gradients(model, train) @ gradients(model, queries, squares).T
+    assert torch.allclose(scores.values, wanted, rtol=1e-12, atol=1e-12)
+    with pytest.raises(UsageError, match="is not the sum of those of its samples"):
+        influence(model, nn.functional.cross_entropy, loader(train, 3), loader(queries, 1), "dot")
+
+
+def test_tracin_adds_up_checkpoints_and_leaves_the_model(problem, tmp_path) -> None:
+    model, train, queries = problem
+    first = {name: value.clone() for name, value in model.state_dict().items()}
+    wanted = 0.5 * gradients(model, train) @ gradients(model, queries).T
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1)
+    torch.save(model.state_dict(), tmp_path / "second.pt")
+    wanted += 2 * gradients(model, train) @ gradients(model, queries).T
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2)
+    last = {name: value.clone() for name, value in model.state_dict().items()}
+    method = TracIn([first, tmp_path / "second.pt"], [0.5, 2.0])
+    lossfunc = nn.CrossEntropyLoss()
+    scores = influence(model, lossfunc, loader(train, 3), loader(queries, 2), method)
+    assert torch.allclose(scores.values, wanted, rtol=1e-12, atol=1e-12)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, last[name])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_conjugate_gradients_solve_with_the_whole_gauss_newton_matrix(
+    problem, reduction: str
+) -> None:
+    model, train, queries = problem
+    lossfunc, weight = nn.CrossEntropyLoss(reduction=reduction), train[1].numel()
+    matrix, damping = ggn(model, train), 0.3
+    if reduction == "mean":
+        matrix, damping = matrix / weight, 0.3 / weight
+    matrix = matrix + damping * torch.eye(len(matrix))
+    wanted = gradients(model, train) @ torch.linalg.solve(matrix, gradients(model, queries).T)
+    method = Influence(damping=damping, refine=200, rtol=1e-12)
+    scores = influence(model, lossfunc, loader(train, 3), loader(queries, 2), method)
+    divisor = weight if reduction == "mean" else 1
+    assert torch.allclose(scores.values, wanted / divisor, rtol=1e-8, atol=1e-10)
+    assert scores.method == "ekfac-cg"
+
+
+@pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
+def test_kronecker_factors(problem, curvature: str) -> None:
+    """One block for each parameter, damped by a tenth of its mean eigenvalue."""
+    model, train, queries = problem
+    lossfunc, data = nn.CrossEntropyLoss(), loader(train, 3)
+    method = Influence(curvature, mc_samples=None)
+    scores = influence(model, lossfunc, data, loader(queries, 2), method)
+    from backpack_core.extensions import KFLR
+
+    extension = {"kfac": KFLR, "ekfac": EKFAC}[curvature]
+    options = {"weight_sharing": "expand", "fail_mode": "diagonal"}
+    asked = EKFAC(None, **options) if extension is EKFAC else KFLR(**options)
+    found = accumulate(model, lossfunc, data, asked, progress=False).field(asked.savefield)
+    solved, q, first = [], gradients(model, queries), 0
+    for name, p in model.named_parameters():
+        block = found[name].dense()
+        damping = 0.1 * block.trace() / len(block)
+        assert method.dampings[name] == pytest.approx(float(damping))
+        part = q[:, first : first + p.numel()]
+        solved.append(torch.linalg.solve(block + damping * torch.eye(len(block)), part.T))
+        first += p.numel()
+    wanted = gradients(model, train) @ torch.cat(solved) / train[1].numel()
+    assert torch.allclose(scores.values, wanted, rtol=1e-8, atol=1e-12)
+
+
+def test_what_is_left_out_changes_losses_by_the_scores() -> None:
+    """Logistic regression with weight decay: influence is the derivative of the minimum."""
+    train, queries, decay = vectors(40), vectors(5, seed=2), 1.0
+    weights = torch.ones(40)
+
+    def fitted(weights):
+        model = nn.Linear(5, 3)
+        nn.init.zeros_(model.weight)
+        nn.init.zeros_(model.bias)
+        optimizer = torch.optim.LBFGS(
+            model.parameters(), max_iter=200, tolerance_grad=1e-10, line_search_fn="strong_wolfe"
+        )
+
+        def objective():
+            optimizer.zero_grad()
+            losses = nn.functional.cross_entropy(model(train[0]), train[1], reduction="none")
+            value = losses @ weights + decay / 2 * sum(p.square().sum() for p in model.parameters())
+            value.backward()
+            return value
+
+        optimizer.step(objective)
+        return model
+
+    model = fitted(weights)
+    method = Influence(damping=decay, refine=100, rtol=1e-10)
+    lossfunc = nn.CrossEntropyLoss(reduction="sum")
+    scores = influence(model, lossfunc, loader(train, 16), loader(queries, 5), method)
+    step = 1e-4
+    for index in (0, 7, 23):
+        weights[index] -= step
+        with torch.no_grad():
+            changes = [
+                nn.functional.cross_entropy(m(queries[0]), queries[1], reduction="none")
+                for m in (fitted(weights), model)
+            ]
+        weights[index] += step
+        assert torch.allclose((changes[0] - changes[1]) / step, scores.values[index], rtol=1e-2)
+
+
+def test_an_extended_model_stays_extended() -> None:
+    model, lossfunc = extend(mlp()), extend(nn.CrossEntropyLoss())
+    scores = influence(model, lossfunc, loader(vectors(4), 2), loader(vectors(2), 2), "ekfac")
+    assert isinstance(scores, Scores)
+    assert is_extended(model)
+    assert is_extended(lossfunc)
+
+
+# Used badly ---------------------------------------------------------------------------------------
+
+
+def test_refusals() -> None:
+    model, lossfunc = mlp(), nn.CrossEntropyLoss()
+    train, queries = loader(vectors(4), 2), loader(vectors(2), 2)
+    with pytest.raises(UsageError, match="did you mean 'ekfac'"):
+        influence(model, lossfunc, train, queries, "ekfca")
+    with pytest.raises(UsageError, match="TracIn needs checkpoints"):
+        influence(model, lossfunc, train, queries, "tracin")
+    with pytest.raises(UsageError, match=r"is a torch\.nn\.Module"):
+        influence(lossfunc.forward, lossfunc, train, queries)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="The loss is a module"):
+        influence(model, nn.CrossEntropyLoss, train, queries)
+    with pytest.raises(UsageError, match='reduction="none"'):
+        influence(model, nn.CrossEntropyLoss(reduction="none"), train, queries)
+    with pytest.raises(UsageError, match="No parameter of the model is trained"):
+        influence(mlp().requires_grad_(False), lossfunc, train, queries)
+    with pytest.raises(UsageError, match="gave no sample"):
+        influence(model, lossfunc, iter(()), queries)
+    with pytest.raises(UsageError, match="A batch is"):
+        influence(model, lossfunc, [torch.zeros(2, 5)], queries)
+    with pytest.raises(UsageError, match="3 identities for 4 samples"):
+        influence(model, lossfunc, train, queries, identities=["a", "b", "c"])
+    with pytest.raises(UsageError, match="Damping is not negative"):
+        Influence(damping=-1.0)
+    with pytest.raises(UsageError, match="curvature is one of"):
+        Influence("ggn")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="2 checkpoints and 1 learning rates"):
+        TracIn([{}, {}], [0.1])
+    noisy = nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.5), nn.Linear(4, 3))
+    with pytest.raises(UsageError, match=r"Dropout '1' is in train mode.*model.eval\(\)"):
+        influence(noisy, lossfunc, train, queries)
+    x, y = vectors(4)
+    x[2] = torch.nan
+    with pytest.raises(UsageError, match="training sample 2 are not finite"):
+        influence(model, lossfunc, loader((x, y), 2), queries, "dot")
+
+
+def test_loaders_that_shuffle_or_repeat() -> None:
+    model, lossfunc, data = mlp(), nn.CrossEntropyLoss(), TensorDataset(*vectors(30))
+    queries = loader(vectors(2), 2)
+    shuffled = DataLoader(data, 4, shuffle=True)
+    for method in ("dot", "logra"):
+        with pytest.raises(UsageError, match="gave other batches than in the pass before"):
+            influence(model, lossfunc, shuffled, queries, method)
+        with pytest.raises(UsageError, match="gave other batches"):
+            influence(model, lossfunc, queries, shuffled, method)
+    once = map(tuple, loader(vectors(4), 2))
+    with pytest.raises(UsageError, match="gave other batches"):
+        influence(model, lossfunc, once, queries, "dot")
+    for options, said in (({"shuffle": True}, "shuffles"), ({"shuffle": False}, "repeats")):
+        sampler = DistributedSampler(data, 4, 0, **options)
+        with pytest.raises(UsageError, match=f"The DistributedSampler {said}"):
+            influence(model, lossfunc, DataLoader(data, 4, sampler=sampler), queries, "dot")
+
+
+def test_identities_of_all_kinds() -> None:
+    model, lossfunc = mlp(), nn.CrossEntropyLoss()
+    x, y = vectors(4)
+    train, queries = loader((x, y), 2), loader(vectors(2), 2)
+    named = influence(model, lossfunc, train, queries, "dot", identities=["a", "b", "c", "d"])
+    by_content = influence(model, lossfunc, train, queries, "dot", identities="content")
+    turned = [(x[[3, 0, 1]], y[[3, 0, 1]]), (x[[2]], y[[2]])]
+    again = influence(model, lossfunc, turned, queries, "dot", identities="content")
+    assert torch.allclose(again.aligned(by_content.train).values, by_content.values)
+    assert torch.equal(by_content.values, named.values)
+    marked = influence(
+        model, lossfunc, train, queries, "dot", identities=lambda b: [*b[0][:, 0].mul(1e6).long()]
+    )
+    assert all(isinstance(name, int) for name in marked.train)
+    top = named.top(2)
+    assert top.identities[0] == [named.train[n] for n in named.values[:, 0].topk(2).indices]
+    assert named.select(1) == [named.train[int(named.values.mean(1).argmax())]]
+
+
+def test_results_as_a_frame_and_as_a_file(tmp_path) -> None:
+    scores = Scores(torch.arange(6.0).reshape(3, 2), ["a", 1, "c"], ["q", "r"], "dot")
+    scores.save(tmp_path / "scores.safetensors")
+    again = Scores.load(tmp_path / "scores.safetensors")
+    assert torch.equal(again.values, scores.values)
+    assert (again.train, again.queries, again.method) == (["a", 1, "c"], ["q", "r"], "dot")
+    assert scores.sorted().train == [1, "a", "c"]
+    assert scores.top(2, largest=False).identities == [["a", 1], ["a", 1]]
+    with pytest.raises(UsageError, match="no scores of 'x'"):
+        scores.aligned(["x"])
+    pandas = pytest.importorskip("pandas", reason="the extra for frames is not installed")
+    frame = scores.to_pandas()
+    assert frame.loc["c", "r"] == 5.0
+    assert isinstance(frame, pandas.DataFrame)

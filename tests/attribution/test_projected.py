@@ -1,0 +1,99 @@
+"""Methods in a space of projections: exact where nothing is lost, and their formulas elsewhere."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from backpack_attribution import TRAK, LoGra, influence
+from backpack_attribution.problem import Problem
+from backpack_attribution.projected import Margin, inverse_product, projections_of
+from backpack_core.errors import UsageError
+from backpack_firstorder import Projection
+from tests.attribution.problems import gradients, loader, mlp, tied, tokens, vectors
+
+NETS = {"mlp": (mlp, vectors), "tied": (tied, tokens)}
+
+
+@pytest.fixture(params=NETS)
+def problem(request):
+    net, data = NETS[request.param]
+    return net(), data(9), data(3, seed=2)
+
+
+def features(problem: Problem, data, projection: Projection) -> dict[str, torch.Tensor]:
+    with problem.extended():
+        return projections_of(problem, data, projection)
+
+
+def test_logra_is_influence_of_the_projected_gradients(problem) -> None:
+    model, train, queries = problem
+    lossfunc, projection = nn.CrossEntropyLoss(), Projection(6, "gaussian", 3)
+    method = LoGra(6, "gaussian", 3, damping=0.2)
+    scores = influence(model, lossfunc, loader(train, 4), loader(queries, 2), method)
+    known = Problem(model, lossfunc)
+    f, q = features(known, train, projection), features(known, queries, projection)
+    wanted = torch.zeros(9, 3)
+    for name, rows in f.items():
+        moments = rows.T @ rows
+        shift = 0.2 * moments.trace() / 6 * torch.eye(6)
+        wanted += rows @ torch.linalg.solve(moments + shift, q[name].T)
+    assert torch.allclose(scores.values, wanted, rtol=1e-8, atol=1e-8)
+    assert scores.method == "logra"
+
+
+def test_trak_is_the_linear_model_of_margins(problem) -> None:
+    model, train, queries = problem
+    states = [model.state_dict(), {n: 1.5 * v for n, v in model.state_dict().items()}]
+    states = [{n: v.clone() for n, v in state.items()} for state in states]
+    method = TRAK(4, states, "gaussian", seed=3)
+    lossfunc = nn.CrossEntropyLoss()
+    scores = influence(model, lossfunc, loader(train, 4), loader(queries, 2), method)
+    products, misses = torch.zeros(9, 3), torch.zeros(9)
+    for number, state in enumerate(states):
+        model.load_state_dict(state)
+        known = Problem(model, Margin(lossfunc))
+        projection = Projection(4, "gaussian", 3 + number)
+        f, q = (sum(features(known, d, projection).values()) for d in (train, queries))
+        products += f @ torch.linalg.solve(f.T @ f, q.T) / 2
+        p = model(train[0]).softmax(1).gather(1, train[1].unsqueeze(1)).flatten(1)
+        misses += (1 - p).mean(1).detach() / 2
+    assert torch.allclose(scores.values, products * misses.unsqueeze(1), rtol=1e-6, atol=1e-8)
+
+
+def test_margins_and_their_gradients(problem) -> None:
+    model, train, _ = problem
+
+    def plain(output, target):
+        p = output.softmax(1).gather(1, target.unsqueeze(1))
+        return (p / (1 - p)).log().sum()
+
+    margin = Margin(nn.CrossEntropyLoss())
+    assert torch.allclose(margin(model(train[0]), train[1]), plain(model(train[0]), train[1]))
+    wanted, found = gradients(model, train, plain), gradients(model, train, margin)
+    assert torch.allclose(found, wanted, rtol=1e-8, atol=1e-10)
+    ignored = torch.full_like(train[1], -100)
+    assert margin(model(train[0]), ignored) == 0
+    certain = torch.tensor([[1e4, 0.0, 0.0]], requires_grad=True)
+    value = margin(certain, torch.tensor([0]))
+    value.backward()
+    assert value.isfinite()
+    assert certain.grad is not None
+    assert certain.grad.isfinite().all()
+
+
+def test_what_is_singular_has_a_pseudo_inverse() -> None:
+    rows = torch.randn(3, 8)
+    found = inverse_product(rows.T @ rows, rows, 0.0)
+    assert torch.allclose(found, rows @ torch.linalg.pinv(rows.T @ rows), atol=1e-8)
+
+
+def test_refusals() -> None:
+    data = loader(vectors(4), 2)
+    with pytest.raises(UsageError, match="kind must be one of"):
+        LoGra(kind="normal")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="dim is a positive"):
+        TRAK(0)
+    with pytest.raises(UsageError, match="TRAK takes margins of a cross-entropy"):
+        influence(mlp(), lambda o, t: o.square().sum(), data, data, "trak")

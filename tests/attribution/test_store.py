@@ -1,0 +1,305 @@
+"""Stores: what goes in comes out, whole, by identity, in every form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from backpack_attribution import FaissIndex, GradientStore, content_hash, merge_stores
+from backpack_attribution.identities import ByContent, ByPlace
+from backpack_core.errors import ShapeError, UsageError
+from backpack_firstorder import SampleGradients
+from tests.attribution.crash import crash
+
+SHAPES = {"0.weight": (5, 7), "0.bias": (5,), "conv.weight": (4, 3, 2, 2)}
+
+
+def rows(samples: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.randn(samples, *shape, generator=generator, dtype=torch.float32).to(dtype)
+        for name, shape in SHAPES.items()
+    }
+
+
+def flat(gradients: dict[str, Tensor]) -> Tensor:
+    return torch.cat([gradients[name].flatten(1).double() for name in SHAPES], 1)
+
+
+def filled(folder: Path, sizes: tuple[int, ...] = (3, 1, 4), **options) -> GradientStore:
+    whole, first = rows(sum(sizes)), 0
+    store = GradientStore(folder, **options)
+    for size in sizes:
+        part = slice(first, first + size)
+        store.append(
+            [f"s{n}" for n in range(first, first + size)], {k: v[part] for k, v in whole.items()}
+        )
+        store.flush()
+        first += size
+    return GradientStore(folder)
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_scores_and_search_are_products_with_what_was_appended(tmp_path, dtype, bound) -> None:
+    store = filled(tmp_path / "store", dtype=dtype)
+    assert store.dtype is dtype
+    assert len(store) == 8
+    queries = rows(2, seed=1)
+    wanted = flat(rows(8)) @ flat(queries).T
+    scores = store.scores(queries, ["a", "b"])
+    assert scores.train == [f"s{n}" for n in range(8)]
+    assert (scores.values - wanted).abs().max() < bound * wanted.abs().max()
+    for largest in (True, False):
+        for size in (1, 3, 100):
+            found = store.search(queries, k=3, largest=largest, rows=size)
+            assert found.identities == scores.top(3, largest).identities
+            assert torch.allclose(found.values, scores.top(3, largest).values)
+    assert len(store.search(queries, k=100).identities[0]) == 8
+
+
+def test_cosines(tmp_path) -> None:
+    for options in ({}, {"rank": 1}):
+        store = filled(tmp_path / f"store{options}", **options)
+        queries = rows(2, seed=1)
+        stored = flat(
+            {k: torch.cat([_dense(b.gradients[k]) for b in store.blocks()]) for k in SHAPES}
+        )
+        wanted = (
+            torch.nn.functional.normalize(stored) @ torch.nn.functional.normalize(flat(queries)).T
+        )
+        found = store.scores(queries, cosine=True)
+        assert torch.allclose(found.values.double(), wanted, atol=1e-6)
+        assert store.search(queries, 3, cosine=True, rows=2).identities == found.top(3).identities
+
+
+def test_some_parts_and_some_samples(tmp_path) -> None:
+    store = filled(tmp_path / "store")
+    queries = rows(2, seed=1)
+    scores = store.scores({"0.bias": queries["0.bias"]})
+    assert torch.allclose(scores.values, rows(8)["0.bias"] @ queries["0.bias"].T)
+    found = store[["s6", "s0", "s3"]]
+    for name, value in rows(8).items():
+        assert torch.equal(found[name], value[[6, 0, 3]])
+    assert torch.equal(store["s2"]["0.bias"], rows(8)["0.bias"][2:3])
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_low_rank_is_the_best_approximation(tmp_path, rank: int) -> None:
+    store = filled(tmp_path / "store", rank=rank)
+    assert store.rank == rank
+    (block,) = [b for b in store.blocks() if b.identities[0] == "s4"]
+    value, given = block.gradients["0.weight"], rows(8)["0.weight"][4:]
+    assert isinstance(value, SampleGradients)
+    assert value.shape == given.shape
+    u, s, vt = torch.linalg.svd(given)
+    best = torch.einsum("noc,nc,nci->noi", u[:, :, :rank], s[:, :rank], vt[:, :rank])
+    assert torch.allclose(value.dense(), best, atol=1e-5)
+    assert isinstance(block.gradients["0.bias"], Tensor)
+    queries = rows(2, seed=1)
+    stored = {k: torch.cat([_dense(b.gradients[k]) for b in store.blocks()]) for k in SHAPES}
+    assert torch.allclose(
+        store.scores(queries).values.double(), flat(stored) @ flat(queries).T, atol=1e-4
+    )
+    low = {name: value[["s1", "s5"]][name] for name, value in zip(SHAPES, [store] * 3, strict=True)}
+    both = flat(stored) @ flat(stored)[[1, 5]].T
+    assert torch.allclose(store.scores(low).values.double(), both, atol=1e-4)
+
+
+def _dense(value) -> Tensor:
+    return value.dense() if isinstance(value, SampleGradients) else value
+
+
+def test_what_is_missing_is_added_by_the_next_run(tmp_path) -> None:
+    whole, names = rows(6), [f"s{n}" for n in range(6)]
+    store = GradientStore(tmp_path / "store", about={"model": "a"})
+    store.append(names[:2], {k: v[:2] for k, v in whole.items()})
+    store.flush()
+    store.append(names[2:4], {k: v[2:4] for k, v in whole.items()})  # never written
+    assert not store.missing(names[:4])
+    again = GradientStore(tmp_path / "store", about={"model": "a"})
+    with again:
+        for first in (0, 2, 4):
+            part = slice(first, first + 2)
+            if again.missing(names[part]):
+                again.append(names[part], {k: v[part] for k, v in whole.items()})
+    found = GradientStore(tmp_path / "store")
+    assert found.identities == names
+    assert found.about == {"model": "a"}
+    for name, value in whole.items():
+        assert torch.equal(found[names][name], value)
+
+
+def test_shards_are_written_by_size(tmp_path) -> None:
+    store = GradientStore(tmp_path / "store", shard_bytes=700)
+    for n in range(4):
+        store.append([n], rows(1, n))
+    store.flush()
+    assert store.index()["identity"] == [0, 1, 2, 3]
+    assert len({*store.index()["shard"]}) == 2
+    assert store.index()["row"] == [0, 1, 0, 1]
+
+
+def test_several_processes_write_one_folder(tmp_path) -> None:
+    whole = rows(6)
+    stores = [GradientStore(tmp_path / "store", process=rank) for rank in range(2)]
+    for rank, store in enumerate(stores):
+        with store:
+            store.append([*range(rank, 6, 2)], {k: v[rank::2] for k, v in whole.items()})
+    found = GradientStore(tmp_path / "store")
+    queries = rows(2, seed=1)
+    scores = found.scores(queries).sorted()
+    assert scores.train == [*range(6)]
+    assert torch.allclose(scores.values.double(), flat(whole) @ flat(queries).T, atol=1e-4)
+
+
+def test_folders_are_merged(tmp_path) -> None:
+    whole = rows(6)
+    for rank in range(2):
+        with GradientStore(tmp_path / f"r{rank}") as store:
+            store.append([*range(rank, 6, 2)], {k: v[rank::2] for k, v in whole.items()})
+    merged = merge_stores([tmp_path / "r0", tmp_path / "r1"], tmp_path / "both")
+    assert sorted(merged.identities) == [*range(6)]
+    assert torch.equal(merged[[3, 4]]["0.bias"], whole["0.bias"][[3, 4]])
+    with pytest.raises(UsageError, match="exists"):
+        merge_stores([tmp_path / "r0"], tmp_path / "both")
+    with pytest.raises(UsageError, match="Two samples have the identity 0"):
+        merge_stores([tmp_path / "r0", tmp_path / "both"], tmp_path / "again")
+    GradientStore(tmp_path / "other", dtype=torch.bfloat16)
+    with pytest.raises(UsageError, match="settings, parts and shapes"):
+        merge_stores([tmp_path / "r0", tmp_path / "other"], tmp_path / "again")
+
+
+def test_killed_while_it_is_written(tmp_path) -> None:
+    assert crash(tmp_path, kills=2, seed=0) >= 1
+
+
+def test_an_index_of_faiss_finds_the_same(tmp_path) -> None:
+    pytest.importorskip("faiss", reason="the extra for faster search is not installed")
+    store, queries = filled(tmp_path / "store"), rows(2, seed=1)
+    index = FaissIndex(store, rows=3)
+    found, wanted = index.search(queries, k=3), store.search(queries, k=3)
+    assert found.identities == wanted.identities
+    assert torch.allclose(found.values, wanted.values, atol=1e-4)
+    cells = FaissIndex(store, "IVF1,Flat").search(queries, k=20)
+    assert len(cells.identities[0]) == 8
+    with pytest.raises(ShapeError, match="have them all"):
+        index.search({"0.bias": queries["0.bias"]})
+    with pytest.raises(UsageError, match="no samples"):
+        FaissIndex(GradientStore(tmp_path / "empty"))
+
+
+def test_the_index_as_an_arrow_table(tmp_path) -> None:
+    pytest.importorskip("pyarrow", reason="the extra for tables is not installed")
+    store = filled(tmp_path / "store")
+    table = store.to_arrow()
+    assert table.column_names == ["identity", "shard", "row"]
+    assert table.to_pydict() == store.index()
+
+
+# Used badly ---------------------------------------------------------------------------------------
+
+
+def test_refusals(tmp_path) -> None:
+    store = GradientStore(tmp_path / "store")
+    store.append(["a"], rows(1))
+    with pytest.raises(UsageError, match="in the store already"):
+        store.append(["a"], rows(1))
+    with pytest.raises(UsageError, match="2 identities for 1 samples"):
+        store.append(["b", "c"], rows(1))
+    with pytest.raises(UsageError, match="Two samples have the identity 'b'"):
+        store.append(["b", "b"], rows(2))
+    with pytest.raises(UsageError, match="a text or an integer"):
+        store.append([1.5], rows(1))  # type: ignore[list-item]
+    with pytest.raises(ShapeError, match=r"part '0.bias' has the shape \[5\], and \[4\]"):
+        store.append(["b"], {**rows(1), "0.bias": torch.zeros(1, 4)})
+    with pytest.raises(ShapeError, match=r"part '0.bias' has the shape \[5\], and nothing"):
+        store.append(["b"], {k: v for k, v in rows(1).items() if k != "0.bias"})
+    with pytest.raises(ShapeError, match="samples on axis 0"):
+        store.append(["b"], {**rows(1), "0.bias": torch.zeros(2, 5)})
+    with pytest.raises(UsageError, match=r"'0.bias' is not finite"):
+        store.append(["b"], {**rows(1), "0.bias": torch.full((1, 5), torch.nan)})
+    assert store.missing(["a", "b"]) == [1]
+    with pytest.raises(UsageError, match=r"'a' waits for its shard: call flush\(\)"):
+        store["a"]
+    store.flush()
+    with pytest.raises(UsageError, match="'b' is not stored"):
+        store["b"]
+    with pytest.raises(UsageError, match="no part 'x'"):
+        store.scores({"x": torch.zeros(1, 5)})
+    with pytest.raises(ShapeError, match=r"are \[M, 5\]. Got \[5\]"):
+        store.search({"0.bias": torch.zeros(5)})
+    with pytest.raises(UsageError, match="Queries are"):
+        store.scores({})
+
+
+def test_a_store_of_another_run(tmp_path) -> None:
+    GradientStore(tmp_path / "store", dtype=torch.bfloat16, about={"seed": 1})
+    with pytest.raises(UsageError, match=r"another run: its about is {'seed': 1}"):
+        GradientStore(tmp_path / "store", about={"seed": 2})
+    with pytest.raises(UsageError, match="its dtype is 'bfloat16'"):
+        GradientStore(tmp_path / "store", dtype=torch.float32)
+    with pytest.raises(UsageError, match="float32, bfloat16 or float64"):
+        GradientStore(tmp_path / "new", dtype=torch.int64)
+    with pytest.raises(UsageError, match="make it"):
+        GradientStore(tmp_path / "no" / "store")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "text").touch()
+    with pytest.raises(UsageError, match="is not a gradient store: it holds text"):
+        GradientStore(tmp_path / "other")
+
+
+def test_a_damaged_shard_and_one_sample_in_two(tmp_path) -> None:
+    stores = [GradientStore(tmp_path / "store", process=process) for process in range(2)]
+    for store in stores:
+        store.append(["a"], rows(1))
+        store.flush()
+    with pytest.raises(UsageError, match=r"'a' is in .* and in a shard before it"):
+        GradientStore(tmp_path / "store")
+    paths = sorted((tmp_path / "store").glob("*.safetensors"))
+    paths[1].write_bytes(paths[0].read_bytes()[:-50])
+    with pytest.raises(UsageError, match="damaged"):
+        GradientStore(tmp_path / "store")
+
+
+# Identities ---------------------------------------------------------------------------------------
+
+
+def test_names_by_content_do_not_depend_on_batches() -> None:
+    x, y = torch.arange(12).reshape(6, 2), torch.tensor([0, 1, 0, 1, 0, 1])
+    whole = ByContent()((x, y), 6)
+    names, parts = ByContent(), []
+    for part in ((x[:4], y[:4]), (x[4:], y[4:])):
+        parts += names(part, len(part[0]))
+    assert parts == whole
+    assert len({*whole}) == 6
+    again = ByContent()((x[[0, 0, 0]], y[[0, 0, 0]]), 3)
+    assert again == [whole[0], f"{whole[0]}-1", f"{whole[0]}-2"]
+
+
+def test_names_by_content_ignore_padding_and_tell_kinds_apart() -> None:
+    def padded(length: int) -> dict[str, Tensor]:
+        mask = torch.zeros(length, dtype=torch.long)
+        mask[:3] = 1
+        return {"input_ids": torch.tensor([5, 6, 7] + [0] * (length - 3)), "attention_mask": mask}
+
+    assert content_hash(padded(4)) == content_hash(padded(9))
+    seen = [
+        torch.zeros(2).float(),
+        torch.zeros(2).double(),
+        torch.zeros(1, 2),
+        [0, 0],
+        "00",
+        (0.0, 0),
+    ]
+    assert len({content_hash(value) for value in seen}) == len(seen)
+    assert content_hash({"a": 1, "b": 2}) == content_hash({"b": 2, "a": 1})
+
+
+def test_places_of_ranks_are_dealt_in_turn() -> None:
+    names = [ByPlace(rank, 2) for rank in range(2)]
+    found = [name for batch in (2, 1) for each in names for name in each(None, batch)]
+    assert sorted(found) == [*range(6)]
+    assert found[:2] == [0, 2]
