@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_origin
+from typing import TYPE_CHECKING, NamedTuple
 
 import backpack_core.api
 import backpack_products.api
@@ -30,6 +30,15 @@ APIS = {
     backpack_core: backpack_core.api,
     backpack_products: backpack_products.api,
     plugins: plugins,
+}
+
+
+# Values that cannot have a docstring, and what they are.
+DATA = {
+    "backpack_core.plugins.API_VERSION": "The version of the plugin interface, an integer.",
+    "backpack_core.contract.extension.FailMode": "The type of the option ``fail_mode``: "
+    '``"autodiff"``, ``"error"``, ``"warning"`` or ``"silent"``. '
+    ":class:`backpack_core.Extension` says what each does.",
 }
 
 
@@ -226,15 +235,16 @@ def _directive(name: str, value: object) -> str:
     """What shows an entry. An instance of an own class, such as an operation, is a function."""
     if inspect.isclass(value):
         return f".. autoclass:: {name}\n   :members:\n   :show-inheritance:"
-    is_data = isinstance(value, int) or get_origin(value) is Literal
-    return f".. {'autodata' if is_data else 'autofunction'}:: {name}"
+    if name in DATA:
+        return f".. py:data:: {name}\n\n   {DATA[name]}"
+    return f".. autofunction:: {name}"
 
 
 def text(page: Page) -> str:
     """The page in Markdown."""
     parts = [f"# {page.title}\n\n{page.text}\n"]
     for name, value in entries(page):
-        if not inspect.getdoc(value):
+        if not (DATA.get(name) or inspect.getdoc(value)):
             raise SystemExit(f"{name} is public and has no docstring.")
         title, shown = name.rpartition(".")[2], _directive(name, value)
         parts.append(f"## {title}\n\n```{{eval-rst}}\n{shown}\n```\n")
