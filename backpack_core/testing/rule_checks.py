@@ -5,6 +5,7 @@ A check takes an execution. It raises, or yields what it wants compared: what, f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -24,6 +25,9 @@ from backpack_products import operations as ops
 from backpack_products.affine import AffineProduct
 from backpack_products.parametric import AffineRule
 from backpack_products.product import SampleProduct
+
+# What a parametrised weight is computed from: a rule names the weight.
+IS_COMPUTED = re.compile(r"(^|\.)parametrizations\.")
 
 Entries = Iterator[tuple[str, Tensor | None, Tensor]]
 
@@ -61,13 +65,29 @@ def products(run: Execution, mat: Tensor, view: View | None = None, only: str = 
 
 
 def accepts(run: Execution) -> None:
-    """``check()`` passes; nothing is kept, no argument is changed, and no number drawn."""
+    """``params`` has every parameter; ``check()`` passes; nothing is kept, changed, or drawn."""
     run = execute(run.case)
+    require_all_parameters(run)
     mat, stored = run.columns(), run.view.stored
     given = [mat, *stored.inputs, *stored.outputs, *run.module.parameters()]
     with untouched(run.rule, run.module, *given):
         run.rule.check(run.view)
         list(calls(run, mat))
+
+
+def require_all_parameters(run: Execution) -> None:
+    """Raise where a rule stands for a module, and not for a parameter that the module trains."""
+    covered = run.rule.parameter_names(run.module)
+    left_out = [
+        repr(name)
+        for name, theta in run.module.named_parameters()
+        if theta.requires_grad and name not in covered and not IS_COMPUTED.search(name)
+    ]
+    require(
+        run.rule.transparent or not left_out,
+        f"params leaves out {', '.join(left_out)}, which a {type(run.module).__name__} has: add it "
+        "to params, with its product.",
+    )
 
 
 def overwritten_input(run: Execution) -> None:

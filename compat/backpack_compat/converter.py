@@ -10,8 +10,10 @@ from __future__ import annotations
 import operator
 import re
 import warnings
+from collections import Counter
+from collections.abc import Iterator
 from copy import deepcopy
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.fx import GraphModule, Node, Tracer
@@ -28,6 +30,9 @@ from backpack_layers.modules import Pad, Permute, ReduceTuple, ScaleModule, Slic
 _NO_CURVATURE = frozenset({"getattr", "permute", "transpose"})
 
 _HELPERS = (Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule)
+
+# What the incumbent makes of functions, before it copies a module that is called several times.
+_NAMED_FIRST = (ScaleModule, nn.Flatten, SumModule, ReduceTuple, Permute)
 
 
 class RuleTracer(Tracer):
@@ -46,9 +51,9 @@ def convert(module: Module, debug: bool = False) -> GraphModule:
     Sums become :class:`SumModule`, products with a number :class:`ScaleModule`; ``flatten``,
     ``permute``, ``transpose``, indexing, padding, pooling and activations the modules of that name.
     Recurrent layers of several layers become a ``Sequential`` of single ones, in-place modules
-    ordinary ones, and a module without parameters that is called several times is copied. An
-    operation that overwrites what is read elsewhere stays; ``h += x`` is no such operation to
-    ``torch.fx``, which sees ``h = h + x``.
+    ordinary ones. Of a module without parameters that is called several times, each call has a
+    copy: ``relu0``, ``relu1`` for ``relu``. An operation that overwrites what is read elsewhere
+    stays; ``h += x`` is not such an operation to ``torch.fx``, which sees ``h = h + x``.
 
     Args:
         module: The network. It is left as it is; parameters are shared, not copied.
@@ -61,51 +66,76 @@ def convert(module: Module, debug: bool = False) -> GraphModule:
     graph = RuleTracer().trace(module)
     result = GraphModule(module, graph)
     graph.eliminate_dead_code(lambda node: node.is_impure() or overwrites(node))
-    called: dict[str, Module] = {}
+    calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
+    made = []
     for node in list(graph.nodes):
         if node.op == "call_module":
-            _prepare(result, node, called)
+            made += _prepare(result, node, calls)
         elif node.op in ("call_function", "call_method"):
-            _replace(result, node, debug)
+            made += _replace(result, node)
+    _name(result, made, debug)
     graph.lint()
-    result.delete_all_unused_submodules()
-    result.recompile()
     _report(graph.nodes)
-    return result
+    return GraphModule(result, graph)  # with what is called only, in the order of the calls
 
 
-def _replace(root: GraphModule, node: Node, debug: bool) -> None:
+class _Made(NamedTuple):
+    """A module that was made for a node: what its name begins with, and who is named first."""
+
+    node: Node
+    stem: str
+    rank: int
+
+
+def _replace(root: GraphModule, node: Node) -> Iterator[_Made]:
     found = converted(node)
     if found is None:
         return
     module, inputs = found
-    name = _free_name(root, _snake(type(module).__name__))
-    if debug:
-        logger.info("convert: %s -> %s '%s'", node.target, type(module).__name__, name)
-    root.add_module(name, module.train(root.training))
+    name = _add(root, module.train(root.training))
     node.op, node.target, node.args, node.kwargs = "call_module", name, inputs, {}
+    yield _Made(node, _snake(type(module).__name__), 0 if isinstance(module, _NAMED_FIRST) else 2)
 
 
-def _prepare(root: GraphModule, node: Node, called: dict[str, Module]) -> None:
+def _prepare(root: GraphModule, node: Node, calls: Counter[str]) -> Iterator[_Made]:
     """Bring a module that is called into the form that module extensions can handle."""
     target = str(node.target)
-    is_repeated = target in called
-    module = called.setdefault(target, root.get_submodule(target))
+    module = root.get_submodule(target)
     has_state = any(True for _ in module.parameters()) or any(True for _ in module.buffers())
     if isinstance(module, (nn.RNN, nn.LSTM)):
-        calls = [n for n in node.graph.nodes if (n.op, n.target) == (node.op, node.target)]
-        if _can_be_split(module, root, calls):
+        same = [n for n in node.graph.nodes if (n.op, n.target) == (node.op, node.target)]
+        if _can_be_split(module, root, same):
             root.set_submodule(target, _single_layers(module))
         return
+    is_repeated = calls[target] > 1
     can_return = overwrites(node) and is_only_reader(node)  # a new tensor
-    if not has_state and (is_repeated or can_return):
-        copy = deepcopy(module)
-        if can_return:
-            copy.inplace = False  # type: ignore[assignment]
-        if is_repeated:
-            target = _free_name(root, target)
-        root.add_submodule(target, copy)
-        node.target = target
+    if has_state or not (is_repeated or can_return):
+        return
+    copy = deepcopy(module)
+    if can_return:
+        copy.inplace = False  # type: ignore[assignment]
+    if is_repeated:
+        node.target = _add(root, copy)
+        yield _Made(node, target, 1)
+    else:
+        root.set_submodule(target, copy)
+
+
+def _add(root: GraphModule, module: Module) -> str:
+    """Add a module under a name that it has until :func:`_name`."""
+    name = _free_name(root, "made_")
+    root.add_module(name, module)
+    return name
+
+
+def _name(root: GraphModule, made: list[_Made], debug: bool) -> None:
+    """Number the modules that were made as the incumbent does, which rewrites kind by kind."""
+    for node, stem, _ in sorted(made, key=lambda one: one.rank):
+        module = root.get_submodule(str(node.target))
+        node.target = name = _free_name(root, stem)
+        root.add_submodule(name, module)
+        if debug:
+            logger.info("convert: %s '%s'", type(module).__name__, name)
 
 
 def _can_be_split(module: nn.RNN | nn.LSTM, root: Module, calls: list[Node]) -> bool:

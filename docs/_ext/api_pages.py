@@ -11,15 +11,16 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
-
-from sphinx.application import Sphinx
+from typing import TYPE_CHECKING, NamedTuple
 
 import backpack_core.api
 import backpack_products.api
 from backpack_core import plugins
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
 
 # What a reader looks for first, in front of the alphabet.
 FIRST = ("backpack", "extend", "disable", "quantities")
@@ -32,16 +33,27 @@ APIS = {
 }
 
 
-class Page(NamedTuple):
-    """One page: what it is called, what it says first, and the modules whose names it lists.
+# Values that cannot have a docstring, and what they are.
+DATA = {
+    "backpack_core.plugins.API_VERSION": "The version of the plugin interface, an integer.",
+    "backpack_core.contract.extension.FailMode": "The type of the option ``fail_mode``: "
+    '``"autodiff"``, ``"error"``, ``"warning"`` or ``"silent"``. '
+    ":class:`backpack_core.Extension` says what each does.",
+}
 
-    Of the modules, those count that there are; a page without any is left out.
+
+class Page(NamedTuple):
+    """One page: what it is called, what it says first, and what it lists.
+
+    It lists the names of modules, and single names of others. Of the modules, those count that
+    there are; a page without any is left out.
     """
 
     file: str
     title: str
     text: str
     modules: tuple[str, ...]
+    names: tuple[str, ...] = ()
 
 
 PAGES = (
@@ -149,8 +161,15 @@ PAGES = (
     Page(
         "plugins",
         "backpack_core.plugins",
-        "Loading and registering plugins.",
+        "Loading and registering plugins, and what options of extensions are made of.",
         ("backpack_core.plugins",),
+        (
+            "backpack_core.plugins.API_VERSION",
+            "backpack_core.contract.extension.FailMode",
+            "backpack_products.extensions.as_subsampling",
+            "backpack_core.discovery.preference",
+            "backpack_core.engine.active.suspended",
+        ),
     ),
     Page(
         "compat",
@@ -207,22 +226,28 @@ def entries(page: Page) -> Iterator[tuple[str, object]]:
             value = getattr(module, entry)
             if inspect.isclass(value) or callable(value):
                 yield f"{name}.{entry}", value
+    for name in page.names:
+        module_name, _, entry = name.rpartition(".")
+        yield name, getattr(import_module(module_name), entry)
+
+
+def _directive(name: str, value: object) -> str:
+    """What shows an entry. An instance of an own class, such as an operation, is a function."""
+    if inspect.isclass(value):
+        return f".. autoclass:: {name}\n   :members:\n   :show-inheritance:"
+    if name in DATA:
+        return f".. py:data:: {name}\n\n   {DATA[name]}"
+    return f".. autofunction:: {name}"
 
 
 def text(page: Page) -> str:
     """The page in Markdown."""
     parts = [f"# {page.title}\n\n{page.text}\n"]
     for name, value in entries(page):
-        if not inspect.getdoc(value):
+        if not (DATA.get(name) or inspect.getdoc(value)):
             raise SystemExit(f"{name} is public and has no docstring.")
-        # What is an instance of an own class, such as an operation, is shown as a function.
-        kind = "autoclass" if inspect.isclass(value) else "autofunction"
-        options = ":members:\n:show-inheritance:\n" if inspect.isclass(value) else ""
-        parts.append(
-            f"## {name.rpartition('.')[2]}\n\n```{{eval-rst}}\n.. {kind}:: {name}\n"
-            + "".join(f"   {line}\n" for line in options.splitlines())
-            + "```\n"
-        )
+        title, shown = name.rpartition(".")[2], _directive(name, value)
+        parts.append(f"## {title}\n\n```{{eval-rst}}\n{shown}\n```\n")
     return "\n".join(parts)
 
 

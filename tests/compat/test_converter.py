@@ -172,8 +172,38 @@ def test_repeated_modules_are_copied() -> None:
 
     net = Repeated()
     found = convert(net)
-    assert [name for name, m in found.named_modules() if isinstance(m, nn.Tanh)] == ["act", "act0"]
+    assert [name for name, m in found.named_modules() if isinstance(m, nn.Tanh)] == ["act0", "act1"]
     assert list(found.parameters()) == list(net.parameters())
+
+
+class Named(nn.Module):
+    """Names that others would like to have: of functions, and of modules that are repeated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.relu0, self.relu = nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU()
+        self.flatten, self.part = nn.Flatten(), nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.relu(self.relu0(self.relu(self.first(self.flatten(x)))))
+        h = self.part(self.flatten(F.relu(h))).flatten(1)
+        return self.part[1](0.5 * h) + h
+
+
+def test_modules_are_numbered_as_in_backpack() -> None:
+    """What BackPACK 1.7.1 makes of it; it leaves ``F.relu``, which is numbered last here."""
+    net = Named()
+    found = convert(net)
+    names = [str(node.target) for node in found.graph.nodes if node.op == "call_module"]
+    assert names == [
+        *("flatten1", "first", "relu1", "relu0", "relu2", "relu3", "flatten2"),
+        *("part.0", "part.10", "flatten0", "scale_module0", "part.11", "sum_module0"),
+    ]
+    assert [name for name, _ in found.named_modules()] == [
+        *("", *names[:7], "part", *names[7:9], names[11], *names[9:11], names[12])
+    ]
+    x = torch.randn(3, 4)
+    assert_close(found(x), net(x))
 
 
 class Recurrent(nn.Module):

@@ -33,10 +33,12 @@ SAVEFIELDS = {
     "GGNMP": "ggnmp", "HMP": "hmp", "PCHMP": "pchmp",
 }  # fmt: skip
 SIGNATURES = {
-    "BatchGrad": ["subsampling"], "DiagGGNExact": [], "DiagGGNMC": ["mc_samples"], "KFLR": [],
-    "SqrtGGNMC": ["mc_samples", "subsampling"], "KFAC": ["mc_samples"], "GGNMP": ["savefield"],
+    "BatchGrad": ["subsampling"], "DiagGGNExact": [], "DiagGGNMC": ["mc_samples"],
+    "KFAC": ["mc_samples", "weight_sharing"], "KFLR": ["weight_sharing"],
+    "KFRA": ["weight_sharing"], "SqrtGGNMC": ["mc_samples", "subsampling"], "GGNMP": ["savefield"],
     "PCHMP": ["savefield", "modify"], "DiagHessian": [], "Variance": [],
-    "HBP": ["curv_type", "loss_hessian_strategy", "backprop_strategy", "ea_strategy", "savefield"],
+    "HBP": ["curv_type", "loss_hessian_strategy", "backprop_strategy", "ea_strategy", "savefield",
+            "weight_sharing"],
 }  # fmt: skip
 
 
@@ -84,6 +86,7 @@ def test_extensions(name: str) -> None:
     first_order = isinstance(extension, FirstOrderExtension)
     assert extension.expects_backpropagation_quantities() is not first_order
     assert extension.get_subsampling() is None
+    assert extension._fail_mode == ("WARNING" if first_order else "ERROR")  # as in BackPACK 1.7.1
     extension.saved_quantities.save_quantity(1, 2, lambda a, b: a + b)
     extension.saved_quantities.save_quantity(1, 3, lambda a, b: a + b)
     assert extension.saved_quantities.retrieve_quantity(1, delete_old=False) == 5

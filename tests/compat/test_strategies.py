@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from backpack.extensions.secondorder.hbp import (
     LossHessianStrategy,
 )
 from backpack.utils import kroneckers
+from backpack_core import extensions as core
 from backpack_core.errors import UnsupportedError
 from tests.compat.nets import N, data, linear_net, run
 
@@ -124,3 +127,22 @@ def test_kfac_has_the_strategies_of_its_name() -> None:
     found = run(model, x, y, sampled)[0].kfac
     for ours, reference in zip(found, expected, strict=True):
         assert torch.allclose(ours, reference)
+
+
+@pytest.mark.parametrize("sharing", ["kfc", "expand", "reduce"])
+@pytest.mark.parametrize("name", ["KFLR", "KFRA", "KFAC"])
+def test_positions_share_a_weight_as_asked(name: str, sharing: Any) -> None:
+    def factors(extension: Any) -> list[Tensor]:
+        torch.manual_seed(5)
+        model = nn.Sequential(nn.Conv1d(2, 2, 2), nn.Sigmoid(), nn.Flatten(), nn.Linear(6, 2))
+        return list(getattr(run(model, *data(2, 4), extension)[0], extension.savefield))
+
+    found = factors(getattr(extensions, name)(weight_sharing=sharing))
+    expected = factors(getattr(core, name)(weight_sharing=sharing))
+    for ours, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, reference)
+
+
+def test_unknown_weight_sharing() -> None:
+    with pytest.raises(ValueError, match="weight_sharing must be one of 'kfc', 'expand', 'reduce'"):
+        extensions.KFAC(weight_sharing="sum")  # type: ignore[arg-type]

@@ -25,7 +25,12 @@ from backpack.extensions.secondorder.hbp import (
 )
 from backpack.extensions.secondorder.sqrt_ggn import activations, custom_module, losses
 from backpack.utils.subsampling import subsample
-from backpack_core.errors import BackpackWarning, UnsupportedError, UsageError
+from backpack_core.errors import (
+    AutodiffFallbackWarning,
+    BackpackWarning,
+    UnsupportedError,
+    UsageError,
+)
 from tests.compat.nets import N, data, linear_net, run
 
 
@@ -90,6 +95,34 @@ def test_fail_mode_is_compared_by_value() -> None:
         run(linear_net(), *data(3), Grad({}, fail_mode=mode))
     with pytest.raises(AssertionError, match="no valid fail mode"):
         Grad({}, fail_mode="LOUD")
+
+
+class Shift(nn.Module):
+    """No plugin has a rule for it, and it uses its parameter in an operation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.shift.exp().sinh()
+
+
+def test_fail_mode_of_a_built_in_extension() -> None:
+    """Until it is told otherwise, it is exact where the incumbent passes over a parameter."""
+    model, extension = nn.Sequential(Shift(), nn.Linear(4, 3)), extensions.BatchGrad()
+    x, y = data(4)
+    with pytest.warns(AutodiffFallbackWarning, match="Shift"):
+        assert run(model, x, y, extension)[0].grad_batch.shape == (4, 4)
+    del model[0].shift.grad_batch
+    extension._fail_mode = FAIL_SILENT
+    assert not hasattr(run(model, x, y, extension)[0], "grad_batch")
+    extension._fail_mode = FAIL_WARN
+    with pytest.warns(BackpackWarning, match="Shift"):
+        run(model, x, y, extension)
+    assert extension._fail_mode == FAIL_WARN
+    with pytest.raises(AssertionError, match="no valid fail mode"):
+        extension._fail_mode = "LOUD"
 
 
 def test_set_module_extension() -> None:

@@ -55,6 +55,10 @@ class GainProduct(SampleProduct):
         return self.out[columns, samples] * self.inp[samples]
 
 
+class PartialParams(GroupedRule):
+    params = ("weight",)
+
+
 class RepeatedEntries(GroupedRule):
     """The entries of one group in the place of both."""
 
@@ -288,6 +292,7 @@ FAULTS = [
     (case_of(SquaredGain, FalseLinearity), "linear_in_params", "does not vanish"),
     (case_of(Gain, Leak), "no_live_calls", "outlive their graph"),
     (case_of(Gain, State), "accepts", "keep no state"),
+    (case_of(Grouped, PartialParams), "accepts", "params leaves out 'bias', which a Grouped has"),
     (case_of(Gain, DrawsNumbers), "accepts", "random numbers"),
     (case_of(Gain, StoresOnTheModule), "accepts", "'kept'"),
     (case_of(Gain, WrongInEvalMode), "other_mode", "In eval mode, .*: .* 2 times"),

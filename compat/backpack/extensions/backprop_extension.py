@@ -28,7 +28,8 @@ FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"
 FAIL_SILENT = "SILENT"
 
-# With "autodiff", modules without a layer rule reach the extension, which raises its own error.
+# With "autodiff", modules without a layer rule reach the extension: one of a table raises its own
+# error, and one of the core is exact or raises.
 _FAIL_MODES: dict[str, FailMode] = {
     FAIL_ERROR: "autodiff",
     FAIL_WARN: "warning",
@@ -42,6 +43,7 @@ class BackpackNames(Extension):
     """The further methods that every extension has in the incumbent."""
 
     _saved: SavedQuantities | None = None
+    _told_mode: str | None = None
 
     @property
     def saved_quantities(self) -> SavedQuantities:
@@ -57,6 +59,18 @@ class BackpackNames(Extension):
     @property
     def _subsampling(self) -> list[int] | None:
         return self.get_subsampling()
+
+    @property
+    def _fail_mode(self) -> str:
+        """What happens at a module without a rule; by default, as in the incumbent."""
+        default = FAIL_ERROR if self.expects_backpropagation_quantities() else FAIL_WARN
+        return self._told_mode or default
+
+    @_fail_mode.setter
+    def _fail_mode(self, mode: str) -> None:
+        if mode not in _FAIL_MODES:
+            raise AssertionError(f"no valid fail mode: {mode}")
+        self._told_mode, self.fail_mode = mode, _FAIL_MODES[mode]
 
     def expects_backpropagation_quantities(self) -> bool:
         """Whether something beside the gradient travels backwards."""
@@ -169,14 +183,12 @@ class BackpropExtension(BackpackNames):
         Raises:
             AssertionError: The fail mode is unknown.
         """
-        if fail_mode not in _FAIL_MODES:
-            raise AssertionError(f"no valid fail mode: {fail_mode}")
         samples = as_subsampling(subsampling)
         hands_on = self.expects_backpropagation_quantities()
         propagator = HandedOn(self, samples) if hands_on else OutputGradient(samples)
-        super().__init__(propagator, savefield, _FAIL_MODES[fail_mode])
-        self.carriers = {kind: found.carrier for kind, found in module_exts.items()}
+        super().__init__(propagator, savefield)
         self._fail_mode = fail_mode
+        self.carriers = {kind: found.carrier for kind, found in module_exts.items()}
 
     @classmethod
     def __subclasshook__(cls, other: type) -> Any:

@@ -1,6 +1,7 @@
 """The plugins' extensions with the incumbent's signatures. Imports the plugins.
 
-They have the incumbent's settings only; for the others use ``backpack_core.extensions``.
+They have the incumbent's settings, and Kronecker factors also ``weight_sharing``, without which a
+layer with positions could not have others; for the rest use ``backpack_core.extensions``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from backpack_core import Extension
 from backpack_firstorder import individual, moments
 from backpack_products.extensions import as_subsampling
 from backpack_secondorder import diag_ggn, diag_hessian, kfac, kfra, products, sqrt_ggn
-from backpack_secondorder.factors import kronecker_factors
+from backpack_secondorder.factors import WeightSharing, kronecker_factors
 from backpack_secondorder.propagators import LossSqrt
 
 EXACT, SAMPLING = LossHessianStrategy.EXACT, LossHessianStrategy.SAMPLING
@@ -202,6 +203,8 @@ class HBP(BackpackNames):
         backprop_strategy: ``BATCH_AVERAGE`` with ``SUM``, otherwise ``SQRT``.
         ea_strategy: ``ExpectationApproximation.BOTEV_MARTENS``.
         savefield: Name of the attribute on parameters.
+        weight_sharing: How positions enter the factors; see :class:`backpack_core.extensions.KFAC`.
+            The default gives those of BackPACK for convolutions.
     """
 
     columns_add = True
@@ -216,12 +219,14 @@ class HBP(BackpackNames):
         backprop_strategy: str,
         ea_strategy: str,
         savefield: str = "hbp",
+        weight_sharing: WeightSharing = "kfc",
     ) -> None:
         strategies = (curv_type, loss_hessian_strategy, backprop_strategy, ea_strategy)
         self.curv_type, self.loss_hessian_strategy, self.backprop_strategy, self.ea_strategy = (
             strategies
         )
-        self._base = extension_by(*strategies, self.get_num_mc_samples())
+        self._base = extension_by(*strategies, self.get_num_mc_samples(), weight_sharing)
+        self.weight_sharing = weight_sharing
         self.over_batches = self._base.over_batches
         propagator = self._base.propagator
         # Diagonals and roots share the columns.
@@ -264,29 +269,26 @@ class HBP(BackpackNames):
 class KFAC(HBP, kfac.KFAC):
     """Kronecker factors with a sampled loss Hessian, in ``kfac``."""
 
-    def __init__(self, mc_samples: int = 1) -> None:
+    def __init__(self, mc_samples: int = 1, weight_sharing: WeightSharing = "kfc") -> None:
         self._mc_samples = mc_samples
-        super().__init__(Curvature.GGN, SAMPLING, BackpropStrategy.SQRT, BOTEV_MARTENS, "kfac")
+        strategies = (Curvature.GGN, SAMPLING, BackpropStrategy.SQRT, BOTEV_MARTENS)
+        super().__init__(*strategies, "kfac", weight_sharing)
 
 
 class KFLR(HBP, kfac.KFLR):
     """Kronecker factors with the exact loss Hessian, in ``kflr``."""
 
-    def __init__(self) -> None:
-        super().__init__(Curvature.GGN, EXACT, BackpropStrategy.SQRT, BOTEV_MARTENS, "kflr")
+    def __init__(self, weight_sharing: WeightSharing = "kfc") -> None:
+        strategies = (Curvature.GGN, EXACT, BackpropStrategy.SQRT, BOTEV_MARTENS)
+        super().__init__(*strategies, "kflr", weight_sharing)
 
 
 class KFRA(HBP, kfra.KFRA):
     """Kronecker factors by averages over the batch, in ``kfra``."""
 
-    def __init__(self) -> None:
-        super().__init__(
-            Curvature.GGN,
-            LossHessianStrategy.SUM,
-            BackpropStrategy.BATCH_AVERAGE,
-            BOTEV_MARTENS,
-            "kfra",
-        )
+    def __init__(self, weight_sharing: WeightSharing = "kfc") -> None:
+        average = (LossHessianStrategy.SUM, BackpropStrategy.BATCH_AVERAGE)
+        super().__init__(Curvature.GGN, *average, BOTEV_MARTENS, "kfra", weight_sharing)
 
 
 class GGNMP(BackpackGraphNames, products.GGNMP):

@@ -13,22 +13,28 @@ from backpack.extensions.hbp_options import (
 from backpack_core import Extension
 from backpack_core.errors import UnsupportedError
 from backpack_secondorder import kfac, kfra
+from backpack_secondorder.factors import WeightSharing
 
 _AVERAGE = (LossHessianStrategy.SUM, BackpropStrategy.BATCH_AVERAGE)
 
 # Curvature, form of the loss Hessian, and what is carried.
-_KNOWN: dict[tuple[str, str, str], Callable[[int], Extension]] = {
-    (Curvature.GGN, LossHessianStrategy.EXACT, BackpropStrategy.SQRT): lambda _: kfac.KFLR(),
+_KNOWN: dict[tuple[str, str, str], Callable[[int, WeightSharing], Extension]] = {
+    (Curvature.GGN, LossHessianStrategy.EXACT, BackpropStrategy.SQRT): lambda _, s: kfac.KFLR(s),
     (Curvature.GGN, LossHessianStrategy.SAMPLING, BackpropStrategy.SQRT): kfac.KFAC,
-    (Curvature.GGN, *_AVERAGE): lambda _: kfra.KFRA(),
-    (Curvature.HESSIAN, *_AVERAGE): lambda _: kfra.KFRA(residual="exact"),
-    (Curvature.PCH_CLIP, *_AVERAGE): lambda _: kfra.KFRA(residual="clip"),
-    (Curvature.PCH_ABS, *_AVERAGE): lambda _: kfra.KFRA(residual="abs"),
+    (Curvature.GGN, *_AVERAGE): lambda _, s: kfra.KFRA(s),
+    (Curvature.HESSIAN, *_AVERAGE): lambda _, s: kfra.KFRA(s, residual="exact"),
+    (Curvature.PCH_CLIP, *_AVERAGE): lambda _, s: kfra.KFRA(s, residual="clip"),
+    (Curvature.PCH_ABS, *_AVERAGE): lambda _, s: kfra.KFRA(s, residual="abs"),
 }
 
 
 def extension_by(
-    curvature: str, loss_hessian: str, carried: str, averaged: str, mc_samples: int = 1
+    curvature: str,
+    loss_hessian: str,
+    carried: str,
+    averaged: str,
+    mc_samples: int = 1,
+    weight_sharing: WeightSharing = "kfc",
 ) -> Extension:
     """The extension for a combination of strategies.
 
@@ -38,13 +44,14 @@ def extension_by(
         carried: Of :class:`BackpropStrategy`.
         averaged: Of :class:`ExpectationApproximation`.
         mc_samples: Number of samples, for ``SAMPLING``.
+        weight_sharing: How positions enter the factors.
 
     Raises:
         UnsupportedError: Together they define no quantity.
     """
     make = _KNOWN.get((curvature, loss_hessian, carried))
     if make is not None and averaged == ExpectationApproximation.BOTEV_MARTENS:
-        return make(mc_samples)
+        return make(mc_samples, weight_sharing)
     asked = (curvature, loss_hessian, carried, averaged)
     if averaged == ExpectationApproximation.CHEN:
         reason = "factors of averaged parameter Jacobians are no curvature of any batch but of one"
