@@ -195,6 +195,10 @@ def _classes(n: int) -> Tensor:
     return torch.arange(n) % 2
 
 
+def _squares(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().flatten(1).sum(1)
+
+
 LOSSES: list[LossCase] = [
     _loss(nn.MSELoss, _unit),
     _loss(nn.CrossEntropyLoss, _classes),
@@ -211,4 +215,11 @@ LOSSES: list[LossCase] = [
         lambda n: (torch.randn(n, 3, 2), torch.randint(0, 2, (n, 3))),
         name="CausalLMLoss",
     ),
+    LossCase(
+        partial(_known("AutodiffLoss"), _squares),
+        lambda n: (_unit(n), _unit(n)),
+        sampled=False,
+        name="AutodiffLoss",
+    ),
+    LossCase(_known("SumOutputs"), lambda n: (_unit(n),), sampled=False, name="SumOutputs"),
 ]
