@@ -120,14 +120,14 @@ def _hashed(key: int, place: int) -> int:
 
 
 def _aggregated(reference: Reference, name: str) -> Tensor:
-    """The gradient of the one loss there is, times its squared norm over all parameters."""
+    """The gradient of the one loss there is, times its norm over all parameters."""
     sums = {p: reference.gradients(p).sum(0) for p in reference.parameters}
-    return sums[name] * torch.stack([total.square().sum() for total in sums.values()]).sum()
+    return sums[name] * torch.stack([total.square().sum() for total in sums.values()]).sum().sqrt()
 
 
 def _row_sums(gram: Tensor) -> Tensor:
     """Weights of an aggregation."""
-    return gram.sum(1)
+    return gram.sum(1) / gram.trace().sqrt()
 
 
 def _gram(root: Tensor, reference: Reference, name: str) -> Tensor:
