@@ -26,11 +26,12 @@ if TYPE_CHECKING:
 class GradientStore:
     """A folder of gradients: rows with an identity each, in parts (one for each parameter, say).
 
-        with GradientStore("gradients", dtype=torch.bfloat16) as store:
-            for names, batch in loader:
-                if store.missing(names):
-                    store.append(names, gradients_of(batch))
-        store.search(queries, k=10)
+    Example:
+        >>> with GradientStore("gradients", dtype=torch.bfloat16) as store:
+        ...     for names, batch in loader:
+        ...         if store.missing(names):
+        ...             store.append(names, gradients_of(batch))
+        >>> store.search(queries, k=10)
 
     The folder holds ``store.json`` (shapes of the parts, precision, what the user says about them)
     and shards, ``NUMBER-RANK-TOKEN.safetensors``. A shard holds some samples whole: their
