@@ -93,6 +93,11 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: private(m := perceptron(), optimizer=torch.optim.LBFGS(m.parameters())),
         "several times in a step",
     ),
+    "trained in bfloat16": (lambda: private(perceptron().bfloat16()), "is in bfloat16"),
+    "one layer in float16": (
+        lambda: private(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3).half())),
+        "The parameter 1.weight is in float16",
+    ),
     "no loss": (lambda: private(lossfunc=3), "second argument"),
     "losses not added up": (
         lambda: private(lossfunc=nn.CrossEntropyLoss(reduction="none")),
@@ -391,10 +396,10 @@ AFTER: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "steps too small for the precision": (
         lambda: Loop(
-            perceptron().bfloat16(),
-            optimizer=lambda p: torch.optim.SGD(p, lr=1e-9),
-        ).each(stepping(lambda loop, x, y: loop.loss(x.bfloat16(), y)), 3),
-        "smaller than what bfloat16",
+            perceptron().float(),
+            optimizer=lambda p: torch.optim.SGD(p, lr=1e-15),
+        ).each(stepping(lambda loop, x, y: loop.loss(x.float(), y)), 3),
+        "smaller than what float32",
     ),
     "an adapter that is not used": (lambda: Loop(Unused()).each(well, 3), "noise alone"),
     "values put back": (lambda: Loop().each(put_back), "between two steps"),

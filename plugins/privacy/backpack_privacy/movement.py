@@ -92,7 +92,7 @@ class Movement:
             raise UsageError(
                 f"The parameter {name} has not moved in {self._steps} steps. Its learning rate is "
                 f"zero, or its steps are smaller than what {dtype} can tell apart: raise the "
-                f"learning rate, keep parameters in float32, or freeze it. {_ALL_WELL}"
+                f"learning rate, or freeze it. {_ALL_WELL}"
             )
         if self._noise_only:
             name = min(self._noise_only)

@@ -102,7 +102,7 @@ class Private:
             loss: Of the batch that the loader showed last.
             scaler: A ``torch.amp.GradScaler``: the loss is multiplied by its scale, and clipped
                 sums are those without. A step whose sums overflow is skipped and counted, which
-                shows in the accountant as a step; prefer bfloat16, which needs none.
+                shows in the accountant as a step; autocast with bfloat16 needs none.
             backward: What to call instead of ``loss.backward()``, such as ``accelerator.backward``.
                 It scales the loss itself, if there is a scaler.
             normaliser: What this loss divides by, if that differs from batch to batch.
@@ -270,7 +270,7 @@ class Private:
         if not is_looked_at and not all(bool(torch.isfinite(g).all()) for g in gradients):
             raise UsageError(
                 "The gradient of a sample is not a number, so that the sum cannot be private. Look "
-                "for inputs that are not finite, and use bfloat16 or float32 in the place of "
+                "for inputs that are not finite, and use autocast with bfloat16 in the place of "
                 "float16 (or a scaler, private.step(loss, scaler=scaler))."
             )
         for parameter, gradient in zip(self._named.values(), gradients, strict=True):

@@ -142,6 +142,22 @@ def _check_same(model: nn.Module, trained: dict[str, Tensor], stepped: set[Tenso
         )
 
 
+def check_precision(named: Mapping[str, Tensor]) -> None:
+    """Refuse trained parameters in half precision.
+
+    Raises:
+        UsageError: The clipped sum would be rounded by more than one sample may change it.
+    """
+    for name, parameter in named.items():
+        if parameter.dtype.itemsize < torch.float32.itemsize:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise UsageError(
+                f"The parameter {name} is in {dtype}, which rounds sums of gradients by more than "
+                "one sample may change them, so that the noise would not hide it. Keep trained "
+                "parameters in float32, model.float(), and compute in torch.autocast."
+            )
+
+
 def check_loss(lossfunc: Any, normaliser: Any) -> None:
     """Refuse a loss of which nobody knows what it divides by.
 
