@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from backpack_core.errors import BackpackError
 from backpack_privacy import AdaptiveClipping, Clipping, make_private
@@ -124,6 +129,13 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
     "a batch larger than the data": (lambda: private(loader=loader_of(DATA, 13)), "1 at most"),
     "more users than there are": (lambda: private(users=[0, 1] * 6), "of 2 samples"),
     "users of other data": (lambda: private(users=[0, 1]), "12 in all"),
+    "users of rows in another order": (
+        lambda: private(
+            loader=loader_of(DATA, collate_fn=lambda rows: default_collate(rows[::-1])),
+            users=[*range(6)] * 2,
+        ),
+        "the order of rows",
+    ),
     "no bound": (lambda: private(max_norm=None), "Give max_norm="),
     "two bounds": (lambda: private(clipping=Clipping(1.0)), "Give max_norm="),
     "bound of zero": (lambda: private(max_norm=0.0), "positive and finite"),

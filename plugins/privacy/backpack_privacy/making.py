@@ -27,6 +27,7 @@ from backpack_privacy.sampling import (
     Sampling,
     Units,
     check_loader,
+    check_order,
 )
 
 
@@ -107,6 +108,8 @@ def make_private(
     check_shards(named)
     check_precision(named)
     check_loader(loader)
+    if users is not None:
+        check_order(loader)
     _check_noise(noise_multiplier, target_epsilon, target_delta, epochs)
     for name, number in (("max_records", max_records), ("max_rows", max_rows), ("epochs", epochs)):
         _check_count(name, number)

@@ -10,7 +10,13 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from backpack_core.errors import UsageError
@@ -289,4 +295,18 @@ def check_loader(loader: Any) -> None:
         raise UsageError(
             f"The batch_size is {loader.batch_size}, and the data set has {count} samples. Each is "
             "drawn with the probability batch_size / samples, which has to be 1 at most."
+        )
+
+
+def check_order(loader: DataLoader[Any]) -> None:
+    """Refuse batches whose rows may be in another order than they were drawn.
+
+    Raises:
+        UsageError: The loader puts batches together by a function of the user's.
+    """
+    if loader.collate_fn is not default_collate:
+        raise UsageError(
+            "The loader has a collate_fn, and nobody knows whether it keeps the order of rows, by "
+            "which users= finds the user of each. Leave collate_fn out, and do what it does in the "
+            "data set's __getitem__ or in the model."
         )
