@@ -91,6 +91,45 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been() -> None:
         again.load_state_dict({**state, "bounds": {"x": 1.0}})
 
 
+def test_states_that_would_forget_what_was_spent() -> None:
+    """Later ones, those of other settings, and those that leave too little of a target."""
+    private, model, lossfunc = privately(noise_multiplier=1.0)
+    state = private.state_dict()
+    run(private, model, lossfunc, 3)
+    with pytest.raises(UsageError, match="3 steps were taken here"):
+        private.load_state_dict(state)
+    others: tuple[dict[str, Any], ...] = (
+        {"max_norm": 0.6},
+        {"clipping": AdaptiveClipping(0.5)},
+        {"clipping": Clipping(0.5, weights="automatic")},
+        {"users": [*range(6)] * 2},
+    )
+    for options in others:
+        other = privately(noise_multiplier=1.0, **options)[0]
+        with pytest.raises(UsageError, match="The state is of a training with"):
+            other.load_state_dict(private.state_dict())
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
+def test_states_and_targets(sampling: str) -> None:
+    """The same target can be gone on with, and another one may be exceeded."""
+
+    def fresh(epochs: int) -> Any:
+        target: dict[str, Any] = {"target_epsilon": 2.0, "target_delta": 1e-3, "epochs": epochs}
+        return privately(noise_multiplier=None, sampling=sampling, checks=0, **target)
+
+    first, model, lossfunc = fresh(2)
+    run(first, model, lossfunc, 3)
+    again, other, lossfunc = fresh(2)
+    again.load_state_dict(first.state_dict())
+    run(again, other, lossfunc, 6)
+    assert again.epsilon() <= 2.0
+    longer = fresh(4)[0]
+    with pytest.raises(UsageError, match="and target_epsilon is 2"):
+        longer.load_state_dict(first.state_dict())
+    assert longer.steps == 0
+
+
 def test_names_and_objects_stay() -> None:
     model, data = make("images")
     names, optimizer = [*model.state_dict()], torch.optim.Adam(model.parameters())

@@ -139,7 +139,7 @@ def make_private(
             processes,
         ),
         normaliser=normaliser,
-        budget=Budget(target_delta, steps),
+        budget=Budget(target_delta, steps, target_epsilon),
         checks=checks,
         public_buffers=public_buffers,
     )

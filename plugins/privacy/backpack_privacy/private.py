@@ -202,15 +202,7 @@ class Private:
                 "after all layers are there, and after freezing."
             )
         check_no_gradient(self._named)
-        self._check_budget()
-
-    def _check_budget(self) -> None:
-        planned = self._budget.steps
-        if planned is not None and self.steps >= planned:
-            raise UsageError(
-                f"All {planned} steps that were planned are taken, and a further one would spend "
-                "more. Plan for more epochs=, or stop here."
-            )
+        self._budget.check(self.steps)
 
     # What the loader says
 
@@ -234,7 +226,7 @@ class Private:
 
     def _step_without_samples(self) -> None:
         """A step of noise, as for every batch, with no sample in this process."""
-        self._check_budget()
+        self._budget.check(self.steps)
         check_no_gradient(self._named)
         self._sums.is_complete = True
         self.optimizer.step()
@@ -317,15 +309,16 @@ class Private:
         return self._release.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint.
+        """Go on from a checkpoint, before the first step.
 
         Args:
             state: What :meth:`state_dict` returned.
 
         Raises:
-            UsageError: It is from something else.
+            UsageError: It is from other data or clipping, steps were taken here, or what it spent
+                and what is planned exceed the target.
         """
-        self._release.load_state_dict(state)
+        self._release.load_state_dict(state, self._budget)
 
     @property
     def ahead(self) -> int:
