@@ -245,6 +245,10 @@ def nested(loop: Loop, x: Tensor, y: Tensor) -> None:
         pass
 
 
+def begins_another(loop: Loop, x: Tensor, y: Tensor) -> None:
+    next(iter(loop.private.loader))
+
+
 def frozen_later(loop: Loop, x: Tensor, y: Tensor) -> None:
     loop.model.get_parameter("0.bias").requires_grad_(False)
     well(loop, x, y)
@@ -318,6 +322,7 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
         ),
         "through 2 runs of the model",
     ),
+    "two loops at once": (lambda: Loop(sampling="shuffled").each(begins_another), "one loop after"),
     "half of the batch": (
         lambda: Loop().each(stepping(lambda loop, x, y: loop.loss(x[1:], y[1:]))),
         "samples were drawn",

@@ -130,6 +130,19 @@ def test_states_and_targets(sampling: str) -> None:
     assert longer.steps == 0
 
 
+def test_two_loops_cannot_share_an_epoch() -> None:
+    """Each step is of the loop that was begun last."""
+    private, model, lossfunc = privately(sampling="shuffled", noise_multiplier=1.0)
+    first = iter(private.loader)
+    x, y = next(first)
+    private.step(lossfunc(model(x), y))
+    for x, y in private.loader:
+        private.step(lossfunc(model(x), y))
+    assert private.accountant.spent[0].count == 2
+    with pytest.raises(UsageError, match="one loop after the other"):
+        next(first)
+
+
 def test_names_and_objects_stay() -> None:
     model, data = make("images")
     names, optimizer = [*model.state_dict()], torch.optim.Adam(model.parameters())

@@ -134,7 +134,7 @@ class Clipping:
             return (bound / norms).clamp(max=1.0)
         if self._weights == "automatic":
             return bound / (norms + STABILITY)
-        found = self._weights(norms, bound)  # type: ignore[operator]
+        found = self._weights(norms, bound)
         _check_weights(found, norms, bound)
         return found
 

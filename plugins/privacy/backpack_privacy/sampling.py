@@ -204,6 +204,7 @@ class PrivateLoader:
         self.dataset, self.sampler = loader.dataset, sampler
         self._loader, self._units, self._source, self._most = loader, units, source, most
         self._draws, self._begins = draws, begins
+        self._epochs = 0  # that were begun
 
     @property
     def batch_size(self) -> int:
@@ -215,16 +216,30 @@ class PrivateLoader:
         return self.sampler.steps
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of one epoch, each in one or more parts."""
+        """The batches of one epoch, each in one or more parts.
+
+        Raises:
+            UsageError: Another epoch was begun before this one ended.
+        """
         self._begins()
+        self._epochs += 1
+        epoch = self._epochs
         ahead: deque[Draw] = deque()  # workers load batches before they are shown
         for batch in self._loading(ahead):
             while not ahead[0].rows:
                 self._draws(ahead.popleft())
             self._draws(ahead.popleft())
             yield batch
+            self._check_last(epoch)
         for draw in ahead:
             self._draws(draw)
+
+    def _check_last(self, epoch: int) -> None:
+        if epoch != self._epochs:
+            raise UsageError(
+                "Another loop over private.loader was begun before this one ended, and samples of "
+                "both would be used for the price of one epoch. Write one loop after the other."
+            )
 
     def _loading(self, ahead: deque[Draw]) -> DataLoader[Any]:
         """A loader of what is drawn, with the settings of the user's."""
