@@ -143,6 +143,14 @@ def test_two_loops_cannot_share_an_epoch() -> None:
         next(first)
 
 
+@pytest.mark.parametrize("name", ["accountant", "noise_multiplier", "clipping"])
+def test_what_was_set_cannot_be_replaced(name: str) -> None:
+    """Steps would go on with the old one."""
+    private, _, _ = privately(noise_multiplier=1.0)
+    with pytest.raises(AttributeError, match=name):
+        setattr(private, name, getattr(private, name))
+
+
 def test_names_and_objects_stay() -> None:
     model, data = make("images")
     names, optimizer = [*model.state_dict()], torch.optim.Adam(model.parameters())

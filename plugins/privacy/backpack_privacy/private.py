@@ -6,25 +6,26 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from backpack_core.errors import UnsupportedError, UsageError
+from backpack_privacy.accounting import Accountant
+from backpack_privacy.clipping import Clipping
 from backpack_privacy.movement import Movement
 from backpack_privacy.refusals import (
-    Buffers,
-    Forwards,
-    check_forwards,
+    check_finite,
     check_model,
     check_no_gradient,
     check_optimizer,
+    check_trained,
 )
 from backpack_privacy.release import Budget, Release
 from backpack_privacy.sampling import Draw, PrivateLoader
 from backpack_privacy.sums import Pass, Sums, Told
 from backpack_privacy.waiting import Waiting
+from backpack_privacy.watching import Buffers, Forwards, check_forwards
 
 
 class Private:
@@ -44,9 +45,6 @@ class Private:
     Attributes:
         model, lossfunc, optimizer: The user's.
         loader: The batches; see :class:`~backpack_privacy.PrivateLoader`.
-        clipping: The bounds.
-        noise_multiplier: Standard deviation of the noise, relative to the sensitivity.
-        accountant: What was spent.
         records: What clipping did in the last thousand steps, a :class:`Record` each.
     """
 
@@ -67,8 +65,7 @@ class Private:
     ) -> None:
         """Install the hooks; :func:`make_private` has checked the arguments."""
         self.model, self.lossfunc, self.optimizer = model, lossfunc, optimizer
-        self.clipping, self.noise_multiplier = release.clipping, release.noise_multiplier
-        self.accountant, self.records = release.accountant, release.records
+        self.records = release.records
         self._inner, self._release = inner, release
         self._normaliser, self._budget = normaliser, budget
         self._named = check_optimizer(inner, optimizer)
@@ -196,11 +193,7 @@ class Private:
 
     def _check_begin(self) -> None:
         check_model(self._inner)
-        if {n for n, p in self._inner.named_parameters() if p.requires_grad} != {*self._named}:
-            raise UsageError(
-                "Other parameters want a gradient than when make_private(...) was called. Call it "
-                "after all layers are there, and after freezing."
-            )
+        check_trained(self._inner, self._named)
         check_no_gradient(self._named)
         self._budget.check(self.steps)
 
@@ -259,12 +252,8 @@ class Private:
             is_looked_at: Whether a scaler looks for numbers that are not finite.
         """
         gradients = self._release.gradients(self._sums)
-        if not is_looked_at and not all(bool(torch.isfinite(g).all()) for g in gradients):
-            raise UsageError(
-                "The gradient of a sample is not a number, so that the sum cannot be private. Look "
-                "for inputs that are not finite, and use autocast with bfloat16 in the place of "
-                "float16 (or a scaler, private.step(loss, scaler=scaler))."
-            )
+        if not is_looked_at:
+            check_finite(gradients)
         for parameter, gradient in zip(self._named.values(), gradients, strict=True):
             parameter.grad = gradient.mul_(scale).to(parameter.dtype)
         self._is_filled = True
@@ -283,7 +272,22 @@ class Private:
         self._is_filled = False
         self._sums.forget()
 
-    # What it has cost
+    # What was set, and what it has cost
+
+    @property
+    def clipping(self) -> Clipping:
+        """The bounds."""
+        return self._release.clipping
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the noise, relative to the sensitivity."""
+        return self._release.noise_multiplier
+
+    @property
+    def accountant(self) -> Accountant:
+        """What was spent."""
+        return self._release.accountant
 
     @property
     def steps(self) -> int:

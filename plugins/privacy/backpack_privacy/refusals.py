@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -188,6 +187,33 @@ def check_loss(lossfunc: Any, normaliser: Any) -> None:
         )
 
 
+def check_trained(model: nn.Module, named: Mapping[str, Tensor]) -> None:
+    """Refuse a model of which other parameters are trained by now.
+
+    Raises:
+        UsageError: They are.
+    """
+    if {n for n, p in model.named_parameters() if p.requires_grad} != {*named}:
+        raise UsageError(
+            "Other parameters want a gradient than when make_private(...) was called. Call it "
+            "after all layers are there, and after freezing."
+        )
+
+
+def check_finite(gradients: Iterable[Tensor]) -> None:
+    """Refuse private gradients that are not numbers.
+
+    Raises:
+        UsageError: One is not.
+    """
+    if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
+        raise UsageError(
+            "The gradient of a sample is not a number, so that the sum cannot be private. Look for "
+            "inputs that are not finite, and use autocast with bfloat16 in the place of float16 "
+            "(or a scaler, private.step(loss, scaler=scaler))."
+        )
+
+
 def check_no_gradient(named: Mapping[str, Tensor]) -> None:
     """Refuse plain gradients where private ones will be.
 
@@ -201,87 +227,4 @@ def check_no_gradient(named: Mapping[str, Tensor]) -> None:
             "private.step(loss) and `with private:`, or zero_grad() was forgotten before. "
             "A step on it would not be private. Take that backward() out, and call "
             "optimizer.zero_grad() once."
-        )
-
-
-class Buffers:
-    """Watches whether a pass changes buffers of a model: these would hold data without noise."""
-
-    def __init__(self, model: nn.Module, public: tuple[str, ...]) -> None:
-        """Remember what buffers have.
-
-        Args:
-            model: The model.
-            public: Names of buffers that may change.
-        """
-        self._model, self._public = model, public
-        self._known = {name: found.clone() for name, found in self._buffers()}
-
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        return ((n, b) for n, b in self._model.named_buffers() if n not in self._public)
-
-    def check(self) -> None:
-        """Compare.
-
-        Raises:
-            UsageError: One has changed.
-        """
-        for name, found in self._buffers():
-            known = self._known.get(name)
-            if known is None or not torch.equal(known, found):
-                raise UsageError(
-                    f"The forward pass changed the buffer {name}. If it depends on the data, it "
-                    "would be published without noise: make the layer leave it alone in train "
-                    "mode. If it does not (a counter, an estimate from weights), say so, "
-                    f"make_private(..., public_buffers=[{name!r}])."
-                )
-
-
-class Forwards:
-    """Counts the runs of a model that a backward pass goes through.
-
-    Attributes:
-        handle: Takes the hook out.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        """Install a hook on a model."""
-        self._runs, self._reached = 0, set[int]()
-        self.handle = model.register_forward_hook(self._on_forward)
-
-    def _on_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._runs += 1
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(partial(self._on_gradient, self._runs))
-
-    def _on_gradient(self, run: int, gradient: Tensor) -> None:
-        self._reached.add(run)
-
-    def taken(self) -> int:
-        """How many were reached since this was asked last."""
-        found, self._reached = len(self._reached), set()
-        return found
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """All that is in an output, in containers, too."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, (Mapping, list, tuple)):
-        for part in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors(part)
-
-
-def check_forwards(count: int) -> None:
-    """Raise unless one run of the model went backward.
-
-    Raises:
-        UsageError: Several did.
-    """
-    if count > 1:
-        raise UsageError(
-            f"The backward pass went through {count} runs of the model, and the first samples of "
-            "all runs would count as one. Give the model one batch with everything; if its rows "
-            "belong to one sample, name that sample by users=."
         )
