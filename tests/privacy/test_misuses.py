@@ -406,6 +406,38 @@ def pushed(loop: Loop, x: Tensor, y: Tensor) -> None:
     hook.remove()
 
 
+def another_optimizer(loop: Loop, x: Tensor, y: Tensor) -> None:
+    """Plain steps on one layer, once the first steps were looked at."""
+    well(loop, x, y)
+    if loop.private.steps > 5:
+        other = torch.optim.SGD(loop.model.get_submodule("0").parameters(), lr=0.1)
+        loop.model.get_submodule("0")(x).mean().backward()
+        other.step()
+        other.zero_grad()
+
+
+def grows(loop: Loop, x: Tensor, y: Tensor) -> None:
+    well(loop, x, y)
+    if loop.private.steps > 5:
+        loop.optimizer.add_param_group({"params": [torch.zeros(3, requires_grad=True)]})
+
+
+class RemembersLater(Remembers):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls > 4:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.layer(x)
+
+
+class Replaces(Remembers):
+    def forward(self, x: Tensor) -> Tensor:
+        """The same values, in a new tensor."""
+        self.mean = self.mean.clone()
+        self.mean.zero_()
+        return self.layer(x)
+
+
 AFTER: dict[str, tuple[Callable[[], Any], str]] = {
     "rate of zero": (
         lambda: Loop(optimizer=lambda p: torch.optim.SGD(p, lr=0.0)).each(well, 3),
@@ -421,6 +453,12 @@ AFTER: dict[str, tuple[Callable[[], Any], str]] = {
     "an adapter that is not used": (lambda: Loop(Unused()).each(well, 3), "noise alone"),
     "values put back": (lambda: Loop().each(put_back), "between two steps"),
     "moved by something else": (lambda: Loop().each(pushed), "moved otherwise"),
+    "another optimizer, later": (lambda: Loop().each(another_optimizer, 4), "between two steps"),
+    "parameters added": (lambda: Loop().each(grows, 4), "add_param_group before"),
+    "data in a buffer, later": (
+        lambda: Loop(RemembersLater()).each(well, 4),
+        "public_buffers=['mean']",
+    ),
     "budget": (lambda: Loop(epochs=1, target_delta=1e-3).each(well, 2), "that were planned"),
 }
 
@@ -431,6 +469,12 @@ def test_refused_after_the_first_steps(misuse: str) -> None:
     with pytest.raises(BackpackError) as caught:
         call()
     assert message in str(caught.value)
+
+
+def test_buffers_that_keep_their_values_may_be_written() -> None:
+    loop = Loop(Replaces())
+    loop.each(well, 2)
+    assert loop.private.steps == 4
 
 
 def test_a_failed_batch_leaves_nothing_behind() -> None:

@@ -19,6 +19,7 @@ from backpack_privacy.refusals import (
     check_model,
     check_no_gradient,
     check_optimizer,
+    check_stepped,
     check_trained,
 )
 from backpack_privacy.release import Budget, Release
@@ -72,7 +73,7 @@ class Private:
         self._sums = Sums(self._named, self.clipping)
         release.check()
         self._movement = Movement(optimizer, self._named, checks)
-        self._buffers: Buffers | None = Buffers(inner, tuple(public_buffers))
+        self._buffers = Buffers(inner, tuple(public_buffers))
         self._waiting = Waiting()
         self._pass: Pass | None = None
         self._told, self._is_filled = Told(), False
@@ -181,15 +182,10 @@ class Private:
         try:
             if kind is None:
                 check_forwards(reached)
-                self._check_buffers()
+                self._buffers.check()
         except UsageError:
             self._sums.forget()
             raise
-
-    def _check_buffers(self) -> None:
-        if self._buffers is not None:
-            self._buffers.check()
-            self._buffers = None
 
     def _check_begin(self) -> None:
         check_model(self._inner)
@@ -233,6 +229,7 @@ class Private:
                 "optimizer.step(closure) evaluates the loss by itself, without clipping. Call "
                 "private.step(loss)."
             )
+        check_stepped(optimizer, self._named)
         if not self._is_filled:
             check_no_gradient(self._named)
             if not self._sums.is_complete:

@@ -200,6 +200,19 @@ def check_trained(model: nn.Module, named: Mapping[str, Tensor]) -> None:
         )
 
 
+def check_stepped(optimizer: Optimizer, named: Mapping[str, Tensor]) -> None:
+    """Refuse an optimizer that steps on other parameters by now.
+
+    Raises:
+        UsageError: It does.
+    """
+    if {p for group in optimizer.param_groups for p in group["params"]} != {*named.values()}:
+        raise UsageError(
+            "The optimizer steps on other parameters than when make_private(...) was called, by "
+            "gradients without noise perhaps. Call add_param_group before make_private(...)."
+        )
+
+
 def check_finite(gradients: Iterable[Tensor]) -> None:
     """Refuse private gradients that are not numbers.
 

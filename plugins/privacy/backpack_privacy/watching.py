@@ -23,26 +23,31 @@ class Buffers:
             public: Names of buffers that may change.
         """
         self._model, self._public = model, public
-        self._known = {name: found.clone() for name, found in self._buffers()}
+        # The tensor, its version when it was compared (-1: not yet), and what it had at first.
+        self._known = {name: (found, -1, found.clone()) for name, found in self._buffers()}
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         return ((n, b) for n, b in self._model.named_buffers() if n not in self._public)
 
     def check(self) -> None:
-        """Compare.
+        """Compare those that were written to; the first time, all.
 
         Raises:
             UsageError: One has changed.
         """
         for name, found in self._buffers():
-            known = self._known.get(name)
-            if known is None or not torch.equal(known, found):
+            tensor, version, value = self._known.get(name, (None, -1, None))
+            new = -1 if found.is_inference() else found._version
+            if found is tensor and new == version != -1:
+                continue
+            if value is None or not torch.equal(value.to(found), found):
                 raise UsageError(
                     f"The forward pass changed the buffer {name}. If it depends on the data, it "
                     "would be published without noise: make the layer leave it alone in train "
                     "mode. If it does not (a counter, an estimate from weights), say so, "
                     f"make_private(..., public_buffers=[{name!r}])."
                 )
+            self._known[name] = (found, new, value)
 
 
 class Forwards:
