@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -245,6 +246,34 @@ def nested(loop: Loop, x: Tensor, y: Tensor) -> None:
         pass
 
 
+def backward_twice(loop: Loop, x: Tensor, y: Tensor) -> None:
+    with loop.private:
+        loss = loop.loss(x, y)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+def two_backwards(loop: Loop, x: Tensor, y: Tensor) -> None:
+    """Of two losses of one forward pass."""
+    with loop.private:
+        out = loop.model(x)
+        loop.lossfunc(out, y).backward(retain_graph=True)
+        loop.lossfunc(2 * out, y).backward()
+
+
+def caught(loop: Loop, x: Tensor, y: Tensor) -> None:
+    with suppress(ValueError), loop.private:
+        loop.loss(x, y).backward()
+        raise ValueError
+
+
+def caught_part(loop: Loop, x: Tensor, y: Tensor) -> None:
+    """The second part of a batch: going backward again does not bring the first one back."""
+    if loop.private._sums.is_partial:
+        caught(loop, x, y)
+    well(loop, x, y)
+
+
 def begins_another(loop: Loop, x: Tensor, y: Tensor) -> None:
     next(iter(loop.private.loader))
 
@@ -321,6 +350,13 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
             stepping(lambda loop, x, y: loop.loss(x, y) + loop.loss(x.flip(0), y.flip(0)))
         ),
         "through 2 runs of the model",
+    ),
+    "backward twice": (lambda: Loop().each(backward_twice), "two backward passes"),
+    "two losses in a block": (lambda: Loop().each(two_backwards), "two backward passes"),
+    "left out by an error": (lambda: Loop().each(caught), "the batch would be left out"),
+    "a part left out by an error": (
+        lambda: Loop(max_rows=1).each(caught_part),
+        "a part of the batch raised",
     ),
     "two loops at once": (lambda: Loop(sampling="shuffled").each(begins_another), "one loop after"),
     "half of the batch": (
@@ -491,6 +527,22 @@ def test_a_failed_batch_leaves_nothing_behind() -> None:
     for x, y in inner.loader:
         inner.step(lossfunc(inner.model(x), y))
     assert inner.steps == 3
+
+
+def test_a_failed_batch_can_be_gone_through_again() -> None:
+    """Also where the loop asks for batches ahead of time."""
+    plain, again = Loop(), Loop()
+    plain.each(well)
+
+    def retried(loop: Loop, x: Tensor, y: Tensor) -> None:
+        caught(loop, x, y)
+        well(loop, x, y)
+
+    again.private.ahead = 1
+    again.each(retried)
+    assert again.private.steps == plain.private.steps == 2
+    with pytest.raises(BackpackError, match="the batch would be left out"):
+        again.each(caught, 2)
 
 
 def test_there_are_enough() -> None:

@@ -17,6 +17,7 @@ from backpack_privacy.movement import Movement
 from backpack_privacy.refusals import (
     check_finite,
     check_model,
+    check_no_closure,
     check_no_gradient,
     check_optimizer,
     check_stepped,
@@ -178,6 +179,7 @@ class Private:
         if isinstance(error, UnsupportedError):
             error.__notes__.append(_NOTE)
         reached = self._watch.taken()
+        self._waiting.failed()  # unless it gets to the end of this
         ended.end(kind, error, traceback)
         try:
             if kind is None:
@@ -186,6 +188,8 @@ class Private:
         except UsageError:
             self._sums.forget()
             raise
+        if kind is None:
+            self._waiting.done()
 
     def _check_begin(self) -> None:
         check_model(self._inner)
@@ -224,11 +228,7 @@ class Private:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Put private gradients in the place of plain ones."""
-        if any(callable(argument) for argument in [*args, *kwargs.values()]):
-            raise UsageError(
-                "optimizer.step(closure) evaluates the loss by itself, without clipping. Call "
-                "private.step(loss)."
-            )
+        check_no_closure([*args, *kwargs.values()])
         check_stepped(optimizer, self._named)
         if not self._is_filled:
             check_no_gradient(self._named)

@@ -213,6 +213,19 @@ def check_stepped(optimizer: Optimizer, named: Mapping[str, Tensor]) -> None:
         )
 
 
+def check_no_closure(arguments: Iterable[Any]) -> None:
+    """Refuse what an optimizer would call in its step.
+
+    Raises:
+        UsageError: There is something.
+    """
+    if any(callable(argument) for argument in arguments):
+        raise UsageError(
+            "optimizer.step(closure) evaluates the loss by itself, without clipping. Call "
+            "private.step(loss)."
+        )
+
+
 def check_finite(gradients: Iterable[Tensor]) -> None:
     """Refuse private gradients that are not numbers.
 

@@ -160,6 +160,11 @@ class Pass:
         self._block.enter_context(block)
 
     def _weights(self, norms: Mapping[Hashable, Tensor]) -> dict[Hashable, Tensor]:
+        if self._norms:
+            raise UsageError(
+                "There were two backward passes in one `with private:`, and only the last would "
+                "count. Add the losses up, and call backward() once."
+            )
         self._norms = {str(name): found.detach() for name, found in norms.items()}
         bounds = self._clipping.bounds
         return {n: self._clipping.weights(found, bounds[str(n)]) for n, found in norms.items()}
