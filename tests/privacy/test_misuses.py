@@ -66,6 +66,14 @@ def several() -> Any:
     return private(perceptron(), clipping=clipping, max_norm=None)
 
 
+def private_again() -> Any:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private(model, optimizer=optimizer).close()
+    private(model, optimizer=optimizer)
+    return private(model, optimizer=optimizer)
+
+
 def of_opacus() -> nn.Module:
     class GradSampleModule(nn.Sequential):
         pass
@@ -94,6 +102,7 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
     "changed after the optimizer": (grown, "make the optimizer again"),
     "trained, not stepped on": (lambda: partly("", "0"), "does not step on it"),
     "stepped on, not trained": (lambda: partly("0", ""), "leave it out of the optimizer"),
+    "private already": (private_again, "private already"),
     "no optimizer": (lambda: private(optimizer=3), "third argument"),
     "LBFGS": (
         lambda: private(m := perceptron(), optimizer=torch.optim.LBFGS(m.parameters())),
@@ -317,6 +326,11 @@ def ours(x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(x, y)
 
 
+class Ours(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(x, y)
+
+
 DURING: dict[str, tuple[Callable[[], Any], str]] = {
     "the old loader": (
         lambda: Loop().private.step(torch.zeros((), requires_grad=True)),
@@ -344,6 +358,10 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
     "another loss": (
         lambda: Loop().each(stepping(lambda loop, x, y: ours(loop.model(x), y))),
         "what the loss divides by",
+    ),
+    "a loss module of one's own": (
+        lambda: Loop(lossfunc=Ours()).each(well),
+        'make_private(..., normaliser="samples")',
     ),
     "two forward passes": (
         lambda: Loop(lossfunc=nn.CrossEntropyLoss(reduction="sum")).each(

@@ -18,7 +18,13 @@ from backpack_privacy.clipping import Clipping
 from backpack_privacy.private import Private
 from backpack_privacy.processes import Processes, alone, check_shards
 from backpack_privacy.randomness import source
-from backpack_privacy.refusals import check_loss, check_model, check_optimizer, check_precision
+from backpack_privacy.refusals import (
+    check_loss,
+    check_model,
+    check_new,
+    check_optimizer,
+    check_precision,
+)
 from backpack_privacy.release import Budget, Release
 from backpack_privacy.sampling import (
     SAMPLERS,
@@ -104,6 +110,7 @@ def make_private(
     inner = alone(model) if isinstance(model, Module) else model
     check_model(inner)
     check_loss(lossfunc, normaliser)
+    check_new(optimizer)
     named = check_optimizer(inner, optimizer)
     check_shards(named)
     check_precision(named)

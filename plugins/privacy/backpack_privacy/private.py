@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from backpack_core.errors import UnsupportedError, UsageError
+from backpack_core.errors import UsageError
 from backpack_privacy.accounting import Accountant
 from backpack_privacy.clipping import Clipping
 from backpack_privacy.movement import Movement
 from backpack_privacy.refusals import (
+    PRIVATE,
     check_finite,
     check_model,
     check_no_closure,
@@ -84,6 +85,7 @@ class Private:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        PRIVATE.add(optimizer)
 
     # The loops
 
@@ -176,8 +178,6 @@ class Private:
         """
         assert self._pass is not None
         ended, self._pass, self._told = self._pass, None, Told()
-        if isinstance(error, UnsupportedError):
-            error.__notes__.append(_NOTE)
         reached = self._watch.taken()
         self._waiting.failed()  # unless it gets to the end of this
         ended.end(kind, error, traceback)
@@ -337,13 +337,8 @@ class Private:
         """Take the hooks out: from now on the optimizer takes plain gradients."""
         for handle in self._handles:
             handle.remove()
+        PRIVATE.discard(self.optimizer)
 
     def __repr__(self) -> str:
         """What was set, and how far it is."""
         return f"<Private: {self._release}>"
-
-
-_NOTE = (
-    "Nothing was released: no step was taken. If it names a term beside the loss, such as a "
-    "penalty on weights, use the optimizer's weight_decay instead, which needs no privacy."
-)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +83,22 @@ def check_model(model: Any) -> None:
                 f"{type(module).__name__} '{name}' keeps running statistics of private data in its "
                 "buffers, without noise. Set track_running_stats=False."
             )
+
+
+PRIVATE: WeakSet[Optimizer] = WeakSet()  # optimizers that take private gradients by now
+
+
+def check_new(optimizer: Any) -> None:
+    """Refuse an optimizer that is private already.
+
+    Raises:
+        UsageError: It is.
+    """
+    if isinstance(optimizer, Optimizer) and optimizer in PRIVATE:
+        raise UsageError(
+            "The optimizer is private already: make_private(...) was called with it. Go on with "
+            "what that returned, or call its close() before."
+        )
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
