@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    IterableDataset,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from backpack_core.errors import BackpackError
 from backpack_privacy import AdaptiveClipping, Clipping, make_private
@@ -60,6 +66,14 @@ def several() -> Any:
     return private(perceptron(), clipping=clipping, max_norm=None)
 
 
+def private_again() -> Any:
+    model = perceptron()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private(model, optimizer=optimizer).close()
+    private(model, optimizer=optimizer)
+    return private(model, optimizer=optimizer)
+
+
 def of_opacus() -> nn.Module:
     class GradSampleModule(nn.Sequential):
         pass
@@ -88,10 +102,16 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
     "changed after the optimizer": (grown, "make the optimizer again"),
     "trained, not stepped on": (lambda: partly("", "0"), "does not step on it"),
     "stepped on, not trained": (lambda: partly("0", ""), "leave it out of the optimizer"),
+    "private already": (private_again, "private already"),
     "no optimizer": (lambda: private(optimizer=3), "third argument"),
     "LBFGS": (
         lambda: private(m := perceptron(), optimizer=torch.optim.LBFGS(m.parameters())),
         "several times in a step",
+    ),
+    "trained in bfloat16": (lambda: private(perceptron().bfloat16()), "is in bfloat16"),
+    "one layer in float16": (
+        lambda: private(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3).half())),
+        "The parameter 1.weight is in float16",
     ),
     "no loss": (lambda: private(lossfunc=3), "second argument"),
     "losses not added up": (
@@ -119,6 +139,13 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
     "a batch larger than the data": (lambda: private(loader=loader_of(DATA, 13)), "1 at most"),
     "more users than there are": (lambda: private(users=[0, 1] * 6), "of 2 samples"),
     "users of other data": (lambda: private(users=[0, 1]), "12 in all"),
+    "users of rows in another order": (
+        lambda: private(
+            loader=loader_of(DATA, collate_fn=lambda rows: default_collate(rows[::-1])),
+            users=[*range(6)] * 2,
+        ),
+        "the order of rows",
+    ),
     "no bound": (lambda: private(max_norm=None), "Give max_norm="),
     "two bounds": (lambda: private(clipping=Clipping(1.0)), "Give max_norm="),
     "bound of zero": (lambda: private(max_norm=0.0), "positive and finite"),
@@ -228,6 +255,38 @@ def nested(loop: Loop, x: Tensor, y: Tensor) -> None:
         pass
 
 
+def backward_twice(loop: Loop, x: Tensor, y: Tensor) -> None:
+    with loop.private:
+        loss = loop.loss(x, y)
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+def two_backwards(loop: Loop, x: Tensor, y: Tensor) -> None:
+    """Of two losses of one forward pass."""
+    with loop.private:
+        out = loop.model(x)
+        loop.lossfunc(out, y).backward(retain_graph=True)
+        loop.lossfunc(2 * out, y).backward()
+
+
+def caught(loop: Loop, x: Tensor, y: Tensor) -> None:
+    with suppress(ValueError), loop.private:
+        loop.loss(x, y).backward()
+        raise ValueError
+
+
+def caught_part(loop: Loop, x: Tensor, y: Tensor) -> None:
+    """The second part of a batch: going backward again does not bring the first one back."""
+    if loop.private._sums.is_partial:
+        caught(loop, x, y)
+    well(loop, x, y)
+
+
+def begins_another(loop: Loop, x: Tensor, y: Tensor) -> None:
+    next(iter(loop.private.loader))
+
+
 def frozen_later(loop: Loop, x: Tensor, y: Tensor) -> None:
     loop.model.get_parameter("0.bias").requires_grad_(False)
     well(loop, x, y)
@@ -267,6 +326,11 @@ def ours(x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(x, y)
 
 
+class Ours(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(x, y)
+
+
 DURING: dict[str, tuple[Callable[[], Any], str]] = {
     "the old loader": (
         lambda: Loop().private.step(torch.zeros((), requires_grad=True)),
@@ -295,12 +359,24 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Loop().each(stepping(lambda loop, x, y: ours(loop.model(x), y))),
         "what the loss divides by",
     ),
+    "a loss module of one's own": (
+        lambda: Loop(lossfunc=Ours()).each(well),
+        'make_private(..., normaliser="samples")',
+    ),
     "two forward passes": (
         lambda: Loop(lossfunc=nn.CrossEntropyLoss(reduction="sum")).each(
             stepping(lambda loop, x, y: loop.loss(x, y) + loop.loss(x.flip(0), y.flip(0)))
         ),
         "through 2 runs of the model",
     ),
+    "backward twice": (lambda: Loop().each(backward_twice), "two backward passes"),
+    "two losses in a block": (lambda: Loop().each(two_backwards), "two backward passes"),
+    "left out by an error": (lambda: Loop().each(caught), "the batch would be left out"),
+    "a part left out by an error": (
+        lambda: Loop(max_rows=1).each(caught_part),
+        "a part of the batch raised",
+    ),
+    "two loops at once": (lambda: Loop(sampling="shuffled").each(begins_another), "one loop after"),
     "half of the batch": (
         lambda: Loop().each(stepping(lambda loop, x, y: loop.loss(x[1:], y[1:]))),
         "samples were drawn",
@@ -384,6 +460,38 @@ def pushed(loop: Loop, x: Tensor, y: Tensor) -> None:
     hook.remove()
 
 
+def another_optimizer(loop: Loop, x: Tensor, y: Tensor) -> None:
+    """Plain steps on one layer, once the first steps were looked at."""
+    well(loop, x, y)
+    if loop.private.steps > 5:
+        other = torch.optim.SGD(loop.model.get_submodule("0").parameters(), lr=0.1)
+        loop.model.get_submodule("0")(x).mean().backward()
+        other.step()
+        other.zero_grad()
+
+
+def grows(loop: Loop, x: Tensor, y: Tensor) -> None:
+    well(loop, x, y)
+    if loop.private.steps > 5:
+        loop.optimizer.add_param_group({"params": [torch.zeros(3, requires_grad=True)]})
+
+
+class RemembersLater(Remembers):
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        if self.calls > 4:
+            self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
+        return self.layer(x)
+
+
+class Replaces(Remembers):
+    def forward(self, x: Tensor) -> Tensor:
+        """The same values, in a new tensor."""
+        self.mean = self.mean.clone()
+        self.mean.zero_()
+        return self.layer(x)
+
+
 AFTER: dict[str, tuple[Callable[[], Any], str]] = {
     "rate of zero": (
         lambda: Loop(optimizer=lambda p: torch.optim.SGD(p, lr=0.0)).each(well, 3),
@@ -391,14 +499,20 @@ AFTER: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "steps too small for the precision": (
         lambda: Loop(
-            perceptron().bfloat16(),
-            optimizer=lambda p: torch.optim.SGD(p, lr=1e-9),
-        ).each(stepping(lambda loop, x, y: loop.loss(x.bfloat16(), y)), 3),
-        "smaller than what bfloat16",
+            perceptron().float(),
+            optimizer=lambda p: torch.optim.SGD(p, lr=1e-15),
+        ).each(stepping(lambda loop, x, y: loop.loss(x.float(), y)), 3),
+        "smaller than what float32",
     ),
     "an adapter that is not used": (lambda: Loop(Unused()).each(well, 3), "noise alone"),
     "values put back": (lambda: Loop().each(put_back), "between two steps"),
     "moved by something else": (lambda: Loop().each(pushed), "moved otherwise"),
+    "another optimizer, later": (lambda: Loop().each(another_optimizer, 4), "between two steps"),
+    "parameters added": (lambda: Loop().each(grows, 4), "add_param_group before"),
+    "data in a buffer, later": (
+        lambda: Loop(RemembersLater()).each(well, 4),
+        "public_buffers=['mean']",
+    ),
     "budget": (lambda: Loop(epochs=1, target_delta=1e-3).each(well, 2), "that were planned"),
 }
 
@@ -409,6 +523,12 @@ def test_refused_after_the_first_steps(misuse: str) -> None:
     with pytest.raises(BackpackError) as caught:
         call()
     assert message in str(caught.value)
+
+
+def test_buffers_that_keep_their_values_may_be_written() -> None:
+    loop = Loop(Replaces())
+    loop.each(well, 2)
+    assert loop.private.steps == 4
 
 
 def test_a_failed_batch_leaves_nothing_behind() -> None:
@@ -425,6 +545,22 @@ def test_a_failed_batch_leaves_nothing_behind() -> None:
     for x, y in inner.loader:
         inner.step(lossfunc(inner.model(x), y))
     assert inner.steps == 3
+
+
+def test_a_failed_batch_can_be_gone_through_again() -> None:
+    """Also where the loop asks for batches ahead of time."""
+    plain, again = Loop(), Loop()
+    plain.each(well)
+
+    def retried(loop: Loop, x: Tensor, y: Tensor) -> None:
+        caught(loop, x, y)
+        well(loop, x, y)
+
+    again.private.ahead = 1
+    again.each(retried)
+    assert again.private.steps == plain.private.steps == 2
+    with pytest.raises(BackpackError, match="the batch would be left out"):
+        again.each(caught, 2)
 
 
 def test_there_are_enough() -> None:

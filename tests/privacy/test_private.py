@@ -91,6 +91,66 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been() -> None:
         again.load_state_dict({**state, "bounds": {"x": 1.0}})
 
 
+def test_states_that_would_forget_what_was_spent() -> None:
+    """Later ones, those of other settings, and those that leave too little of a target."""
+    private, model, lossfunc = privately(noise_multiplier=1.0)
+    state = private.state_dict()
+    run(private, model, lossfunc, 3)
+    with pytest.raises(UsageError, match="3 steps were taken here"):
+        private.load_state_dict(state)
+    others: tuple[dict[str, Any], ...] = (
+        {"max_norm": 0.6},
+        {"clipping": AdaptiveClipping(0.5)},
+        {"clipping": Clipping(0.5, weights="automatic")},
+        {"users": [*range(6)] * 2},
+    )
+    for options in others:
+        other = privately(noise_multiplier=1.0, **options)[0]
+        with pytest.raises(UsageError, match="The state is of a training with"):
+            other.load_state_dict(private.state_dict())
+
+
+@pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
+def test_states_and_targets(sampling: str) -> None:
+    """The same target can be gone on with, and another one may be exceeded."""
+
+    def fresh(epochs: int) -> Any:
+        target: dict[str, Any] = {"target_epsilon": 2.0, "target_delta": 1e-3, "epochs": epochs}
+        return privately(noise_multiplier=None, sampling=sampling, checks=0, **target)
+
+    first, model, lossfunc = fresh(2)
+    run(first, model, lossfunc, 3)
+    again, other, lossfunc = fresh(2)
+    again.load_state_dict(first.state_dict())
+    run(again, other, lossfunc, 6)
+    assert again.epsilon() <= 2.0
+    longer = fresh(4)[0]
+    with pytest.raises(UsageError, match="and target_epsilon is 2"):
+        longer.load_state_dict(first.state_dict())
+    assert longer.steps == 0
+
+
+def test_two_loops_cannot_share_an_epoch() -> None:
+    """Each step is of the loop that was begun last."""
+    private, model, lossfunc = privately(sampling="shuffled", noise_multiplier=1.0)
+    first = iter(private.loader)
+    x, y = next(first)
+    private.step(lossfunc(model(x), y))
+    for x, y in private.loader:
+        private.step(lossfunc(model(x), y))
+    assert private.accountant.spent[0].count == 2
+    with pytest.raises(UsageError, match="one loop after the other"):
+        next(first)
+
+
+@pytest.mark.parametrize("name", ["accountant", "noise_multiplier", "clipping"])
+def test_what_was_set_cannot_be_replaced(name: str) -> None:
+    """Steps would go on with the old one."""
+    private, _, _ = privately(noise_multiplier=1.0)
+    with pytest.raises(AttributeError, match=name):
+        setattr(private, name, getattr(private, name))
+
+
 def test_names_and_objects_stay() -> None:
     model, data = make("images")
     names, optimizer = [*model.state_dict()], torch.optim.Adam(model.parameters())
@@ -183,7 +243,8 @@ def test_a_gradient_scaler() -> None:
 
 
 def test_half_precision() -> None:
-    model, lossfunc = perceptron().bfloat16(), nn.CrossEntropyLoss()
+    """Autocast computes in it; parameters, and so the clipped sums, are in single precision."""
+    model, lossfunc = perceptron().float(), nn.CrossEntropyLoss()
     _, data = make("perceptron")
     private = make_private(
         model,
@@ -195,7 +256,9 @@ def test_half_precision() -> None:
     )
     for _ in range(3):
         for x, y in private.loader:
-            private.step(lossfunc(model(x.bfloat16()), y))
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = lossfunc(model(x.float()), y)
+            private.step(loss)
     assert private.steps == 9
 
 

@@ -79,6 +79,22 @@ class Accountant:
         check_delta(delta)
         return self.epsilon_of(self.spent, delta)
 
+    def epsilon_with(self, state: Iterable[dict[str, Any]], more: Spent, delta: float) -> float:
+        """What the steps of a checkpoint and some more would cost together.
+
+        Args:
+            state: What :meth:`state_dict` returned.
+            more: The steps that would follow; their count may be zero.
+            delta: See :meth:`epsilon`.
+        """
+        steps = [Spent(**step) for step in state]
+        last = steps[-1] if steps else None
+        if last and (last.noise_multiplier, last.rate) == (more.noise_multiplier, more.rate):
+            last.count += more.count
+        elif more.count:
+            steps.append(more)
+        return self.epsilon_of(steps, delta)
+
     def epsilon_of(self, steps: Iterable[Spent], delta: float) -> float:
         """What some steps would cost."""
         accountant, steps = self._new(), [*steps]

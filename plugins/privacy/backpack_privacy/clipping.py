@@ -149,6 +149,16 @@ class Clipping:
             kept: Which share of the samples was within the bound of each group, with noise.
         """
 
+    def settings(self) -> dict[str, Any]:
+        """What was said, by which a checkpoint knows whether it has the same."""
+        is_mapping = isinstance(self._max_norm, Mapping)
+        return {
+            "kind": type(self).__name__,
+            "max_norm": dict(self._max_norm) if is_mapping else self._max_norm,  # type: ignore[arg-type]
+            "groups": self._groups,
+            "weights": "a function" if callable(self._weights) else self._weights,
+        }
+
     def state_dict(self) -> dict[str, float]:
         """The bounds."""
         return dict(self.bounds)
@@ -159,12 +169,20 @@ class Clipping:
         Raises:
             UsageError: They belong to other groups.
         """
+        self.check_state(state)
+        self.bounds = dict(state)
+
+    def check_state(self, state: Mapping[str, float]) -> None:
+        """Refuse bounds of other groups.
+
+        Raises:
+            UsageError: They are.
+        """
         if state.keys() != self.bounds.keys():
             raise UsageError(
                 f"The state has bounds for {', '.join(state)}, and parameters are clipped in the "
                 f"groups {', '.join(self.bounds)}. Make it private with the same clipping."
             )
-        self.bounds = dict(state)
 
 
 class AdaptiveClipping(Clipping):
@@ -221,6 +239,11 @@ class AdaptiveClipping(Clipping):
                 f"Give count_noise more than {total * sqrt(len(self.bounds)) / 2:g}."
             )
         return sqrt(1 / left)
+
+    def settings(self) -> dict[str, Any]:
+        """See the base class."""
+        more = {"quantile": self.quantile, "rate": self.rate, "count_noise": self.count_noise}
+        return {**super().settings(), **more}
 
     def after(self, kept: Mapping[str, float]) -> None:
         """See the class."""

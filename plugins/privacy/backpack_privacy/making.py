@@ -18,7 +18,13 @@ from backpack_privacy.clipping import Clipping
 from backpack_privacy.private import Private
 from backpack_privacy.processes import Processes, alone, check_shards
 from backpack_privacy.randomness import source
-from backpack_privacy.refusals import check_loss, check_model, check_optimizer
+from backpack_privacy.refusals import (
+    check_loss,
+    check_model,
+    check_new,
+    check_optimizer,
+    check_precision,
+)
 from backpack_privacy.release import Budget, Release
 from backpack_privacy.sampling import (
     SAMPLERS,
@@ -27,6 +33,7 @@ from backpack_privacy.sampling import (
     Sampling,
     Units,
     check_loader,
+    check_order,
 )
 
 
@@ -103,8 +110,13 @@ def make_private(
     inner = alone(model) if isinstance(model, Module) else model
     check_model(inner)
     check_loss(lossfunc, normaliser)
-    check_shards(check_optimizer(inner, optimizer))
+    check_new(optimizer)
+    named = check_optimizer(inner, optimizer)
+    check_shards(named)
+    check_precision(named)
     check_loader(loader)
+    if users is not None:
+        check_order(loader)
     _check_noise(noise_multiplier, target_epsilon, target_delta, epochs)
     for name, number in (("max_records", max_records), ("max_rows", max_rows), ("epochs", epochs)):
         _check_count(name, number)
@@ -134,7 +146,7 @@ def make_private(
             processes,
         ),
         normaliser=normaliser,
-        budget=Budget(target_delta, steps),
+        budget=Budget(target_delta, steps, target_epsilon),
         checks=checks,
         public_buffers=public_buffers,
     )

@@ -1,4 +1,4 @@
-"""Whether parameters move as the private gradients say, in the first steps."""
+"""Whether parameters move as private gradients say, in the first steps, and by nothing else."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ class Movement:
         self._left = self._steps = steps
         self._still = set(named)  # have not moved so far
         self._noise_only = set(named)  # no sample's gradient has reached them so far
+        self._versions: dict[str, int] = {}  # after the last step
         self._before: dict[str, Tensor] = {}
         self._expected: dict[str, Tensor] = {}
 
@@ -39,10 +40,10 @@ class Movement:
         Args:
             sums: The clipped sums, without noise.
         """
+        self._check_unchanged()
         if not self._left:
             return
         self._noise_only -= {n for n, p in self._named.items() if p in sums and sums[p].any()}
-        self._check_unchanged()
         twin = deepcopy(self._optimizer)  # takes no hooks along
         pairs = zip(_parameters(self._optimizer), _parameters(twin), strict=True)
         twins = dict(pairs)
@@ -53,9 +54,11 @@ class Movement:
         self._expected = {n: twins[p].detach() for n, p in self._named.items()}
 
     def _check_unchanged(self) -> None:
-        """What the last step reached is still there."""
-        for name, reached in self._before.items():
-            if not torch.equal(reached, self._named[name].detach()):
+        """What the last step reached is still there, and nothing wrote to it since."""
+        for name, version in self._versions.items():
+            found, reached = self._named[name], self._before.get(name)
+            is_same = reached is None or torch.equal(reached, found.detach())
+            if not is_same or found._version != version:
                 raise UsageError(
                     f"The parameter {name} was changed between two steps. If its old value was put "
                     "back, or another optimizer takes plain gradients, training is lost or not "
@@ -68,6 +71,8 @@ class Movement:
         Raises:
             UsageError: A parameter moved otherwise, or not at all, or by noise alone.
         """
+        if self._steps:
+            self._versions = {name: p._version for name, p in self._named.items()}
         if not self._left:
             return
         for name, parameter in self._named.items():
@@ -92,7 +97,7 @@ class Movement:
             raise UsageError(
                 f"The parameter {name} has not moved in {self._steps} steps. Its learning rate is "
                 f"zero, or its steps are smaller than what {dtype} can tell apart: raise the "
-                f"learning rate, keep parameters in float32, or freeze it. {_ALL_WELL}"
+                f"learning rate, or freeze it. {_ALL_WELL}"
             )
         if self._noise_only:
             name = min(self._noise_only)

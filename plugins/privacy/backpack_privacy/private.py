@@ -6,25 +6,29 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from backpack_core.errors import UnsupportedError, UsageError
+from backpack_core.errors import UsageError
+from backpack_privacy.accounting import Accountant
+from backpack_privacy.clipping import Clipping
 from backpack_privacy.movement import Movement
 from backpack_privacy.refusals import (
-    Buffers,
-    Forwards,
-    check_forwards,
+    PRIVATE,
+    check_finite,
     check_model,
+    check_no_closure,
     check_no_gradient,
     check_optimizer,
+    check_stepped,
+    check_trained,
 )
 from backpack_privacy.release import Budget, Release
 from backpack_privacy.sampling import Draw, PrivateLoader
 from backpack_privacy.sums import Pass, Sums, Told
 from backpack_privacy.waiting import Waiting
+from backpack_privacy.watching import Buffers, Forwards, check_forwards
 
 
 class Private:
@@ -44,9 +48,6 @@ class Private:
     Attributes:
         model, lossfunc, optimizer: The user's.
         loader: The batches; see :class:`~backpack_privacy.PrivateLoader`.
-        clipping: The bounds.
-        noise_multiplier: Standard deviation of the noise, relative to the sensitivity.
-        accountant: What was spent.
         records: What clipping did in the last thousand steps, a :class:`Record` each.
     """
 
@@ -67,15 +68,14 @@ class Private:
     ) -> None:
         """Install the hooks; :func:`make_private` has checked the arguments."""
         self.model, self.lossfunc, self.optimizer = model, lossfunc, optimizer
-        self.clipping, self.noise_multiplier = release.clipping, release.noise_multiplier
-        self.accountant, self.records = release.accountant, release.records
+        self.records = release.records
         self._inner, self._release = inner, release
         self._normaliser, self._budget = normaliser, budget
         self._named = check_optimizer(inner, optimizer)
         self._sums = Sums(self._named, self.clipping)
         release.check()
         self._movement = Movement(optimizer, self._named, checks)
-        self._buffers: Buffers | None = Buffers(inner, tuple(public_buffers))
+        self._buffers = Buffers(inner, tuple(public_buffers))
         self._waiting = Waiting()
         self._pass: Pass | None = None
         self._told, self._is_filled = Told(), False
@@ -85,6 +85,7 @@ class Private:
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
+        PRIVATE.add(optimizer)
 
     # The loops
 
@@ -102,7 +103,7 @@ class Private:
             loss: Of the batch that the loader showed last.
             scaler: A ``torch.amp.GradScaler``: the loss is multiplied by its scale, and clipped
                 sums are those without. A step whose sums overflow is skipped and counted, which
-                shows in the accountant as a step; prefer bfloat16, which needs none.
+                shows in the accountant as a step; autocast with bfloat16 needs none.
             backward: What to call instead of ``loss.backward()``, such as ``accelerator.backward``.
                 It scales the loss itself, if there is a scaler.
             normaliser: What this loss divides by, if that differs from batch to batch.
@@ -177,40 +178,24 @@ class Private:
         """
         assert self._pass is not None
         ended, self._pass, self._told = self._pass, None, Told()
-        if isinstance(error, UnsupportedError):
-            error.__notes__.append(_NOTE)
         reached = self._watch.taken()
+        self._waiting.failed()  # unless it gets to the end of this
         ended.end(kind, error, traceback)
         try:
             if kind is None:
                 check_forwards(reached)
-                self._check_buffers()
+                self._buffers.check()
         except UsageError:
             self._sums.forget()
             raise
-
-    def _check_buffers(self) -> None:
-        if self._buffers is not None:
-            self._buffers.check()
-            self._buffers = None
+        if kind is None:
+            self._waiting.done()
 
     def _check_begin(self) -> None:
         check_model(self._inner)
-        if {n for n, p in self._inner.named_parameters() if p.requires_grad} != {*self._named}:
-            raise UsageError(
-                "Other parameters want a gradient than when make_private(...) was called. Call it "
-                "after all layers are there, and after freezing."
-            )
+        check_trained(self._inner, self._named)
         check_no_gradient(self._named)
-        self._check_budget()
-
-    def _check_budget(self) -> None:
-        planned = self._budget.steps
-        if planned is not None and self.steps >= planned:
-            raise UsageError(
-                f"All {planned} steps that were planned are taken, and a further one would spend "
-                "more. Plan for more epochs=, or stop here."
-            )
+        self._budget.check(self.steps)
 
     # What the loader says
 
@@ -234,7 +219,7 @@ class Private:
 
     def _step_without_samples(self) -> None:
         """A step of noise, as for every batch, with no sample in this process."""
-        self._check_budget()
+        self._budget.check(self.steps)
         check_no_gradient(self._named)
         self._sums.is_complete = True
         self.optimizer.step()
@@ -243,11 +228,8 @@ class Private:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Put private gradients in the place of plain ones."""
-        if any(callable(argument) for argument in [*args, *kwargs.values()]):
-            raise UsageError(
-                "optimizer.step(closure) evaluates the loss by itself, without clipping. Call "
-                "private.step(loss)."
-            )
+        check_no_closure([*args, *kwargs.values()])
+        check_stepped(optimizer, self._named)
         if not self._is_filled:
             check_no_gradient(self._named)
             if not self._sums.is_complete:
@@ -267,12 +249,8 @@ class Private:
             is_looked_at: Whether a scaler looks for numbers that are not finite.
         """
         gradients = self._release.gradients(self._sums)
-        if not is_looked_at and not all(bool(torch.isfinite(g).all()) for g in gradients):
-            raise UsageError(
-                "The gradient of a sample is not a number, so that the sum cannot be private. Look "
-                "for inputs that are not finite, and use bfloat16 or float32 in the place of "
-                "float16 (or a scaler, private.step(loss, scaler=scaler))."
-            )
+        if not is_looked_at:
+            check_finite(gradients)
         for parameter, gradient in zip(self._named.values(), gradients, strict=True):
             parameter.grad = gradient.mul_(scale).to(parameter.dtype)
         self._is_filled = True
@@ -291,7 +269,22 @@ class Private:
         self._is_filled = False
         self._sums.forget()
 
-    # What it has cost
+    # What was set, and what it has cost
+
+    @property
+    def clipping(self) -> Clipping:
+        """The bounds."""
+        return self._release.clipping
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the noise, relative to the sensitivity."""
+        return self._release.noise_multiplier
+
+    @property
+    def accountant(self) -> Accountant:
+        """What was spent."""
+        return self._release.accountant
 
     @property
     def steps(self) -> int:
@@ -317,15 +310,16 @@ class Private:
         return self._release.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint.
+        """Go on from a checkpoint, before the first step.
 
         Args:
             state: What :meth:`state_dict` returned.
 
         Raises:
-            UsageError: It is from something else.
+            UsageError: It is from other data or clipping, steps were taken here, or what it spent
+                and what is planned exceed the target.
         """
-        self._release.load_state_dict(state)
+        self._release.load_state_dict(state, self._budget)
 
     @property
     def ahead(self) -> int:
@@ -343,13 +337,8 @@ class Private:
         """Take the hooks out: from now on the optimizer takes plain gradients."""
         for handle in self._handles:
             handle.remove()
+        PRIVATE.discard(self.optimizer)
 
     def __repr__(self) -> str:
         """What was set, and how far it is."""
         return f"<Private: {self._release}>"
-
-
-_NOTE = (
-    "Nothing was released: no step was taken. If it names a term beside the loss, such as a "
-    "penalty on weights, use the optimizer's weight_decay instead, which needs no privacy."
-)

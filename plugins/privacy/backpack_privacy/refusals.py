@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -85,6 +85,22 @@ def check_model(model: Any) -> None:
             )
 
 
+PRIVATE: WeakSet[Optimizer] = WeakSet()  # optimizers that take private gradients by now
+
+
+def check_new(optimizer: Any) -> None:
+    """Refuse an optimizer that is private already.
+
+    Raises:
+        UsageError: It is.
+    """
+    if isinstance(optimizer, Optimizer) and optimizer in PRIVATE:
+        raise UsageError(
+            "The optimizer is private already: make_private(...) was called with it. Go on with "
+            "what that returned, or call its close() before."
+        )
+
+
 def check_optimizer(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """The parameters that are trained, by name: the same in the model and in the optimizer.
 
@@ -142,6 +158,22 @@ def _check_same(model: nn.Module, trained: dict[str, Tensor], stepped: set[Tenso
         )
 
 
+def check_precision(named: Mapping[str, Tensor]) -> None:
+    """Refuse trained parameters in half precision.
+
+    Raises:
+        UsageError: The clipped sum would be rounded by more than one sample may change it.
+    """
+    for name, parameter in named.items():
+        if parameter.dtype.itemsize < torch.float32.itemsize:
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise UsageError(
+                f"The parameter {name} is in {dtype}, which rounds sums of gradients by more than "
+                "one sample may change them, so that the noise would not hide it. Keep trained "
+                "parameters in float32, model.float(), and compute in torch.autocast."
+            )
+
+
 def check_loss(lossfunc: Any, normaliser: Any) -> None:
     """Refuse a loss of which nobody knows what it divides by.
 
@@ -172,6 +204,59 @@ def check_loss(lossfunc: Any, normaliser: Any) -> None:
         )
 
 
+def check_trained(model: nn.Module, named: Mapping[str, Tensor]) -> None:
+    """Refuse a model of which other parameters are trained by now.
+
+    Raises:
+        UsageError: They are.
+    """
+    if {n for n, p in model.named_parameters() if p.requires_grad} != {*named}:
+        raise UsageError(
+            "Other parameters want a gradient than when make_private(...) was called. Call it "
+            "after all layers are there, and after freezing."
+        )
+
+
+def check_stepped(optimizer: Optimizer, named: Mapping[str, Tensor]) -> None:
+    """Refuse an optimizer that steps on other parameters by now.
+
+    Raises:
+        UsageError: It does.
+    """
+    if {p for group in optimizer.param_groups for p in group["params"]} != {*named.values()}:
+        raise UsageError(
+            "The optimizer steps on other parameters than when make_private(...) was called, by "
+            "gradients without noise perhaps. Call add_param_group before make_private(...)."
+        )
+
+
+def check_no_closure(arguments: Iterable[Any]) -> None:
+    """Refuse what an optimizer would call in its step.
+
+    Raises:
+        UsageError: There is something.
+    """
+    if any(callable(argument) for argument in arguments):
+        raise UsageError(
+            "optimizer.step(closure) evaluates the loss by itself, without clipping. Call "
+            "private.step(loss)."
+        )
+
+
+def check_finite(gradients: Iterable[Tensor]) -> None:
+    """Refuse private gradients that are not numbers.
+
+    Raises:
+        UsageError: One is not.
+    """
+    if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
+        raise UsageError(
+            "The gradient of a sample is not a number, so that the sum cannot be private. Look for "
+            "inputs that are not finite, and use autocast with bfloat16 in the place of float16 "
+            "(or a scaler, private.step(loss, scaler=scaler))."
+        )
+
+
 def check_no_gradient(named: Mapping[str, Tensor]) -> None:
     """Refuse plain gradients where private ones will be.
 
@@ -185,87 +270,4 @@ def check_no_gradient(named: Mapping[str, Tensor]) -> None:
             "private.step(loss) and `with private:`, or zero_grad() was forgotten before. "
             "A step on it would not be private. Take that backward() out, and call "
             "optimizer.zero_grad() once."
-        )
-
-
-class Buffers:
-    """Watches whether a pass changes buffers of a model: these would hold data without noise."""
-
-    def __init__(self, model: nn.Module, public: tuple[str, ...]) -> None:
-        """Remember what buffers have.
-
-        Args:
-            model: The model.
-            public: Names of buffers that may change.
-        """
-        self._model, self._public = model, public
-        self._known = {name: found.clone() for name, found in self._buffers()}
-
-    def _buffers(self) -> Iterator[tuple[str, Tensor]]:
-        return ((n, b) for n, b in self._model.named_buffers() if n not in self._public)
-
-    def check(self) -> None:
-        """Compare.
-
-        Raises:
-            UsageError: One has changed.
-        """
-        for name, found in self._buffers():
-            known = self._known.get(name)
-            if known is None or not torch.equal(known, found):
-                raise UsageError(
-                    f"The forward pass changed the buffer {name}. If it depends on the data, it "
-                    "would be published without noise: make the layer leave it alone in train "
-                    "mode. If it does not (a counter, an estimate from weights), say so, "
-                    f"make_private(..., public_buffers=[{name!r}])."
-                )
-
-
-class Forwards:
-    """Counts the runs of a model that a backward pass goes through.
-
-    Attributes:
-        handle: Takes the hook out.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        """Install a hook on a model."""
-        self._runs, self._reached = 0, set[int]()
-        self.handle = model.register_forward_hook(self._on_forward)
-
-    def _on_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self._runs += 1
-        for tensor in _tensors(output):
-            if tensor.requires_grad:
-                tensor.register_hook(partial(self._on_gradient, self._runs))
-
-    def _on_gradient(self, run: int, gradient: Tensor) -> None:
-        self._reached.add(run)
-
-    def taken(self) -> int:
-        """How many were reached since this was asked last."""
-        found, self._reached = len(self._reached), set()
-        return found
-
-
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """All that is in an output, in containers, too."""
-    if isinstance(output, Tensor):
-        yield output
-    elif isinstance(output, (Mapping, list, tuple)):
-        for part in output.values() if isinstance(output, Mapping) else output:
-            yield from _tensors(part)
-
-
-def check_forwards(count: int) -> None:
-    """Raise unless one run of the model went backward.
-
-    Raises:
-        UsageError: Several did.
-    """
-    if count > 1:
-        raise UsageError(
-            f"The backward pass went through {count} runs of the model, and the first samples of "
-            "all runs would count as one. Give the model one batch with everything; if its rows "
-            "belong to one sample, name that sample by users=."
         )

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
+from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from backpack_core.errors import UsageError
-from backpack_privacy.accounting import Accountant
+from backpack_privacy.accounting import Accountant, Spent
 from backpack_privacy.clipping import Clipping, centred_count
 from backpack_privacy.processes import Processes
 from backpack_privacy.randomness import Source
 from backpack_privacy.sampling import Sampler
 from backpack_privacy.sums import Sums
+
+_ROUNDING = 1e-6  # by how much a budget may seem exceeded, relative
 
 
 @dataclass(frozen=True)
@@ -40,10 +43,27 @@ class Budget:
     Attributes:
         delta: The probability with which more may leak; ``None`` if it was not said.
         steps: How many steps were planned; ``None`` for any number.
+        epsilon: The target for all of them; ``None`` if the noise was given.
     """
 
     delta: float | None = None
     steps: int | None = None
+    epsilon: float | None = None
+
+    def check(self, taken: int) -> None:
+        """Raise if no further step is planned.
+
+        Args:
+            taken: How many steps were.
+
+        Raises:
+            UsageError: All were taken.
+        """
+        if self.steps is not None and taken >= self.steps:
+            raise UsageError(
+                f"All {self.steps} steps that were planned are taken, and a further one would "
+                "spend more. Plan for more epochs=, or stop here."
+            )
 
 
 class Release:
@@ -134,21 +154,61 @@ class Release:
             "bounds": self.clipping.state_dict(),
             "source": self._source.state_dict(),
             "steps": self.steps,
+            "settings": self._settings(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def _settings(self) -> dict[str, Any]:
+        return {**self.clipping.settings(), "samples (or users)": self._sampler.units}
+
+    def load_state_dict(self, state: dict[str, Any], budget: Budget) -> None:
         """Go on.
 
         Raises:
-            UsageError: The state is from something else.
+            UsageError: The state is from something else, would be added to what was done here, or
+                would exceed the budget.
         """
-        missing = {"spent", "bounds", "source", "steps"} - {*state}
+        self._check_state(state)
+        self._check_target(state, budget)
+        self.clipping.load_state_dict(state["bounds"])
+        self.accountant.load_state_dict(state["spent"])
+        self._source.load_state_dict(state["source"])
+        self.steps = state["steps"]
+
+    def _check_state(self, state: dict[str, Any]) -> None:
+        missing = {"spent", "bounds", "source", "steps", "settings"} - {*state}
         if missing:
             raise UsageError(
                 f"The state lacks {', '.join(sorted(missing))}: give what private.state_dict() "
                 "returned. Without it, what was spent before would be forgotten."
             )
-        self.clipping.load_state_dict(state["bounds"])
-        self.accountant.load_state_dict(state["spent"])
-        self._source.load_state_dict(state["source"])
-        self.steps = state["steps"]
+        self.clipping.check_state(state["bounds"])
+        theirs, ours = state["settings"], self._settings()
+        for name in {**ours, **theirs}:
+            if theirs.get(name) != ours.get(name):
+                raise UsageError(
+                    f"The state is of a training with {name} {theirs.get(name)!r}, and this one "
+                    f"has {ours.get(name)!r}. Call make_private(...) with what it had then: the "
+                    "same data, and the same clipping."
+                )
+        if self.steps:
+            raise UsageError(
+                f"{self.steps} steps were taken here, and what they spent would be forgotten. Load "
+                "the state right after make_private(...), before the first step."
+            )
+
+    def _check_target(self, state: dict[str, Any], budget: Budget) -> None:
+        """What was spent and what is planned have to stay within the target."""
+        if budget.epsilon is None or budget.delta is None or budget.steps is None:
+            return
+        left, rate = max(0, budget.steps - state["steps"]), self._sampler.rate
+        more = Spent(
+            self.noise_multiplier, rate, left if rate else ceil(left / self._sampler.steps)
+        )
+        found = self.accountant.epsilon_with(state["spent"], more, budget.delta)
+        if found > budget.epsilon * (1 + _ROUNDING):
+            raise UsageError(
+                f"The steps of the state and the {left} that are left of epochs= would spend "
+                f"epsilon {found:.3g}, and target_epsilon is {budget.epsilon:g}. Give the target "
+                "and the epochs= of the first run, fewer epochs=, or more noise by "
+                "noise_multiplier=."
+            )

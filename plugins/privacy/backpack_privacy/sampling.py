@@ -10,7 +10,13 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 from torch.utils.data.distributed import DistributedSampler
 
 from backpack_core.errors import UsageError
@@ -198,6 +204,7 @@ class PrivateLoader:
         self.dataset, self.sampler = loader.dataset, sampler
         self._loader, self._units, self._source, self._most = loader, units, source, most
         self._draws, self._begins = draws, begins
+        self._epochs = 0  # that were begun
 
     @property
     def batch_size(self) -> int:
@@ -209,16 +216,30 @@ class PrivateLoader:
         return self.sampler.steps
 
     def __iter__(self) -> Iterator[Any]:
-        """The batches of one epoch, each in one or more parts."""
+        """The batches of one epoch, each in one or more parts.
+
+        Raises:
+            UsageError: Another epoch was begun before this one ended.
+        """
         self._begins()
+        self._epochs += 1
+        epoch = self._epochs
         ahead: deque[Draw] = deque()  # workers load batches before they are shown
         for batch in self._loading(ahead):
             while not ahead[0].rows:
                 self._draws(ahead.popleft())
             self._draws(ahead.popleft())
             yield batch
+            self._check_last(epoch)
         for draw in ahead:
             self._draws(draw)
+
+    def _check_last(self, epoch: int) -> None:
+        if epoch != self._epochs:
+            raise UsageError(
+                "Another loop over private.loader was begun before this one ended, and samples of "
+                "both would be used for the price of one epoch. Write one loop after the other."
+            )
 
     def _loading(self, ahead: deque[Draw]) -> DataLoader[Any]:
         """A loader of what is drawn, with the settings of the user's."""
@@ -289,4 +310,18 @@ def check_loader(loader: Any) -> None:
         raise UsageError(
             f"The batch_size is {loader.batch_size}, and the data set has {count} samples. Each is "
             "drawn with the probability batch_size / samples, which has to be 1 at most."
+        )
+
+
+def check_order(loader: DataLoader[Any]) -> None:
+    """Refuse batches whose rows may be in another order than they were drawn.
+
+    Raises:
+        UsageError: The loader puts batches together by a function of the user's.
+    """
+    if loader.collate_fn is not default_collate:
+        raise UsageError(
+            "The loader has a collate_fn, and nobody knows whether it keeps the order of rows, by "
+            "which users= finds the user of each. Leave collate_fn out, and do what it does in the "
+            "data set's __getitem__ or in the model."
         )

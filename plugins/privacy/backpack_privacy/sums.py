@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core import backpack
-from backpack_core.errors import UsageError
+from backpack_core.errors import UnsupportedError, UsageError
 from backpack_privacy.clipping import Clipping
 from backpack_privacy.sampling import Draw
 
@@ -160,6 +160,11 @@ class Pass:
         self._block.enter_context(block)
 
     def _weights(self, norms: Mapping[Hashable, Tensor]) -> dict[Hashable, Tensor]:
+        if self._norms:
+            raise UsageError(
+                "There were two backward passes in one `with private:`, and only the last would "
+                "count. Add the losses up, and call backward() once."
+            )
         self._norms = {str(name): found.detach() for name, found in norms.items()}
         bounds = self._clipping.bounds
         return {n: self._clipping.weights(found, bounds[str(n)]) for n, found in norms.items()}
@@ -186,3 +191,26 @@ class Pass:
                 vars(parameter).pop(FIELD, None)
         if error[0] is not None:
             self._sums.forget()
+            _explain(error[1])
+
+
+def _explain(error: Any) -> None:
+    """Say what an error of the pass means here.
+
+    Raises:
+        UsageError: In its place, with the argument of ``make_private``.
+    """
+    if isinstance(error, UnsupportedError):
+        error.__notes__.append(_NOTE)
+    if isinstance(error, UsageError) and "what the loss divides by" in str(error):
+        raise UsageError(
+            "Nobody knows what the loss divides by: the loss module of make_private(...) took no "
+            'part, or is none of torch\'s. Write make_private(..., normaliser="samples") for a '
+            "mean over samples and normaliser=None for a sum, or call that module."
+        ) from error
+
+
+_NOTE = (
+    "Nothing was released: no step was taken. If it names a term beside the loss, such as a "
+    "penalty on weights, use the optimizer's weight_decay instead, which needs no privacy."
+)

@@ -20,11 +20,13 @@ class Waiting:
         """Nothing waits."""
         self.ahead = 0
         self._drawn, self._empty = deque[Draw](), 0
+        self._is_failed = False  # the pass of the first one raised
+        self._is_begun = False  # parts of its batch are through
 
     def forget(self) -> None:
         """An epoch begins; what was left of the last one does not count."""
         self._drawn.clear()
-        self._empty = 0
+        self._empty, self._is_failed, self._is_begun = 0, False, False
 
     def add(self, draw: Draw, sums: Sums) -> bool:
         """A batch, or a part of one, is about to be shown.
@@ -39,6 +41,12 @@ class Waiting:
         Raises:
             UsageError: The batch before was not used.
         """
+        if self._is_failed:
+            raise UsageError(
+                "The backward pass of the batch before raised, and the batch would be left out, "
+                "which could tell about its samples. Mend what raised, or go backward again "
+                "before the next batch comes; a new loop over private.loader begins anew."
+            )
         if sums.is_complete:
             raise UsageError(
                 "The sums of the last batch are complete, and no step was taken. Call "
@@ -59,18 +67,31 @@ class Waiting:
         return True
 
     def take(self) -> Draw:
-        """The draw whose backward pass begins.
+        """The draw whose backward pass begins; it waits on until :meth:`done` is told.
 
         Raises:
-            UsageError: None waits.
+            UsageError: None waits, or another part of its batch is lost.
         """
+        if self._is_failed and self._is_begun:
+            raise UsageError(
+                "The backward pass of a part of the batch raised, and the parts before are lost. "
+                "Mend what raised, and begin a new loop over private.loader."
+            )
         if not self._drawn:
             raise UsageError(
                 "No batch of private.loader is waiting for a backward pass. Loop over "
                 "private.loader, not over the loader that was given to make_private(...), and go "
                 "backward once for each batch: what is spent depends on how batches are drawn."
             )
-        return self._drawn.popleft()
+        return self._drawn[0]
+
+    def failed(self) -> None:
+        """The pass of the draw that was taken raised."""
+        self._is_failed = True
+
+    def done(self) -> None:
+        """The pass of the draw that was taken is through."""
+        self._is_begun, self._is_failed = not self._drawn.popleft().is_last, False
 
     def take_empty(self) -> int:
         """How many steps without samples are due, now that a step was taken."""
