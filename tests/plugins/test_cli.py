@@ -62,8 +62,10 @@ def test_plugins_lists_metadata_only(site: Path) -> None:
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     (line,) = (line for line in lines if line.startswith("backpack-plugin-norm "))
-    cells = ["backpack-plugin-norm", "1.2", "1", "extension", "or", "propagator", "not", "loaded"]
-    assert line.split() == cells
+    # Cells that are too narrow for their words go on in the next line.
+    assert line.split()[:5] == ["backpack-plugin-norm", "1.2", "1", "extension", "or"]
+    assert "propagator" in lines[lines.index(line) + 1]
+    assert "not loaded" in line
     assert "\x1b" not in result.stdout
     assert any(line.split()[-1] == "blocked" for line in result.stdout.splitlines())
 
@@ -227,7 +229,7 @@ def complete(words: str, site: Path, shell: str = "bash") -> list[str]:
     [
         (
             "backpack ",
-            ["plugins", "doctor", "support", "explain", "trouble", "update", "new"],
+            ["plugins", "doctor", "support", "explain", "trouble", "update", "new", "certify"],
         ),
         ("backpack pl", ["plugins"]),
         ("backpack new ", ["layer", "extension", "propagator"]),

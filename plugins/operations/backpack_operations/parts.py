@@ -50,15 +50,20 @@ def tell_parts(survey: GraphSurvey) -> None:
     count, depth_of_items = readings[0] if readings else plain
     rows = {call.stored.inputs[0].shape[:1].numel() for call in fresh}
     is_joined = count not in given and not rows <= given  # items, and nothing is as many
-    # What modules received tells; where none has received any of it, the number at the ends does.
-    if readings and {n for _, n in _losses(survey)} == {count}:
-        is_joined |= _knows(survey, fresh, *readings[0]) > _knows(survey, fresh, *plain)
-    if is_joined or not (fresh or _ends(survey, samples)):
-        _read(survey, count, None if any(map(is_packed, fresh)) else depth_of_items)
+    is_packed_in = any(map(is_packed, fresh))
+    # Where no module has received any of it, the number of entries at the ends is all there is.
+    if not (fresh or _ends(survey, samples)) or (is_joined and (is_packed_in or not readings)):
+        _read(survey, count, None if is_packed_in else depth_of_items)
         return
+    unproven = fresh if is_joined else ragged
+    is_one_for_each = readings and {n for _, n in _losses(survey)} == {count}
+    if is_one_for_each and not (unproven or is_packed_in):
+        # They have received items, and something hides whose the entries at the ends are.
+        is_known = _knows(survey, fresh, *readings[0]) and not _knows(survey, fresh, *plain)
+        unproven = fresh if is_known else ragged
     _read(survey, *plain)
-    if ragged:
-        survey.faults.append((faults.ragged(ragged[0]), None))
+    if unproven:
+        survey.faults.append((faults.ragged(unproven[0]), None))
 
 
 def _knows(survey: GraphSurvey, fresh: list[Call], samples: int, depth: int | None) -> bool:
