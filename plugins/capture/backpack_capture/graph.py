@@ -25,6 +25,7 @@ from backpack_capture.watch import Watch
 from backpack_core.engine.fields import stored_by_others
 from backpack_core.record.owner import owners_of
 from backpack_products.recycled import drop
+from backpack_products.values import rounding_unit
 
 
 @dataclass(frozen=True)
@@ -205,7 +206,7 @@ def difference_of(ours: Tensor, its: Tensor) -> str:
         return ""
     if not its.is_floating_point() and not its.is_complex():
         return f"whole numbers of shape {list(its.shape)}"
-    allowed = torch.finfo(its.dtype).eps ** 0.6
+    allowed = rounding_unit(its) ** 0.6
     size = its.abs().nan_to_num(0.0, 0.0, 0.0).amax()
     if torch.allclose(ours, its, rtol=0.0, atol=float(size) * allowed, equal_nan=True):
         return ""

@@ -7,19 +7,23 @@ the list, and made of nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from backpack_core.record.call import Call, Edge
 from backpack_core.record.owner import is_returned
+from backpack_core.record.run import Run
 from backpack_operations import faults, nodes
 from backpack_operations.alignment import Place
 from backpack_operations.data import groups, is_packed, lengths_of
 from backpack_operations.moves import Numbers, are_elsewhere
 from backpack_operations.owners import Owners
 from backpack_operations.survey import GraphSurvey
+
+Reading: TypeAlias = tuple[int, int | None]  # how many samples, and at which depth each item is one
 
 
 def tell_parts(survey: GraphSurvey) -> None:
@@ -32,12 +36,7 @@ def tell_parts(survey: GraphSurvey) -> None:
     if all(len(run.given) < 2 for run in runs):
         return
     fresh = [c for c in calls if not (c.rule.is_loss or any(c.edges[:1]) or _is_whole(c))]
-    deepest = max((len(given.path) for run in runs for given in run.given), default=0)
-    readings = list[tuple[int, int | None]]()
-    for depth in range(deepest):
-        counts = {len(group) for run in runs for group in groups(run, depth)}
-        readings += [(n, depth) for n in counts if len(counts) == 1 and _ends(survey, n)]
-    readings = [reading for reading in readings if _may_be(survey, fresh, *reading)]
+    readings = _readings(survey, runs, fresh)
     _read(survey, samples, None)
     lengths = [(call, lengths_of(call)) for call in fresh]
     ragged = [call for call, known in lengths if len(known) > 1 and samples in known]
@@ -46,24 +45,41 @@ def tell_parts(survey: GraphSurvey) -> None:
     plain = (samples, None)
     if any(_fits(survey, *reading) for reading in (*readings, plain)):
         return
+    reading = readings[0] if readings else plain
+    if not (fresh or _ends(survey, samples)):
+        # No module has received any of it: the number of entries at the ends is all there is.
+        _read(survey, *reading)
+        return
     given = {given.shape[0] for run in runs for given in run.given if given.shape}
-    count, depth_of_items = readings[0] if readings else plain
     rows = {call.stored.inputs[0].shape[:1].numel() for call in fresh}
-    is_joined = count not in given and not rows <= given  # items, and nothing is as many
-    is_packed_in = any(map(is_packed, fresh))
-    # Where no module has received any of it, the number of entries at the ends is all there is.
-    if not (fresh or _ends(survey, samples)) or (is_joined and (is_packed_in or not readings)):
-        _read(survey, count, None if is_packed_in else depth_of_items)
+    is_joined = reading[0] not in given and not rows <= given  # items, and nothing is as many
+    is_told = any(map(is_packed, fresh))
+    if is_joined and (is_told or not readings):
+        _read(survey, reading[0], None)
         return
     unproven = fresh if is_joined else ragged
-    is_one_for_each = readings and {n for _, n in _losses(survey)} == {count}
-    if is_one_for_each and not (unproven or is_packed_in):
-        # They have received items, and something hides whose the entries at the ends are.
-        is_known = _knows(survey, fresh, *readings[0]) and not _knows(survey, fresh, *plain)
-        unproven = fresh if is_known else ragged
+    if not (unproven or is_told) and _are_hidden(survey, fresh, reading, plain):
+        unproven = fresh
     _read(survey, *plain)
     if unproven:
         survey.faults.append((faults.ragged(unproven[0]), None))
+
+
+def _readings(survey: GraphSurvey, runs: Iterable[Run], fresh: list[Call]) -> list[Reading]:
+    """Ways to take each item of a list for a sample that losses, and modules, do not contradict."""
+    deepest = max((len(given.path) for run in runs for given in run.given), default=0)
+    found = list[Reading]()
+    for depth in range(deepest):
+        counts = {len(group) for run in runs for group in groups(run, depth)}
+        found += [(n, depth) for n in counts if len(counts) == 1 and _ends(survey, n)]
+    return [reading for reading in found if _may_be(survey, fresh, *reading)]
+
+
+def _are_hidden(survey: GraphSurvey, fresh: list[Call], reading: Reading, plain: Reading) -> bool:
+    """Whether modules have received items, and something hides whose the entries at ends are."""
+    is_one_for_each = {n for _, n in _losses(survey)} == {reading[0]}
+    is_known = is_one_for_each and _knows(survey, fresh, *reading)
+    return is_known and not _knows(survey, fresh, *plain)
 
 
 def _knows(survey: GraphSurvey, fresh: list[Call], samples: int, depth: int | None) -> bool:
