@@ -172,3 +172,33 @@ def test_chosen_samples_of_a_view_that_was_overwritten(chosen: list[int]) -> Non
     for found, n in zip(vars(layer.weight)["grad_batch"], chosen, strict=True):
         (own,) = torch.autograd.grad(loss(slice(n, n + 1)), layer.weight)
         oracle.assert_close(found, own)
+
+
+@pytest.mark.parametrize("check", ["first", "never"])
+@pytest.mark.parametrize("rows", [[36, 6, 24, 18], [12, 1, 26, 39], [0, 13, 26, 39]])
+def test_a_pixel_of_each_sample(rows: list[int], check: str) -> None:
+    """In another order than the samples, targets may be in either: of pixels in a copy, too."""
+    torch.manual_seed(0)
+    head, lossfunc = nn.Linear(2, 2).double(), nn.MSELoss(reduction="sum")
+
+    class Pixels(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = head
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(x.permute(0, 2, 3, 1).reshape(-1, 2))  # type: ignore[no-any-return]
+
+    model, X, y = extend(Pixels()), torch.randn(4, 2, 3, 4).double(), torch.randn(48, 2).double()
+    loss = extend(lossfunc)(model(X)[torch.tensor(rows)], y[torch.tensor(rows)])
+    if rows[0]:
+        refused = pytest.raises(SampleMixingError, match="in another order")
+        with refused, backpack(BatchGrad(), check=check):
+            loss.backward()
+        return
+    with backpack(BatchGrad(), check=check):
+        loss.backward()
+    found = vars(head.weight)["grad_batch"].clone()
+    for n, row in enumerate(rows):
+        (own,) = torch.autograd.grad(lossfunc(model(X)[row], y[row]), head.weight)
+        oracle.assert_close(found[n], own)

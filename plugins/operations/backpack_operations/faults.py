@@ -56,6 +56,15 @@ def no_axis(call: Call, axis: object, output: Tensor) -> BackpackError:
     )
 
 
+def permuted(call: Call) -> BackpackError:
+    """A loss received the samples in another order, and its targets may be of any."""
+    return SampleMixingError(
+        f"{call.path} received a row of each sample, in another order than the model received "
+        "samples, and the targets may be in either. Put the input of the model into that order in "
+        "the place of its output."
+    )
+
+
 def turned_batch(call: Call, axis: int, size: int) -> BackpackError:
     """A call received the samples on another axis, and lengths do not tell."""
     where = "received a tensor that has another axis than that of the samples in front, with"

@@ -20,7 +20,7 @@ from backpack_core.record.run import Run
 from backpack_operations import nodes
 from backpack_operations.alignment import Place
 from backpack_operations.batch import declared_axis, is_doubtful
-from backpack_operations.data import of_data
+from backpack_operations.data import is_packed, of_data
 from backpack_operations.moves import Given, Numbers, Shape, along, are_elsewhere, made
 from backpack_operations.of_weights import Origins
 from backpack_operations.survey import GraphSurvey, edges_behind
@@ -147,6 +147,17 @@ class Owners:
             return False
         rows = self.rows(*edge[:2], is_free=True)
         return are_elsewhere(numbers) or not (rows is None or rows.equal(self._samples))
+
+    def received_permuted(self, call: Call) -> bool:
+        """Whether a call is known to have received one row of each sample, in another order."""
+        edge = call.edges[0] if call.edges else None
+        # Packed sequences are in an order of their own on the way.
+        if edge is None or any(is_packed(other) for other, _ in self._survey.received):
+            return False
+        rows = self.rows(*edge[:2], is_free=True)
+        if rows is None or rows.equal(self._samples):
+            return False
+        return rows.sort()[0].equal(self._samples)
 
     def received_elsewhere(self, call: Call) -> bool:
         """Whether what a call received is known to have samples, and rows to be no single one's."""

@@ -127,8 +127,11 @@ def refuse_misaligned(
                 is_known = not call.stored.inputs[0].shape[:1].numel() % alignment.batch_size
                 # The declaration does not say in which order the entries of a loss lie.
                 is_known &= not survey.is_declared or alignment.batch_size == 1
-                is_known &= not Owners(survey).received_elsewhere(call)
-                is_known |= edge is not None and alignment.owned_at(edge) is not None
+                owners, is_owned = Owners(survey), edge and alignment.owned_at(edge) is not None
+                if not is_owned and owners.received_permuted(call):
+                    raise faults.permuted(call)
+                is_known &= not owners.received_elsewhere(call)
+                is_known |= bool(is_owned)
             is_split = positions > 1 and propagator.subsampling is not None
             if not propagator.keeps_apart or not is_known:
                 raise fault
