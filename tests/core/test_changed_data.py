@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from backpack_core import backpack, extend
 from backpack_core.errors import SampleMixingError, ShapeError, UsageError
@@ -202,3 +203,20 @@ def test_a_pixel_of_each_sample(rows: list[int], check: str) -> None:
     for n, row in enumerate(rows):
         (own,) = torch.autograd.grad(lossfunc(model(X)[row], y[row]), head.weight)
         oracle.assert_close(found[n], own)
+
+
+def test_padded_items_of_a_model_that_returns_a_number() -> None:
+    """Nothing says whether each is a sample's: rows were taken for positions of the first."""
+
+    class Padded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, items: list[Tensor]) -> Tensor:
+            return self.layer(pad_sequence(items, batch_first=True)).tanh().sum(1).square().sum()
+
+    model = extend(Padded())
+    loss = model([torch.randn(size, 2) for size in (1, 2, 1)])
+    with pytest.raises(ShapeError, match="several inputs"), backpack(BatchGrad()):
+        loss.backward()

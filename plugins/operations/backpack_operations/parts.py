@@ -40,6 +40,7 @@ def tell_parts(survey: GraphSurvey) -> None:
     _read(survey, samples, None)
     lengths = [(call, lengths_of(call)) for call in fresh]
     ragged = [call for call, known in lengths if len(known) > 1 and samples in known]
+    ragged += [] if readings else [call for call in fresh if _is_padded(call)]
     if not (readings or ragged):
         return
     plain = (samples, None)
@@ -73,6 +74,18 @@ def _readings(survey: GraphSurvey, runs: Iterable[Run], fresh: list[Call]) -> li
         counts = {len(group) for run in runs for group in groups(run, depth)}
         found += [(n, depth) for n in counts if len(counts) == 1 and _ends(survey, n)]
     return [reading for reading in found if _may_be(survey, fresh, *reading)]
+
+
+def _is_padded(call: Call) -> bool:
+    """Whether a module received one row for each item of a list of several lengths."""
+    rows = call.stored.inputs[0].shape[:1].numel()
+    depths = range(max((len(given.path) for given in call.run.given), default=0))
+    lists = [group for depth in depths for group in groups(call.run, depth)]
+    lengths = [{given.shape[0] for given in group if given.shape} for group in lists]
+    return any(
+        len(group) == rows and len(known) > 1 and rows not in known
+        for group, known in zip(lists, lengths, strict=True)
+    )
 
 
 def _are_hidden(survey: GraphSurvey, fresh: list[Call], reading: Reading, plain: Reading) -> bool:
