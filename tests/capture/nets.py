@@ -42,6 +42,19 @@ class Encoder(nn.Module):
         return self.head(self.layer(x).mean(1))
 
 
+class Slopes(nn.Module):
+    """A net and its derivative along all inputs, in which weights are used transposed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = torch.tanh(self.a(x))
+        slope = (1 - value * value) * (torch.ones_like(x) @ self.a.weight.T)
+        return self.b(value) + slope @ self.b.weight.T
+
+
 class Tied(nn.Module):
     """A token model whose head is its table."""
 
@@ -97,6 +110,7 @@ def _of(*shape: int) -> Callable[[int], Batch]:
 NETS: dict[str, Net] = {
     "mlp": Net(mlp, _of(5)),
     "residual": Net(Residual, _of(5)),
+    "slopes": Net(Slopes, _of(5)),
     "cnn": Net(cnn, _of(1, 6, 6)),
     "dropout": Net(dropout, _of(5)),
     "embedding": Net(embedding, lambda n: (torch.randint(7, (n, 4)), torch.randint(3, (n,)))),

@@ -15,6 +15,7 @@ from backpack_products.operations import as_formed, is_formed
 from backpack_products.product import DenseProduct, SampleProduct, SumProduct, sum_of
 from backpack_products.rows import whole
 from backpack_products.scale import ScaleProduct
+from backpack_products.values import is_same_memory
 
 
 def plain_terms(product: SampleProduct) -> list[SampleProduct]:
@@ -76,7 +77,7 @@ def _formed(product: SampleProduct) -> Tensor:
 def _is_in_order(product: AffineProduct) -> bool:
     """Whether a weight's entries are in the order of the factors."""
     blank, seen = _arranged(product)
-    if seen.data_ptr() == blank.data_ptr() and seen.is_contiguous():
+    if is_same_memory(seen, blank) and seen.is_contiguous():
         return True
     return not _is_view(blank, seen) and _has_order(product, torch.Tensor.flatten)
 
@@ -97,7 +98,7 @@ def _arranged(product: AffineProduct) -> tuple[Tensor, Tensor]:
 
 
 def _is_view(blank: Tensor, seen: Tensor) -> bool:
-    return blank.numel() > 0 and seen.data_ptr() == blank.data_ptr()
+    return blank.numel() > 0 and is_same_memory(seen, blank)
 
 
 def _has_order(product: AffineProduct, order: object) -> bool:

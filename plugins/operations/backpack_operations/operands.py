@@ -25,6 +25,7 @@ from backpack_products.columns import ApartColumns, Columns, Root, require_one_f
 from backpack_products.factors import FactorProduct
 from backpack_products.operations import dense
 from backpack_products.product import DenseProduct, SampleProduct, regrouped, sum_of
+from backpack_products.values import is_same_memory
 
 
 class Operand(NamedTuple):
@@ -110,7 +111,7 @@ def _turned(product: Any, node: Any, shape: torch.Size) -> AffineProduct:
     count, device = len(product.sizes), product.like.device
     blank = torch.empty(product.sizes, dtype=torch.int8, device=device)
     seen = node(product.to_parameter(blank))
-    if seen.is_contiguous() and seen.data_ptr() == blank.data_ptr():
+    if seen.is_contiguous() and is_same_memory(seen, blank):
         # Ordered as the factors.
         return AffineProduct(product.out, product.inp, shape, is_own=product.is_own)
     numbers = torch.arange(shape.numel(), device=device).reshape(product.sizes)

@@ -11,8 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from backpack_core._torch import has_memory
 from backpack_core._torch import memory_of as memory_of
 from backpack_products._torch import is_symbolic as is_symbolic
+
+
+def is_same_memory(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two tensors begin at one place. No address is read, which a recorder would see."""
+    if not (has_memory(tensor) and has_memory(other)) or memory_of(tensor) != memory_of(other):
+        return False
+    return tensor.storage_offset() == other.storage_offset()
 
 
 def any_of(mask: Tensor) -> bool:
