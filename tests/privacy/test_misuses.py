@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -322,6 +323,54 @@ class Remembers(nn.Module):
         return self.layer(x)
 
 
+class Casts(nn.Module):
+    """Turns autocast on by itself, and returns single precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3).float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layer(x.float()).float()
+
+
+class HalfFrozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.head = nn.Linear(5, 4).bfloat16(), nn.Linear(4, 3).float()
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.base(x.bfloat16()).float())
+
+
+@dataclass
+class Logits:
+    logits: Tensor
+
+
+class ReturnsLogits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return Logits(self.layer(x))
+
+
+def two_of(logits: Callable[[Any, Tensor], Tensor], model: nn.Module) -> None:
+    """Each row's loss has another sample in it."""
+    Loop(model, lossfunc=nn.CrossEntropyLoss(reduction="sum")).each(
+        stepping(
+            lambda loop, x, y: (
+                loop.lossfunc(logits(loop.model, x), y)
+                + loop.lossfunc(logits(loop.model, x.flip(0)), y.flip(0))
+            )
+        )
+    )
+
+
 def ours(x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(x, y)
 
@@ -368,6 +417,29 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
             stepping(lambda loop, x, y: loop.loss(x, y) + loop.loss(x.flip(0), y.flip(0)))
         ),
         "through 2 runs of the model",
+    ),
+    "two forward passes, in dataclasses": (
+        lambda: two_of(lambda model, x: model(x).logits, ReturnsLogits()),
+        "through 2 runs of the model",
+    ),
+    "passes through layers": (
+        lambda: two_of(lambda model, x: model[4](model[2](model[0](x))), perceptron()),
+        "through no run of the model",
+    ),
+    "a mean in autocast": (lambda: Loop(Casts()).each(well), 'Use a sum, reduction="sum"'),
+    "a mean that is told, in autocast": (
+        lambda: Loop(Casts(), normaliser=None).each(
+            lambda loop, x, y: loop.private.step(loop.loss(x, y), normaliser=float(len(x)))
+        ),
+        'Use a sum, reduction="sum"',
+    ),
+    "a mean over half precision": (
+        lambda: Loop(
+            HalfFrozen(),
+            normaliser="samples",
+            optimizer=lambda p: torch.optim.SGD([q for q in p if q.requires_grad], lr=0.1),
+        ).each(well),
+        "normaliser=None",
     ),
     "backward twice": (lambda: Loop().each(backward_twice), "two backward passes"),
     "two losses in a block": (lambda: Loop().each(two_backwards), "two backward passes"),

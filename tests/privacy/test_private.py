@@ -244,7 +244,7 @@ def test_a_gradient_scaler() -> None:
 
 def test_half_precision() -> None:
     """Autocast computes in it; parameters, and so the clipped sums, are in single precision."""
-    model, lossfunc = perceptron().float(), nn.CrossEntropyLoss()
+    model, lossfunc = perceptron().float(), nn.CrossEntropyLoss(reduction="sum")
     _, data = make("perceptron")
     private = make_private(
         model,
@@ -260,6 +260,35 @@ def test_half_precision() -> None:
                 loss = lossfunc(model(x.float()), y)
             private.step(loss)
     assert private.steps == 9
+
+
+def test_a_pass_that_failed_to_begin_leaves_nothing_behind() -> None:
+    """Neither a factor for the next one, nor a block that is open."""
+    first, model, lossfunc = privately()
+    run(first, model, lossfunc, 3)
+    second, other, lossfunc = privately()
+    for x, y in second.loader:
+        with pytest.raises(UsageError, match="normaliser is what the loss divides by"):
+            second.step(lossfunc(other(x), y), normaliser=-1.0)
+        weight = next(other.parameters())
+        weight.grad = torch.zeros_like(weight)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        with pytest.raises(UsageError, match="plain gradient"):
+            second.step(lossfunc(other(x), y), scaler=scaler)
+        weight.grad = None
+        with second:
+            lossfunc(other(x), y).backward()
+        second.optimizer.step()
+    assert difference(model, other) == 0
+
+
+def test_gradients_of_inputs_elsewhere_are_no_second_pass() -> None:
+    private, model, lossfunc = privately()
+    for x, y in private.loader:
+        image = x.clone().requires_grad_()
+        torch.autograd.grad(model(image).sum(), image)
+        private.step(lossfunc(model(x), y))
+    assert private.steps == 3
 
 
 def test_records_of_clipping() -> None:

@@ -28,7 +28,7 @@ from backpack_privacy.release import Budget, Release
 from backpack_privacy.sampling import Draw, PrivateLoader
 from backpack_privacy.sums import Pass, Sums, Told
 from backpack_privacy.waiting import Waiting
-from backpack_privacy.watching import Buffers, Forwards, check_forwards
+from backpack_privacy.watching import Buffers, Forwards
 
 
 class Private:
@@ -78,10 +78,10 @@ class Private:
         self._buffers = Buffers(inner, tuple(public_buffers))
         self._waiting = Waiting()
         self._pass: Pass | None = None
-        self._told, self._is_filled = Told(), False
+        self._told, self._is_mean, self._is_filled = Told(), False, False
         self._watch = Forwards(inner)
         self._handles = [
-            self._watch.handle,
+            *self._watch.handles,
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
@@ -160,10 +160,19 @@ class Private:
         """
         if self._pass is not None:
             raise UsageError("`with private:` is one backward pass, and cannot be nested.")
+        told, self._told = self._told, Told()
         self._check_begin()
-        self._pass = Pass(self._sums, self.clipping, self._waiting.take())
-        self._pass.begin(self._told, self._normaliser, self.model is not self._inner)
+        begun = Pass(self._sums, self.clipping, self._waiting.take())
+        begun.begin(told, self._normaliser, self.model is not self._inner)
+        self._pass, self._is_mean = begun, self._divides(told)
+        self._watch.begin()
         return self
+
+    def _divides(self, told: Told) -> bool:
+        """Whether the loss divides by a number that depends on the batch."""
+        if told.normaliser is not None or self._normaliser == "samples":
+            return True
+        return self._normaliser == "loss" and getattr(self.lossfunc, "reduction", "") != "sum"
 
     def __exit__(
         self,
@@ -177,13 +186,12 @@ class Private:
             UsageError: The pass was not one over the samples of the batch.
         """
         assert self._pass is not None
-        ended, self._pass, self._told = self._pass, None, Told()
-        reached = self._watch.taken()
+        ended, self._pass = self._pass, None
         self._waiting.failed()  # unless it gets to the end of this
         ended.end(kind, error, traceback)
         try:
             if kind is None:
-                check_forwards(reached)
+                self._watch.end(self._is_mean)
                 self._buffers.check()
         except UsageError:
             self._sums.forget()
