@@ -20,6 +20,7 @@ from torch.utils.data import (
 
 from backpack_core.errors import BackpackError
 from backpack_privacy import AdaptiveClipping, Clipping, make_private
+from backpack_privacy.sums import FIELD
 from tests.privacy.problems import loader_of, make, perceptron, privately
 
 DATA = TensorDataset(torch.randn(12, 5, dtype=torch.float64), torch.randint(3, (12,)))
@@ -601,6 +602,27 @@ def test_buffers_that_keep_their_values_may_be_written() -> None:
     loop = Loop(Replaces())
     loop.each(well, 2)
     assert loop.private.steps == 4
+
+
+def test_checkpoints_may_be_loaded_once_it_is_private() -> None:
+    """What buffers have when the first epoch begins is what they have to keep."""
+    loop = Loop(Remembers())
+    loop.model.forward = loop.model.layer.forward  # type: ignore[method-assign,operator]
+    state = {name: found + 1 for name, found in loop.model.state_dict().items()}
+    loop.model.load_state_dict(state)
+    loop.each(well)
+    assert loop.private.steps == 2
+
+
+def test_an_epoch_closes_the_pass_that_was_left_open() -> None:
+    """As that of a Trainer which was stopped, and begins anew."""
+    loop = Loop()
+    next(iter(loop.private.loader))
+    loop.private.__enter__()
+    loop.each(well)
+    assert loop.private.steps == 2
+    loop.loss(*DATA[:3]).backward()
+    assert all(type(p.grad) is Tensor and not hasattr(p, FIELD) for p in loop.model.parameters())
 
 
 def test_a_failed_batch_leaves_nothing_behind() -> None:

@@ -242,6 +242,19 @@ def test_a_gradient_scaler() -> None:
     assert scaler.get_scale() == 2.0**9
 
 
+def test_empty_batches_have_their_steps_after_one_that_a_scaler_left_out() -> None:
+    """Also where they wait for it, since the loop asks for batches ahead of time."""
+    private, model, lossfunc = privately(size=1, noise_multiplier=1.0, checks=0)
+    private.ahead, scaler = 1, torch.amp.GradScaler("cpu")
+    batches = iter(private.loader)
+    batch = next(batches, None)
+    while batch is not None:
+        following, (x, y) = next(batches, None), batch
+        assert not private.step(lossfunc(model(x * torch.inf), y), scaler=scaler)
+        batch = following
+    assert private.steps == len(private.loader)
+
+
 def test_half_precision() -> None:
     """Autocast computes in it; parameters, and so the clipped sums, are in single precision."""
     model, lossfunc = perceptron().float(), nn.CrossEntropyLoss(reduction="sum")

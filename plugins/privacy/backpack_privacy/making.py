@@ -91,8 +91,8 @@ def make_private(
         users: The user of each record of the data set. Users are drawn and protected then, each
             with all records; ``batch_size`` is the expected number of users.
         max_records: How many records of a user are in a batch at most.
-        max_rows: Show batches in parts of at most so many rows, as memory allows. The step is
-            taken after the last part.
+        max_rows: Show batches in parts of at most so many rows, as memory allows; a user with more
+            is one part. The step is taken after the last part.
         normaliser: What the loss divides by: ``"loss"``: what the loss module says;
             ``"samples"``: the number of rows; ``None``: nothing, it is a sum; or a number.
         accountant: ``"pld"``, ``"rdp"`` or a function, see

@@ -75,7 +75,7 @@ class Private:
         self._sums = Sums(self._named, self.clipping)
         release.check()
         self._movement = Movement(optimizer, self._named, checks)
-        self._buffers = Buffers(inner, tuple(public_buffers))
+        self._buffers = Buffers(inner, public_buffers)
         self._waiting = Waiting()
         self._pass: Pass | None = None
         self._told, self._is_mean, self._is_filled = Told(), False, False
@@ -135,6 +135,7 @@ class Private:
         if self.steps > before:
             return True
         self._finish()
+        self._step_without_samples(self._waiting.take_empty())
         return False
 
     @property
@@ -164,15 +165,9 @@ class Private:
         self._check_begin()
         begun = Pass(self._sums, self.clipping, self._waiting.take())
         begun.begin(told, self._normaliser, self.model is not self._inner)
-        self._pass, self._is_mean = begun, self._divides(told)
+        self._pass, self._is_mean = begun, told.is_mean(self._normaliser, self.lossfunc)
         self._watch.begin()
         return self
-
-    def _divides(self, told: Told) -> bool:
-        """Whether the loss divides by a number that depends on the batch."""
-        if told.normaliser is not None or self._normaliser == "samples":
-            return True
-        return self._normaliser == "loss" and getattr(self.lossfunc, "reduction", "") != "sum"
 
     def __exit__(
         self,
@@ -209,6 +204,10 @@ class Private:
 
     def begins(self) -> None:
         """An epoch begins; what was left of the last one is forgotten."""
+        if self._pass is not None:  # whoever opened it did not get to its end
+            self._pass.end(RuntimeError, None, None)
+            self._pass = None
+        self._buffers.begin()
         self._waiting.forget()
         self._release.begins()
         self._sums.forget()
@@ -225,12 +224,13 @@ class Private:
         if self._waiting.add(draw, self._sums):
             self._step_without_samples()
 
-    def _step_without_samples(self) -> None:
-        """A step of noise, as for every batch, with no sample in this process."""
-        self._budget.check(self.steps)
-        check_no_gradient(self._named)
-        self._sums.is_complete = True
-        self.optimizer.step()
+    def _step_without_samples(self, count: int = 1) -> None:
+        """Steps of noise, as for every batch, with no sample in this process."""
+        for _ in range(count):
+            self._budget.check(self.steps)
+            check_no_gradient(self._named)
+            self._sums.is_complete = True
+            self.optimizer.step()
 
     # The step of the optimizer
 
@@ -267,8 +267,7 @@ class Private:
         """Count the step, and look whether parameters moved as they should."""
         self._finish()
         self._movement.after()
-        for _ in range(self._waiting.take_empty()):
-            self._step_without_samples()
+        self._step_without_samples(self._waiting.take_empty())
 
     def _finish(self) -> None:
         for parameter in self._named.values():
@@ -324,8 +323,7 @@ class Private:
             state: What :meth:`state_dict` returned.
 
         Raises:
-            UsageError: It is from other data or clipping, steps were taken here, or what it spent
-                and what is planned exceed the target.
+            UsageError: It does not fit, steps were taken here, or the target would be exceeded.
         """
         self._release.load_state_dict(state, self._budget)
 

@@ -305,12 +305,6 @@ def check_loader(loader: Any) -> None:
             "The loader's RandomSampler draws with replacement, which is another mechanism than "
             'sampling="poisson" and "shuffled". Leave the sampler out.'
         )
-    count = len(loader.dataset)
-    if not 0 < loader.batch_size <= count:
-        raise UsageError(
-            f"The batch_size is {loader.batch_size}, and the data set has {count} samples. Each is "
-            "drawn with the probability batch_size / samples, which has to be 1 at most."
-        )
 
 
 def check_order(loader: DataLoader[Any]) -> None:

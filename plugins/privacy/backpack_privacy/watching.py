@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import is_dataclass
 from functools import partial
 from itertools import chain
@@ -17,8 +17,8 @@ from backpack_core.errors import UsageError
 class Buffers:
     """Watches whether a pass changes buffers of a model: these would hold data without noise."""
 
-    def __init__(self, model: nn.Module, public: tuple[str, ...]) -> None:
-        """Remember what buffers have.
+    def __init__(self, model: nn.Module, public: Collection[str]) -> None:
+        """Store what is watched.
 
         Args:
             model: The model.
@@ -26,7 +26,12 @@ class Buffers:
         """
         self._model, self._public = model, public
         # The tensor, its version when it was compared (-1: not yet), and what it had at first.
-        self._known = {name: (found, -1, found.clone()) for name, found in self._buffers()}
+        self._known: dict[str, tuple[Tensor, int, Tensor]] | None = None
+
+    def begin(self) -> None:
+        """An epoch begins; at the first, remember what buffers have: a checkpoint is loaded now."""
+        if self._known is None:
+            self._known = {name: (found, -1, found.clone()) for name, found in self._buffers()}
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         return ((n, b) for n, b in self._model.named_buffers() if n not in self._public)
@@ -37,6 +42,7 @@ class Buffers:
         Raises:
             UsageError: One has changed.
         """
+        assert self._known is not None
         for name, found in self._buffers():
             tensor, version, value = self._known.get(name, (None, -1, None))
             new = -1 if found.is_inference() else found._version
