@@ -294,6 +294,17 @@ def frozen_later(loop: Loop, x: Tensor, y: Tensor) -> None:
     well(loop, x, y)
 
 
+def halved_later(loop: Loop, x: Tensor, y: Tensor) -> None:
+    loop.model.bfloat16()
+    loop.private.step(loop.loss(x.bfloat16(), y))
+
+
+def last_left_out(loop: Loop, x: Tensor, y: Tensor) -> None:
+    """By an error in the forward pass."""
+    if not loop.private.steps:
+        well(loop, x, y)
+
+
 def penalty(loop: Loop, x: Tensor, y: Tensor) -> Tensor:
     return loop.loss(x, y) + sum(p.square().sum() for p in loop.model.parameters())
 
@@ -566,6 +577,14 @@ class Replaces(Remembers):
 
 
 AFTER: dict[str, tuple[Callable[[], Any], str]] = {
+    "in half precision later": (
+        lambda: Loop(lossfunc=nn.CrossEntropyLoss(reduction="sum")).each(halved_later),
+        "is in bfloat16",
+    ),
+    "the last batch of an epoch left out": (
+        lambda: Loop().each(last_left_out),
+        "drawn and not used",
+    ),
     "rate of zero": (
         lambda: Loop(optimizer=lambda p: torch.optim.SGD(p, lr=0.0)).each(well, 3),
         "has not moved in 5 steps",

@@ -151,7 +151,8 @@ def make_private(
         public_buffers=public_buffers,
     )
     private.loader = PrivateLoader(
-        loader, sampler, units, random, max_rows, private.draws, private.begins
+        *(loader, sampler, units, random, max_rows),
+        *(private.draws, private.begins, private.ends),
     )
     extend(inner)
     if isinstance(lossfunc, Module):

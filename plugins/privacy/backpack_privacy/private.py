@@ -17,12 +17,11 @@ from backpack_privacy.movement import Movement
 from backpack_privacy.refusals import (
     PRIVATE,
     check_finite,
-    check_model,
     check_no_closure,
     check_no_gradient,
     check_optimizer,
+    check_pass,
     check_stepped,
-    check_trained,
 )
 from backpack_privacy.release import Budget, Release
 from backpack_privacy.sampling import Draw, PrivateLoader
@@ -102,10 +101,9 @@ class Private:
         Args:
             loss: Of the batch that the loader showed last.
             scaler: A ``torch.amp.GradScaler``: the loss is multiplied by its scale, and clipped
-                sums are those without. A step whose sums overflow is skipped and counted, which
-                shows in the accountant as a step; autocast with bfloat16 needs none.
-            backward: What to call instead of ``loss.backward()``, such as ``accelerator.backward``.
-                It scales the loss itself, if there is a scaler.
+                sums are those without. A step whose sums overflow is skipped, and counted.
+            backward: What to call for ``loss.backward()``, such as ``accelerator.backward``. It
+                scales the loss itself, if there is a scaler.
             normaliser: What this loss divides by, if that differs from batch to batch.
 
         Returns:
@@ -157,12 +155,13 @@ class Private:
         """Begin a backward pass over the batch that was drawn last.
 
         Raises:
-            UsageError: No batch was drawn, plain gradients are there, or the budget is spent.
+            UsageError: No batch waits, plain gradients are there, or the budget is spent.
         """
         if self._pass is not None:
             raise UsageError("`with private:` is one backward pass, and cannot be nested.")
         told, self._told = self._told, Told()
-        self._check_begin()
+        check_pass(self._inner, self._named)
+        self._budget.check(self.steps)
         begun = Pass(self._sums, self.clipping, self._waiting.take())
         begun.begin(told, self._normaliser, self.model is not self._inner)
         self._pass, self._is_mean = begun, told.is_mean(self._normaliser, self.lossfunc)
@@ -184,21 +183,15 @@ class Private:
         ended, self._pass = self._pass, None
         self._waiting.failed()  # unless it gets to the end of this
         ended.end(kind, error, traceback)
+        if kind is not None:
+            return
         try:
-            if kind is None:
-                self._watch.end(self._is_mean)
-                self._buffers.check()
+            self._watch.end(self._is_mean)
+            self._buffers.check()
         except UsageError:
             self._sums.forget()
             raise
-        if kind is None:
-            self._waiting.done()
-
-    def _check_begin(self) -> None:
-        check_model(self._inner)
-        check_trained(self._inner, self._named)
-        check_no_gradient(self._named)
-        self._budget.check(self.steps)
+        self._waiting.done()
 
     # What the loader says
 
@@ -215,9 +208,6 @@ class Private:
     def draws(self, draw: Draw) -> None:
         """A batch, or a part of one, is about to be shown.
 
-        Args:
-            draw: What is in it.
-
         Raises:
             UsageError: The batch before was not used.
         """
@@ -231,6 +221,14 @@ class Private:
             check_no_gradient(self._named)
             self._sums.is_complete = True
             self.optimizer.step()
+
+    def ends(self) -> None:
+        """All batches of an epoch were shown, and the loop asked for more.
+
+        Raises:
+            UsageError: The last one was not used.
+        """
+        self._waiting.check(self._sums)
 
     # The step of the optimizer
 

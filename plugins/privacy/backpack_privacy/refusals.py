@@ -204,12 +204,20 @@ def check_loss(lossfunc: Any, normaliser: Any) -> None:
         )
 
 
-def check_trained(model: nn.Module, named: Mapping[str, Tensor]) -> None:
-    """Refuse a model of which other parameters are trained by now.
+def check_pass(model: nn.Module, named: Mapping[str, Tensor]) -> None:
+    """Refuse a backward pass that would not be private, by what has become of the model.
 
     Raises:
-        UsageError: They are.
+        UsageError: Other parameters are trained, in half precision, or they have plain gradients.
+        SampleMixingError: A batch normalisation is in train mode.
     """
+    check_model(model)
+    _check_trained(model, named)
+    check_precision(named)
+    check_no_gradient(named)
+
+
+def _check_trained(model: nn.Module, named: Mapping[str, Tensor]) -> None:
     if {n for n, p in model.named_parameters() if p.requires_grad} != {*named}:
         raise UsageError(
             "Other parameters want a gradient than when make_private(...) was called. Call it "

@@ -189,6 +189,7 @@ class PrivateLoader:
         most: int | None,
         draws: Callable[[Draw], None],
         begins: Callable[[], None],
+        ends: Callable[[], None],
     ) -> None:
         """Take over the settings of a loader.
 
@@ -200,10 +201,11 @@ class PrivateLoader:
             most: How many rows to show at once; ``None`` for all of a batch.
             draws: Called with each draw before its rows are shown, or if there are none.
             begins: Called when an epoch begins.
+            ends: Called when all of an epoch was shown.
         """
         self.dataset, self.sampler = loader.dataset, sampler
         self._loader, self._units, self._source, self._most = loader, units, source, most
-        self._draws, self._begins = draws, begins
+        self._draws, self._begins, self._ends = draws, begins, ends
         self._epochs = 0  # that were begun
 
     @property
@@ -233,6 +235,7 @@ class PrivateLoader:
             self._check_last(epoch)
         for draw in ahead:
             self._draws(draw)
+        self._ends()
 
     def _check_last(self, epoch: int) -> None:
         if epoch != self._epochs:
