@@ -121,6 +121,7 @@ def make_private(
     for name, number in (("max_records", max_records), ("max_rows", max_rows), ("epochs", epochs)):
         _check_count(name, number)
     processes, random = Processes(process_group), source(seed)
+    processes.check_same(inner.named_parameters())
     units = Units(len(loader.dataset), users, max_records)  # type: ignore[arg-type]
     sampler = _sampler(sampling, units.count, loader.batch_size, processes)
     counted = Accountant(accountant)
