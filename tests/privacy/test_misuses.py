@@ -141,6 +141,11 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
     "a batch larger than the data": (lambda: private(loader=loader_of(DATA, 13)), "1 at most"),
     "more users than there are": (lambda: private(users=[0, 1] * 6), "of 2 samples"),
     "users of other data": (lambda: private(users=[0, 1]), "12 in all"),
+    "users that are missing": (
+        lambda: private(loader=loader_of(DATA, 1), users=torch.tensor([0.0, torch.nan] * 6)),
+        "'not a number'",
+    ),
+    "checks that never end": (lambda: private(checks=-1), "checks is a whole number from 0"),
     "users of rows in another order": (
         lambda: private(
             loader=loader_of(DATA, collate_fn=lambda rows: default_collate(rows[::-1])),
@@ -409,6 +414,10 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
     "batch normalisation later": (lambda: Loop().each(normalised), "replace_batch_norm"),
     "mixes samples": (lambda: Loop(Mixes()).each(well), "samples of the batch influence"),
     "data in a buffer": (lambda: Loop(Remembers()).each(well), "public_buffers=['mean']"),
+    "a buffer whose name is a part of another's": (
+        lambda: Loop(Remembers(), public_buffers="means").each(well),
+        "public_buffers=['mean']",
+    ),
     "penalty": (lambda: Loop().each(stepping(penalty)), "beside the loss"),
     "no sum over samples": (
         lambda: Loop(normaliser="samples").each(

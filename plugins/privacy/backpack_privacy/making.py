@@ -120,6 +120,7 @@ def make_private(
     _check_noise(noise_multiplier, target_epsilon, target_delta, epochs)
     for name, number in (("max_records", max_records), ("max_rows", max_rows), ("epochs", epochs)):
         _check_count(name, number)
+    _check_count("checks", checks, 0)
     processes, random = Processes(process_group), source(seed)
     processes.check_same(inner.named_parameters())
     units = Units(len(loader.dataset), users, max_records)  # type: ignore[arg-type]
@@ -199,9 +200,9 @@ def _check_noise(
         check_delta(delta)
 
 
-def _check_count(name: str, number: Any) -> None:
-    if number is not None and (not isinstance(number, int) or number < 1):
-        raise UsageError(f"{name} is a whole number from 1 on. Got {number!r}.")
+def _check_count(name: str, number: Any, least: int = 1) -> None:
+    if number is not None and (not isinstance(number, int) or number < least):
+        raise UsageError(f"{name} is a whole number from {least} on. Got {number!r}.")
 
 
 def _sampler(sampling: str, units: int, expected: int | None, processes: Processes) -> Sampler:

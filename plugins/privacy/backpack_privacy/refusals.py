@@ -158,6 +158,11 @@ def _check_same(model: nn.Module, trained: dict[str, Tensor], stepped: set[Tenso
         )
 
 
+def is_half(dtype: torch.dtype) -> bool:
+    """Whether numbers have fewer bits than in single precision."""
+    return dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+
+
 def check_precision(named: Mapping[str, Tensor]) -> None:
     """Refuse trained parameters in half precision.
 
@@ -165,7 +170,7 @@ def check_precision(named: Mapping[str, Tensor]) -> None:
         UsageError: The clipped sum would be rounded by more than one sample may change it.
     """
     for name, parameter in named.items():
-        if parameter.dtype.itemsize < torch.float32.itemsize:
+        if is_half(parameter.dtype):
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise UsageError(
                 f"The parameter {name} is in {dtype}, which rounds sums of gradients by more than "

@@ -121,7 +121,7 @@ class Units:
             max_records: How many records of a user are in a batch at most, drawn anew each time.
 
         Raises:
-            UsageError: There is not one user for each record.
+            UsageError: There is not one user for each record, or one is "not a number".
         """
         self._of: list[list[int]] | None = None
         self._max_records = max_records
@@ -133,6 +133,12 @@ class Units:
             raise UsageError(
                 f"users= names the user of each record of the data set, {records} in all. "
                 f"Got {len(named)}."
+            )
+        if any(user != user for user in named):  # as tables have it where a value is missing
+            raise UsageError(
+                "users= has 'not a number' for some record. Each of these would be a user of its "
+                "own, and one with several records would not be hidden. Name the user, or leave "
+                "the record out of the data set."
             )
         found: dict[Hashable, list[int]] = {}
         for record, user in enumerate(named):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core.errors import UsageError
+from backpack_privacy.refusals import is_half
 
 
 class Buffers:
@@ -24,7 +25,7 @@ class Buffers:
             model: The model.
             public: Names of buffers that may change.
         """
-        self._model, self._public = model, public
+        self._model, self._public = model, frozenset(public)
         # The tensor, its version when it was compared (-1: not yet), and what it had at first.
         self._known: dict[str, tuple[Tensor, int, Tensor]] | None = None
 
@@ -78,7 +79,7 @@ class Forwards:
 
     def _on_layer(self, device: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if torch.is_grad_enabled() and torch.is_autocast_enabled(device):
-            self._is_cast |= _is_half(torch.get_autocast_dtype(device))
+            self._is_cast |= is_half(torch.get_autocast_dtype(device))
 
     def _on_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._runs += 1
@@ -114,13 +115,9 @@ class Forwards:
             )
 
 
-def _is_half(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
-
-
 def _has_half(model: nn.Module) -> bool:
     tensors = chain(model.parameters(), model.buffers())
-    return any(_is_half(tensor.dtype) for tensor in tensors)
+    return any(is_half(tensor.dtype) for tensor in tensors)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
