@@ -333,6 +333,8 @@ def test_closed_it_is_an_ordinary_optimizer() -> None:
     lossfunc(model(x), y).backward()
     private.optimizer.step()
     assert private.steps == 0
+    with pytest.raises(UsageError, match="close"):
+        private.step(lossfunc(model(x), y))
 
 
 def test_workers_and_collate() -> None:

@@ -19,6 +19,7 @@ from backpack_privacy.refusals import (
     check_finite,
     check_no_closure,
     check_no_gradient,
+    check_open,
     check_optimizer,
     check_pass,
     check_stepped,
@@ -160,6 +161,7 @@ class Private:
         if self._pass is not None:
             raise UsageError("`with private:` is one backward pass, and cannot be nested.")
         told, self._told = self._told, Told()
+        check_open(self.optimizer)
         check_pass(self._inner, self._named)
         self._budget.check(self.steps)
         begun = Pass(self._sums, self.clipping, self._waiting.take())

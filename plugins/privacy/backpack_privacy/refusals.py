@@ -101,6 +101,18 @@ def check_new(optimizer: Any) -> None:
         )
 
 
+def check_open(optimizer: Optimizer) -> None:
+    """Refuse to go on with an optimizer that is not private any more.
+
+    Raises:
+        UsageError: It is not.
+    """
+    if optimizer not in PRIVATE:
+        raise UsageError(
+            "close() was called: the optimizer takes plain gradients. Call make_private(...) anew."
+        )
+
+
 def check_optimizer(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """The parameters that are trained, by name: the same in the model and in the optimizer.
 
