@@ -225,7 +225,7 @@ def test_a_normaliser_of_each_batch() -> None:
 
 
 def test_a_gradient_scaler() -> None:
-    """Its factor is no part of the gradients; a step that overflows is left out, and counted."""
+    """Its factor is not a part of the gradients; a step that overflows is left out, and counted."""
     first, model, lossfunc = privately()
     run(first, model, lossfunc, 3)
     second, other, lossfunc = privately(checks=0)
@@ -295,7 +295,7 @@ def test_a_pass_that_failed_to_begin_leaves_nothing_behind() -> None:
     assert difference(model, other) == 0
 
 
-def test_gradients_of_inputs_elsewhere_are_no_second_pass() -> None:
+def test_gradients_of_inputs_elsewhere_are_not_a_second_pass() -> None:
     private, model, lossfunc = privately()
     for x, y in private.loader:
         image = x.clone().requires_grad_()
