@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from torch.utils.data import (
 
 from backpack_core.errors import BackpackError
 from backpack_privacy import AdaptiveClipping, Clipping, make_private
+from backpack_privacy.sums import FIELD
 from tests.privacy.problems import loader_of, make, perceptron, privately
 
 DATA = TensorDataset(torch.randn(12, 5, dtype=torch.float64), torch.randint(3, (12,)))
@@ -139,6 +141,11 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
     "a batch larger than the data": (lambda: private(loader=loader_of(DATA, 13)), "1 at most"),
     "more users than there are": (lambda: private(users=[0, 1] * 6), "of 2 samples"),
     "users of other data": (lambda: private(users=[0, 1]), "12 in all"),
+    "users that are missing": (
+        lambda: private(loader=loader_of(DATA, 1), users=torch.tensor([0.0, torch.nan] * 6)),
+        "'not a number'",
+    ),
+    "checks that never end": (lambda: private(checks=-1), "checks is a whole number from 0"),
     "users of rows in another order": (
         lambda: private(
             loader=loader_of(DATA, collate_fn=lambda rows: default_collate(rows[::-1])),
@@ -292,6 +299,17 @@ def frozen_later(loop: Loop, x: Tensor, y: Tensor) -> None:
     well(loop, x, y)
 
 
+def halved_later(loop: Loop, x: Tensor, y: Tensor) -> None:
+    loop.model.bfloat16()
+    loop.private.step(loop.loss(x.bfloat16(), y))
+
+
+def last_left_out(loop: Loop, x: Tensor, y: Tensor) -> None:
+    """By an error in the forward pass."""
+    if not loop.private.steps:
+        well(loop, x, y)
+
+
 def penalty(loop: Loop, x: Tensor, y: Tensor) -> Tensor:
     return loop.loss(x, y) + sum(p.square().sum() for p in loop.model.parameters())
 
@@ -322,6 +340,54 @@ class Remembers(nn.Module):
         return self.layer(x)
 
 
+class Casts(nn.Module):
+    """Turns autocast on by itself, and returns single precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3).float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.layer(x.float()).float()
+
+
+class HalfFrozen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.head = nn.Linear(5, 4).bfloat16(), nn.Linear(4, 3).float()
+        self.base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.base(x.bfloat16()).float())
+
+
+@dataclass
+class Logits:
+    logits: Tensor
+
+
+class ReturnsLogits(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        return Logits(self.layer(x))
+
+
+def two_of(logits: Callable[[Any, Tensor], Tensor], model: nn.Module) -> None:
+    """Each row's loss has another sample in it."""
+    Loop(model, lossfunc=nn.CrossEntropyLoss(reduction="sum")).each(
+        stepping(
+            lambda loop, x, y: (
+                loop.lossfunc(logits(loop.model, x), y)
+                + loop.lossfunc(logits(loop.model, x.flip(0)), y.flip(0))
+            )
+        )
+    )
+
+
 def ours(x: Tensor, y: Tensor) -> Tensor:
     return F.cross_entropy(x, y)
 
@@ -348,6 +414,10 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
     "batch normalisation later": (lambda: Loop().each(normalised), "replace_batch_norm"),
     "mixes samples": (lambda: Loop(Mixes()).each(well), "samples of the batch influence"),
     "data in a buffer": (lambda: Loop(Remembers()).each(well), "public_buffers=['mean']"),
+    "a buffer whose name is a part of another's": (
+        lambda: Loop(Remembers(), public_buffers="means").each(well),
+        "public_buffers=['mean']",
+    ),
     "penalty": (lambda: Loop().each(stepping(penalty)), "beside the loss"),
     "no sum over samples": (
         lambda: Loop(normaliser="samples").each(
@@ -368,6 +438,29 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
             stepping(lambda loop, x, y: loop.loss(x, y) + loop.loss(x.flip(0), y.flip(0)))
         ),
         "through 2 runs of the model",
+    ),
+    "two forward passes, in dataclasses": (
+        lambda: two_of(lambda model, x: model(x).logits, ReturnsLogits()),
+        "through 2 runs of the model",
+    ),
+    "passes through layers": (
+        lambda: two_of(lambda model, x: model[4](model[2](model[0](x))), perceptron()),
+        "through no run of the model",
+    ),
+    "a mean in autocast": (lambda: Loop(Casts()).each(well), 'Use a sum, reduction="sum"'),
+    "a mean that is told, in autocast": (
+        lambda: Loop(Casts(), normaliser=None).each(
+            lambda loop, x, y: loop.private.step(loop.loss(x, y), normaliser=float(len(x)))
+        ),
+        'Use a sum, reduction="sum"',
+    ),
+    "a mean over half precision": (
+        lambda: Loop(
+            HalfFrozen(),
+            normaliser="samples",
+            optimizer=lambda p: torch.optim.SGD([q for q in p if q.requires_grad], lr=0.1),
+        ).each(well),
+        "normaliser=None",
     ),
     "backward twice": (lambda: Loop().each(backward_twice), "two backward passes"),
     "two losses in a block": (lambda: Loop().each(two_backwards), "two backward passes"),
@@ -493,6 +586,14 @@ class Replaces(Remembers):
 
 
 AFTER: dict[str, tuple[Callable[[], Any], str]] = {
+    "in half precision later": (
+        lambda: Loop(lossfunc=nn.CrossEntropyLoss(reduction="sum")).each(halved_later),
+        "is in bfloat16",
+    ),
+    "the last batch of an epoch left out": (
+        lambda: Loop().each(last_left_out),
+        "drawn and not used",
+    ),
     "rate of zero": (
         lambda: Loop(optimizer=lambda p: torch.optim.SGD(p, lr=0.0)).each(well, 3),
         "has not moved in 5 steps",
@@ -529,6 +630,27 @@ def test_buffers_that_keep_their_values_may_be_written() -> None:
     loop = Loop(Replaces())
     loop.each(well, 2)
     assert loop.private.steps == 4
+
+
+def test_checkpoints_may_be_loaded_once_it_is_private() -> None:
+    """What buffers have when the first epoch begins is what they have to keep."""
+    loop = Loop(Remembers())
+    loop.model.forward = loop.model.layer.forward  # type: ignore[method-assign,operator]
+    state = {name: found + 1 for name, found in loop.model.state_dict().items()}
+    loop.model.load_state_dict(state)
+    loop.each(well)
+    assert loop.private.steps == 2
+
+
+def test_an_epoch_closes_the_pass_that_was_left_open() -> None:
+    """As that of a Trainer which was stopped, and begins anew."""
+    loop = Loop()
+    next(iter(loop.private.loader))
+    loop.private.__enter__()
+    loop.each(well)
+    assert loop.private.steps == 2
+    loop.loss(*DATA[:3]).backward()
+    assert all(type(p.grad) is Tensor and not hasattr(p, FIELD) for p in loop.model.parameters())
 
 
 def test_a_failed_batch_leaves_nothing_behind() -> None:

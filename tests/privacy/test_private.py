@@ -225,7 +225,7 @@ def test_a_normaliser_of_each_batch() -> None:
 
 
 def test_a_gradient_scaler() -> None:
-    """Its factor is no part of the gradients; a step that overflows is left out, and counted."""
+    """Its factor is not a part of the gradients; a step that overflows is left out, and counted."""
     first, model, lossfunc = privately()
     run(first, model, lossfunc, 3)
     second, other, lossfunc = privately(checks=0)
@@ -242,9 +242,22 @@ def test_a_gradient_scaler() -> None:
     assert scaler.get_scale() == 2.0**9
 
 
+def test_empty_batches_have_their_steps_after_one_that_a_scaler_left_out() -> None:
+    """Also where they wait for it, since the loop asks for batches ahead of time."""
+    private, model, lossfunc = privately(size=1, noise_multiplier=1.0, checks=0)
+    private.ahead, scaler = 1, torch.amp.GradScaler("cpu")
+    batches = iter(private.loader)
+    batch = next(batches, None)
+    while batch is not None:
+        following, (x, y) = next(batches, None), batch
+        assert not private.step(lossfunc(model(x * torch.inf), y), scaler=scaler)
+        batch = following
+    assert private.steps == len(private.loader)
+
+
 def test_half_precision() -> None:
     """Autocast computes in it; parameters, and so the clipped sums, are in single precision."""
-    model, lossfunc = perceptron().float(), nn.CrossEntropyLoss()
+    model, lossfunc = perceptron().float(), nn.CrossEntropyLoss(reduction="sum")
     _, data = make("perceptron")
     private = make_private(
         model,
@@ -260,6 +273,35 @@ def test_half_precision() -> None:
                 loss = lossfunc(model(x.float()), y)
             private.step(loss)
     assert private.steps == 9
+
+
+def test_a_pass_that_failed_to_begin_leaves_nothing_behind() -> None:
+    """Neither a factor for the next one, nor a block that is open."""
+    first, model, lossfunc = privately()
+    run(first, model, lossfunc, 3)
+    second, other, lossfunc = privately()
+    for x, y in second.loader:
+        with pytest.raises(UsageError, match="normaliser is what the loss divides by"):
+            second.step(lossfunc(other(x), y), normaliser=-1.0)
+        weight = next(other.parameters())
+        weight.grad = torch.zeros_like(weight)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        with pytest.raises(UsageError, match="plain gradient"):
+            second.step(lossfunc(other(x), y), scaler=scaler)
+        weight.grad = None
+        with second:
+            lossfunc(other(x), y).backward()
+        second.optimizer.step()
+    assert difference(model, other) == 0
+
+
+def test_gradients_of_inputs_elsewhere_are_not_a_second_pass() -> None:
+    private, model, lossfunc = privately()
+    for x, y in private.loader:
+        image = x.clone().requires_grad_()
+        torch.autograd.grad(model(image).sum(), image)
+        private.step(lossfunc(model(x), y))
+    assert private.steps == 3
 
 
 def test_records_of_clipping() -> None:
@@ -291,6 +333,8 @@ def test_closed_it_is_an_ordinary_optimizer() -> None:
     lossfunc(model(x), y).backward()
     private.optimizer.step()
     assert private.steps == 0
+    with pytest.raises(UsageError, match="close"):
+        private.step(lossfunc(model(x), y))
 
 
 def test_workers_and_collate() -> None:

@@ -33,3 +33,5 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
             for a, b in zip(found, expected, strict=True):
                 assert (a - b).abs().max() < 1e-12
     assert seen <= STEPS + 4
+    for rank in range(2):
+        assert "differs between processes" in torch.load(tmp_path / f"{rank}.pt")[2]

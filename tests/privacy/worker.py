@@ -13,6 +13,7 @@ import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from backpack_core.errors import UsageError
 from backpack_privacy import AdaptiveClipping, Clipping, make_private
 from tests.privacy.problems import loader_of, make
 
@@ -42,6 +43,19 @@ def train(wrapped: bool, world: int, adaptive: bool) -> tuple[list[torch.Tensor]
     return [p.detach() for p in model.parameters()], seen
 
 
+def refused(rank: int) -> str:
+    """What is said of models that differ."""
+    model, data = make("tied", seed=rank)
+    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), loader_of(data, 1)
+    try:
+        make_private(
+            model, nn.CrossEntropyLoss(), optimizer, loader, noise_multiplier=1, max_norm=1
+        )
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
 def main() -> None:
     rank, world, store, folder = int(sys.argv[1]), int(sys.argv[2]), *map(Path, sys.argv[3:])
     torch.set_default_dtype(torch.float64)
@@ -49,7 +63,7 @@ def main() -> None:
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world
     )
     found = [train(False, world, True), train(True, world, False)]
-    torch.save(found, folder / f"{rank}.pt")
+    torch.save([*found, refused(rank)], folder / f"{rank}.pt")
     distributed.barrier()
     os._exit(0)  # threads of gloo may outlive the interpreter
 

@@ -91,8 +91,8 @@ def make_private(
         users: The user of each record of the data set. Users are drawn and protected then, each
             with all records; ``batch_size`` is the expected number of users.
         max_records: How many records of a user are in a batch at most.
-        max_rows: Show batches in parts of at most so many rows, as memory allows. The step is
-            taken after the last part.
+        max_rows: Show batches in parts of at most so many rows, as memory allows; a user with more
+            is one part. The step is taken after the last part.
         normaliser: What the loss divides by: ``"loss"``: what the loss module says;
             ``"samples"``: the number of rows; ``None``: nothing, it is a sum; or a number.
         accountant: ``"pld"``, ``"rdp"`` or a function, see
@@ -120,7 +120,9 @@ def make_private(
     _check_noise(noise_multiplier, target_epsilon, target_delta, epochs)
     for name, number in (("max_records", max_records), ("max_rows", max_rows), ("epochs", epochs)):
         _check_count(name, number)
+    _check_count("checks", checks, 0)
     processes, random = Processes(process_group), source(seed)
+    processes.check_same(inner.named_parameters())
     units = Units(len(loader.dataset), users, max_records)  # type: ignore[arg-type]
     sampler = _sampler(sampling, units.count, loader.batch_size, processes)
     counted = Accountant(accountant)
@@ -151,7 +153,8 @@ def make_private(
         public_buffers=public_buffers,
     )
     private.loader = PrivateLoader(
-        loader, sampler, units, random, max_rows, private.draws, private.begins
+        *(loader, sampler, units, random, max_rows),
+        *(private.draws, private.begins, private.ends),
     )
     extend(inner)
     if isinstance(lossfunc, Module):
@@ -197,9 +200,9 @@ def _check_noise(
         check_delta(delta)
 
 
-def _check_count(name: str, number: Any) -> None:
-    if number is not None and (not isinstance(number, int) or number < 1):
-        raise UsageError(f"{name} is a whole number from 1 on. Got {number!r}.")
+def _check_count(name: str, number: Any, least: int = 1) -> None:
+    if number is not None and (not isinstance(number, int) or number < least):
+        raise UsageError(f"{name} is a whole number from {least} on. Got {number!r}.")
 
 
 def _sampler(sampling: str, units: int, expected: int | None, processes: Processes) -> Sampler:

@@ -17,18 +17,18 @@ from backpack_privacy.movement import Movement
 from backpack_privacy.refusals import (
     PRIVATE,
     check_finite,
-    check_model,
     check_no_closure,
     check_no_gradient,
+    check_open,
     check_optimizer,
+    check_pass,
     check_stepped,
-    check_trained,
 )
 from backpack_privacy.release import Budget, Release
 from backpack_privacy.sampling import Draw, PrivateLoader
 from backpack_privacy.sums import Pass, Sums, Told
 from backpack_privacy.waiting import Waiting
-from backpack_privacy.watching import Buffers, Forwards, check_forwards
+from backpack_privacy.watching import Buffers, Forwards
 
 
 class Private:
@@ -75,13 +75,13 @@ class Private:
         self._sums = Sums(self._named, self.clipping)
         release.check()
         self._movement = Movement(optimizer, self._named, checks)
-        self._buffers = Buffers(inner, tuple(public_buffers))
+        self._buffers = Buffers(inner, public_buffers)
         self._waiting = Waiting()
         self._pass: Pass | None = None
-        self._told, self._is_filled = Told(), False
+        self._told, self._is_mean, self._is_filled = Told(), False, False
         self._watch = Forwards(inner)
         self._handles = [
-            self._watch.handle,
+            *self._watch.handles,
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
@@ -102,10 +102,9 @@ class Private:
         Args:
             loss: Of the batch that the loader showed last.
             scaler: A ``torch.amp.GradScaler``: the loss is multiplied by its scale, and clipped
-                sums are those without. A step whose sums overflow is skipped and counted, which
-                shows in the accountant as a step; autocast with bfloat16 needs none.
-            backward: What to call instead of ``loss.backward()``, such as ``accelerator.backward``.
-                It scales the loss itself, if there is a scaler.
+                sums are those without. A step whose sums overflow is skipped, and counted.
+            backward: What to call for ``loss.backward()``, such as ``accelerator.backward``. It
+                scales the loss itself, if there is a scaler.
             normaliser: What this loss divides by, if that differs from batch to batch.
 
         Returns:
@@ -135,6 +134,7 @@ class Private:
         if self.steps > before:
             return True
         self._finish()
+        self._step_without_samples(self._waiting.take_empty())
         return False
 
     @property
@@ -156,13 +156,18 @@ class Private:
         """Begin a backward pass over the batch that was drawn last.
 
         Raises:
-            UsageError: No batch was drawn, plain gradients are there, or the budget is spent.
+            UsageError: No batch waits, plain gradients are there, or the budget is spent.
         """
         if self._pass is not None:
             raise UsageError("`with private:` is one backward pass, and cannot be nested.")
-        self._check_begin()
-        self._pass = Pass(self._sums, self.clipping, self._waiting.take())
-        self._pass.begin(self._told, self._normaliser, self.model is not self._inner)
+        told, self._told = self._told, Told()
+        check_open(self.optimizer)
+        check_pass(self._inner, self._named)
+        self._budget.check(self.steps)
+        begun = Pass(self._sums, self.clipping, self._waiting.take())
+        begun.begin(told, self._normaliser, self.model is not self._inner)
+        self._pass, self._is_mean = begun, told.is_mean(self._normaliser, self.lossfunc)
+        self._watch.begin()
         return self
 
     def __exit__(
@@ -177,30 +182,27 @@ class Private:
             UsageError: The pass was not one over the samples of the batch.
         """
         assert self._pass is not None
-        ended, self._pass, self._told = self._pass, None, Told()
-        reached = self._watch.taken()
+        ended, self._pass = self._pass, None
         self._waiting.failed()  # unless it gets to the end of this
         ended.end(kind, error, traceback)
+        if kind is not None:
+            return
         try:
-            if kind is None:
-                check_forwards(reached)
-                self._buffers.check()
+            self._watch.end(self._is_mean)
+            self._buffers.check()
         except UsageError:
             self._sums.forget()
             raise
-        if kind is None:
-            self._waiting.done()
-
-    def _check_begin(self) -> None:
-        check_model(self._inner)
-        check_trained(self._inner, self._named)
-        check_no_gradient(self._named)
-        self._budget.check(self.steps)
+        self._waiting.done()
 
     # What the loader says
 
     def begins(self) -> None:
         """An epoch begins; what was left of the last one is forgotten."""
+        if self._pass is not None:  # whoever opened it did not get to its end
+            self._pass.end(RuntimeError, None, None)
+            self._pass = None
+        self._buffers.begin()
         self._waiting.forget()
         self._release.begins()
         self._sums.forget()
@@ -208,21 +210,27 @@ class Private:
     def draws(self, draw: Draw) -> None:
         """A batch, or a part of one, is about to be shown.
 
-        Args:
-            draw: What is in it.
-
         Raises:
             UsageError: The batch before was not used.
         """
         if self._waiting.add(draw, self._sums):
             self._step_without_samples()
 
-    def _step_without_samples(self) -> None:
-        """A step of noise, as for every batch, with no sample in this process."""
-        self._budget.check(self.steps)
-        check_no_gradient(self._named)
-        self._sums.is_complete = True
-        self.optimizer.step()
+    def _step_without_samples(self, count: int = 1) -> None:
+        """Steps of noise, as for every batch, with no sample in this process."""
+        for _ in range(count):
+            self._budget.check(self.steps)
+            check_no_gradient(self._named)
+            self._sums.is_complete = True
+            self.optimizer.step()
+
+    def ends(self) -> None:
+        """All batches of an epoch were shown, and the loop asked for more.
+
+        Raises:
+            UsageError: The last one was not used.
+        """
+        self._waiting.check(self._sums)
 
     # The step of the optimizer
 
@@ -259,8 +267,7 @@ class Private:
         """Count the step, and look whether parameters moved as they should."""
         self._finish()
         self._movement.after()
-        for _ in range(self._waiting.take_empty()):
-            self._step_without_samples()
+        self._step_without_samples(self._waiting.take_empty())
 
     def _finish(self) -> None:
         for parameter in self._named.values():
@@ -316,8 +323,7 @@ class Private:
             state: What :meth:`state_dict` returned.
 
         Raises:
-            UsageError: It is from other data or clipping, steps were taken here, or what it spent
-                and what is planned exceed the target.
+            UsageError: It does not fit, steps were taken here, or the target would be exceeded.
         """
         self._release.load_state_dict(state, self._budget)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -43,6 +43,27 @@ class Processes:
             distributed.all_reduce(flat, group=self._group)
             for tensor, part in zip(some, flat.split([t.numel() for t in some]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
+
+    def check_same(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
+        """Refuse models that differ between processes, before sums over them are taken.
+
+        Args:
+            parameters: All of the model, by name.
+
+        Raises:
+            UsageError: They differ, in each process.
+        """
+        if self.world == 1:
+            return
+        for name, parameter in parameters:
+            found = torch.stack([parameter.detach(), -parameter.detach()])
+            distributed.all_reduce(found, distributed.ReduceOp.MAX, group=self._group)
+            if not torch.equal(found[0], -found[1]):
+                raise UsageError(
+                    f"The parameter {name} differs between processes, and sums of gradients of "
+                    "different models would train none of them. Use DistributedDataParallel, or "
+                    "make the model with the same seed or checkpoint in each process."
+                )
 
 
 def alone(model: Module) -> Module:

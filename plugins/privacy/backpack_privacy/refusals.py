@@ -101,6 +101,18 @@ def check_new(optimizer: Any) -> None:
         )
 
 
+def check_open(optimizer: Optimizer) -> None:
+    """Refuse to go on with an optimizer that is not private any more.
+
+    Raises:
+        UsageError: It is not.
+    """
+    if optimizer not in PRIVATE:
+        raise UsageError(
+            "close() was called: the optimizer takes plain gradients. Call make_private(...) anew."
+        )
+
+
 def check_optimizer(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """The parameters that are trained, by name: the same in the model and in the optimizer.
 
@@ -158,6 +170,11 @@ def _check_same(model: nn.Module, trained: dict[str, Tensor], stepped: set[Tenso
         )
 
 
+def is_half(dtype: torch.dtype) -> bool:
+    """Whether numbers have fewer bits than in single precision."""
+    return dtype.is_floating_point and dtype.itemsize < torch.float32.itemsize
+
+
 def check_precision(named: Mapping[str, Tensor]) -> None:
     """Refuse trained parameters in half precision.
 
@@ -165,7 +182,7 @@ def check_precision(named: Mapping[str, Tensor]) -> None:
         UsageError: The clipped sum would be rounded by more than one sample may change it.
     """
     for name, parameter in named.items():
-        if parameter.dtype.itemsize < torch.float32.itemsize:
+        if is_half(parameter.dtype):
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise UsageError(
                 f"The parameter {name} is in {dtype}, which rounds sums of gradients by more than "
@@ -204,12 +221,20 @@ def check_loss(lossfunc: Any, normaliser: Any) -> None:
         )
 
 
-def check_trained(model: nn.Module, named: Mapping[str, Tensor]) -> None:
-    """Refuse a model of which other parameters are trained by now.
+def check_pass(model: nn.Module, named: Mapping[str, Tensor]) -> None:
+    """Refuse a backward pass that would not be private, by what has become of the model.
 
     Raises:
-        UsageError: They are.
+        UsageError: Other parameters are trained, in half precision, or they have plain gradients.
+        SampleMixingError: A batch normalisation is in train mode.
     """
+    check_model(model)
+    _check_trained(model, named)
+    check_precision(named)
+    check_no_gradient(named)
+
+
+def _check_trained(model: nn.Module, named: Mapping[str, Tensor]) -> None:
     if {n for n, p in model.named_parameters() if p.requires_grad} != {*named}:
         raise UsageError(
             "Other parameters want a gradient than when make_private(...) was called. Call it "

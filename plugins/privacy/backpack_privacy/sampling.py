@@ -121,7 +121,7 @@ class Units:
             max_records: How many records of a user are in a batch at most, drawn anew each time.
 
         Raises:
-            UsageError: There is not one user for each record.
+            UsageError: There is not one user for each record, or one is "not a number".
         """
         self._of: list[list[int]] | None = None
         self._max_records = max_records
@@ -133,6 +133,12 @@ class Units:
             raise UsageError(
                 f"users= names the user of each record of the data set, {records} in all. "
                 f"Got {len(named)}."
+            )
+        if any(user != user for user in named):  # as tables have it where a value is missing
+            raise UsageError(
+                "users= has 'not a number' for some record. Each of these would be a user of its "
+                "own, and one with several records would not be hidden. Name the user, or leave "
+                "the record out of the data set."
             )
         found: dict[Hashable, list[int]] = {}
         for record, user in enumerate(named):
@@ -189,6 +195,7 @@ class PrivateLoader:
         most: int | None,
         draws: Callable[[Draw], None],
         begins: Callable[[], None],
+        ends: Callable[[], None],
     ) -> None:
         """Take over the settings of a loader.
 
@@ -200,10 +207,11 @@ class PrivateLoader:
             most: How many rows to show at once; ``None`` for all of a batch.
             draws: Called with each draw before its rows are shown, or if there are none.
             begins: Called when an epoch begins.
+            ends: Called when all of an epoch was shown.
         """
         self.dataset, self.sampler = loader.dataset, sampler
         self._loader, self._units, self._source, self._most = loader, units, source, most
-        self._draws, self._begins = draws, begins
+        self._draws, self._begins, self._ends = draws, begins, ends
         self._epochs = 0  # that were begun
 
     @property
@@ -233,6 +241,7 @@ class PrivateLoader:
             self._check_last(epoch)
         for draw in ahead:
             self._draws(draw)
+        self._ends()
 
     def _check_last(self, epoch: int) -> None:
         if epoch != self._epochs:
@@ -304,12 +313,6 @@ def check_loader(loader: Any) -> None:
         raise UsageError(
             "The loader's RandomSampler draws with replacement, which is another mechanism than "
             'sampling="poisson" and "shuffled". Leave the sampler out.'
-        )
-    count = len(loader.dataset)
-    if not 0 < loader.batch_size <= count:
-        raise UsageError(
-            f"The batch_size is {loader.batch_size}, and the data set has {count} samples. Each is "
-            "drawn with the probability batch_size / samples, which has to be 1 at most."
         )
 
 

@@ -31,6 +31,17 @@ class Told:
     scale: float = 1.0
     normaliser: float | None = None
 
+    def is_mean(self, normaliser: Any, lossfunc: Any) -> bool:
+        """Whether the loss divides by a number that depends on the batch.
+
+        Args:
+            normaliser: What was said when training was made private.
+            lossfunc: What ``normaliser="loss"`` asks.
+        """
+        if self.normaliser is not None or normaliser == "samples":
+            return True
+        return normaliser == "loss" and getattr(lossfunc, "reduction", "") != "sum"
+
 
 class Sums:
     """Adds up clipped gradients over the parts of a batch.

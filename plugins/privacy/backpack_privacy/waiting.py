@@ -41,6 +41,24 @@ class Waiting:
         Raises:
             UsageError: The batch before was not used.
         """
+        self.check(sums)
+        if draw.rows:
+            self._drawn.append(draw)
+            return False
+        if self._drawn or sums.is_partial:
+            self._empty += 1  # after the step that is due first
+            return False
+        return True
+
+    def check(self, sums: Sums) -> None:
+        """Refuse to go on while a batch is not used, beyond those that may wait.
+
+        Args:
+            sums: Those of the batch that is worked on.
+
+        Raises:
+            UsageError: One is not.
+        """
         if self._is_failed:
             raise UsageError(
                 "The backward pass of the batch before raised, and the batch would be left out, "
@@ -58,13 +76,6 @@ class Waiting:
                 "which ones are left out could tell about their samples, and the others' order "
                 "would be lost. To stop early, leave the loop."
             )
-        if draw.rows:
-            self._drawn.append(draw)
-            return False
-        if self._drawn or sums.is_partial:
-            self._empty += 1  # after the step that is due first
-            return False
-        return True
 
     def take(self) -> Draw:
         """The draw whose backward pass begins; it waits on until :meth:`done` is told.

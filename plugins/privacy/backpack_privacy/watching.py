@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import is_dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from backpack_core.errors import UsageError
+from backpack_privacy.refusals import is_half
 
 
 class Buffers:
     """Watches whether a pass changes buffers of a model: these would hold data without noise."""
 
-    def __init__(self, model: nn.Module, public: tuple[str, ...]) -> None:
-        """Remember what buffers have.
+    def __init__(self, model: nn.Module, public: Collection[str]) -> None:
+        """Store what is watched.
 
         Args:
             model: The model.
             public: Names of buffers that may change.
         """
-        self._model, self._public = model, public
+        self._model, self._public = model, frozenset(public)
         # The tensor, its version when it was compared (-1: not yet), and what it had at first.
-        self._known = {name: (found, -1, found.clone()) for name, found in self._buffers()}
+        self._known: dict[str, tuple[Tensor, int, Tensor]] | None = None
+
+    def begin(self) -> None:
+        """An epoch begins; at the first, remember what buffers have: a checkpoint is loaded now."""
+        if self._known is None:
+            self._known = {name: (found, -1, found.clone()) for name, found in self._buffers()}
 
     def _buffers(self) -> Iterator[tuple[str, Tensor]]:
         return ((n, b) for n, b in self._model.named_buffers() if n not in self._public)
@@ -35,6 +43,7 @@ class Buffers:
         Raises:
             UsageError: One has changed.
         """
+        assert self._known is not None
         for name, found in self._buffers():
             tensor, version, value = self._known.get(name, (None, -1, None))
             new = -1 if found.is_inference() else found._version
@@ -51,16 +60,26 @@ class Buffers:
 
 
 class Forwards:
-    """Counts the runs of a model that a backward pass goes through.
+    """Counts the runs of a model that a backward pass goes through, and looks at their precision.
 
     Attributes:
-        handle: Takes the hook out.
+        handles: Take the hooks out.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Install a hook on a model."""
+        """Install hooks on a model, and on the modules that own trained parameters."""
+        self._model, self._is_cast = model, False
         self._runs, self._reached = 0, set[int]()
-        self.handle = model.register_forward_hook(self._on_forward)
+        self.handles = [model.register_forward_hook(self._on_forward)]
+        for module in model.modules():
+            own = next((p for p in module.parameters(recurse=False) if p.requires_grad), None)
+            if own is not None:  # models may turn autocast on in their forward()
+                hook = partial(self._on_layer, own.device.type)
+                self.handles.append(module.register_forward_hook(hook))
+
+    def _on_layer(self, device: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and torch.is_autocast_enabled(device):
+            self._is_cast |= is_half(torch.get_autocast_dtype(device))
 
     def _on_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._runs += 1
@@ -71,10 +90,34 @@ class Forwards:
     def _on_gradient(self, run: int, gradient: Tensor) -> None:
         self._reached.add(run)
 
-    def taken(self) -> int:
-        """How many were reached since this was asked last."""
-        found, self._reached = len(self._reached), set()
-        return found
+    def begin(self) -> None:
+        """A backward pass begins; what others went through does not count."""
+        self._reached = set()
+
+    def end(self, is_mean: bool) -> None:
+        """A backward pass is through.
+
+        Args:
+            is_mean: Whether its loss divides by a number that depends on the batch.
+
+        Raises:
+            UsageError: It went through several runs of the model, or through none; or it was of a
+                mean and in half precision.
+        """
+        is_cast, self._is_cast = self._is_cast, False
+        _check_count(len(self._reached))
+        if is_mean and (is_cast or _has_half(self._model)):
+            raise UsageError(
+                "The loss is a mean over the batch, in half precision: how many samples the batch "
+                "has then changes the rounding of every sample's gradient, which no bound on one "
+                'sample covers. Use a sum, reduction="sum" or normaliser=None: private gradients '
+                "are the same."
+            )
+
+
+def _has_half(model: nn.Module) -> bool:
+    tensors = chain(model.parameters(), model.buffers())
+    return any(is_half(tensor.dtype) for tensor in tensors)
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
@@ -84,14 +127,17 @@ def _tensors(output: Any) -> Iterator[Tensor]:
     elif isinstance(output, (Mapping, list, tuple)):
         for part in output.values() if isinstance(output, Mapping) else output:
             yield from _tensors(part)
+    elif is_dataclass(output):
+        yield from _tensors(vars(output))
 
 
-def check_forwards(count: int) -> None:
-    """Raise unless one run of the model went backward.
-
-    Raises:
-        UsageError: Several did.
-    """
+def _check_count(count: int) -> None:
+    if not count:
+        raise UsageError(
+            "The backward pass went through no run of the model, so nobody knows whether its rows "
+            "are those of the batch. Call the model itself, model(inputs), not its layers; it has "
+            "to return tensors, or tuples, lists, dictionaries or dataclasses of them."
+        )
     if count > 1:
         raise UsageError(
             f"The backward pass went through {count} runs of the model, and the first samples of "
