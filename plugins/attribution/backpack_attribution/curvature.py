@@ -156,7 +156,7 @@ class Influence(InnerProduct):
         matrix = GGN(
             run.problem.model,
             run.problem.lossfunc,
-            [*run.train_loader] if self._loader is None else self._loader,
+            run.train_loader if self._loader is None else self._loader,
             [run.problem.parameters[name] for name in rhs],
             forward=run.problem.forward,
             process_group=run.process_group,
