@@ -22,7 +22,7 @@ from backpack_products.operations import dense, gram, squared_norm
 
 _REFUSED = Refused(
     'gradients of form="product" are not added up: join those of each batch with '
-    "SampleGradients.cat, or take them with a consumer."
+    "SampleGradients.cat, or take them with a consumer in a loop of your own."
 )
 Form: TypeAlias = Literal["dense", "product"]
 Consumer: TypeAlias = Callable[[str, SampleGradients], object]
