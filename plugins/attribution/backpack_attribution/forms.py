@@ -153,8 +153,3 @@ def norm_of(value: Value) -> Tensor:
     wide = torch.promote_types(value.dtype, torch.float32)
     found: Tensor = torch.linalg.vector_norm(value.flatten(1), dim=1, dtype=wide)
     return found
-
-
-def scaled(value: Tensor, factors: Tensor) -> Tensor:
-    """Rows multiplied with a number each, ``[N]``."""
-    return value * factors.to(value).reshape(-1, *[1] * (value.dim() - 1))
