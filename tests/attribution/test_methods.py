@@ -234,6 +234,8 @@ def test_refusals() -> None:
         influence(model, lossfunc, iter(()), queries)
     with pytest.raises(UsageError, match="A batch is"):
         influence(model, lossfunc, [torch.zeros(2, 5)], queries)
+    with pytest.raises(UsageError, match=r"has to return \(inputs, targets\)\. Got tensor"):
+        influence(model, lossfunc, train, queries, "dot", batch=lambda item: item[0])
     with pytest.raises(UsageError, match="3 identities for 4 samples"):
         influence(model, lossfunc, train, queries, identities=["a", "b", "c"])
     with pytest.raises(UsageError, match="Damping is not negative"):

@@ -76,7 +76,10 @@ class Problem:
 
     def split_on_device(self, batch: Any) -> tuple[Any, Any]:
         """Inputs and targets of a batch, on the device of the model."""
-        inputs, targets = self.split(batch)
+        made = self.split(batch)
+        if not isinstance(made, (tuple, list)) or len(made) != 2:
+            raise UsageError(f"batch= has to return (inputs, targets). Got {made!r:.80}.")
+        inputs, targets = made
         return on_device(inputs, self.device), on_device(targets, self.device)
 
     def forward(self, model: Module, batch: Any) -> tuple[Any, Any]:

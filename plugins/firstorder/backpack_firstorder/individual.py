@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
+import torch
 from torch import Tensor
 
 from backpack_core.contract.extension import FailMode
@@ -102,7 +103,11 @@ class BatchGrad(FirstOrderExtension):
         name = name_of(product)
         found = SampleGradients.of(divided_by(self.divisors, product, name))
         if product.parameter is not None:
-            found = found.to(dtype=product.parameter.dtype)
+            dtype = product.parameter.dtype
+            is_divided = self.divisors is not None  # which leaves the range of half precision
+            found = found.to(
+                dtype=torch.promote_types(dtype, torch.float32) if is_divided else dtype
+            )
         if self.consumer is None:
             return found
         self.consumer(name, found)

@@ -264,7 +264,7 @@ class SampleGradients:
 
     @torch.no_grad()
     def divide(self, divisor: Divisor) -> SampleGradients:
-        """Each gradient divided, entry by entry.
+        """Each gradient divided, entry by entry, in single precision at least.
 
         Args:
             divisor: Shape ``[*θ]``, as of Adam: gradients of a weight are formed. Or rows ``[R]``
