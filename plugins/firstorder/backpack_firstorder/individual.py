@@ -72,7 +72,7 @@ class BatchGrad(FirstOrderExtension):
             form: ``"dense"`` for tensors, ``"product"`` for gradients that are not formed.
             consumer: With ``form="product"``: what takes the gradients of each parameter.
             divisors: With ``form="product"``: what gradients are divided by, by parameter name, see
-                :func:`~backpack_firstorder.divisors_of`.
+                :func:`~backpack_firstorder.divisors_of`. Then in single precision at least.
 
         Raises:
             UsageError: The form is unknown, or dense gradients have a consumer or divisors.
