@@ -14,7 +14,7 @@ from backpack_attribution import (
     preconditioned,
     project,
 )
-from backpack_core.errors import UsageError
+from backpack_core.errors import ShapeError, UsageError
 from backpack_firstorder import Projection
 from tests.attribution.problems import loader, mlp, tied, tokens, vectors
 
@@ -62,3 +62,25 @@ def test_what_is_stored_is_not_computed_again(problem, tmp_path) -> None:
         assert torch.equal(value, store[[*range(9)]][name])
     with pytest.raises(UsageError, match="8 identities for 9 samples"):
         fill(store, model, lossfunc, train, projection, identities=[*"abcdefgh"])
+
+
+class _Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+
+    def forward(self, shift, x):
+        return self.layer(x + shift)
+
+
+def test_a_first_tensor_without_samples_is_refused(tmp_path) -> None:
+    """Its length is taken for that of the batch, and all other samples would be lost."""
+    x, y = vectors(4)
+    batch = {"shift": torch.ones(1, 5), "x": x, "labels": y}
+    store = GradientStore(tmp_path / "store")
+    with pytest.raises(
+        ShapeError, match=r"has 1 entries, and there are gradients of \[4\] samples"
+    ):
+        fill(store, _Shifted(), nn.CrossEntropyLoss(), [batch])
+    turned = {"x": x, "shift": torch.ones(1, 5), "labels": y}
+    assert len(fill(store, _Shifted(), nn.CrossEntropyLoss(), [turned])) == 4

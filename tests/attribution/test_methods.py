@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from backpack_attribution import (
@@ -15,6 +16,7 @@ from backpack_attribution import (
     influence,
     self_influence,
 )
+from backpack_attribution.curvature import solved
 from backpack_core import extend, is_extended
 from backpack_core.errors import UsageError
 from backpack_core.extensions import EKFAC
@@ -130,6 +132,14 @@ def test_conjugate_gradients_solve_with_the_whole_gauss_newton_matrix(
     assert scores.method == "ekfac-cg"
 
 
+def test_conjugate_gradients_stay_on_the_device() -> None:
+    """Step lengths, too: of the device's numbers only shapes are known here, and none are moved."""
+    with FakeTensorMode():
+        rhs = {"w": torch.ones(3, 2, 4, device="cuda"), "b": torch.ones(3, 2, device="cuda")}
+        found = solved(dict, rhs, dict, rhs, steps=0, rtol=1e-3)
+    assert {value.device.type for value in found.values()} == {"cuda"}
+
+
 @pytest.mark.parametrize("curvature", ["kfac", "ekfac"])
 def test_kronecker_factors(problem, curvature: str) -> None:
     """One block for each parameter, damped by a tenth of its mean eigenvalue."""
@@ -224,6 +234,8 @@ def test_refusals() -> None:
         influence(model, lossfunc, iter(()), queries)
     with pytest.raises(UsageError, match="A batch is"):
         influence(model, lossfunc, [torch.zeros(2, 5)], queries)
+    with pytest.raises(UsageError, match=r"has to return \(inputs, targets\)\. Got tensor"):
+        influence(model, lossfunc, train, queries, "dot", batch=lambda item: item[0])
     with pytest.raises(UsageError, match="3 identities for 4 samples"):
         influence(model, lossfunc, train, queries, identities=["a", "b", "c"])
     with pytest.raises(UsageError, match="Damping is not negative"):

@@ -132,6 +132,25 @@ def test_what_is_missing_is_added_by_the_next_run(tmp_path) -> None:
         assert torch.equal(found[names][name], value)
 
 
+@pytest.mark.parametrize("rank", [None, 2])
+def test_what_waits_has_memory_of_its_own(tmp_path, rank) -> None:
+    """A buffer may be filled again before its rows are written; an empty batch adds nothing."""
+    out, inp = torch.randn(3, 2, 5), torch.randn(3, 2, 7)
+    given = {"a": torch.randn(3, 5, 7), "b": SampleGradients.from_factors(out, inp)}
+    wanted = {name: _dense(value).clone() for name, value in given.items()}
+    with GradientStore(tmp_path / "store", dtype=out.dtype, rank=rank) as store:
+        store.append([0, 1, 2], given)
+        store.append([], {name: value[:0] for name, value in given.items()})
+        for buffer in (given["a"], out, inp):
+            buffer.zero_()
+    found = store[[0, 1, 2]]
+    assert torch.allclose(_dense(found["b"]), wanted["b"], atol=1e-5)
+    if rank is None:
+        assert torch.equal(found["a"], wanted["a"])
+    else:
+        assert _dense(found["a"]).any()
+
+
 def test_shards_are_written_by_size(tmp_path) -> None:
     store = GradientStore(tmp_path / "store", shard_bytes=700)
     for n in range(4):
@@ -233,6 +252,8 @@ def test_refusals(tmp_path) -> None:
         store.search({"0.bias": torch.zeros(5)})
     with pytest.raises(UsageError, match="Queries are"):
         store.scores({})
+    with pytest.raises(UsageError, match=r"a positive integer\. Got -1"):
+        store.search({"0.bias": torch.zeros(1, 5)}, k=-1)
 
 
 def test_a_store_of_another_run(tmp_path) -> None:

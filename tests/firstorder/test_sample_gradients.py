@@ -415,6 +415,16 @@ def test_half_precision_is_added_up_in_single() -> None:
         oracle.assert_close(ours.double(), expected, 1e-5)
 
 
+def test_half_precision_is_divided_in_single() -> None:
+    """Divisors of Adam are as small as 1e-8, which is zero in half precision."""
+    gradients, rows, columns = (torch.full(n, 1e-4) for n in ((2, 3, 4), (3,), (4,)))
+    whole = SampleGradients.from_dense(gradients.half())
+    for divisor in (torch.outer(rows, columns), (rows, columns)):
+        found = whole.divide(divisor).dense()
+        assert found.dtype == torch.float32
+        oracle.assert_close(found.double(), whole.dense().double() / 1e-8, 1e-5)
+
+
 def test_subsampling() -> None:
     problem = problem_of("tied_head")
     for found, expected in kept(problem, subsampling=[3, 1, 1]):

@@ -156,7 +156,7 @@ class Influence(InnerProduct):
         matrix = GGN(
             run.problem.model,
             run.problem.lossfunc,
-            [*run.train_loader] if self._loader is None else self._loader,
+            run.train_loader if self._loader is None else self._loader,
             [run.problem.parameters[name] for name in rhs],
             forward=run.problem.forward,
             process_group=run.process_group,
@@ -227,4 +227,4 @@ def _dots(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
 
 def _plus(a: Mapping[str, Tensor], b: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:
     """``a_m + factor_m b_m``."""
-    return {n: a[n] + forms.scaled(b[n], factor.reshape(-1)) for n in a}
+    return {n: a[n] + factor.to(b[n]).reshape(-1, *[1] * (b[n].dim() - 1)) * b[n] for n in a}

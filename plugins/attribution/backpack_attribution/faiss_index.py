@@ -11,7 +11,7 @@ from torch import Tensor
 from backpack_attribution import forms
 from backpack_attribution.forms import Gradients, Value
 from backpack_attribution.identities import Identity
-from backpack_attribution.scores import Found
+from backpack_attribution.scores import Found, require_count
 from backpack_attribution.store import GradientStore
 from backpack_core.errors import ShapeError, UsageError
 
@@ -54,8 +54,7 @@ class FaissIndex:
         width = sum(shape.numel() for shape in self.shapes.values())
         self.index: Any = faiss.index_factory(width, factory, faiss.METRIC_INNER_PRODUCT)
         if not self.index.is_trained:
-            first = [self._flat(block.gradients) for block in store.blocks(min(rows, train))]
-            self.index.train(torch.cat(first)[:train].numpy())
+            self.index.train(self._first(store, train).numpy())
         for block in store.blocks(rows):
             self.index.add(self._flat(block.gradients).numpy())
 
@@ -67,19 +66,31 @@ class FaissIndex:
             k: How many.
 
         Raises:
-            ShapeError: The parts are not those of the store.
+            ShapeError: A query does not fit the part, or a part is left out.
+            UsageError: ``k`` is not a positive integer, or the store has no such part.
         """
-        found = {name: tuple(value.shape[1:]) for name, value in queries.items()}
-        if found != {name: tuple(shape) for name, shape in self.shapes.items()}:
+        forms.count_of(queries, self.shapes)
+        if len(queries) != len(self.shapes):
             raise ShapeError(
                 f"The index joins the parts {[*self.shapes][:5]}, and queries have to have them "
-                f"all, in their shapes. Got {[*found][:5]}."
+                f"all. Got {[*queries][:5]}."
             )
+        require_count(k)
         values, rows = self.index.search(self._flat(queries).numpy(), min(k, len(self.identities)))
         names: list[list[Identity]] = [
             [self.identities[n] for n in row if n >= 0] for row in rows.tolist()
         ]
         return Found(torch.from_numpy(values), names)
+
+    def _first(self, store: GradientStore, count: int) -> Tensor:
+        """The first rows of a store; no others are read."""
+        found, missing = [], count
+        for block in store.blocks(count):
+            found.append(self._flat(block.gradients)[:missing])
+            missing -= len(found[-1])
+            if not missing:
+                break
+        return torch.cat(found)
 
     def _flat(self, gradients: Gradients) -> Tensor:
         parts = [forms.dense(gradients[name]).flatten(1).float() for name in self.shapes]

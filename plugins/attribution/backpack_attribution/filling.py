@@ -15,6 +15,7 @@ from backpack_attribution.problem import Loss, Problem, Split
 from backpack_attribution.projected import inverse_product, projections_of
 from backpack_attribution.run import Identities, Run
 from backpack_attribution.store import GradientStore
+from backpack_core.errors import ShapeError
 from backpack_firstorder import Projection
 
 
@@ -62,9 +63,19 @@ def fill(
             missing = store.missing(own)
             if missing:
                 found = _gradients(problem, item, projection)
+                _require_count(found, count)
                 rows = {name: forms.rows(value, missing) for name, value in found.items()}
                 store.append([own[n] for n in missing], rows)
     return store
+
+
+def _require_count(gradients: Gradients, samples: int) -> None:
+    lengths = {len(value) for value in gradients.values()}
+    if lengths != {samples}:
+        raise ShapeError(
+            f"The first tensor of a batch has {samples} entries, and there are gradients of "
+            f"{sorted(lengths)} samples. Put one with the samples on axis 0 first: give batch=."
+        )
 
 
 def _gradients(problem: Problem, batch: Any, projection: Projection | None) -> Gradients:

@@ -9,7 +9,7 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor
 
-from backpack_core.errors import UsageError
+from backpack_core.errors import ShapeError, UsageError
 from backpack_firstorder import SampleGradients
 
 Value: TypeAlias = Tensor | SampleGradients
@@ -17,7 +17,7 @@ Gradients: TypeAlias = Mapping[str, Value]
 
 
 def stored(value: Value, dtype: torch.dtype, rank: int | None) -> Value:
-    """In the form and the precision of a store, on the CPU, without graph.
+    """In the form and the precision of a store, on the CPU, without graph, in memory of its own.
 
     Args:
         value: ``[N, *θ]``.
@@ -28,8 +28,11 @@ def stored(value: Value, dtype: torch.dtype, rank: int | None) -> Value:
         given = SampleGradients.from_dense(value) if isinstance(value, Tensor) else value
         low = given.low_rank(rank)
         wide = low if low.nbytes < prod(value.shape) * low.dtype.itemsize else low.dense()
-        return wide.to("cpu", dtype)
-    return dense(value).detach().to("cpu", dtype)
+        moved = wide.to("cpu", dtype)
+        return moved.clone() if moved is given else moved
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", dtype, copy=True)  # the caller may fill it again
+    return value.dense().to("cpu", dtype)
 
 
 def _takes_less_room(shape: torch.Size, rank: int) -> bool:
@@ -69,6 +72,33 @@ def cat(values: Sequence[Value]) -> Value:
 def rows(value: Value, chosen: list[int]) -> Value:
     """Some samples; the value itself where all are chosen."""
     return value if chosen == [*range(len(value))] else value[chosen]
+
+
+def count_of(queries: Gradients, shapes: Mapping[str, torch.Size]) -> int:
+    """``M``, of queries ``[M, *θ]`` for each of a store's parts, or for some.
+
+    Args:
+        queries: By part.
+        shapes: The shape of each part for one sample.
+
+    Raises:
+        ShapeError: A query does not fit the part, or there are more of one part than of another.
+        UsageError: There are none, or of a part that the store has not.
+    """
+    if not queries or not isinstance(queries, Mapping):
+        raise UsageError("Queries are {name: [M, *θ]}, with names of the store's parts.")
+    for name, value in queries.items():
+        if name not in shapes:
+            raise UsageError(f"The store has no part {name!r}. It has {[*shapes][:5]}.")
+        if tuple(value.shape[1:]) != tuple(shapes[name]):
+            raise ShapeError(
+                f"Queries for {name!r} are [M, {', '.join(map(str, shapes[name]))}]. Got "
+                f"{[*value.shape]}."
+            )
+    counts = {len(value) for value in queries.values()}
+    if len(counts) != 1:
+        raise ShapeError(f"All parts of the queries have one length. Got {sorted(counts)}.")
+    return counts.pop()
 
 
 def inner(samples: Gradients, queries: Gradients) -> Tensor:
@@ -123,8 +153,3 @@ def norm_of(value: Value) -> Tensor:
     wide = torch.promote_types(value.dtype, torch.float32)
     found: Tensor = torch.linalg.vector_norm(value.flatten(1), dim=1, dtype=wide)
     return found
-
-
-def scaled(value: Tensor, factors: Tensor) -> Tensor:
-    """Rows multiplied with a number each, ``[N]``."""
-    return value * factors.to(value.dtype).reshape(-1, *[1] * (value.dim() - 1))

@@ -38,7 +38,7 @@ def merge_stores(folders: Iterable[str | Path], into: str | Path) -> GradientSto
         raise UsageError(f"{target} exists: give a folder that does not.")
     beside = target.with_name(f".{target.name}{UNFINISHED}")
     shutil.rmtree(beside, ignore_errors=True)
-    shutil.copytree(sources[0].folder, beside)
+    shutil.copytree(sources[0].folder, beside, ignore=shutil.ignore_patterns(f"*{UNFINISHED}"))
     for number, source in enumerate(sources[1:], 1):
         for path in sorted(source.folder.glob("*.safetensors")):
             shutil.copyfile(path, beside / f"{path.stem}-{number}.safetensors")

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_attribution.forms import Value
-from backpack_core import Extension, backpack, extend, is_extended, unextend
+from backpack_core import backpack, extend, is_extended, unextend
 from backpack_core.errors import UsageError
 from backpack_core.extensions import BatchGrad
 from backpack_firstorder import SampleGradients
@@ -76,7 +76,10 @@ class Problem:
 
     def split_on_device(self, batch: Any) -> tuple[Any, Any]:
         """Inputs and targets of a batch, on the device of the model."""
-        inputs, targets = self.split(batch)
+        made = self.split(batch)
+        if not isinstance(made, (tuple, list)) or len(made) != 2:
+            raise UsageError(f"batch= has to return (inputs, targets). Got {made!r:.80}.")
+        inputs, targets = made
         return on_device(inputs, self.device), on_device(targets, self.device)
 
     def forward(self, model: Module, batch: Any) -> tuple[Any, Any]:
@@ -95,45 +98,35 @@ class Problem:
             self._check_sum(loss.detach(), output.detach(), targets)
         return loss
 
-    def backward(self, batch: Any, extension: Extension) -> None:
-        """One backward pass with an extension; ``.grad`` stays as it is."""
-        with torch.enable_grad():
-            loss = self.loss(batch)
-            with backpack(extension, gradient="none"):
-                loss.backward()
-
-    def read(self, batch: Any, extension: Extension) -> dict[str, Value]:
-        """What an extension finds in one backward pass, by parameter; ``.grad`` stays as it is.
-
-        Raises:
-            UsageError: No trained parameter has a gradient.
-        """
-        self.backward(batch, extension)
-        found = {}
-        for name, parameter in self.parameters.items():
-            if hasattr(parameter, extension.savefield):
-                found[name] = getattr(parameter, extension.savefield)
-                delattr(parameter, extension.savefield)
-        if not found:
-            raise UsageError(
-                "The loss depends on no trained parameter: look at what batch= and the loss make "
-                "of a batch."
-            )
-        return found
-
-    def gradients(self, batch: Any) -> dict[str, Value]:
-        """Gradients of the samples' own losses, ``[N, *θ]`` by parameter, as products."""
-        return self.read(batch, BatchGrad(form="product"))
-
     def consume(self, batch: Any, consumer: Callable[[str, SampleGradients], object]) -> None:
         """Hand the gradients of a batch to a function, one parameter's at a time.
+
+        ``.grad`` stays as it is.
 
         Args:
             batch: Of the loader.
             consumer: Called with the name of each parameter and its ``[N, *θ]`` during the backward
                 pass, which holds no other.
         """
-        self.backward(batch, BatchGrad(form="product", consumer=consumer))
+        with torch.enable_grad():
+            loss = self.loss(batch)
+            with backpack(BatchGrad(form="product", consumer=consumer), gradient="none"):
+                loss.backward()
+
+    def gradients(self, batch: Any) -> dict[str, Value]:
+        """Gradients of the samples' own losses, ``[N, *θ]`` by parameter, as products.
+
+        Raises:
+            UsageError: No trained parameter has a gradient.
+        """
+        found: dict[str, Value] = {}
+        self.consume(batch, found.__setitem__)
+        if not found:
+            raise UsageError(
+                "The loss depends on no trained parameter: look at what batch= and the loss make "
+                "of a batch."
+            )
+        return {name: found[name] for name in self.parameters if name in found}
 
     def _check_sum(self, loss: Tensor, output: Tensor, targets: Any) -> None:
         """Compare the loss of the first batch with the sum of those of its halves, once."""

@@ -100,7 +100,7 @@ class Scores:
             k: How many; all, if there are fewer.
             largest: Whether the largest are asked for, or the smallest.
         """
-        _require_count(k)
+        require_count(k)
         values, rows = self.values.T.topk(min(k, len(self.train)), dim=1, largest=largest)
         return Found(values, [[self.train[n] for n in row] for row in rows.tolist()])
 
@@ -115,7 +115,7 @@ class Scores:
         Raises:
             UsageError: ``by`` is neither.
         """
-        _require_count(count)
+        require_count(count)
         if by not in ("mean", "max"):
             raise UsageError(f'Selection goes by "mean" or "max" over queries. Got {by!r}.')
         totals = self.values.mean(1) if by == "mean" else self.values.amax(1)
@@ -191,6 +191,11 @@ def _places(known: Sequence[Identity], wanted: Sequence[Identity] | None) -> lis
     return [places[name] for name in wanted]
 
 
-def _require_count(count: Any) -> None:
+def require_count(count: Any) -> None:
+    """Raise unless it is a number of training samples.
+
+    Raises:
+        UsageError: It is not a positive integer.
+    """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise UsageError(f"The number of training samples is a positive integer. Got {count!r}.")

@@ -15,7 +15,7 @@ from backpack_attribution.disk import UNFINISHED, write
 from backpack_attribution.forms import Gradients, Value
 from backpack_attribution.identities import Identity, checked
 from backpack_attribution.manifest import DTYPES, Manifest
-from backpack_attribution.scores import Found, Scores
+from backpack_attribution.scores import Found, Scores, require_count
 from backpack_attribution.shard import Block, Shards
 from backpack_core.errors import ShapeError, UsageError
 
@@ -154,6 +154,8 @@ class GradientStore:
                 "`for n in store.missing(names)` has the others."
             )
         self._check_shapes(gradients, samples)
+        if not samples:
+            return
         made = {
             name: forms.stored(value, self.dtype, self.rank) for name, value in gradients.items()
         }
@@ -241,7 +243,7 @@ class GradientStore:
         Raises:
             ShapeError: A query does not fit the part.
         """
-        count = self._check_queries(queries)
+        count = forms.count_of(queries, self.shapes)
         names = checked(range(count) if names is None else names, count)
         product = forms.cosines if cosine else forms.inner
         parts = [product(block.gradients, queries) for block in self.blocks()]
@@ -271,8 +273,10 @@ class GradientStore:
 
         Raises:
             ShapeError: A query does not fit the part.
+            UsageError: ``k`` is not a positive integer.
         """
-        count = self._check_queries(queries)
+        count = forms.count_of(queries, self.shapes)
+        require_count(k)
         values, places, done = torch.zeros(count, 0), torch.zeros(count, 0, dtype=torch.long), 0
         product = forms.cosines if cosine else forms.inner
         for block in self.blocks(rows):
@@ -318,32 +322,11 @@ class GradientStore:
         shapes = {name: [*value.shape[1:]] for name, value in gradients.items()}
         self._manifest = self._manifest.with_shapes(self.folder, shapes)
 
-    def _check_queries(self, queries: Mapping[str, Value]) -> int:
-        shapes = self.shapes
-        if not queries or not isinstance(queries, Mapping):
-            raise UsageError("Queries are {name: [M, *θ]}, with names of the store's parts.")
-        for name, value in queries.items():
-            if name not in shapes:
-                raise UsageError(f"The store has no part {name!r}. It has {[*shapes][:5]}.")
-            if tuple(value.shape[1:]) != tuple(shapes[name]):
-                raise ShapeError(
-                    f"Queries for {name!r} are [M, {', '.join(map(str, shapes[name]))}]. Got "
-                    f"{[*value.shape]}."
-                )
-        counts = {len(value) for value in queries.values()}
-        if len(counts) != 1:
-            raise ShapeError(f"All parts of the queries have one length. Got {sorted(counts)}.")
-        return counts.pop()
-
 
 def _joined(blocks: Sequence[Block]) -> Block:
-    return Block(
-        [name for block in blocks for name in block.identities],
-        {
-            part: forms.cat([block.gradients[part] for block in blocks])
-            for part in (blocks[0].gradients if blocks else ())
-        },
-    )
+    names = [name for block in blocks for name in block.identities]
+    parts = blocks[0].gradients
+    return Block(names, {p: forms.cat([block.gradients[p] for block in blocks]) for p in parts})
 
 
 def _rank() -> int:

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from backpack_core.errors import ShapeError, UsageError, nearest
 from backpack_firstorder.plain import plain_terms
+from backpack_firstorder.single import in_single
 from backpack_products.affine import AffineProduct
 from backpack_products.lookup import LookupProduct
 from backpack_products.product import DenseProduct, SampleProduct, sum_of
@@ -24,6 +25,8 @@ Divisors: TypeAlias = Mapping[str, Divisor]
 def divided(product: SampleProduct, divisor: Divisor) -> SampleProduct:
     """A product ``[1, N, *θ]`` divided by a divisor, in factors as far as these allow it.
 
+    In single precision at least: in half precision, a divisor may be zero that is not.
+
     Args:
         product: The gradients.
         divisor: Shape ``[*θ]``, or rows ``[R]`` and columns ``[C]`` of ``rows ⊗ columns``. The
@@ -32,7 +35,8 @@ def divided(product: SampleProduct, divisor: Divisor) -> SampleProduct:
     Raises:
         ShapeError: It does not fit the parameter.
     """
-    shape, like = product.shape, product.like
+    single = in_single(product)
+    shape, like = single.shape, single.like
     parts: tuple[Tensor, ...]
     if isinstance(divisor, Tensor):
         found, expected = [*divisor.shape], [*shape]
@@ -45,7 +49,7 @@ def divided(product: SampleProduct, divisor: Divisor) -> SampleProduct:
         raise ShapeError(
             f"Gradients {[product.samples, *shape]} are divided by numbers {expected}. Got {found}."
         )
-    return sum_of([_divided(term, *parts) for term in plain_terms(product)]).placed_as(product)
+    return sum_of([_divided(term, *parts) for term in plain_terms(single)]).placed_as(product)
 
 
 def _divided(term: SampleProduct, *parts: Tensor) -> SampleProduct:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
+import torch
 from torch import Tensor
 
 from backpack_core.contract.extension import FailMode
@@ -22,7 +23,7 @@ from backpack_products.operations import dense, gram, squared_norm
 
 _REFUSED = Refused(
     'gradients of form="product" are not added up: join those of each batch with '
-    "SampleGradients.cat, or take them with a consumer."
+    "SampleGradients.cat, or take them with a consumer in a loop of your own."
 )
 Form: TypeAlias = Literal["dense", "product"]
 Consumer: TypeAlias = Callable[[str, SampleGradients], object]
@@ -71,7 +72,7 @@ class BatchGrad(FirstOrderExtension):
             form: ``"dense"`` for tensors, ``"product"`` for gradients that are not formed.
             consumer: With ``form="product"``: what takes the gradients of each parameter.
             divisors: With ``form="product"``: what gradients are divided by, by parameter name, see
-                :func:`~backpack_firstorder.divisors_of`.
+                :func:`~backpack_firstorder.divisors_of`. Then in single precision at least.
 
         Raises:
             UsageError: The form is unknown, or dense gradients have a consumer or divisors.
@@ -102,7 +103,11 @@ class BatchGrad(FirstOrderExtension):
         name = name_of(product)
         found = SampleGradients.of(divided_by(self.divisors, product, name))
         if product.parameter is not None:
-            found = found.to(dtype=product.parameter.dtype)
+            dtype = product.parameter.dtype
+            is_divided = self.divisors is not None  # which leaves the range of half precision
+            found = found.to(
+                dtype=torch.promote_types(dtype, torch.float32) if is_divided else dtype
+            )
         if self.consumer is None:
             return found
         self.consumer(name, found)

@@ -25,8 +25,9 @@ from backpack_firstorder.terms import (
     mapped,
     matrix_shape,
     side_by_side,
+    state_of,
     tensors_of,
-    term_of,
+    terms_from,
 )
 from backpack_products.affine import AffineProduct
 from backpack_products.operations import batch_sum, dense, weighted_sum
@@ -263,7 +264,7 @@ class SampleGradients:
 
     @torch.no_grad()
     def divide(self, divisor: Divisor) -> SampleGradients:
-        """Each gradient divided, entry by entry.
+        """Each gradient divided, entry by entry, in single precision at least.
 
         Args:
             divisor: Shape ``[*θ]``, as of Adam: gradients of a weight are formed. Or rows ``[R]``
@@ -305,12 +306,7 @@ class SampleGradients:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The terms as named tensors, for ``torch.save`` or safetensors."""
-        shape = torch.tensor(self.shape, dtype=torch.int64)
-        found = {"shape": shape}
-        for number, term in enumerate(self._terms):
-            form = FORMS[type(term)]
-            found |= {f"{number}.{form}.{name}": value for name, value in tensors_of(term)}
-        return found
+        return {"shape": torch.tensor(self.shape, dtype=torch.int64), **state_of(self._terms)}
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> SampleGradients:
@@ -320,17 +316,9 @@ class SampleGradients:
             UsageError: It is not that.
         """
         try:
-            shape = torch.Size(state["shape"].tolist())
-            terms: dict[tuple[int, str], dict[str, Tensor]] = {}
-            for key in state:
-                if key != "shape":
-                    number, form, name = key.split(".")
-                    terms.setdefault((int(number), form), {})[name] = state[key]
-            parts = [
-                term_of(form, found, shape[1:])
-                for (_, form), found in sorted(terms.items(), key=lambda item: item[0])
-            ]
-            result = cls(parts)
+            tensors = dict(state)
+            shape = torch.Size(tensors.pop("shape").tolist())
+            result = cls(terms_from(tensors, shape[1:]))
         except (KeyError, ValueError, IndexError, AttributeError) as error:
             keys = ", ".join(map(str, state)) or "none"
             raise UsageError(

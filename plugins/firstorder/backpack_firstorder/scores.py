@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +21,13 @@ from backpack_products import SampleProduct
 
 Query: TypeAlias = "SampleGradients | Tensor | None"
 Queries: TypeAlias = "Mapping[str, Query] | Callable[[str, torch.Size], Query]"
+
+
+class _Met(NamedTuple):
+    """What one parameter adds to the scores; ``None`` if it is left out."""
+
+    name: str
+    inner: Tensor | None
 
 
 class GradInner(SquaresExtension):
@@ -84,20 +91,16 @@ class GradInner(SquaresExtension):
             _see_queries(queries)
         self.queries, self.divisors = queries, see_divisors(divisors)
         self.scores: Tensor | None = None
-        self._names: dict[Tensor, str] = {}
 
-    def read(self, product: SampleProduct) -> Tensor:
-        """``⟨g_n, q_m⟩``."""
+    def read(self, product: SampleProduct) -> _Met:
+        """``⟨g_n, q_m⟩``, with the name of the parameter."""
         name, single = name_of(product), in_single(product)
         query = self._query(name, product.shape)
         if query is None:
-            return single.new_zeros(single.samples, 0)
+            return _Met(name, None)
         met = as_gradients(query, single.shape).to(single.like.device, single.like.dtype)
         with torch.no_grad():
-            found = pairs(divided_by(self.divisors, single, name), met.product())
-        if product.parameter is not None:
-            self._names[product.parameter] = name
-        return found
+            return _Met(name, pairs(divided_by(self.divisors, single, name), met.product()))
 
     def _query(self, name: str, shape: torch.Size) -> Query:
         if callable(self.queries):
@@ -110,20 +113,24 @@ class GradInner(SquaresExtension):
             )
         return self.queries[name]
 
-    def finish(self, values: Mapping[Tensor, Any], normalisers: Sequence[Any]) -> dict[Tensor, Any]:
+    def finish(
+        self, values: Mapping[Tensor, _Met], normalisers: Sequence[Any]
+    ) -> dict[Tensor, Tensor]:
         """The sum over parameters."""
-        # A pass that raised may have left names of its own.
-        names = {p: self._names[p] for p in values if p in self._names}
-        self._names = {}
+        met = {value.name for value in values.values()}
         given = {} if callable(self.queries) else self.queries
-        unmet = [n for n, q in given.items() if q is not None and n not in names.values()]
+        unmet = [n for n, q in given.items() if q is not None and n not in met]
         if unmet:
             raise UsageError(
                 f"The backward pass met no trained parameter {unmet[0]!r}, for which there is a "
                 "query: the scores would lack its part. Use the names of model.named_parameters(), "
                 "or leave it out of the queries."
             )
-        found = {parameter: values[parameter] for parameter in names}
+        found = {
+            parameter: self.as_stored(value.inner, parameter)
+            for parameter, value in values.items()
+            if value.inner is not None
+        }
         self.scores = reduce(torch.add, found.values()) if found else None
         return found
 

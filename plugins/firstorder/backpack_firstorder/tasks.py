@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -77,9 +78,21 @@ class _OfTasks(Extension):
         """
         super().__init__(LossGradients(as_subsampling(subsampling)), savefield, fail_mode)
 
-    def read(self, product: SampleProduct) -> Rows:
-        """The gradients of the losses that reach the parameter."""
-        return Rows(product.roots, summed(product))
+    def finish(
+        self, values: Mapping[Tensor, Rows], normalisers: Sequence[Normaliser] = ()
+    ) -> Mapping[Tensor, Tensor]:
+        """Zeros for the losses that do not reach a parameter.
+
+        Args:
+            values: What each parameter has.
+            normalisers: Not needed.
+        """
+        places = _places(values.values())
+        return {p: self.as_stored(self.padded(rows, places), p) for p, rows in values.items()}
+
+    @abstractmethod
+    def padded(self, rows: Rows, places: Mapping[Root, int]) -> Tensor:
+        """What one parameter has, with zeros for the other losses."""
 
 
 class TaskGrad(_OfTasks):
@@ -95,20 +108,13 @@ class TaskGrad(_OfTasks):
     degree = 1
     over_batches = "sum"
 
-    def finish(
-        self, values: Mapping[Tensor, Rows], normalisers: Sequence[Normaliser] = ()
-    ) -> Mapping[Tensor, Tensor]:
-        """Rows of zeros for the other losses.
+    def read(self, product: SampleProduct) -> Rows:
+        """The gradients of the losses that reach the parameter."""
+        return Rows(product.roots, summed(product))
 
-        Args:
-            values: What each parameter has.
-            normalisers: Not needed.
-        """
-        places = _places(values.values())
-        return {
-            p: self.as_stored(_placed(rows.value, _columns_of(rows.roots, places), len(places)), p)
-            for p, rows in values.items()
-        }
+    def padded(self, rows: Rows, places: Mapping[Root, int]) -> Tensor:
+        """Rows ``[T, *θ]``."""
+        return _placed(rows.value, [places[root] for root in rows.roots], len(places))
 
 
 class TaskDotGrad(_OfTasks):
@@ -136,17 +142,9 @@ class TaskDotGrad(_OfTasks):
         """Single precision for half-precision parameters, whose squares leave the range."""
         return torch.promote_types(parameter.dtype, torch.float32)
 
-    def finish(
-        self, values: Mapping[Tensor, Rows], normalisers: Sequence[Normaliser] = ()
-    ) -> Mapping[Tensor, Tensor]:
-        """Zeros for the other losses.
-
-        Args:
-            values: What each parameter has.
-            normalisers: Not needed.
-        """
-        places = _places(values.values())
-        return {p: self.as_stored(_square(rows, places), p) for p, rows in values.items()}
+    def padded(self, rows: Rows, places: Mapping[Root, int]) -> Tensor:
+        """A Gram matrix ``[T, T]``."""
+        return _square(rows, places)
 
 
 class AggregatedGrad(Extension):
@@ -295,10 +293,6 @@ def _places(values: Iterable[Rows]) -> dict[Root, int]:
     return {root: place for place, root in enumerate(sorted(roots, key=lambda r: int(r.name)))}
 
 
-def _columns_of(roots: Iterable[Root], places: Mapping[Root, int]) -> list[int]:
-    return [places[root] for root in roots]
-
-
 def _placed(rows: Tensor, places: list[int], count: int) -> Tensor:
     """Rows at their places among zeros."""
     if places == [*range(count)]:
@@ -310,6 +304,6 @@ def _placed(rows: Tensor, places: list[int], count: int) -> Tensor:
 
 def _square(rows: Rows, places: Mapping[Root, int]) -> Tensor:
     """A Gram matrix with zeros for the other losses, ``[T, T]``."""
-    own = _columns_of(rows.roots, places)
+    own = [places[root] for root in rows.roots]
     half = _placed(rows.value, own, len(places))
     return _placed(half.T, own, len(places)).T

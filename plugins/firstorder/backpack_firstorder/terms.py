@@ -82,6 +82,24 @@ def term_of(form: str, tensors: Mapping[str, Tensor], shape: torch.Size) -> Samp
     return DenseProduct(tensors["values"].unsqueeze(0))
 
 
+def state_of(terms: Sequence[SampleProduct]) -> dict[str, Tensor]:
+    """The tensors of several terms by number, form and name."""
+    return {
+        f"{number}.{FORMS[type(term)]}.{name}": tensor
+        for number, term in enumerate(terms)
+        for name, tensor in tensors_of(term)
+    }
+
+
+def terms_from(state: Mapping[str, Tensor], shape: torch.Size) -> list[SampleProduct]:
+    """The terms of which :func:`state_of` gave the tensors, of a parameter with a shape."""
+    found: dict[tuple[int, str], dict[str, Tensor]] = {}
+    for key, tensor in state.items():
+        number, form, name = key.split(".")
+        found.setdefault((int(number), form), {})[name] = tensor
+    return [term_of(form, found[number, form], shape) for number, form in sorted(found)]
+
+
 def mapped(term: SampleProduct, function: Any, number: Any) -> SampleProduct:
     """A term whose tensors went through a function, numbers of rows through another."""
     tensors = {
@@ -100,7 +118,6 @@ def side_by_side(terms: Sequence[SampleProduct | None], counts: Sequence[int]) -
     """One term of the samples of several, zero for those that have none."""
     there = [dict(tensors_of(term)) for term in terms if term is not None]
     like = next(term for term in terms if term is not None)
-    positions = max(t.shape[1] for t in there[0].values()) if len(there[0]) > 1 else 0
     is_formed = isinstance(like, DenseProduct)
     positions = 0 if is_formed else max(found["out"].shape[1] for found in there)
     joined = {}
