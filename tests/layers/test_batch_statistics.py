@@ -150,6 +150,18 @@ def test_a_forward_that_fails_leaves_nothing() -> None:
     assert net[0].running_mean is before
 
 
+def test_hooks_that_change_the_input_come_first() -> None:
+    torch.manual_seed(0)
+    net, x = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)), torch.randn(5, 3)
+    net[0].register_forward_pre_hook(lambda module, args: (args[0].exp(),))
+    expected, variance = net(x), copy.deepcopy(net[0].running_var)
+    net[0].reset_running_stats()
+    extend(net)
+    with batch_statistics(net, "constant"):
+        oracle.assert_close(net(x), expected)
+    oracle.assert_close(net[0].running_var, variance)
+
+
 def test_refusals() -> None:
     net = images()[0]
     with pytest.raises(UsageError, match='takes "constant"'), batch_statistics(net, "exact"):
