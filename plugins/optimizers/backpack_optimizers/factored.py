@@ -120,10 +120,8 @@ class FactoredOptimizer(GroupedOptimizer):
         self.damping, self.steps = float(damping), 0
         self._decay_of_factors, self._clip, self._adapt = factor_decay, kl_clip, adapt
         self._factors_every, self._inverses_every = factors_every, inverses_every
-        self._reading: dict[str, Any] = {
-            "mc_samples": mc_samples,
-            "weight_sharing": weight_sharing,
-        }
+        self._reading: dict[str, Any] = {"mc_samples": mc_samples}
+        self._reading["weight_sharing"] = weight_sharing
         self._max_size, self._group = max_size, process_group
         self._averages: dict[Tensor, KroneckerFactors] = {}
         self._count = 0
@@ -144,7 +142,7 @@ class FactoredOptimizer(GroupedOptimizer):
         return [self.name_of(p) for p in self._all() if "exp_avg" in self.state[p]]
 
     def curvature(self, loss_scale: float = 1.0) -> AbstractContextManager[None]:
-        """A block around ``loss.backward()``: factors are computed if the next step needs them.
+        """A block around one ``loss.backward()``: factors are computed if the step needs them.
 
         Several passes before one step are joined as one batch, in gradient and factors.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed
@@ -12,9 +12,7 @@ from torch.nn import Module
 from backpack_core.errors import UsageError
 from backpack_optimizers.damping import LevenbergMarquardt
 from backpack_optimizers.groups import Group, GroupedOptimizer, require_count, require_positive
-from backpack_secondorder.at_output import Normaliser
 from backpack_secondorder.conjugate_gradients import Solution, conjugate_gradients
-from backpack_secondorder.jacobians import Forward
 from backpack_secondorder.over_data import GGN
 
 
@@ -61,8 +59,8 @@ class GaussNewton(GroupedOptimizer):
         adam_scale: float = 0.001,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        forward: Forward | None = None,
-        normaliser: Normaliser | None = None,
+        forward: Callable[[Module, Any], tuple[Tensor, Any]] | None = None,
+        normaliser: Literal["mean", "sum"] | Callable[..., float | Tensor] | None = None,
     ) -> None:
         """Store the settings.
 
