@@ -24,23 +24,23 @@ BATCH, STEPS = 256, 100
 
 
 def problem(name: str):
-    """Model, loss and inputs; the same start every time."""
+    """Model and inputs; the same start every time."""
     torch.manual_seed(0)
     if name == "convolutions":
         body = (nn.Conv2d(1, 8, 3), nn.Tanh(), nn.Conv2d(8, 16, 3), nn.Tanh(), nn.Flatten())
-        return nn.Sequential(*body, nn.Linear(256, 10)), nn.CrossEntropyLoss(), X.view(-1, 1, 8, 8)
+        return nn.Sequential(*body, nn.Linear(256, 10)), X.view(-1, 1, 8, 8)
     layers = (nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
-    return nn.Sequential(*layers), nn.CrossEntropyLoss(), X
+    return nn.Sequential(*layers), X
 
 
 # %%
-# K-FAC and EKFAC compute their factors in the backward pass. Gauss-Newton takes batches.
+# K-FAC and EKFAC compute their factors in the backward pass, of an extended model. Gauss-Newton takes batches.
 
 
 def train(name: str, make, lr: float):
     """Losses over all data, and seconds so far."""
-    model, lossfunc, x = problem(name)
-    extend(model), extend(lossfunc)
+    model, x = problem(name)
+    lossfunc = extend(nn.CrossEntropyLoss())
     optimizer, losses, seconds, spent = make(model, lossfunc, lr), [], [], 0.0
     for _ in range(STEPS):
         rows = torch.randint(len(x), (BATCH,))
@@ -72,8 +72,8 @@ kinds = {
         lambda model, loss, lr: torch.optim.AdamW(model.parameters(), lr),
         (1e-2, 3e-2, 1e-1),
     ),
-    "KFAC": (lambda model, loss, lr: KFAC(model, lr=lr, **settings), (0.03, 0.1, 0.3)),
-    "EKFAC": (lambda model, loss, lr: EKFAC(model, lr=lr, **settings), (0.03, 0.1, 0.3)),
+    "KFAC": (lambda model, loss, lr: KFAC(extend(model), lr=lr, **settings), (0.03, 0.1, 0.3)),
+    "EKFAC": (lambda model, loss, lr: EKFAC(extend(model), lr=lr, **settings), (0.03, 0.1, 0.3)),
     "GaussNewton": (
         lambda model, loss, lr: GaussNewton(model, loss, lr=lr, damping=DAMPING, max_iterations=10),
         (0.5, 1.0),

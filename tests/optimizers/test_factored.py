@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from backpack_core import backpack, extend
-from backpack_core.errors import UsageError
+from backpack_core.errors import NotExtendedError, UsageError
 from backpack_core.extensions import KFAC as FactorsOfBatch
 from backpack_optimizers import EKFAC, KFAC, LevenbergMarquardt
+from backpack_optimizers.factored import FIELD
 from tests.optimizers.problems import (
     KINDS,
     assert_near,
@@ -345,16 +346,25 @@ class TestRefusals:
         [
             *(("lr", -1.0), ("damping", 0.0), ("damping", float("nan")), ("momentum", -0.1)),
             *(("factors_every", 0), ("inverses_every", 1.5), ("split", "Pi"), ("method", "sgd")),
-            *(("factor_decay", 1.0), ("kl_clip", 0.0), ("weight_sharing", "x")),
-            ("mc_samples", 0),
+            *(("factor_decay", 1.0), ("factor_decay", -0.1), ("kl_clip", 0.0), ("mc_samples", 0)),
+            ("weight_sharing", "x"),
         ],
     )
     def test_settings(self, setting: str, value: Any) -> None:
         with pytest.raises(UsageError, match=setting):
             KFAC(problem()[0], **{setting: value})
 
+    def test_a_group_that_is_refused_is_not_added(self) -> None:
+        model, *_ = problem()
+        first, *others = model.parameters()
+        optimizer = KFAC(model, [first])
+        for wrong in ({"momentum": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1.0}):
+            with pytest.raises(UsageError, match="is a number that is"):
+                optimizer.add_param_group({"params": others, **wrong})
+            assert len(optimizer.param_groups) == 1
+
     def test_a_tensor_of_another_model(self) -> None:
-        with pytest.raises(UsageError, match="no parameter of the model"):
+        with pytest.raises(UsageError, match="not a parameter of the model"):
             KFAC(problem()[0], net()[0].parameters())
 
     @BOTH
@@ -396,8 +406,14 @@ class TestRefusals:
         with optimizer.curvature():
             lossfunc(model(x), y).backward()
         total = extend(nn.CrossEntropyLoss(reduction="sum"))
+        before = [p.grad.clone() for p in model.parameters()]
         with pytest.raises(UsageError, match="same extended loss"), optimizer.curvature():
             total(model(x), y).backward()
+        with pytest.raises(NotExtendedError), optimizer.curvature():
+            sum(p.sum() for p in model.parameters()).backward()
+        for p, gradient in zip(model.parameters(), before, strict=True):
+            assert torch.equal(p.grad, gradient)
+            assert not hasattr(p, FIELD)
 
     def test_a_pass_that_fails_leaves_gradients(self) -> None:
         model, lossfunc, x, y = problem()

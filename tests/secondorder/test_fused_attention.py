@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from backpack_core import backpack, extend, memory_budget, set_memory_budget
 from backpack_core.errors import UnsupportedError
@@ -91,21 +93,60 @@ def test_sample_by_sample_where_memory_is_short(case: str) -> None:
         set_memory_budget(ample)
 
 
+def of_extensions(case: str, model_of: Any = lambda model: model) -> list[Tensor]:
+    model, lossfunc, x, y = problem(case)
+    model = model_of(model)
+    extend(model), extend(lossfunc)
+    with backpack(GGNMP(), HMP(), DiagHMP()):
+        lossfunc(model(x), y).backward()
+    results = []
+    for p in model.parameters():
+        vectors = torch.linspace(-1, 1, 4 * p.numel()).reshape(4, *p.shape)
+        results += [p.ggnmp(vectors), p.hmp(vectors), p.diag_hmp]
+    return results
+
+
 @pytest.mark.parametrize("case", ["plain", "causal", "mask"])
 def test_extensions(case: str) -> None:
-    def found() -> list[Tensor]:
-        model, lossfunc, x, y = problem(case)
-        extend(model), extend(lossfunc)
-        with backpack(GGNMP(), HMP(), DiagHMP()):
-            lossfunc(model(x), y).backward()
-        results = []
-        for p in model.parameters():
-            vectors = torch.linspace(-1, 1, 4 * p.numel()).reshape(4, *p.shape)
-            results += [p.ggnmp(vectors), p.hmp(vectors), p.diag_hmp]
-        return results
-
-    for fused, plain in zip(*both(found), strict=True):
+    for fused, plain in zip(*both(lambda: of_extensions(case)), strict=True):
         assert_close(fused, plain)
+
+
+class Recomputed(nn.Module):
+    """A model inside of a checkpoint, or of two."""
+
+    def __init__(self, model: nn.Module, depth: int = 1) -> None:
+        super().__init__()
+        self.model, self.depth = model, depth
+
+    def forward(self, x: Tensor, depth: int | None = None) -> Tensor:
+        depth = self.depth if depth is None else depth
+        run = self.model if depth == 1 else partial(self.forward, depth=depth - 1)
+        return checkpoint(run, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("case", ["bias", "mask", "shared"])
+def test_extensions_inside_of_a_checkpoint(case: str, depth: int) -> None:
+    found = of_extensions(case, partial(Recomputed, depth=depth))
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = of_extensions(case)
+    for fused, plain in zip(found, expected, strict=True):
+        assert_close(fused, plain)
+
+
+@pytest.mark.parametrize("budget", [1, 10**9])
+@pytest.mark.parametrize("operator", [GGN, Hessian])
+def test_matrices_inside_of_a_checkpoint(operator: Any, budget: int) -> None:
+    model, lossfunc, x, y = problem("mask")
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = operator(model, lossfunc, [(x, y)]).dense()
+    ample = memory_budget()
+    set_memory_budget(budget)
+    try:
+        assert_close(operator(Recomputed(model), lossfunc, [(x, y)]).dense(), expected)
+    finally:
+        set_memory_budget(ample)
 
 
 def test_an_encoder_layer() -> None:

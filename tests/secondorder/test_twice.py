@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 
 from backpack_core import backpack, extend
 from backpack_core.extensions import GGNMP, HMP, DiagHMP
@@ -147,6 +148,13 @@ def test_over_data(net: str) -> None:
         found, wanted = (kind(m, nn.MSELoss(), loader) for m in (model, other))
         eye = torch.eye(found.shape[0])
         assert_close(found @ eye, wanted @ eye)
+
+
+def test_inside_of_a_checkpoint() -> None:
+    model, other, x, y = pair("several", fused)
+    forward = lambda model, batch: (checkpoint(model, batch[0], use_reentrant=False), batch[1])  # noqa: E731
+    found = Hessian(model, nn.MSELoss(), [(x, y)], forward=forward)
+    assert_close(found.dense(), Hessian(other, nn.MSELoss(), [(x, y)]).dense())
 
 
 def test_against_differences() -> None:

@@ -65,7 +65,7 @@ class AutodiffLoss(Module):
             likelihood: See the class.
 
         Raises:
-            UsageError: A setting is unknown, or something is no function.
+            UsageError: A setting is unknown, or something is not a function.
         """
         super().__init__()
         for name, word, known in (

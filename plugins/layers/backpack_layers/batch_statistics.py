@@ -60,7 +60,7 @@ def batch_statistics(model: Module, treatment: Literal["constant"]) -> Iterator[
     with ExitStack() as stack:
         for module in modules:
             held = _Held(module)
-            before = module.register_forward_pre_hook(held.begin, prepend=True, with_kwargs=True)
+            before = module.register_forward_pre_hook(held.begin, with_kwargs=True)
             stack.callback(before.remove)
             stack.callback(module.register_forward_hook(held.end, always_call=True).remove)
             _held.add(module)

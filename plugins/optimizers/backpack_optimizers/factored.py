@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -17,7 +17,7 @@ from backpack_core.errors import UsageError
 from backpack_optimizers import processes
 from backpack_optimizers.damping import LevenbergMarquardt
 from backpack_optimizers.groups import Group, GroupedOptimizer, require_count, require_positive
-from backpack_optimizers.passes import Block, Factors, Joined
+from backpack_optimizers.passes import Factors, Joined, joining
 from backpack_optimizers.reading import Nothing, factors_of_some
 from backpack_optimizers.replay import Replay
 from backpack_optimizers.values import require_finite, restored
@@ -111,6 +111,7 @@ class FactoredOptimizer(GroupedOptimizer):
                 "have to be extended before: model = extend(model), lossfunc = extend(lossfunc)."
             )
         require_positive("damping", damping)
+        require_positive("factor_decay", factor_decay, or_zero=True)
         require_positive("1 - factor_decay", 1 - factor_decay)
         if kl_clip is not None:
             require_positive("kl_clip", kl_clip)
@@ -119,10 +120,8 @@ class FactoredOptimizer(GroupedOptimizer):
         self.damping, self.steps = float(damping), 0
         self._decay_of_factors, self._clip, self._adapt = factor_decay, kl_clip, adapt
         self._factors_every, self._inverses_every = factors_every, inverses_every
-        self._reading: dict[str, Any] = {
-            "mc_samples": mc_samples,
-            "weight_sharing": weight_sharing,
-        }
+        self._reading: dict[str, Any] = {"mc_samples": mc_samples}
+        self._reading["weight_sharing"] = weight_sharing
         self._max_size, self._group = max_size, process_group
         self._averages: dict[Tensor, KroneckerFactors] = {}
         self._count = 0
@@ -131,16 +130,19 @@ class FactoredOptimizer(GroupedOptimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Add a group; see the base class."""
         super().add_param_group(param_group)
-        require_positive("momentum", param_group["momentum"], or_zero=True)
         self._joined = Joined(self._all())
+
+    def _check(self, group: Group) -> None:
+        super()._check(group)
+        require_positive("momentum", group["momentum"], or_zero=True)
 
     @property
     def without_factors(self) -> list[str]:
         """Names of the parameters that step by AdamW, as known after the first step."""
         return [self.name_of(p) for p in self._all() if "exp_avg" in self.state[p]]
 
-    def curvature(self, loss_scale: float = 1.0) -> Block:
-        """A block around ``loss.backward()``: factors are computed if the next step needs them.
+    def curvature(self, loss_scale: float = 1.0) -> AbstractContextManager[None]:
+        """A block around one ``loss.backward()``: factors are computed if the step needs them.
 
         Several passes before one step are joined as one batch, in gradient and factors.
 
@@ -149,7 +151,7 @@ class FactoredOptimizer(GroupedOptimizer):
                 (``scaler.unscale_(optimizer)`` divides gradients, which are left alone here.)
         """
         require_positive("loss_scale", loss_scale)
-        return Block(self._joined, self._extensions, loss_scale)
+        return joining(self._joined, self._extensions(), loss_scale)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, and the passes since the last step."""

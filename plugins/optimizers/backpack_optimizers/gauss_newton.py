@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, distributed
@@ -59,7 +59,8 @@ class GaussNewton(GroupedOptimizer):
         adam_scale: float = 0.001,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        **data: Any,
+        forward: Callable[[Module, Any], tuple[Tensor, Any]] | None = None,
+        normaliser: Literal["mean", "sum"] | Callable[..., float | Tensor] | None = None,
     ) -> None:
         """Store the settings.
 
@@ -85,15 +86,13 @@ class GaussNewton(GroupedOptimizer):
             adam_scale: AdamW steps at the rate ``adam_scale · lr``.
             betas: Of AdamW.
             eps: Of AdamW.
-            data: ``forward`` and ``normaliser`` of :class:`backpack_secondorder.over_data.GGN`, for
-                batches or losses of other kinds.
+            forward: What to make of batches of another kind, as for
+                :class:`backpack_secondorder.over_data.GGN`.
+            normaliser: What a loss without a rule divides by, as there.
 
         Raises:
             UsageError: A setting is out of range.
         """
-        strange = sorted(set(data) - {"forward", "normaliser"})
-        if strange:
-            raise UsageError(f"GaussNewton has no setting {strange[0]!r}.")
         for name, number in (("damping", damping), ("rtol", rtol), ("warm_start", warm_start)):
             require_positive(name, number, or_zero=True)
         require_count("max_iterations", max_iterations)
@@ -106,7 +105,8 @@ class GaussNewton(GroupedOptimizer):
         self._lossfunc, self._adapt, self._halvings = lossfunc, adapt, halvings
         self._warm_start, self._preconditioner = warm_start, preconditioner
         self._solver: dict[str, Any] = {"max_iterations": max_iterations, "rtol": rtol}
-        self._group, self._data = process_group, data
+        self._data: dict[str, Any] = {"forward": forward, "normaliser": normaliser}
+        self._data["process_group"] = process_group
 
     def step(self, batches: Iterable[Any]) -> Tensor:  # type: ignore[override]
         """Make one step.
@@ -164,14 +164,7 @@ class GaussNewton(GroupedOptimizer):
         self.steps, self.damping = found["steps"], found["damping"]
 
     def _matrix(self, batches: Iterable[Any], parameters: list[Tensor]) -> GGN:
-        return GGN(
-            self.model,
-            self._lossfunc,
-            batches,
-            parameters,
-            process_group=self._group,
-            **self._data,
-        )
+        return GGN(self.model, self._lossfunc, batches, parameters, **self._data)
 
     def _direction(self, ggn: GGN) -> list[Tensor]:
         """``(G + damping · I)⁻¹ g``, for each parameter."""

@@ -72,12 +72,18 @@ class GroupedOptimizer(Optimizer):
             UsageError: A parameter is not of the model, or a setting is out of range.
         """
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
+        try:
+            self._check(self.param_groups[-1])
+        except UsageError:
+            self.param_groups.pop()
+            raise
+
+    def _check(self, group: Group) -> None:
         for place, parameter in enumerate(group["params"]):
             if id(parameter) not in self._names:
                 raise UsageError(
-                    f"The tensor {place} of a group, of shape {list(parameter.shape)}, is no "
-                    f"parameter of the model that {type(self).__name__} was given."
+                    f"The tensor {place} of a group, of shape {list(parameter.shape)}, is not "
+                    f"a parameter of the model that {type(self).__name__} was given."
                 )
             if hasattr(parameter, "placements"):
                 raise UsageError(
@@ -88,6 +94,10 @@ class GroupedOptimizer(Optimizer):
             raise UsageError(f"method is one of {get_args(Method)}. Got {group['method']!r}.")
         for name in ("lr", "weight_decay", "adam_scale"):
             require_positive(name, group[name], or_zero=True)
+        require_positive("eps", group["eps"], or_zero=True)
+        for beta in group["betas"]:
+            require_positive("beta", beta, or_zero=True)
+            require_positive("1 - beta", 1 - beta)
 
     def name_of(self, parameter: Tensor) -> str:
         """The name of a parameter in the model."""

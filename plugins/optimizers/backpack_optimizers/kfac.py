@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from backpack_core.errors import UsageError
 from backpack_optimizers.factored import FIELD, FactoredOptimizer
-from backpack_optimizers.groups import Group
 from backpack_optimizers.passes import Factors
 from backpack_optimizers.processes import eigenbasis_form, inverted
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
@@ -44,36 +42,20 @@ class KFAC(FactoredOptimizer):
         ...     optimizer.step()
     """
 
-    def __init__(
-        self,
-        model: Module,
-        params: Iterable[Tensor] | Iterable[Group] | None = None,
-        lr: float = 0.1,
-        damping: float = 1e-2,
-        momentum: float = 0.9,
-        weight_decay: float = 0.0,
-        *,
-        split: Split = "pi",
-        **settings: Any,
-    ) -> None:
+    def __init__(self, *args: Any, split: Split = "pi", **settings: Any) -> None:
         """Store the settings.
 
         Args:
-            model: The extended model.
-            params: See :class:`FactoredOptimizer`, as for what follows.
-            lr: See there.
-            damping: See there.
-            momentum: See there.
-            weight_decay: See there.
+            args: As for :class:`FactoredOptimizer`: model, parameters, rate, damping, ....
             split: How the damping is split among factors; see the class.
-            settings: Further ones of :class:`FactoredOptimizer`.
+            settings: As there.
 
         Raises:
             UsageError: A setting is out of range.
         """
         if split not in get_args(Split):
             raise UsageError(f"split is one of {get_args(Split)}. Got {split!r}.")
-        super().__init__(model, params, lr, damping, momentum, weight_decay, **settings)
+        super().__init__(*args, **settings)
         self._split = split
         self._inverses: dict[Tensor, CurvatureMatrix] = {}
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import isclose
-from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ class Joined:
     their number.
 
     Attributes:
+        parameters: Those whose gradients are joined.
         values: For each field of an extension, the matrices of parameters.
         weight: ``Σ_b W_b`` of what the losses divide by; ``None`` for sums, and before any pass.
         passes: How many there were.
@@ -38,7 +38,7 @@ class Joined:
         Args:
             parameters: Those whose gradients are joined.
         """
-        self._parameters = parameters
+        self.parameters = parameters
         self.values: dict[str, Factors] = {}
         self.weight: float | None = None
         self._ratios: list[float] = []
@@ -53,14 +53,15 @@ class Joined:
         """Lay the gradients of earlier passes aside."""
         self._before = {}
         if self.passes:
-            self._before = {p: p.grad for p in self._parameters if p.grad is not None}
+            self._before = {p: p.grad for p in self.parameters if p.grad is not None}
             for parameter in self._before:
                 parameter.grad = None
 
     def restore(self) -> None:
         """Give the gradients of earlier passes back, where a pass has failed."""
-        for parameter, gradient in self._before.items():
-            parameter.grad = gradient
+        if self._before:
+            for parameter in self.parameters:
+                parameter.grad = self._before.get(parameter)
         self._before = {}
 
     def add(self, found: Mapping[str, Factors], weights: Weights) -> None:
@@ -82,7 +83,7 @@ class Joined:
                 new = None if new is None else new * (1 - share)
             parameter.grad = before if new is None else before + new
         if share is not None:
-            for parameter in self._parameters:
+            for parameter in self.parameters:
                 if parameter not in self._before and parameter.grad is not None:
                     parameter.grad = parameter.grad * (1 - share)
         self._before = {}
@@ -95,8 +96,8 @@ class Joined:
         if weights.fault is not None:
             raise weights.fault
         numbers = [n for n in weights.normalisers if n is not None]
-        self.passes += 1
-        if self.passes == 1:
+        if not self.passes:
+            self.passes = 1
             self.weight = numbers[0] if numbers else None
             self._ratios = [n / numbers[0] for n in numbers]
             self._count = len(weights.normalisers)
@@ -109,6 +110,7 @@ class Joined:
                 "that is not known here, or not in the same ratio for all: use the same extended "
                 "loss in each, extend(nn.CrossEntropyLoss()), or one pass for each step."
             )
+        self.passes += 1
         if self.weight is None:
             return None
         before, self.weight = self.weight, self.weight + numbers[0]
@@ -124,61 +126,40 @@ def joined(known: Factors, new: Factors, share: float | None) -> Factors:
     return {**known, **new, **both}
 
 
-class Block:
-    """Around one backward pass: what ``optimizer.curvature()`` returns."""
+@contextmanager
+def joining(total: Joined, extensions: Sequence[Extension], loss_scale: float) -> Iterator[None]:
+    """A block around one backward pass, which is added to the passes before it.
 
-    def __init__(
-        self,
-        total: Joined,
-        extensions: Callable[[], Sequence[Extension]],
-        loss_scale: float = 1.0,
-    ) -> None:
-        """Store the request.
+    Where anything fails, gradients of these are what they were.
 
-        Args:
-            total: What the pass is added to.
-            extensions: Makes what the pass computes.
-            loss_scale: What the loss is multiplied by, as by a gradient scaler.
-        """
-        self._total, self._extensions, self._scale = total, extensions, loss_scale
-        self._block: backpack | None = None
+    Args:
+        total: What the pass is added to.
+        extensions: What the pass computes.
+        loss_scale: What the loss is multiplied by, as by a gradient scaler.
+    """
+    weights = Weights()
+    try:
+        with backpack(*extensions, observer=weights):
+            total.begin()
+            yield
+        if weights.samples(None) != 0:
+            found = {e.savefield: _taken(total.parameters, e.savefield) for e in extensions}
+            total.add({field: _scaled(f, 1 / loss_scale) for field, f in found.items()}, weights)
+    finally:
+        total.restore()  # nothing, after a pass that was added
+        for extension in extensions:
+            _taken(total.parameters, extension.savefield)
 
-    def __enter__(self) -> None:
-        """Begin the pass.
 
-        Raises:
-            UsageError: The block is entered already.
-        """
-        if self._block is not None:
-            raise UsageError("A block of curvature() is around one backward pass: make another.")
-        self._weights, self._asked = Weights(), self._extensions()
-        self._block = backpack(*self._asked, observer=self._weights)
-        self._block.__enter__()
-        self._total.begin()
+def _taken(parameters: Sequence[Tensor], field: str) -> Factors:
+    """What the pass left on parameters, off the parameters."""
+    taken = ((p, p.__dict__.pop(field, None)) for p in parameters)
+    return {p: value for p, value in taken if value is not None}
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Add what was computed."""
-        block, self._block = self._block, None
-        assert block is not None
-        block.__exit__(exc_type, exc, traceback)
-        found = {e.savefield: self._taken(e.savefield) for e in self._asked}
-        if exc_type is not None or self._weights.samples(None) == 0:
-            self._total.restore()
-            return
-        self._total.add(found, self._weights)
 
-    def _taken(self, field: str) -> Factors:
-        """What the pass left on parameters, in single precision at least; off the parameters."""
-        parameters = self._total._parameters
-        taken: list[tuple[Tensor, Any]] = [(p, p.__dict__.pop(field, None)) for p in parameters]
-        factor = 1 / self._scale
-        return {
-            p: (value.to(torch.float32) if value.dtype.itemsize < 4 else value) * factor
-            for p, value in taken
-            if value is not None
-        }
+def _scaled(found: Factors, factor: float) -> Factors:
+    """Times a number, in single precision at least."""
+    return {
+        p: (value.to(torch.float32) if value.dtype.itemsize < 4 else value) * factor
+        for p, value in found.items()
+    }

@@ -57,7 +57,7 @@ def factors_of_some(
 
     Args:
         chosen: Whether a parameter is one of them.
-        max_size: The largest size of a factor that is no diagonal.
+        max_size: The largest size of a factor that is not a diagonal.
         mc_samples: Targets drawn for each sample; ``None`` for the exact Hessian of the loss.
         weight_sharing: As of :class:`~backpack_core.extensions.KFAC`.
         field: Name of the attribute on parameters.

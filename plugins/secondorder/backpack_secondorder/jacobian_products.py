@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property, reduce
+from functools import cached_property, partial, reduce
 from reprlib import repr as abridged
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -15,8 +14,14 @@ from backpack_core.engine.active import suspended
 from backpack_core.errors import ShapeError, UnsupportedError, UsageError
 from backpack_core.values import without_autocast
 from backpack_products.transposition import somewhere
-from backpack_secondorder.operators import edge_at_input, is_finite, require_losses
-from backpack_secondorder.products import FUNCTION, ProductExtension
+from backpack_secondorder.operators import edge_at_input, is_finite
+from backpack_secondorder.products import (
+    FUNCTION,
+    CollectingReading,
+    GraphBlock,
+    ProductExtension,
+    of_one_or_several,
+)
 from backpack_secondorder.residual import live_inputs
 from backpack_secondorder.torch_errors import explained
 from backpack_secondorder.twice import gradients
@@ -143,20 +148,11 @@ class OutputJacobian:
         return f"<{type(self).__name__} of {list(self.output_shape)} in {len(self.parameters)}>"
 
 
-class JacobianBlock:
-    """``v ↦ J_θ v`` and ``u ↦ J_θᵀ u`` for one parameter.
+class JacobianBlock(GraphBlock):
+    """``v ↦ J_θ v`` and ``u ↦ J_θᵀ u`` for one parameter."""
 
-    It keeps the graph of the backward pass alive until it is deleted, or overwritten by the next
-    pass.
-
-    Attributes:
-        whole: The Jacobian in all parameters of the pass, the same object on each.
-    """
-
-    def __init__(self, whole: OutputJacobian, parameter: Tensor) -> None:
-        """Store both."""
-        self.whole = whole
-        self._parameter = parameter
+    field = "jmp"
+    whole: OutputJacobian
 
     def __call__(self, vectors: Tensor) -> Tensor:
         """``J_θ v``.
@@ -171,7 +167,8 @@ class JacobianBlock:
             ShapeError: The vectors do not have the parameter's shape.
         """
         one = lambda vector: self.whole.product({self._parameter: vector})  # noqa: E731
-        return _each(one, vectors, self._parameter.shape, self.whole.output_shape)
+        function = partial(_stacked, one, self.whole.output_shape)
+        return of_one_or_several(function, vectors, self._parameter.shape)
 
     def transposed(self, vectors: Tensor) -> Tensor:
         """``J_θᵀ u``.
@@ -187,40 +184,13 @@ class JacobianBlock:
         """
         parameter = self._parameter
         one = lambda vector: self.whole.transposed(vector, (parameter,))[parameter]  # noqa: E731
-        return _each(one, vectors, self.whole.output_shape, parameter.shape)
-
-    def __reduce__(self) -> NoReturn:
-        """Refuse to be copied or pickled, alone or on a parameter of a model.
-
-        Raises:
-            UsageError: Always: a graph can neither be copied nor pickled.
-        """
-        raise UsageError(
-            f"{self!r} holds the graph of its backward pass, which can be neither copied nor "
-            "pickled. Delete the field from the parameters first (del parameter.jmp, or what it is "
-            "saved under), or save model.state_dict()."
-        )
-
-    def __repr__(self) -> str:
-        """What it multiplies with."""
-        return f"<block of {self.whole!r} for a parameter of shape {list(self._parameter.shape)}>"
+        function = partial(_stacked, one, parameter.shape)
+        return of_one_or_several(function, vectors, self.whole.output_shape)
 
 
-def _each(
-    function: Callable[[Tensor], Tensor], vectors: Tensor, shape: torch.Size, found: torch.Size
-) -> Tensor:
-    """A function of one vector of a shape, of one or of several ``[V, *]``."""
-    if not isinstance(vectors, Tensor):
-        raise UsageError(f"A Jacobian multiplies with tensors. Got {abridged(vectors)}.")
-    if vectors.shape == shape:
-        return function(vectors)
-    if vectors.dim() != 1 + len(shape) or vectors.shape[1:] != shape:
-        sizes = ", ".join(map(str, shape))
-        raise ShapeError(
-            f"Expected a vector of shape [{sizes}], or several as [V, {sizes}]. "
-            f"Got {list(vectors.shape)}."
-        )
-    return torch.stack([*map(function, vectors)]) if len(vectors) else vectors.new_zeros(0, *found)
+def _stacked(function: Callable[[Tensor], Tensor], shape: torch.Size, vectors: Tensor) -> Tensor:
+    """A function of one vector, of each in turn, ``[V, *shape]``."""
+    return torch.stack([*map(function, vectors)]) if len(vectors) else vectors.new_zeros(0, *shape)
 
 
 class JMP(ProductExtension):
@@ -248,25 +218,12 @@ class JMP(ProductExtension):
         return _OfOneLoss(self.subsampling)
 
 
-class _OfOneLoss(GraphReading):
+class _OfOneLoss(CollectingReading):
     """For ``JMP``."""
-
-    def __init__(self, subsampling: tuple[int, ...] | None) -> None:
-        self._subsampling = subsampling
-        self._losses: list[View] = []
-        self._others: list[View] = []
-
-    def observe(self, view: View) -> None:
-        """Keep losses apart from layers."""
-        if view.call.rule.is_loss:
-            view.call.rule.check(view)
-            self._losses.append(view.subsample(self._subsampling))
-        elif view.is_reached:
-            self._others.append(view)
 
     def results(self, graph: LossGraph) -> Mapping[Tensor, JacobianBlock]:
         """One Jacobian, a block for each parameter."""
-        require_losses(self._losses, self._others, "JMP")
+        self._require_losses("JMP")
         if len(self._losses) != 1:
             raise UnsupportedError(
                 f"JMP belongs to one output, and {len(self._losses)} extended losses took part. Go "

@@ -24,6 +24,8 @@ from backpack_secondorder.diag_ggn import DiagGGNExact, DiagGGNMC
 from backpack_secondorder.factors import WeightSharing, kronecker_factors
 from backpack_secondorder.kfac import KFAC, KFLR
 from backpack_secondorder.kronecker import KroneckerFactors
+from backpack_secondorder.output_jacobian import Jacobians
+from backpack_secondorder.outputs import SumOutputs
 from backpack_secondorder.sqrt_ggn import SqrtGGNExact, SqrtGGNMC
 
 if TYPE_CHECKING:
@@ -116,8 +118,11 @@ class _Backend:
             return found
         _extend(self._model)
         output = self._output(x)
-        rows = [self._row(output, c) for c in range(output.shape[1])]
-        return self._chosen(torch.stack(rows, 1)), output.detach()
+        extension = Jacobians(savefield="laplace_jacobians")
+        with backpack(extension, gradient="skipped"):
+            extend(SumOutputs())(output).backward()
+        rows = self._flat(extension.savefield, tuple(output.shape))
+        return self._chosen(rows), output.detach()
 
     def gradients(self, x: Any, y: Tensor) -> Pair:
         """Gradients of the samples, ``[N, P]``, and the loss."""
@@ -170,13 +175,6 @@ class _Backend:
                 "approximation takes outputs [N, C]: reduce the other axes in the model."
             )
         return output
-
-    def _row(self, output: Tensor, place: int) -> Tensor:
-        """The Jacobian of one output of all samples, ``[N, P]``."""
-        is_last = place == output.shape[1] - 1
-        with backpack(_individual(), gradient="skipped"):
-            output[:, place].sum().backward(retain_graph=not is_last)
-        return self._flat(GRADIENTS, (len(output),))
 
     def _through(self, x: Any, y: Tensor, extension: Extension) -> Tensor:
         """One pass with an extension; the loss."""

@@ -45,6 +45,21 @@ class _OfOutput(SecondOrderExtension):
 
     degree = 0
 
+    def __init__(
+        self,
+        subsampling: Sequence[int] | None = None,
+        savefield: str | None = None,
+        fail_mode: FailMode = "autodiff",
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            subsampling: Indices of the samples to take; default: all.
+            savefield: Name of the attribute on parameters; default: the class's.
+            fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
+        """
+        super().__init__(OutputRows(as_subsampling(subsampling)), savefield, fail_mode)
+
     def one_output(self, product: SampleProduct) -> SampleProduct:
         """The product, which has to be that of a single loss.
 
@@ -95,7 +110,7 @@ class Jacobians(_OfOutput):
             chunk_size: How many rows of a sample to carry at once; default: as many as fit into the
                 memory budget.
         """
-        super().__init__(OutputRows(as_subsampling(subsampling)), savefield, fail_mode)
+        super().__init__(subsampling, savefield, fail_mode)
         self.chunk_size = as_chunk_size(chunk_size)
 
     def read(self, product: SampleProduct) -> Tensor:
@@ -126,21 +141,6 @@ class NTK(_OfOutput):
         "one batch, or take Jacobians, which combines, and multiply."
     )
     needs = (gram,)
-
-    def __init__(
-        self,
-        subsampling: Sequence[int] | None = None,
-        savefield: str | None = None,
-        fail_mode: FailMode = "autodiff",
-    ) -> None:
-        """Store the settings.
-
-        Args:
-            subsampling: Indices of the samples to take; default: all.
-            savefield: Name of the attribute on parameters; default: the class's.
-            fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
-        """
-        super().__init__(OutputRows(as_subsampling(subsampling)), savefield, fail_mode)
 
     def read(self, product: SampleProduct) -> Tensor:
         """``⟨M[c, n], M[d, m]⟩``, samples first."""

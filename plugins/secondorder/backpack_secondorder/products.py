@@ -6,10 +6,12 @@ every architecture that autograd can differentiate twice.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from reprlib import repr as abridged
 from typing import Any, ClassVar, Literal, NoReturn
 
+import torch
 from torch import Tensor
 
 from backpack_core import View
@@ -35,22 +37,49 @@ FUNCTION = Refused(
 )
 
 
-class BlockProduct:
-    """``v ↦ F v`` for one parameter, where ``F`` is its block of a curvature matrix.
+class GraphBlock:
+    """What one parameter has in a matrix that is known by the graph of a backward pass.
 
-    It keeps the graph of the backward pass alive until it is deleted, or overwritten by the next
-    pass.
+    It keeps that graph alive until it is deleted, or overwritten by the next pass.
+
+    Attributes:
+        whole: The matrix over all parameters of the pass, the same object on each.
     """
 
-    def __init__(self, operator: Operator, parameter: Tensor) -> None:
+    field: ClassVar[str]
+
+    def __init__(self, whole: Any, parameter: Tensor) -> None:
         """Store both.
 
         Args:
-            operator: The matrix over all parameters.
+            whole: The matrix over all parameters.
             parameter: ``θ``.
         """
-        self._operator = operator
+        self.whole = whole
         self._parameter = parameter
+
+    def __reduce__(self) -> NoReturn:
+        """Refuse to be copied or pickled, alone or on a parameter of a model.
+
+        Raises:
+            UsageError: Always: a graph can neither be copied nor pickled.
+        """
+        raise UsageError(
+            f"{self!r} holds the graph of its backward pass, which can be neither copied nor "
+            f"pickled. Delete the field from the parameters first (del parameter.{self.field}, or "
+            "what it is saved under), or save model.state_dict()."
+        )
+
+    def __repr__(self) -> str:
+        """What it multiplies with."""
+        return f"<block of {self.whole!r} for a parameter of shape {list(self._parameter.shape)}>"
+
+
+class BlockProduct(GraphBlock):
+    """``v ↦ F v`` for one parameter, where ``F`` is its block of a curvature matrix."""
+
+    field = "hmp"
+    whole: Operator
 
     def __call__(self, vectors: Tensor) -> Tensor:
         """Multiply.
@@ -68,36 +97,30 @@ class BlockProduct:
             UnsupportedError: An operation of the net has no second derivative, or none that is
                 finite.
         """
-        shape = self._parameter.shape
-        if not isinstance(vectors, Tensor):
-            raise UsageError(f"A block multiplies with tensors. Got {abridged(vectors)}.")
-        if vectors.shape == shape:
-            return self._operator.multiply(self._parameter, vectors.unsqueeze(0)).squeeze(0)
-        if vectors.shape[1:] != shape or vectors.dim() != 1 + len(shape):
-            sizes = ", ".join(map(str, shape))
-            raise ShapeError(
-                f"Expected a vector of shape [{sizes}], or several as [V, {sizes}]. "
-                f"Got {list(vectors.shape)}."
-            )
-        return self._operator.multiply(self._parameter, vectors)
+        function = partial(self.whole.multiply, self._parameter)
+        return of_one_or_several(function, vectors, self._parameter.shape)
 
-    def __reduce__(self) -> NoReturn:
-        """Refuse to be copied or pickled, alone or on a parameter of a model.
 
-        Raises:
-            UsageError: Always: a graph can neither be copied nor pickled.
-        """
-        raise UsageError(
-            f"{self!r} holds the graph of its backward pass, which can be neither copied nor "
-            "pickled. Delete the field from the parameters first (del parameter.hmp, or what it "
-            "is saved under), or save model.state_dict()."
+def of_one_or_several(
+    function: Callable[[Tensor], Tensor], vectors: Tensor, shape: torch.Size
+) -> Tensor:
+    """A function of vectors ``[V, *shape]``, of one or of several.
+
+    Raises:
+        ShapeError: The vectors have another shape.
+        UsageError: They are not a tensor.
+    """
+    if not isinstance(vectors, Tensor):
+        raise UsageError(f"A block multiplies with tensors. Got {abridged(vectors)}.")
+    if vectors.shape == shape:
+        return function(vectors.unsqueeze(0)).squeeze(0)
+    if vectors.dim() != 1 + len(shape) or vectors.shape[1:] != shape:
+        sizes = ", ".join(map(str, shape))
+        raise ShapeError(
+            f"Expected a vector of shape [{sizes}], or several as [V, {sizes}]. "
+            f"Got {list(vectors.shape)}."
         )
-
-    def __repr__(self) -> str:
-        """What it multiplies with."""
-        return (
-            f"<block of {self._operator!r} for a parameter of shape {list(self._parameter.shape)}>"
-        )
+    return function(vectors)
 
 
 class ProductExtension(GraphExtension):
@@ -202,14 +225,13 @@ class PCHMP(ProductExtension):
         return _OfResiduals(self.subsampling, self.modify)
 
 
-class _Collecting(GraphReading):
-    """Collects the terms of a curvature matrix while the backward pass runs."""
+class CollectingReading(GraphReading):
+    """Keeps the losses of a pass, and what else it reached."""
 
     def __init__(self, subsampling: tuple[int, ...] | None) -> None:
         self._subsampling = subsampling
         self._losses: list[View] = []
         self._others: list[View] = []
-        self._terms: list[Term] = []
 
     def observe(self, view: View) -> None:
         """Keep losses apart from layers."""
@@ -226,7 +248,7 @@ class _Collecting(GraphReading):
         return {parameter: BlockProduct(operator, parameter) for parameter in graph.parameters}
 
 
-class _OfOutputs(_Collecting):
+class _OfOutputs(CollectingReading):
     """For ``GGNMP``."""
 
     def results(self, graph: LossGraph) -> dict[Tensor, BlockProduct]:
@@ -236,7 +258,7 @@ class _OfOutputs(_Collecting):
         return self._stored(CurvatureOperator(graph, terms), graph)
 
 
-class OfLoss(_Collecting):
+class OfLoss(CollectingReading):
     """For ``HMP`` and ``DiagHMP``."""
 
     def operator(self, graph: LossGraph) -> HessianOperator:
@@ -251,12 +273,13 @@ class OfLoss(_Collecting):
         return self._stored(self.operator(graph), graph)
 
 
-class _OfResiduals(_Collecting):
+class _OfResiduals(CollectingReading):
     """For ``PCHMP``."""
 
     def __init__(self, subsampling: tuple[int, ...] | None, modify: Literal["clip", "abs"]) -> None:
         super().__init__(subsampling)
         self._modify = modify
+        self._terms: list[Term] = []
 
     def observe(self, view: View) -> None:
         """Keep losses, and the residuals of nonlinear calls."""

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
+from torch.utils.hooks import RemovableHandle
 
 from backpack_core.graph.order import behind
+from backpack_interplay.checkpoints import unpacking_again
 from backpack_secondorder.fused_attention import NAMES, of_fused_attention
 
 Place: TypeAlias = Tensor | GradientEdge
@@ -54,9 +55,8 @@ def gradients(
 def _by_formula(outputs: Sequence[Place]) -> Iterator[None]:
     """Has nodes behind some outputs return what the formulas give, inside the block."""
     starts = [o.grad_fn if isinstance(o, Tensor) else o.node for o in outputs]
-    found = {*behind(starts), *filter(None, starts)}
-    known = [(node, FORMULAS[node.name()]) for node in found if node.name() in FORMULAS]
-    hooks = [node.register_hook(partial(_replaced, node, formula)) for node, formula in known]
+    nodes = {*behind(starts), *filter(None, starts)}
+    hooks = [hook for node in nodes if node.name() in FORMULAS for hook in _replaced(node)]
     try:
         yield
     finally:
@@ -64,10 +64,20 @@ def _by_formula(outputs: Sequence[Place]) -> Iterator[None]:
             hook.remove()
 
 
-def _replaced(node: Node, formula: Callable[..., Grads], found: Grads, arrived: Grads) -> Grads:
-    """A hook behind a node: what its formula sends to the inputs that want a gradient."""
-    sent = formula(node, *arrived)
-    return tuple(None if old is None else new for old, new in zip(found, sent, strict=True))
+def _replaced(node: Node) -> tuple[RemovableHandle, RemovableHandle]:
+    """Hooks around a node, which returns what its formula sends to inputs that want a gradient."""
+    sent: list[Grads] = []
+
+    def before(arrived: Grads) -> None:
+        # A checkpoint gives what the node has saved once more, but only as long as it has it.
+        with unpacking_again(node):
+            sent.append(FORMULAS[node.name()](node, *arrived))
+
+    def after(found: Grads, arrived: Grads) -> Grads:
+        pairs = zip(found, sent.pop(), strict=True)
+        return tuple(None if old is None else new for old, new in pairs)
+
+    return node.register_prehook(before), node.register_hook(after)
 
 
 def _weight_norm(node: Any, arrived: Tensor | None, *others: Tensor | None) -> Grads:
