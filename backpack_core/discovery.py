@@ -209,7 +209,7 @@ def is_allowed(plugin: Plugin) -> bool:
     allowed = os.environ.get("BACKPACK_LOAD_PLUGINS")
     if allowed is not None and not (own | plugin.users) & _names(allowed):
         return False
-    if os.environ.get("BACKPACK_REQUIRE_CERTIFIED") == "1":
+    if os.environ.get("BACKPACK_REQUIRE_CERTIFIED", "0") not in ("", "0"):
         from backpack_core.cli.certificate import standing
 
         if standing([plugin.value.partition(":")[0].strip()]) != "certified":

@@ -15,7 +15,7 @@ _MEANING = {
     "autodiff": "parameters where operations use them: exact",
     "graph": "from the graph of the loss",
     "-": "nothing to compute here",
-    "refused": "no exact value; below it says why",
+    "refused": "no exact value, and why",
 }
 
 
@@ -48,14 +48,16 @@ def _cells(report: Report, number: int, width: int) -> Iterator[str]:
     names, cells = report.header[report.first :], report.rows[number][report.first :]
     for name, cell in zip(names, cells, strict=True):
         by_cell.setdefault(cell, []).append(name)
-    for cell in sorted(by_cell, key=list(_MEANING).index):
-        text = ", ".join(by_cell[cell])
-        yield from _wrapped(f"  {cell:9}", text, width)
     by_reason: dict[str, list[str]] = {}
     for name, reason in report.reasons[number].items():
         by_reason.setdefault(reason, []).append(name)
+        by_cell["refused"].remove(name)
+    for cell in sorted(by_cell, key=list(_MEANING).index):
+        if by_cell[cell]:
+            yield from _wrapped(f"  {cell:9}", ", ".join(by_cell[cell]), width)
     for reason, why in by_reason.items():
-        yield from _wrapped("    ", f"{', '.join(why)}: {' '.join(reason.split())}", width)
+        text = f"{', '.join(why)}: {' '.join(reason.split())}"
+        yield from textwrap.wrap(f"  refused  {text}", width, subsequent_indent="    ")
 
 
 def _wrapped(label: str, text: str, width: int) -> list[str]:

@@ -37,11 +37,13 @@ class Ledger:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Generator[None, Any, Any]:
-        """Give the report of a check what is to be noted."""
+        """Give the report of a check what is to be noted. What is skipped was not checked."""
         report = yield
         check = getattr(item, "callspec", None) and item.callspec.params.get("check")
         if call.when == "call" and isinstance(check, BoundCheck):
             status = "expected failure" if hasattr(report, "wasxfail") else report.outcome
+            if status == "skipped":
+                return report
             name = check.check.name
             noted = [_class_of(check.case), item.callspec.id.removesuffix(f"-{name}"), name, status]
             report.user_properties.append((_KEY, [*noted, compare.closest.take()]))

@@ -31,7 +31,7 @@ class Closest:
 
     def note(self, what: str, error: float, allowed: float) -> None:
         """Note a comparison in double precision."""
-        if allowed <= EXACT and error / allowed > self.found[0]:
+        if 0 < allowed <= EXACT and error / allowed > self.found[0]:
             self.found = error / allowed, {"what": what, "error": error, "allowed": allowed}
 
     def take(self) -> dict[str, Any]:

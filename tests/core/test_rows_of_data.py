@@ -187,10 +187,7 @@ def test_steps_that_look_like_samples() -> None:
         return result
 
     steps = [x[t : t + 1] for t in range(N)]
-    with (
-        pytest.raises(BackpackError, match="samples of the batch influence each other"),
-        backpack(BatchGrad()),
-    ):
+    with pytest.raises(BackpackError, match=r"\(\.clone\(\)\)"), backpack(BatchGrad()):
         loss(steps).backward()
     with backpack(BatchGrad()):
         loss([step.clone() for step in steps]).backward()

@@ -26,7 +26,7 @@ class Tied(nn.Module):
 def test_half_of_a_quantity_is_never_stored(fail_mode: Any) -> None:
     model, lossfunc = extend(Tied()), extend(nn.MSELoss())
     loss = lossfunc(model(torch.randn(4, 3)), torch.randn(4, 3))
-    message = r"first\.weight.* is used by the operation .*KFRA .*cannot be had"
+    message = r"first\.weight.* is used by the operation .*KFRA .*cannot be computed"
     with backpack(KFRA(fail_mode=fail_mode)), pytest.raises(UnsupportedError, match=message):
         loss.backward()
     assert not hasattr(model.first.weight, "kfra")

@@ -75,8 +75,9 @@ def test_what_is_not_a_certificate_is_said(norm: Path, text: str) -> None:
     assert standing() == "unreadable"
 
 
-def test_only_the_certified_load(norm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BACKPACK_REQUIRE_CERTIFIED", "1")
+@pytest.mark.parametrize("word", ["1", "true"])
+def test_only_the_certified_load(norm: Path, monkeypatch: Any, word: str) -> None:
+    monkeypatch.setenv("BACKPACK_REQUIRE_CERTIFIED", word)
 
     def state() -> str:
         certificate._standing_of.cache_clear()
@@ -148,10 +149,14 @@ def test_a_package_proves_itself(package: Path) -> None:
 @pytest.mark.long
 def test_a_package_that_fails_gets_none(package: Path) -> None:
     (test,) = (package / "tests").glob("test_*.py")
+    checks = test.read_text()
     test.write_text("def test_nothing():\n    assert False\n")
     with pytest.raises(BackpackError, match="gets no certificate, since its tests fail"):
         certify(package)
     test.write_text("def test_nothing():\n    pass\n")
+    with pytest.raises(UsageError, match="No check of the kit ran for a class of"):
+        certify(package)
+    test.write_text(checks.replace("    check()", '    __import__("pytest").skip()'))
     with pytest.raises(UsageError, match="No check of the kit ran for a class of"):
         certify(package)
     assert not place(package / "backpack_plugin_proved").exists()

@@ -96,7 +96,7 @@ def one_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_matrix_fits_a_terminal() -> None:
     report = matrix()
     lines = list(folded(report, 100))
-    assert len(lines) < 270
+    assert len(lines) < 240
     assert max(map(len, lines)) <= 100
     text = " ".join(" ".join(lines).split())
     for row in report.rows:

@@ -241,7 +241,7 @@ class Judge:
             over = ((n, (g / weights).sub_(plain).abs() - bounds) for n, g in enumerate(guesses))
             self._right &= {n for n, excess in over if not bool((excess > 0).any())}
             if not self._right:
-                raise _mixed(where, arrived)
+                raise _mixed(where, arrived, is_part=len(plain) < len(self.weights))
         return bool(size)
 
     def axis(self, dye: Dye) -> int:
@@ -276,12 +276,27 @@ def _between(where: str, arrived: Dye, most: int = 8) -> str:
     return f"Between {where} ({', '.join(way)})"
 
 
-def _mixed(where: str, arrived: Dye) -> SampleMixingError:
-    """The error if the weights of samples are not those that they started with."""
+def _mixed(where: str, arrived: Dye, is_part: bool) -> SampleMixingError:
+    """The error if the weights of samples are not those that they started with.
+
+    Args:
+        where: What returned the tensor.
+        arrived: What came back to it.
+        is_part: Whether the tensor has fewer entries than there are samples.
+    """
+    cause = (
+        "probably by an operation over axis 0. Call model.eval() if that is a batch normalisation, "
+        "take the operation over other axes, or say where samples are: extend(model, "
+        "batch_axis=...)."
+    )
+    if is_part:
+        cause = (
+            "since rows of one tensor count as different samples, or by an operation over axis 0. "
+            "Pass copies (.clone()) of rows that are steps of one sample, and take the operation "
+            "over other axes (model.eval() if it is a batch normalisation)."
+        )
     return SampleMixingError(
-        f"{_between(where, arrived)}, samples of the batch influence each other, probably by an "
-        "operation over axis 0. Call model.eval() if that is a batch normalisation, take the "
-        "operation over other axes, or say where samples are: extend(model, batch_axis=...)."
+        f"{_between(where, arrived)}, samples of the batch influence each other, {cause}"
     )
 
 

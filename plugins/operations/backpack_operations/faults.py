@@ -114,11 +114,10 @@ def other_batch(call: Call, size: int, batch_size: int) -> BackpackError:
             "the model was probably given one sample. A single sample needs an axis, too: [1, D]."
         )
     elif call.rule.is_loss and size % batch_size:
-        cause = (
-            "a mask picked some, or samples have several entries each. Pick losses in the place "
-        )
-        cause += "of logits, reduction='none', then [mask], or give the model one more tensor with "
-        cause += "an entry for each sample."
+        cause = "a mask picked some, samples have several entries each, or the model has its "
+        cause += "samples on another axis. Pick losses in the place of logits (reduction='none', "
+        cause += "then [mask]), give the model one more tensor with an entry for each sample, or "
+        cause += "say where samples are: extend(model, batch_axis=1)."
     elif size < batch_size:
         cause = "samples probably have several entries each. Add these up by an index (index_add), "
         cause += "or give the model one more tensor with an entry for each sample."

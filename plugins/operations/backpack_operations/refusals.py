@@ -53,7 +53,7 @@ def refuse_bare(survey: GraphSurvey, extensions: Sequence[Extension]) -> None:
             # Of one that a module uses as well, a part would be missing.
             if extension.needs_every_parameter or not tolerates or uses > is_known:
                 raise errors.UnsupportedError(
-                    f"{what}, where {registry.describe(extension)} cannot be had. {advice}"
+                    f"{what}, where {registry.describe(extension)} cannot be computed. {advice}"
                 )
         if any(key not in owned or e.fail_mode == "warning" for e in missed):
             text = f"{what}: it gets no quantity. {advice}"

@@ -114,7 +114,7 @@ class Accountant:
             count: How many steps; without a rate, how many epochs.
 
         Raises:
-            UsageError: The target is not positive and finite, or cannot be had.
+            UsageError: The target is not positive and finite, or no noise reaches it.
         """
         check_delta(delta)
         if not 0 < target < inf:
