@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from backpack_core import backpack, extend
 from backpack_core.errors import SampleMixingError, ShapeError, UsageError
 from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact, SumGradSquared
+from backpack_products.values import rounding_unit
 from tests import oracle
 
 D, C = 6, 2
@@ -220,3 +222,11 @@ def test_padded_items_of_a_model_that_returns_a_number() -> None:
     loss = model([torch.randn(size, 2) for size in (1, 2, 1)])
     with pytest.raises(ShapeError, match="several inputs"), backpack(BatchGrad()):
         loss.backward()
+
+
+def test_single_precision_on_a_gpu_keeps_ten_bits_in_products() -> None:
+    """The device is named only; a machine without one has the same answer."""
+    unit = rounding_unit(SimpleNamespace(dtype=torch.float32, device=torch.device("cuda")))
+    assert unit == 2.0**-10 > rounding_unit(torch.zeros(1))
+    half = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda"))
+    assert rounding_unit(half) == torch.finfo(torch.bfloat16).eps
