@@ -2,24 +2,20 @@
 
 Run it in an environment of each package; the migration page quotes what it prints:
 
-    python benchmarks/differences.py
+    python -m benchmarks.differences
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import agreement  # noqa: F401  # stands in for torchvision where it is missing
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, hessian, jacrev, vmap
 
+import benchmarks.agreement  # noqa: F401  # stands in for torchvision where it is missing
 from backpack import backpack, extend, extensions
 
 Make = Callable[[], nn.Module]
