@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -15,11 +14,7 @@ PAGE = (ROOT / "docs" / "migration.md").read_text()
 
 @pytest.fixture(scope="module")
 def differences() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        return importlib.import_module("differences")
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+    return importlib.import_module("benchmarks.differences")
 
 
 @pytest.mark.parametrize("row", range(11))
@@ -36,8 +31,8 @@ def test_batch_normalisation_in_train_mode(differences: ModuleType) -> None:
     assert differences.found(make, shape, name, scale).startswith("SampleMixingError")
 
 
-def test_agreement_runs(differences: ModuleType) -> None:
-    agreement = sys.modules["agreement"]
+def test_agreement_runs() -> None:
+    agreement = importlib.import_module("benchmarks.agreement")
     table = agreement.layers()
     values = agreement.run(table["Conv2d groups"], "CrossEntropyLoss", "mean", "KFLR",
                            agreement.extensions()["KFLR"])  # fmt: skip
