@@ -17,6 +17,7 @@ from importlib import import_module
 from operator import attrgetter
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
+from backpack_core.certificate import standing
 from backpack_core.errors import PluginConflictError, PluginError
 
 GROUP = "backpack"
@@ -87,6 +88,11 @@ class Plugin:
     def attribute(self) -> str:
         """The class that the entry point names; empty where it names a module."""
         return self.value.partition(":")[2].strip()
+
+    @property
+    def package(self) -> str:
+        """The package, or single module, that the entry point leads into."""
+        return re.split("[.:]", self.value)[0].strip()
 
     def find(self) -> Any:
         """Import what the entry point names.
@@ -194,7 +200,7 @@ def version_of(versions: Mapping[str, T], key: str) -> T:
 @cache
 def _of(package: str) -> Provenance:
     """The distribution that declares plugins in a package; else the package's own name."""
-    known = (p.provenance for p in discover() if re.split("[.:]", p.value)[0] == package)
+    known = (p.provenance for p in discover() if p.package == package)
     return next(known, Provenance("", package))
 
 
@@ -209,11 +215,9 @@ def is_allowed(plugin: Plugin) -> bool:
     allowed = os.environ.get("BACKPACK_LOAD_PLUGINS")
     if allowed is not None and not (own | plugin.users) & _names(allowed):
         return False
-    if os.environ.get("BACKPACK_REQUIRE_CERTIFIED", "0") not in ("", "0"):
-        from backpack_core.cli.certificate import standing
-
-        if standing([plugin.value.partition(":")[0].strip()]) != "certified":
-            return False
+    is_strict = os.environ.get("BACKPACK_REQUIRE_CERTIFIED", "0") not in ("", "0")
+    if is_strict and standing(plugin.package) != "certified":
+        return False
     return not own & _names(os.environ.get("BACKPACK_BLOCK_PLUGINS", ""))
 
 

@@ -298,8 +298,8 @@ def certify(
 
     Examples: `backpack certify`, `backpack certify . --wheel dist/backpack_plugin_scale-0.1.whl`
     """
+    from backpack_core.certificate import read
     from backpack_core.cli import output
-    from backpack_core.cli.certificate import read
     from backpack_core.cli.certify import certify as run
     from backpack_core.cli.certify import into_wheel
 
@@ -307,7 +307,8 @@ def certify(
     for path in written:
         found = read(path)
         assert found is not None
-        output.say(f"{found.number} checks passed in {len(found.checks)} cases. Wrote {path}.")
+        number = sum(map(len, found.checks.values()))
+        output.say(f"{number} checks passed in {len(found.checks)} cases. Wrote {path}.")
         if found.unchecked:
             output.say(f"No case builds the classes of {', '.join(found.unchecked)}.")
     if wheel is not None:

@@ -15,7 +15,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.plugin import hookimpl
 
-from backpack_core.cli.certificate import digest, place, read
+from backpack_core.certificate import digest, place, read
 from backpack_core.cli.certify import certify, project
 
 
