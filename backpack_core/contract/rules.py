@@ -12,6 +12,7 @@ for example.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from reprlib import repr as abridged
 from typing import Any, ClassVar, Final
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import Node
-from backpack_core.contract.bases import base
+from backpack_core.contract.bases import Candidate, base, call_fault, judge
 from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
@@ -162,6 +163,17 @@ class NoRule(LayerRule):
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         raise AssertionError("a transparent rule is never asked to propagate")
+
+
+@judge
+def _cannot_speak(candidate: Candidate) -> Iterator[str]:
+    """What keeps a rule from speaking for any module."""
+    cls = candidate.cls
+    if issubclass(cls, LayerRule):
+        if not cls.module_types:
+            yield f"module_types must name {MODULE_TYPES}. Got ()"
+        if fault := call_fault(cls, 0):
+            yield f"a rule is made without arguments, as {cls.__name__}(): {fault}"
 
 
 def _refuse_uncut(view: View, tensor: Tensor) -> None:

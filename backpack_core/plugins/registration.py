@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
+from backpack_core.contract.bases import vet
 from backpack_core.discovery import Provenance
 from backpack_core.errors import (
     PluginConflictError,
@@ -19,7 +20,6 @@ from backpack_core.errors import (
     nearest,
 )
 from backpack_core.plugins import hookspecs
-from backpack_core.plugins.declarations import advise
 from backpack_core.plugins.hookspecs import PROJECT
 from backpack_core.plugins.manager import hooks as hooks
 from backpack_core.plugins.manager import manager as manager
@@ -159,7 +159,7 @@ def register(obj: Any, name: str | None = None) -> Any:
         try:
             enter(obj, provenance)
             if isinstance(obj, type):
-                advise(obj)
+                vet(obj, is_new=True)
         except BaseException:
             withdraw(provenance)
             if known is not None:

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 from torch.nn import Module
 
 from backpack_core._torch import class_of
+from backpack_core.contract.bases import vet
 from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, ModuleType, NoRule, is_module_type
 from backpack_core.discovery import Claim, Provenance, choose, class_named, spelled_out
 from backpack_core.errors import PluginError
-from backpack_core.plugins.declarations import advise, refuse
 from backpack_core.plugins.sameness import methods_behind, same_maps
 
 CORE = Provenance("core", "backpack-core", "")
@@ -105,14 +105,14 @@ class Registry:
 
         Raises:
             PluginConflictError: Several distributions claim the type.
-            PluginError: A plugin that validates rules finds a fault of this one.
+            PluginError: A judge finds a fault of its rule.
         """
         kind, cache = class_of(module), self._rule_cache
         found = cache.get(kind)
         if found is None:
             found = self.resolve_type(kind)
             if not found.is_fallback:
-                advise(type(found.rule), module, found.provenance)
+                vet(type(found.rule), module, who=found.provenance)
             cache[kind] = found
         if found.methods.isdisjoint(module.__dict__):
             return found
@@ -207,7 +207,7 @@ def contributions(hook: str, item: Any) -> list[Contribution]:
         if _is_class_of(Extension, kind) and is_module_type(module) and callable(carrier):
             return [("overrides", (kind, module), carrier)]
     if hook_of(item) == hook:
-        refuse(item)
+        vet(item)
         is_rule = issubclass(item, LayerRule)
         return of_rules([item]) if is_rule else [(_KINDS[hook][0], item.__name__, item)]
     raise PluginError(f"{hook} returned {item!r}, which is not what the hook asks for.")

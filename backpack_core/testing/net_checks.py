@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from backpack_core.contract.bases import vet
 from backpack_core.contract.extension import Extension
 from backpack_core.errors import UnsupportedError
-from backpack_core.plugins import declarations as declared
 from backpack_core.testing.compare import finite, require
 from backpack_core.testing.extensions_run import (
     ALL_NEEDS,
@@ -252,5 +252,5 @@ def leaves_gradient_alone(nets: Nets) -> None:
 def declarations(nets: Nets) -> None:
     """Every class attribute that extension and propagator set is one that their bases know."""
     extension = nets.fresh()[0]
-    declared.refuse(type(extension))
-    declared.refuse(type(extension.propagator))
+    vet(type(extension))
+    vet(type(extension.propagator))

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from backpack_core.contract.bases import BASES, call_fault, judge
+from backpack_core.contract.bases import BASES, Candidate, call_fault, judge
 from backpack_core.contract.operation import Operation
 from backpack_core.contract.rules import MODULE_TYPES, is_module_type
 
@@ -31,10 +31,10 @@ _ITEMS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
 
 
 @judge
-def faults(cls: type) -> Iterator[str]:
+def faults(candidate: Candidate) -> Iterator[str]:
     """What is wrong with the declarations of a class, a sentence for each."""
-    for name, value in declared(cls).items():
-        yield from _fault(cls, name, value)
+    for name, value in declared(candidate.cls).items():
+        yield from _fault(candidate.cls, name, value)
 
 
 def declared(cls: type) -> dict[str, Any]:

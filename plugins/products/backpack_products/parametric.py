@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from backpack_core.contract.bases import base, judge
+from backpack_core.contract.bases import Candidate, base, judge
 from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.errors import ShapeError, nearest
 from backpack_core.record.untouched import ask, guard_of
@@ -243,8 +243,9 @@ class AffineRule(AffinePairsRule):
 
 
 @judge
-def _not_among_params(cls: type) -> Iterator[str]:
+def _not_among_params(candidate: Candidate) -> Iterator[str]:
     """What is wrong with ``linear_in_params``, where ``params`` is all that there is."""
+    cls = candidate.cls
     if not issubclass(cls, ParametricRule):
         return
     own: object = vars(cls).get("linear_in_params", ())
