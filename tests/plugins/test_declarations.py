@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from backpack_checks.advice import probable_slips
 from backpack_core import (
     Extension,
     LayerRule,
@@ -32,7 +33,6 @@ from backpack_core.extensions import DiagGGNExact
 from backpack_core.plugins.registry import registry
 from backpack_core.testing import RuleCase, check_rule, temporary_plugin
 from backpack_core.testing.fake_distribution import FakeDistribution
-from backpack_checks.advice import probable_slips
 from backpack_products import FirstOrderExtension, ParametricRule
 
 from sick import loaded_here  # isort: skip
@@ -385,8 +385,6 @@ def test_a_library_judges_what_its_classes_declare(monkeypatch: pytest.MonkeyPat
         return ["its weight is not known"]
 
     monkeypatch.setattr(bases, "JUDGES", [*JUDGES, judged])
-    with pytest.raises(
-        PluginError, match=r"module_types must .*; its weight is not known"
-    ):
+    with pytest.raises(PluginError, match=r"module_types must .*; its weight is not known"):
         register(derived(GainRule, module_types=()))
     assert [cls.__name__ for cls in asked] == ["Slip"]
