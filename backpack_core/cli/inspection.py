@@ -15,6 +15,7 @@ from backpack_core.contract.rules import LayerRule
 from backpack_core.discovery import Claim, Plugin, spelled_out
 from backpack_core.errors import PluginVersionError
 from backpack_core.plugins.registry import registry
+from backpack_products.derivatives import SecondOrderRule, second_order
 from backpack_products.elementwise import ElementwiseRule
 from backpack_products.loss import HessianLossRule
 
@@ -108,9 +109,9 @@ def _broken_rule(rule: LayerRule) -> list[str]:
         own = own or _overrides(rule, ElementwiseRule, "_second_derivative_mat_prod")
         if not own and not rule.hessian_is_zero:
             found.append("is an ElementwiseRule without second_derivative or hessian_is_zero")
-    elif rule.hessian_is_diagonal and not rule.hessian_is_zero:
+    elif second_order(rule).hessian_is_diagonal and not second_order(rule).hessian_is_zero:
         method = "_second_derivative_mat_prod"
-        if not _overrides(rule, LayerRule, method):
+        if not _overrides(rule, SecondOrderRule, method):
             found.append(f"declares hessian_is_diagonal and has no {method}")
     samples = isinstance(rule, HessianLossRule) and _overrides(
         rule, HessianLossRule, "_sqrt_hessian_sampled"

@@ -26,6 +26,7 @@ from backpack_core.discovery import choose
 from backpack_core.errors import BackpackError, UsageError, nearest
 from backpack_core.extending import extend
 from backpack_core.plugins.registry import Resolved, registry
+from backpack_core.testing.traits import has_second_derivative
 from backpack_core.testing.watch import declared_form, is_fast
 from backpack_products.affine import AffineProduct
 from backpack_products.extensions import FirstOrderExtension
@@ -314,15 +315,7 @@ def _has_second_derivative(resolved: Resolved) -> bool:
     rule = resolved.rule
     if resolved.is_fallback:
         return False
-    methods = ("_second_derivative_mat_prod", "second_derivative")
-    own = [getattr(type(rule), name, None) for name in methods]
-    inherited = [
-        getattr(base, name, None)
-        for base in type(rule).__mro__
-        if base.__module__ == LayerRule.__module__
-        for name in methods
-    ]
-    return rule.hessian_is_zero or any(m is not None and m not in inherited for m in own)
+    return has_second_derivative(rule)
 
 
 def _has_structure(rule: LayerRule, module: Module, names: set[str]) -> bool:

@@ -5,8 +5,8 @@ used by every extension. Public methods check shapes; a rule author writes the m
 starts with an underscore. Axis letters: ``V`` columns, ``N`` samples, ``S`` shared positions,
 ``G`` groups, ``I`` and ``O`` features per group.
 
-The more special bases of layers that know more are those of libraries: of layers with parameters,
-for example.
+The bases of layers that know more are those of libraries: of layers with parameters, or with second
+derivatives.
 """
 
 from __future__ import annotations
@@ -41,10 +41,6 @@ class LayerRule(ABC):
             If there are others that are trained, all are read where operations use them.
         transparent: The rule leaves propagation to the autograd graph inside the module: then
             ``_jac_t_mat_prod`` is never called, and modules inside are visited on their own.
-        hessian_is_zero: ``∂²f/∂x²`` vanishes (almost everywhere), for several inputs that of all
-            together: a product of two has another.
-        jacobian_is_constant: ``∂f/∂x`` is one matrix for all samples and all values of the input.
-        hessian_is_diagonal: ``∂²f_o/∂x_i∂x_j = 0`` unless ``i = j = o``.
         is_loss: Quantities start here; see :class:`~backpack_core.LossRule`.
         reads_inside: Parameters to which autograd may bring the gradient, at :meth:`node_inside`.
 
@@ -52,16 +48,13 @@ class LayerRule(ABC):
 
     To write:
         ``_jac_t_mat_prod(view, mat)``: ``J_xᵀ mat``, ``[V, N, *out] → [V, N, *in]``; a tuple for
-        several input tensors. Optional: ``_second_derivative_mat_prod(view, grad_output, mat)``,
-        ``check(view)``, ``mixes_samples(view)``, ``batch_axis(view, index)``.
+        several input tensors. Optional: ``check(view)``, ``mixes_samples(view)``,
+        ``batch_axis(view, index)``.
     """
 
     module_types: ClassVar[tuple[ModuleType, ...]] = ()
     params: ClassVar[tuple[str, ...]] = ()
     transparent: ClassVar[bool] = False
-    hessian_is_zero: ClassVar[bool] = False
-    hessian_is_diagonal: ClassVar[bool] = False
-    jacobian_is_constant: ClassVar[bool] = False
     is_loss: ClassVar[bool] = False
     reads_inside: ClassVar[tuple[str, ...]] = ()
 
@@ -146,13 +139,6 @@ class LayerRule(ABC):
     @abstractmethod
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor | tuple[Tensor | None, ...]:
         """``[V, N, *out] → [V, N, *in]``; a tuple, one entry per input tensor, for several."""
-
-    def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
-        """``[V, N, *in] → [V, N, *in]``; the gradient at the output times ``∂²f/∂x²``."""
-        raise UnsupportedError(
-            f"{type(self).__name__} has no second derivative, which {view.path} needs here: "
-            "implement _second_derivative_mat_prod, or declare hessian_is_zero if it is."
-        )
 
 
 @base

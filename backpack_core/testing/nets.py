@@ -22,6 +22,7 @@ from backpack_core.testing.extensions_run import ALL_NEEDS, Judge, Problem, inst
 from backpack_core.testing.quantities import Quantity, quantity_of
 from backpack_core.testing.reference import Reference
 from backpack_core.testing.traits import traits
+from backpack_products.derivatives import second_order
 from backpack_products.parametric import AffineRule
 
 # Needs without an oracle where autograd cannot differentiate twice.
@@ -104,7 +105,8 @@ def _around(
         return net, arguments.to(dtype), loss
 
     linear = set(run.parameters) <= set(getattr(run.rule, "linear_in_params", ()))
-    known = "second derivative" in traits(case) and (run.rule.hessian_is_zero or not any(run.live))
+    is_linear = second_order(run.rule).hessian_is_zero or not any(run.live)
+    known = "second derivative" in traits(case) and is_linear
     may = set() if case.twice_differentiable else set(TWICE)
     if not linear or (run.live and not known) or case.overwrites_input:
         may.add("second derivative")

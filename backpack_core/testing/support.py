@@ -37,6 +37,7 @@ from backpack_core.testing.network import (
 from backpack_core.testing.reference import Reference
 from backpack_core.testing.traits import has_second_derivative
 from backpack_core.testing.watch import Kind, Watch
+from backpack_products.derivatives import second_order
 from backpack_products.elementwise import ElementwiseRule
 from backpack_products.extensions import FirstOrderExtension
 from backpack_products.loss import HessianLossRule
@@ -246,9 +247,9 @@ def _capability(rule: LayerRule, layers: list[str]) -> list[str]:
 def _hessian(rule: LayerRule) -> str:
     if isinstance(rule, HessianLossRule):
         return "positive semi-definite" if rule.hessian_is_psd else "indefinite"
-    if rule.hessian_is_zero:
+    if second_order(rule).hessian_is_zero:
         return "zero"
-    shape = "diagonal" if rule.hessian_is_diagonal else "full"
+    shape = "diagonal" if second_order(rule).hessian_is_diagonal else "full"
     return shape if has_second_derivative(rule) else "not known"
 
 

@@ -20,6 +20,7 @@ from backpack_core.record.untouched import ask, guard_of
 from backpack_core.record.view import View
 from backpack_products.affine import AffineProduct
 from backpack_products.columns import ApartColumns, OwnedColumns
+from backpack_products.derivatives import SecondOrderRule
 from backpack_products.operations import dense
 from backpack_products.product import DenseProduct, SampleProduct, regrouped
 from backpack_products.regrouping import of_owners
@@ -28,7 +29,7 @@ from backpack_products.transposition import transpose
 
 
 @base
-class ParametricRule(LayerRule):
+class ParametricRule(SecondOrderRule):
     """A layer ``x ↦ f(x, θ)`` with parameters.
 
     Class attributes:
