@@ -137,7 +137,7 @@ def _run(folder: Path, own: Project, tests: list[str]) -> list[Any]:
         ledger = Path(place_for) / "ledger.json"
         result = subprocess.run(
             [
-                *(sys.executable, "-m", "pytest", "-q", "-p", "backpack_core.testing.certifying"),
+                *(sys.executable, "-m", "pytest", "-q", "-p", "backpack_core.cli.ledger"),
                 *("--backpack-ledger", str(ledger), *tests),
             ],
             cwd=folder,

@@ -18,6 +18,7 @@ from torch.nn import Module, Parameter
 
 from backpack_core import _hooks, plugins
 from backpack_core.cli import output
+from backpack_core.cli.watch import declared_form, is_fast
 from backpack_core.context import backpack
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.loss import LossRule
@@ -27,7 +28,6 @@ from backpack_core.errors import BackpackError, UsageError, nearest
 from backpack_core.extending import extend
 from backpack_core.plugins.registry import Resolved, registry
 from backpack_core.testing.traits import has_second_derivative
-from backpack_core.testing.watch import declared_form, is_fast
 from backpack_products.affine import AffineProduct
 from backpack_products.extensions import FirstOrderExtension
 from backpack_products.parametric import ParametricRule
@@ -68,7 +68,7 @@ def matrix(chosen: tuple[str, ...] = ()) -> Report:
         UsageError: An extension is not installed.
     """
     try:
-        kit = importlib.import_module("backpack_core.testing.support")
+        kit = importlib.import_module("backpack_core.cli.matrix")
     except ImportError as error:
         raise BackpackError(
             f"The support matrix comes from the conformance kit, which needs {error.name}. Run "

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from backpack_core.cli import listing, trouble
+from backpack_core.cli import matrix as support
 from backpack_core.cli.app import app
 from backpack_core.cli.counts import Layer, work
 from backpack_core.cli.explain import Row, explained
@@ -20,7 +21,6 @@ from backpack_core.cli.folding import folded
 from backpack_core.cli.support import matrix, model_report
 from backpack_core.errors import MissingPluginError, PluginError, UsageError
 from backpack_core.plugins import unregister
-from backpack_core.testing import support
 
 NETS = """
 import torch

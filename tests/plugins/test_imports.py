@@ -74,6 +74,57 @@ def tier_of(package: str) -> set[str]:
     return {*LIBRARIES, *FAMILIES} if package in APPLICATIONS else set()
 
 
+# The rooms of libraries: those that families may enter, and those that other libraries may enter,
+# too. All others are a library's own.
+OPEN = {
+    "backpack_products": (
+        "affine apart column_propagator columns contractions derivatives elementwise extensions "
+        "factors lookup loss merging operations parametric product recycled rows scale "
+        "transposition tuning values",
+        "regrouping",
+    ),
+    "backpack_operations": (
+        "alignment bare bridge nodes operands own_pass",
+        "_torch apart batch own_order owners paths refusals survey",
+    ),
+    "backpack_checks": ("", "_torch trust"),
+    "backpack_interplay": ("checkpoints compiled leaves shards", ""),
+}
+
+
+def inner_room(name: str, importer: str) -> str:
+    """The room of a library that a name leads to, if the importing package may not enter it."""
+    top, *rest = name.split(".")
+    if top not in LIBRARIES or top == importer:
+        return ""
+    for_families, for_libraries = OPEN[top]
+    allowed = for_families + (f" {for_libraries}" if importer in LIBRARIES else "")
+    room = rest[0] if rest and (PACKAGES[top] / f"{rest[0]}.py").exists() else ""
+    return "" if room in allowed.split() else room
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, "backpack_data", "backpack_compat", "backpack"])
+def test_nobody_enters_an_inner_room_of_a_library(package: str) -> None:
+    elsewhere = ROOT / ("data" if package == "backpack_data" else "compat") / package
+    home = PACKAGES.get(package, elsewhere)
+    files = sorted(home.rglob("*.py"))
+    assert files
+    for path in files:
+        entered = {name for name in imported(path) if inner_room(name, package)}
+        assert not entered, f"{path.relative_to(ROOT)} imports {sorted(entered)}"
+
+
+def test_an_inner_room_is_told_from_an_open_one() -> None:
+    assert inner_room("backpack_operations.between.Operations", "backpack_firstorder") == "between"
+    assert inner_room("backpack_operations.owners.Owners", "backpack_firstorder") == "owners"
+    assert not inner_room("backpack_operations.owners.Owners", "backpack_checks")
+    assert not inner_room("backpack_operations.nodes", "backpack_firstorder")
+    assert not inner_room("backpack_products.AffineRule", "backpack_firstorder")
+    for library, (families, libraries) in OPEN.items():
+        for room in f"{families} {libraries}".split():
+            assert (PACKAGES[library] / f"{room}.py").exists(), room
+
+
 # The kit and the command line are for all.
 FOR_ALL = ("testing", "cli")
 
