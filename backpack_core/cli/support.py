@@ -289,7 +289,7 @@ def _needs(extension: type[Extension]) -> str:
     except ImportError:
         known = None
     else:
-        known = quantity_of(extension.savefield)
+        known = quantity_of(extension)
     if known is not None:
         return known.needs
     return "gradient" if issubclass(extension, FirstOrderExtension) else "curvature"

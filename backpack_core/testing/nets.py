@@ -54,7 +54,7 @@ class Nets:
 
     def known(self, extension: Extension) -> Quantity | None:
         """What an extension has to compute."""
-        return self.problem().quantity or quantity_of(extension.savefield)
+        return self.problem().quantity or quantity_of(extension)
 
     def close(self, found: Tensor, expected: Tensor, what: str) -> None:
         """Compare in double precision."""
@@ -156,7 +156,7 @@ def _alone(
     shrink: bool | None = None,
 ) -> Problem:
     """A net for one extension; ``shrink`` has a layer that is not affine."""
-    quantity = case.quantity or quantity_of(case.extension_factory().savefield)
+    quantity = case.quantity or quantity_of(case.extension_factory())
     use = _takes_any_layer(case, quantity) if shrink is None else shrink
     layer = RuleCase(
         lambda: Block(shape, use, residual, twice, single), lambda n: draw((n, *shape), 1)
