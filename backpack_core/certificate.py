@@ -63,7 +63,7 @@ def home_of(package: str) -> Path | None:
     return file.parent if spec.submodule_search_locations else file
 
 
-def place(home: Path) -> Path:
+def file_of(home: Path) -> Path:
     """Where the certificate of a package, or of a single module, is."""
     return home / NAME if home.is_dir() else home.with_suffix(f".{NAME}")
 
@@ -92,10 +92,10 @@ def read(path: Path) -> Certificate | None:
     """The certificate in a file; ``None`` if it is not one, or of a later format."""
     try:
         fields = json.loads(path.read_text("utf-8"))
-        found = Certificate(**fields)
-        told = (found.code, found.kit, found.torch)
-        is_good = found.format == FORMAT and all(isinstance(text, str) for text in told)
-        return found if is_good and any(found.checks.values()) else None
+        certificate = Certificate(**fields)
+        told = (certificate.code, certificate.kit, certificate.torch)
+        is_good = certificate.format == FORMAT and all(isinstance(text, str) for text in told)
+        return certificate if is_good and any(certificate.checks.values()) else None
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 
@@ -104,15 +104,15 @@ def read(path: Path) -> Certificate | None:
 def standing(package: str) -> Standing:
     """How a package stands, or a single module, which is read and not imported."""
     home = home_of(package)
-    if home is None or not place(home).is_file():
+    if home is None or not file_of(home).is_file():
         return "no certificate"
-    found = read(place(home))
-    if found is None:
+    certificate = read(file_of(home))
+    if certificate is None:
         return "unreadable"
-    if found.code != digest(home):
+    if certificate.code != digest(home):
         return "code changed"
-    is_same = _minor(found.kit) == _minor(installed("backpack-core"))
-    is_same = is_same and _minor(found.torch) == _minor(installed("torch"))
+    is_same = _minor(certificate.kit) == _minor(installed("backpack-core"))
+    is_same = is_same and _minor(certificate.torch) == _minor(installed("torch"))
     return "certified" if is_same else "other versions"
 
 

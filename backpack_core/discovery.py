@@ -118,16 +118,16 @@ class Plugin:
 
 def discover() -> list[Plugin]:
     """List installed plugins, sorted by distribution and name."""
-    known = [*declarations()]
-    users = _users(known)
-    found = [
+    declared = [*declarations()]
+    users = _users(declared)
+    plugins = [
         Plugin(point.name, point.value, each.name, each.version, users=users[canonical(each.name)])
-        for each in known
+        for each in declared
         for point in each.entry_points
     ]
-    found.sort(key=lambda plugin: (plugin.distribution, plugin.name))
-    settle(found)
-    return found
+    plugins.sort(key=lambda plugin: (plugin.distribution, plugin.name))
+    settle(plugins)
+    return plugins
 
 
 def settle(plugins: list[Plugin]) -> None:
@@ -200,8 +200,8 @@ def version_of(versions: Mapping[str, T], key: str) -> T:
 @cache
 def _of(package: str) -> Provenance:
     """The distribution that declares plugins in a package; else the package's own name."""
-    known = (p.provenance for p in discover() if p.package == package)
-    return next(known, Provenance("", package))
+    named = (p.provenance for p in discover() if p.package == package)
+    return next(named, Provenance("", package))
 
 
 def is_allowed(plugin: Plugin) -> bool:
@@ -275,10 +275,10 @@ class Declaration(NamedTuple):
     requires: frozenset[str] = frozenset()
 
 
-def _users(known: Iterable[Declaration]) -> dict[str, frozenset[str]]:
+def _users(declared: Iterable[Declaration]) -> dict[str, frozenset[str]]:
     """By distribution, those that require it, with the names of their plugins."""
-    requires = {canonical(each.name): each.requires for each in known}
-    names = {canonical(d.name): {canonical(p.name) for p in d.entry_points} for d in known}
+    requires = {canonical(each.name): each.requires for each in declared}
+    names = {canonical(d.name): {canonical(p.name) for p in d.entry_points} for d in declared}
 
     def behind(user: str, seen: set[str]) -> set[str]:
         for other in requires.get(user, frozenset()) - seen:
@@ -287,7 +287,9 @@ def _users(known: Iterable[Declaration]) -> dict[str, frozenset[str]]:
 
     reached = {user: behind(user, set()) for user in requires}
     return {
-        own: frozenset().union(*({u, *names[u]} for u, found in reached.items() if own in found))
+        own: frozenset().union(
+            *({u, *names[u]} for u, required in reached.items() if own in required)
+        )
         for own in requires
     }
 

@@ -20,8 +20,8 @@ from backpack_core.certificate import (
     Certificate,
     digest,
     digest_of,
+    file_of,
     installed,
-    place,
     read,
 )
 from backpack_core.errors import BackpackError, UsageError
@@ -118,8 +118,8 @@ def certify(folder: Path, tests: Iterable[Path] = ()) -> list[Path]:
     paths, versions = [], (installed("backpack-core"), installed("torch"))
     for home in own.homes:
         made = Certificate(own.name, digest(home), *versions, checks, closest, unchecked)
-        place(home).write_text(text_of(made), "utf-8")
-        paths.append(place(home))
+        file_of(home).write_text(text_of(made), "utf-8")
+        paths.append(file_of(home))
     return paths
 
 

@@ -192,11 +192,11 @@ def expect(
     is_real = is_tensor and (mat.is_floating_point() or mat.is_complex())
     if is_real and mat.shape[1:] == shape and (columns is None or mat.shape[0] == columns):
         return
-    found = f"shape {list(mat.shape)}" if is_tensor else abridged(mat)
+    given = f"shape {list(mat.shape)}" if is_tensor else abridged(mat)
     if is_tensor and not is_real:
-        found += f" of {mat.dtype}"
+        given += f" of {mat.dtype}"
     lead = "V" if columns is None else columns
     raise ShapeError(
-        f"{type(speaker).__name__}.{what} {found} at {view.path}, expected a tensor "
+        f"{type(speaker).__name__}.{what} {given} at {view.path}, expected a tensor "
         f"[{lead}, {', '.join(map(str, shape))}] of {view.dtype}."
     )

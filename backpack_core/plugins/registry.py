@@ -108,14 +108,14 @@ class Registry:
             PluginError: A judge finds a fault of its rule.
         """
         kind, cache = class_of(module), self._rule_cache
-        found = cache.get(kind)
-        if found is None:
-            found = self.resolve_type(kind)
-            if not found.is_fallback:
-                vet(type(found.rule), module, who=found.provenance)
-            cache[kind] = found
-        if found.methods.isdisjoint(module.__dict__):
-            return found
+        resolved = cache.get(kind)
+        if resolved is None:
+            resolved = self.resolve_type(kind)
+            if not resolved.is_fallback:
+                vet(type(resolved.rule), module, who=resolved.provenance)
+            cache[kind] = resolved
+        if resolved.methods.isdisjoint(module.__dict__):
+            return resolved
         return FALLBACK
 
     def resolve_type(self, kind: type[Module]) -> Resolved:
@@ -131,9 +131,9 @@ class Registry:
 
     def _claims_for(self, kind: type) -> list[Claim[LayerRule]]:
         rules = [*self.rules.items()]  # which another thread may add to
-        found = [c for key, claims in rules if _names(key, kind) for c in claims]
+        named = [c for key, claims in rules if _names(key, kind) for c in claims]
         # A rule that names a class twice, as a class and by its name, makes one claim.
-        return [*{_identity(claim.value): claim for claim in found}.values()]
+        return [*{_identity(claim.value): claim for claim in named}.values()]
 
     def override(self, extension: Extension, module: Module) -> CarrierOf | None:
         """The function that makes a carrier for a pair: the instance's own, else a plugin's.
