@@ -36,6 +36,17 @@ def modules_of(name: str) -> list[str]:
     return found
 
 
+def needs_an_extra(module: str) -> str:
+    """Import a module; what it lacks of other distributions, of which extras have to tell."""
+    try:
+        importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("backpack"):
+            raise
+        return str(error.name)
+    return ""
+
+
 def values() -> dict[str, str]:
     """What comes of each extension that is installed and needs no arguments, in a small net."""
     found = {}
@@ -85,8 +96,7 @@ def main(name: str) -> None:
         blocked(name)
         return
     modules = modules_of(name)
-    for module in modules:
-        importlib.import_module(module)
+    without = {extra for module in modules if (extra := needs_an_extra(module))}
     ensure_loaded()
     states = {plugin.state for plugin in known_plugins()}
     assert states <= {"loaded"}, states
@@ -95,6 +105,8 @@ def main(name: str) -> None:
         results = values()
     number = sum(result == "a value" for result in results.values())
     print(f"{name}: {len(modules)} modules, {number} of {len(results)} extensions have a value")
+    if without:
+        print("  modules that need an extra:", *sorted(without))
     if number < len(results):
         print("  the others:", {n: r for n, r in results.items() if r != "a value"})
     environment = {**os.environ, "BACKPACK_BLOCK_PLUGINS": name}
