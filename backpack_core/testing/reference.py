@@ -37,7 +37,7 @@ class Reference:
 
     net: Module
     arguments: Arguments
-    loss: Module
+    loss: Callable[[Tensor], Tensor]
     indices: tuple[int, ...] | None = None
     _known: dict[Any, Any] = field(default_factory=dict)
 

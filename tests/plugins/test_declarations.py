@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from backpack_core.errors import (
     PluginConflictError,
     PluginError,
     ShapeError,
+    UnsupportedError,
     UsageError,
 )
 from backpack_core.extensions import DiagGGNExact
@@ -34,6 +36,7 @@ from backpack_core.plugins.registry import registry
 from backpack_core.testing import RuleCase, check_rule, temporary_plugin
 from backpack_core.testing.fake_distribution import FakeDistribution
 from backpack_products import FirstOrderExtension, ParametricRule
+from backpack_products.derivatives import second_derivative_mat_prod, second_order
 
 from sick import loaded_here  # isort: skip
 
@@ -109,6 +112,15 @@ AT_REGISTRATION = {
         ),
         "linear_in_params = ('weight',) means nothing here: it is a declaration of ParametricRule",
     ),
+    "a second derivative of a base that has none": (
+        derived(
+            LayerRule,
+            module_types=(Gain,),
+            hessian_is_zero=True,
+            _jac_t_mat_prod=lambda self, view, mat: mat,
+        ),
+        "hessian_is_zero = True means nothing here: it is a declaration of SecondOrderRule",
+    ),
     "linear in what it does not cover": (
         derived(GainRule, linear_in_params=("wieght",)),
         "linear_in_params names 'wieght', which is not in params: did you mean 'weight'?",
@@ -157,6 +169,13 @@ def test_found_at_registration(name: str) -> None:
     assert "?." not in str(caught.value)
     with pytest.raises(PluginError, match="No plugin named"):
         unregister("Slip")  # nothing of it stays behind
+
+
+def test_a_rule_of_another_base_is_not_taken_to_be_linear() -> None:
+    kind = derived(LayerRule, _jac_t_mat_prod=lambda self, view, mat: mat, hessian_is_zero=True)
+    assert not second_order(kind()).hessian_is_zero
+    with pytest.raises(UnsupportedError, match=r"derive it from backpack_products\.SecondOrder"):
+        second_derivative_mat_prod(kind(), SimpleNamespace(path="Gain"), None, None)
 
 
 def test_judges_are_asked_when_a_class_is_registered_and_at_the_first_module(
