@@ -298,8 +298,8 @@ def certify(
 
     Examples: `backpack certify`, `backpack certify . --wheel dist/backpack_plugin_scale-0.1.whl`
     """
-    from backpack_core.certificate import read
     from backpack_core.cli import output
+    from backpack_core.cli.certificate import read
     from backpack_core.cli.certify import certify as run
     from backpack_core.cli.certify import into_wheel
 

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from backpack_core.certificate import (
+from backpack_core.cli.certificate import (
     NAME,
     Certificate,
     digest,

@@ -15,7 +15,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.plugin import hookimpl
 
-from backpack_core.certificate import digest, file_of, read
+from backpack_core.cli.certificate import digest, file_of, read
 from backpack_core.cli.certify import certify, project
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, get_args
 
-from backpack_core.certificate import Standing, standing
+from backpack_core.cli.certificate import Standing, standing
 from backpack_core.cli.isolation import load_isolated
 from backpack_core.cli.reports import Report
 from backpack_core.discovery import State, discover

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from backpack_core.certificate import Standing
+from backpack_core.cli.certificate import Standing
 
 LIMIT = 60.0  # seconds that a plugin may take to load: enough for a healthy one on a busy machine
 
@@ -47,7 +47,7 @@ class Report:
         broken_promises: What it declares and does not implement.
         absent: Libraries that its layers come from and that are not installed, each with the first
             class of it that is named.
-        standing: Of its package's certificate, see :mod:`backpack_core.certificate`.
+        standing: Of its package's certificate, see :mod:`backpack_core.cli.certificate`.
         module_found: Whether the module of the entry point exists.
     """
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from backpack_core import certificate, plugins
-from backpack_core.certificate import Certificate, digest, file_of, installed, read
-from backpack_core.cli import listing, scaffold
+from backpack_core import discovery, plugins
+from backpack_core.cli import certificate, listing, scaffold
 from backpack_core.cli.app import app
+from backpack_core.cli.certificate import Certificate, digest, file_of, installed, read
 from backpack_core.cli.certify import certify, into_wheel, project, text_of
 from backpack_core.cli.doctor import _certificates
 from backpack_core.cli.hatch import Certify
@@ -93,6 +93,13 @@ def test_only_the_certified_load(norm: Path, monkeypatch: Any, word: str) -> Non
     assert state() == "blocked"
     file_of(norm).write_text(text_of(made_for(norm)))
     assert state() == "not loaded"
+
+
+def test_without_a_gate_nothing_gets_in(norm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BACKPACK_REQUIRE_CERTIFIED", "1")
+    file_of(norm).write_text(text_of(made_for(norm)))
+    monkeypatch.setattr(discovery, "_gates", lambda name: [])
+    assert {plugin.state for plugin in discover()} == {"blocked"}
 
 
 def test_a_missing_quantity_names_the_switch(norm: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,7 +151,6 @@ PRIVATE_OF_TORCH = {"_torch", "_hooks"}
 
 # What each room of the core may import of the core, from below: only rooms that were named before.
 ROOMS: dict[str, str] = {
-    "certificate": "",
     "errors": "",
     "remember": "",
     "replaced": "",
@@ -159,7 +158,7 @@ ROOMS: dict[str, str] = {
     "_torch": "errors",
     "values": "_torch",
     "fields": "errors",
-    "discovery": "certificate errors",
+    "discovery": "errors",
     "_hooks": "_torch",
     "record": "_torch errors remember",
     "graph": "_torch errors record values",
@@ -174,8 +173,7 @@ ROOMS: dict[str, str] = {
     "api": "context contract extending fields plugins record tuning",
     "__init__": "api errors",
     "testing": "context contract discovery errors extending plugins record tuning",
-    "cli": "__init__ _hooks certificate context contract discovery errors extending plan plugins "
-    "testing",
+    "cli": "__init__ _hooks context contract discovery errors extending plan plugins testing",
 }
 
 

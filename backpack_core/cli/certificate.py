@@ -14,9 +14,12 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from importlib_metadata import PackageNotFoundError, version
+
+if TYPE_CHECKING:
+    from backpack_core.discovery import Plugin
 
 NAME = "backpack-certificate.json"
 FORMAT = 1
@@ -114,6 +117,11 @@ def standing(package: str) -> Standing:
     is_same = _minor(certificate.kit) == _minor(installed("backpack-core"))
     is_same = is_same and _minor(certificate.torch) == _minor(installed("torch"))
     return "certified" if is_same else "other versions"
+
+
+def is_certified(plugin: Plugin) -> bool:
+    """The gate that stands where ``BACKPACK_REQUIRE_CERTIFIED`` is set."""
+    return standing(plugin.package) == "certified"
 
 
 @cache
