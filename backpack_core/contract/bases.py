@@ -93,12 +93,3 @@ def is_of_base(function: Any) -> bool:
     """Whether a function was written beside a base class; a wrapper does not take its place."""
     written = getattr(function, "__globals__", {}).get("__name__")
     return any(cls.__module__ == written for cls in BASES)
-
-
-def call_fault(function: Callable[..., Any], count: int) -> str:
-    """Why a function cannot be called with so many arguments, or an empty string."""
-    try:
-        inspect.signature(function).bind(*[None] * count)
-    except TypeError as error:
-        return str(error)
-    return ""

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import Node
-from backpack_core.contract.bases import Candidate, base, call_fault, judge
+from backpack_core.contract.bases import Candidate, base, judge
 from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
@@ -154,12 +154,8 @@ class NoRule(LayerRule):
 @judge
 def _cannot_speak(candidate: Candidate) -> Iterator[str]:
     """What keeps a rule from speaking for any module."""
-    cls = candidate.cls
-    if issubclass(cls, LayerRule):
-        if not cls.module_types:
-            yield f"module_types must name {MODULE_TYPES}. Got ()"
-        if fault := call_fault(cls, 0):
-            yield f"a rule is made without arguments, as {cls.__name__}(): {fault}"
+    if issubclass(candidate.cls, LayerRule) and not candidate.cls.module_types:
+        yield f"module_types must name {MODULE_TYPES}. Got ()"
 
 
 def _refuse_uncut(view: View, tensor: Tensor) -> None:
