@@ -34,6 +34,8 @@ _ITEMS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
 def faults(candidate: Candidate) -> Iterator[str]:
     """What is wrong with the declarations of a class, a sentence for each."""
     cls = candidate.cls
+    if candidate.module is not None:  # a module changes nothing in what was looked at before
+        return
     for name, value in declared(cls).items():
         yield from _fault(cls, name, value)
     if issubclass(cls, LayerRule) and (fault := _call_fault(cls, 0)):
