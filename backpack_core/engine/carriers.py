@@ -45,11 +45,13 @@ class RuleCarrier(Carrier):
     def find(self, view: View, trained: Sequence[Trained], quantity: Any) -> list[Reading]:
         """What the propagator finds at parameters, each with where it stands."""
         rule, module = view.call.rule, view.call.module
-        names = [*dict.fromkeys([own.name for own in trained])]
+        names = [*dict.fromkeys([name for name, *_ in trained])]
         found = self._products(rule, view, names, quantity)
-        is_list = isinstance(found, (list, tuple)) and len(found) == len(names)
-        if not is_list or False in [isinstance(reading, Reading) for reading in found]:
-            raise self._wrong("products", found, view, f"a list with a reading for each of {names}")
+        if view.is_checked:
+            is_list = isinstance(found, (list, tuple)) and len(found) == len(names)
+            if not is_list or not all(isinstance(reading, Reading) for reading in found):
+                what = f"a list with a reading for each of {names}"
+                raise self._wrong("products", found, view, what)
         if view.positions > 1:
             chosen = self._propagator.subsampling
             count = self._survey.batch_size if chosen is None else len(chosen)
@@ -59,6 +61,8 @@ class RuleCarrier(Carrier):
             reading.name, reading.module, reading.rule = name, module, type(rule)
             reading.kept, reading.beside, reading.needs = view.kept, beside, self._needs
             reading.is_measured = view.is_measured
+        if not view.stored.computed:
+            return list(found)
         at = dict(zip(names, found, strict=True))
         return [
             at[own.name] if own.parameter is own.used else _at_leaf(at[own.name], own)

@@ -59,6 +59,8 @@ class Survey:
         shards: What a process holds of parameters that calls use whole, by these.
         structure: What tells it from other graphs, once somebody has asked.
         is_planned: Whether all of this is known from an earlier pass.
+        is_straight: Whether a plan says that every call has a rule that sends on what arrives, and
+            its samples on axis 0.
         is_measured: Whether the pass is measured, so that rules may look at values.
     """
 
@@ -77,6 +79,7 @@ class Survey:
     shards: dict[Tensor, Tensor] = field(default_factory=dict)
     structure: tuple[object, ...] | None = None
     is_planned: bool = False
+    is_straight: bool = False
     is_measured: bool = True
 
     def site_at(self, edge: Edge) -> Site | None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -32,6 +34,7 @@ class Plan:
         trained: The names of the parameters that each output of a call is read off at.
         calls: The paths of the modules, one for each output of a call, losses first.
         opened: Which of the calls are gone through node by node.
+        reads_inside: Whether a rule has parameters that are read inside of its module.
         batch_size: The number that stands for the number of samples.
         numbers: What lies between calls, as its library numbers it; ``None`` if only calls count.
         kept: What it keeps for observers of passes, by their class.
@@ -40,6 +43,7 @@ class Plan:
     trained: tuple[tuple[str, ...], ...]
     calls: tuple[str, ...]
     opened: tuple[bool, ...]
+    reads_inside: bool
     batch_size: int
     numbers: Any
     kept: dict[type, Any] = field(compare=False, default_factory=dict)
@@ -65,9 +69,15 @@ class Plan:
             tuple([tuple([own.name for own in survey.trained[call]]) for call in calls]),
             tuple([call.path for call in calls]),
             tuple([call in survey.opened for call in calls]),
+            any(call.rule.reads_inside for call in calls),
             structure.lengths[survey.batch_size],
             numbers,
         )
+
+    @property
+    def is_straight(self) -> bool:
+        """Whether rules send on all that arrives, and every call has its samples on axis 0."""
+        return self.numbers is None and not any(self.opened) and not self.reads_inside
 
     @property
     def counts(self) -> bool:
@@ -102,16 +112,18 @@ class Planned(NamedTuple):
     def fill(self, survey: Survey, structure: Structure) -> None:
         """Have a survey know what it would find out by itself, but for what lies between calls."""
         survey.is_planned, survey.sites = True, structure.sites
+        survey.is_straight = self.plan.is_straight
         survey.batch_size = self.batch_size
         trained, uses, plan = survey.trained, survey.uses, self.plan
-        shown = (t for call, _ in structure.sites for t in call.stored.inputs + call.stored.outputs)
-        survey.widest = max(tensor.nbytes for tensor in shown)
+        stored = [call.stored for call, _ in structure.sites]
+        shown = chain.from_iterable([s.inputs + s.outputs for s in stored])
+        survey.widest = max(map(attrgetter("nbytes"), shown))
         steps = zip(structure.sites, plan.trained, plan.opened, strict=True)
         for (call, _), names, is_opened in steps:
             if is_opened:
                 survey.opened.add(call)
             if call not in trained:
-                trained[call] = trained_by(call, names)
+                trained[call] = trained_by(call, names) if names else ()
             for name, own, _ in trained[call]:
                 use = uses.get(id(own))
                 if use is None:
@@ -172,8 +184,7 @@ class Plans:
 def trained_by(call: Call, names: Iterable[str]) -> tuple[Trained, ...]:
     """Parameters of a call, as it used them."""
     owned = call.stored.owned
-    used = [(name, owned[name][0]) for name in names]
-    return tuple([Trained(name, own, own) for name, own in used])
+    return tuple([Trained(name, owned[name][0], owned[name][0]) for name in names])
 
 
 def model_of(structure: Structure) -> Module:

@@ -189,7 +189,8 @@ class View:
             found = read(self, index, "input")
             found = found if self.is_differentiable else found.detach()
             found = found if self._pick is None else self._shown(found)
-            found = self._tensors[index] = self._cast(found)
+            found = found if found.dtype is self.dtype else self._cast(found)
+            self._tensors[index] = found
         return found
 
     @property
@@ -209,7 +210,8 @@ class View:
             tensor = read(self, slot, "output")
             if self.is_differentiable:
                 tensor = storage().output_again(self.full, tensor)
-            self._tensors[slot] = self._cast(self._cut(tensor.movedim(self.axis, 0)))
+            tensor = tensor.movedim(self.axis, 0) if self.axis else tensor
+            self._tensors[slot] = self._cast(self._cut(tensor))
         return self._tensors[slot]
 
     @property

@@ -131,8 +131,9 @@ class GraphSurvey(Survey):
 
     def place_of(self, site: Site) -> tuple[int, int]:
         """As alignment and rules say."""
-        axis = self.axes.get((site.call, site.index), 0)
-        return axis, self.alignment.positions_of(site)
+        axis, alignment = self.axes.get((site.call, site.index), 0), self.alignment
+        is_usual = not (alignment.positions or alignment.faults)
+        return axis, 1 if is_usual else alignment.positions_of(site)
 
     @property
     def is_in_order(self) -> bool:

@@ -98,16 +98,20 @@ class AffineProduct(FactorProduct):
         width = 2 if self.inp is None else 3
         return mat.reshape(*mat.shape[:-width], *self.shape)
 
-    def part(self, columns: slice, samples: slice) -> Tensor:
-        """``M`` of some, by a batched product; of all, from the factors as they are."""
-        is_whole = (columns, samples) == (slice(0, self.columns), slice(0, self.samples))
+    def whole(self) -> Tensor:
+        """``M`` of all, from the factors as they are."""
         if self.inp is None:
-            out = self.out if is_whole else self.out[columns, samples]
-            return self.to_parameter(_over_positions(out))
+            return self.to_parameter(_over_positions(self.out))
+        return self.to_parameter(contractions.products(*self.factors(self.inp)))
+
+    def part(self, columns: slice, samples: slice) -> Tensor:
+        """``M`` of some, by a batched product."""
+        if (columns, samples) == (slice(0, self.columns), slice(0, self.samples)):
+            return self.whole()
+        if self.inp is None:
+            return self.to_parameter(_over_positions(self.out[columns, samples]))
         out, inp = self.factors(self.inp)
-        if not is_whole:
-            out, inp = out[columns, samples], inp[samples]
-        return self.to_parameter(contractions.products(out, inp))
+        return self.to_parameter(contractions.products(out[columns, samples], inp[samples]))
 
     def pieces(self) -> Iterator[Piece]:
         """``M`` piece by piece, in one buffer."""
