@@ -123,6 +123,9 @@ class LayerRule(ABC):
             ShapeError: ``mat`` or the result has the wrong shape.
             UnsupportedError: Some samples were asked for, of an input whose axis 0 is another one.
         """
+        if not view.is_checked and view.indices is None:
+            found = self._jac_t_mat_prod(view, mat)
+            return found if isinstance(found, tuple) else (found,)
         expect(view, self, "_jac_t_mat_prod is given", mat, view.output_shape)
         result = ask(view, self, "_jac_t_mat_prod", view, mat)
         products: list[Tensor | None] = [*result] if isinstance(result, tuple) else [result]

@@ -28,8 +28,9 @@ class RuleCarrier(Carrier):
         self._propagator = self.speaker = group.propagator
         self._needs = group.needs
         self._survey = survey
-        self._products = _asked(group.propagator, "products")
-        self._propagate = _asked(group.propagator, "propagate")
+        is_guarded = not survey.is_planned
+        self._products = _asked(group.propagator, "products", is_guarded)
+        self._propagate = _asked(group.propagator, "propagate", is_guarded)
 
     def starts(self, view: View) -> bool:
         """It does not: the propagator has a quantity at a loss."""
@@ -45,7 +46,9 @@ class RuleCarrier(Carrier):
     def find(self, view: View, trained: Sequence[Trained], quantity: Any) -> list[Reading]:
         """What the propagator finds at parameters, each with where it stands."""
         rule, module = view.call.rule, view.call.module
-        names = [*dict.fromkeys([name for name, *_ in trained])]
+        names, *_ = zip(*trained, strict=True)
+        if view.stored.computed:
+            names = tuple(dict.fromkeys(names))  # one may have several leaves
         found = self._products(rule, view, names, quantity)
         if view.is_checked:
             is_list = isinstance(found, (list, tuple)) and len(found) == len(names)
@@ -75,6 +78,8 @@ class RuleCarrier(Carrier):
         if rule.is_loss:
             return {0: quantity}
         found: Any = self._propagate(rule, view, quantity)
+        if not view.is_checked:
+            return found  # type: ignore[no-any-return]
         count = len(view.stored.inputs)
         if isinstance(found, dict) and all(place in range(count) for place in found):
             return found
@@ -118,10 +123,10 @@ def _at_leaf(reading: Reading, own: Trained) -> Reading:
     return found.placed_as(reading)
 
 
-def _asked(propagator: Propagator, method: str) -> Callable[..., Any]:
+def _asked(propagator: Propagator, method: str, is_guarded: bool) -> Callable[..., Any]:
     """A method of a rule, a view, and more; what a base class does needs nobody to watch it."""
     own: Callable[..., Any] = getattr(propagator, method)
-    if is_of_base(own):
+    if not is_guarded or is_of_base(own):
         return own
     return lambda rule, view, *given: ask(view, propagator, method, rule, view, *given)
 

@@ -128,6 +128,8 @@ class Traversal:
         """What comes into being at a call, by position."""
         call = visit.site.call
         found = self.groups[visit.lane].propagator.residual(call.rule, visit.view)
+        if not found:
+            return found
         return {place: new for place, new in found.items() if call.edges[place] is not None}
 
     def carrier(self, lane: int, view: View) -> Carrier:

@@ -126,7 +126,7 @@ class Survey:
     def view(self, site: Site, kept: Kept, grad: Tensor | None = None) -> View:
         """What rules see at an output, with the gradient there and what calls have computed."""
         call, index, (node, *_), _ = site
-        axis, positions = self.place_of(site)
+        axis, positions = (0, 1) if self.is_straight else self.place_of(site)
         known = kept.setdefault(call, {})
         view = View(call, index, grad, node, axis, known, positions, self.batch_size)
         view.is_checked = not self.is_planned

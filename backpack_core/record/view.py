@@ -129,7 +129,8 @@ class View:
             OverwrittenInputError: It was changed in place since.
         """
         tensor = self.parameter_itself(name)
-        return self._cast(tensor if self.is_differentiable else tensor.detach())
+        tensor = tensor if self.is_differentiable else tensor.detach()
+        return tensor if tensor.dtype is self.dtype else self._cast(tensor)
 
     def parameter_itself(self, name: str) -> Tensor:
         """The tensor behind :meth:`parameter`, with its own dtype and graph."""

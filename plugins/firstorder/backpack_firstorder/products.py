@@ -76,7 +76,7 @@ def read_together_affine(product: AffineProduct) -> Mapping[Any, Any]:
 @formed.register
 def formed_affine(product: AffineProduct) -> Tensor:
     """With the moments that are needed and come cheaply; see :func:`contractions.products_with`."""
-    if product.inp is None or product.positions == 1:
+    if product.inp is None or product.out.shape[2] == 1:
         return product.whole()
     wanted = [operation in product.needs for operation in (batch_sum, square_sum, squared_norm)]
     whole, (*along, norms) = contractions.products_with(*product.factors(product.inp), *wanted)

@@ -71,8 +71,9 @@ class StraightTraversal(Traversal):
         chunks: Chunks | None = self.schedule.chunks
         if chunks is None:
             return {}
+        found = super().residuals(visit)
         lane, site, view, *_ = visit
-        found, propagator = super().residuals(visit), self.groups[lane].propagator
+        propagator = self.groups[lane].propagator
         size = chunks.size(lane, view.device.type) if found else None
         if size is None:
             return found

@@ -149,7 +149,7 @@ def reads_formed(product: AffineProduct) -> bool:
     For a bias, ``M`` is the sum over positions, and nothing is cheaper. For a weight with a single
     position, contracting the factors costs less even if ``M`` has been formed.
     """
-    return product.inp is None or (is_formed(product) and product.positions > 1)
+    return product.inp is None or (product.out.shape[2] > 1 and is_formed(product))
 
 
 def _formed(product: AffineProduct) -> DenseProduct:
@@ -173,9 +173,10 @@ def for_weights(operation: Any) -> Callable[[Callable[..., R]], Callable[..., R]
                 known = None if arguments else product.results.get((operation,))
                 read: R = operation(formed, *arguments) if known is None else known
                 return read
-            along = read_together(product).get(operation) if operation in product.needs else None
-            if along is not None:
-                return along  # type: ignore[return-value]
+            if product.out.shape[2] > 1 and operation in product.needs:
+                along = read_together(product).get(operation)
+                if along is not None:
+                    return along  # type: ignore[return-value]
             return contract(product, product.inp, *arguments)
 
         version.__module__ = contract.__module__

@@ -204,7 +204,7 @@ class AffinePairsRule(ProductRule):
                 f"{who} returned {abridged(pair)} for {of}, expected a pair: columns "
                 "[V, N, S, G, O] and inputs [N, S, G, I], or None for a bias."
             )
-        return AffineProduct(*pair, _shape_of(view, name), self.arrangement(view, name))
+        return AffineProduct(pair[0], pair[1], _shape_of(view, name), self.arrangement(view, name))
 
 
 @base
@@ -244,11 +244,11 @@ class AffineRule(AffinePairsRule):
         own, base = type(self), AffineRule
         if own._param_product is not base._param_product or own.affine_pair is not base.affine_pair:
             return super()._param_products(view, names, mat)
-        out, found = self.affine_output(view, mat), list[SampleProduct]()
+        out, owned, found = self.affine_output(view, mat), view.stored.owned, list[SampleProduct]()
         for name in names:
             inp = None if name == "bias" else self.affine_input(view)
-            shape, arrange = _shape_of(view, name), self.arrangement(view, name)
-            found.append(AffineProduct(out, inp, shape, arrange))
+            shape = owned[name][0].shape if name in owned else _shape_of(view, name)
+            found.append(AffineProduct(out, inp, shape, self.arrangement(view, name)))
         return found
 
 
