@@ -207,7 +207,9 @@ class BackwardPass:
         """
         survey = self.survey
         site = survey.sites.get((call, index))
-        if site is None or survey.trained[call] or self.between.is_watched(site):
+        if site is None or survey.trained[call]:
+            return False
+        if not survey.is_straight and self.between.is_watched(site):
             return False
         self._let_go(call)
         return True

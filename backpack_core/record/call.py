@@ -240,16 +240,6 @@ def edge_of(tensor: Tensor) -> Edge | None:
     return None if node is None else tuple.__new__(Edge, (node, tensor.output_nr, 0))
 
 
-def attach(call: Call, index: int, node: Node, output_nr: int) -> None:
-    """Record a call at an output of a node; an output has one call at most."""
-    metadata: Any = node.metadata
-    table = metadata.get(SITES)
-    if table is None:
-        metadata[SITES] = {output_nr: (call, index)}
-    else:
-        table[output_nr] = (call, index)
-
-
 def attach_viewed(call: Call, index: int, output: Tensor, base: Tensor) -> None:
     """Record a call also at the tensor that its output is a view of; see :func:`viewed_at`."""
     if output.dtype != base.dtype:
