@@ -90,11 +90,6 @@ class Survey:
         """Which axis of an output holds the samples; how many of its entries each of them has."""
         return 0, 1
 
-    @property
-    def is_in_order(self) -> bool:
-        """Whether rows are those of the samples, in their order, everywhere."""
-        return True
-
     def sources(self, node: Node) -> list[str]:
         """The paths of the calls whose outputs an operation works on."""
         sites = [site_at(Edge(child, nr)) for child, nr in node.next_functions if child is not None]
@@ -148,11 +143,6 @@ class Survey:
         """Whether a call reads a parameter off."""
         use = self.uses.get(id(parameter))
         return use is not None and use.count > 0
-
-    @property
-    def weights(self) -> int:
-        """Bytes of the parameters that calls use."""
-        return sum(use.parameter.nbytes for use in self.uses.values())
 
     @property
     def is_readable(self) -> bool:

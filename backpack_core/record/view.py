@@ -212,7 +212,8 @@ class View:
             if self.is_differentiable:
                 tensor = storage().output_again(self.full, tensor)
             tensor = tensor.movedim(self.axis, 0) if self.axis else tensor
-            self._tensors[slot] = self._cast(self._cut(tensor))
+            tensor = tensor if self._pick is None else self._cut(tensor)
+            self._tensors[slot] = tensor if tensor.dtype is self.dtype else self._cast(tensor)
         return self._tensors[slot]
 
     @property

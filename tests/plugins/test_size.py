@@ -16,7 +16,7 @@ ROOMS = {
     "face": 492,  # what lies in the folder itself, but for the rooms below
     "torch": 220,
     "record": 1210,
-    "graph": 180,
+    "graph": 130,
     "plan": 300,
     "engine": 1560,
     "contract": 540,

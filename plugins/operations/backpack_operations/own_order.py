@@ -26,13 +26,13 @@ from backpack_core.engine.between import Between
 from backpack_core.engine.groups import Group
 from backpack_core.engine.schedule import Schedule
 from backpack_core.engine.sink import Sink, Values, combined
-from backpack_core.graph.order import ranks
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Kept, Site
 from backpack_core.record.storage import storage
 from backpack_core.record.structure import iter_tensors
 from backpack_core.tuning import column_budget, memory_budget
 from backpack_core.values import without_autocast
+from backpack_operations.order import ranks
 from backpack_operations.straight import StraightTraversal
 
 
@@ -158,7 +158,8 @@ class Chunks:
             return min(asked)
         limit = column_budget(device)
         if any(e.per_sample for e in extensions):
-            limit = max(limit, survey.weights * survey.batch_size)
+            single = sum(use.parameter.nbytes for use in survey.uses.values())
+            limit = max(limit, single * survey.batch_size)
         return max(1, limit // max(1, survey.widest))
 
     def carry(self, lane: int, node: Node, begin: Callable[[StraightTraversal], None]) -> None:
