@@ -53,7 +53,7 @@ class RuleCarrier(Carrier):
         if view.is_checked:
             is_list = isinstance(found, (list, tuple)) and len(found) == len(names)
             if not is_list or not all(isinstance(reading, Reading) for reading in found):
-                what = f"a list with a reading for each of {names}"
+                what = f"a list with a reading for each of {[*names]}"
                 raise self._wrong("products", found, view, what)
         if view.positions > 1:
             chosen = self._propagator.subsampling

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from itertools import chain, product
+from itertools import chain, product, repeat
 from typing import Any
 
 import torch
@@ -98,7 +98,7 @@ class Structure:
         facts += [n % m == 0 for n, m in product(lengths, lengths[2:])]
         return tuple(facts)
 
-    def _enter(self, node: Node, number: int, region: Region) -> list[tuple[Place, Region]]:
+    def _enter(self, node: Node, number: int, region: Region) -> Iterable[tuple[Place, Region]]:
         """Note a call, or an operation; returns where to go on."""
         noted: Any = node.metadata
         if VIEWED in noted:
@@ -107,14 +107,14 @@ class Structure:
                     raise Unplanned(OVERWRITTEN)
         found = noted[SITES].get(number) if SITES in noted else None
         if found is None:
-            return [(place, region) for place in self._pass(node, region)]
+            return zip(self._pass(node, region), repeat(region))
         call, index = found
         self.sites[found] = Site(call, index, Edge(node, number))
         further = self._note(call, index)
         if call.rule.transparent:
             region = (call, *region)
             further = self._pass(node, region)
-        return [(place, region) for place in further]
+        return zip(further, repeat(region))
 
     # Calls ---------------------------------------------------------------------------------------
 

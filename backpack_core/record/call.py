@@ -97,9 +97,12 @@ class Stored(NamedTuple):
 def put_in_order(noted: Any) -> Stored:
     """Make the stored form of a call from what its hook noted, which had to be quick."""
     args, kwargs, inputs, outputs, received, counts, owned, parameters, computed, frozen = noted
+    versions = (*received, *counts[: len(outputs)])
+    if not owned:
+        return Stored(args, kwargs, inputs, outputs, versions, {}, (), computed, (), frozen)
     if isinstance(parameters, int):  # so many of those that are owned
         parameters = tuple(owned)[:parameters]
-    versions, count = (*received, *counts[: len(outputs)]), iter(counts[len(outputs) :])
+    count = iter(counts[len(outputs) :])
     there = {name: (tensor, next(count)) for name, tensor in owned.items() if tensor is not None}
     kept = parameters if len(there) == len(owned) else tuple([n for n in parameters if n in there])
     return Stored(args, kwargs, inputs, outputs, versions, there, kept, computed, (), frozen)

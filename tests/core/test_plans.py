@@ -420,4 +420,7 @@ def test_a_plan_prints_its_steps() -> None:
     (plan,) = plans._plans[model].values()
     assert repr(plan).splitlines()[0].split() == ["step", "at", "what", "happens"]
     assert "Linear 'first'" in repr(plan)
-    assert "read weight, bias; go on by its rule" in repr(plan)
+    assert "read weight, bias\n" in repr(plan)
+    _warm(model, DiagGGNExact())
+    *_, plan = plans._plans[model].values()
+    assert "send to operations by its rule\n" in repr(plan)
