@@ -67,7 +67,8 @@ class LayerRule(ABC):
     def check(self, view: View) -> None:  # noqa: B027 - most rules refuse nothing
         """Refuse settings of the module that this rule cannot treat exactly.
 
-        Called before every other method, once per call and backward pass.
+        Called before every other method, once per call and backward pass; not in a pass that
+        takes the plan of an earlier one, where shapes and settings are the same.
 
         Args:
             view: The forward execution in question.
