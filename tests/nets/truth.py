@@ -256,6 +256,12 @@ class Truth:
         return {name: torch.stack(rows) for name, rows in result.items()}
 
     @cached_property
+    def rounding(self) -> float:
+        """What the rounding of ``p - p²``, for probabilities near one, becomes in curvature."""
+        sizes = [jacobian.abs().max().item() for jacobian in self.jacobians.values()]
+        return torch.finfo(torch.float64).eps * max(sizes) ** 2
+
+    @cached_property
     def loss_hessians(self) -> Tensor:
         """Hessian of the loss in the outputs of each sample. Shape ``[N, D, D]``.
 

@@ -132,7 +132,7 @@ class GraphSurvey(Survey):
     def place_of(self, site: Site) -> tuple[int, int]:
         """As alignment and rules say."""
         axis = self.axes.get((site.call, site.index), 0)
-        return axis, self.alignment.positions_of(site)
+        return axis, self.alignment.positions_of(site, axis)
 
     @property
     def is_in_order(self) -> bool:
