@@ -63,14 +63,17 @@ MODELS: dict[str, Callable[[], Derived]] = {
     "layer without a bias": lambda: Derived(nn.LayerNorm(3, 0.1, bias=False), _layer_norm),
     "layer without parameters": lambda: Derived(nn.LayerNorm(3, 0.1, False), _layer_norm),
     "function": lambda: Derived(
-        Net(lambda net, x: F.layer_norm(x, (3,), net.gain, eps=0.1), gain=nn.Parameter(torch.rand(3))),
+        Net(
+            lambda net, x: F.layer_norm(x, (3,), net.gain, eps=0.1),
+            gain=nn.Parameter(torch.rand(3)),
+        ),
         lambda net, x: normalised(x, [2]) * net.gain,
     ),
     "instance": lambda: Derived(nn.InstanceNorm1d(4, 0.1, affine=True), _of_channels),
     "instance without parameters": lambda: Derived(nn.InstanceNorm1d(4, 0.1), _of_channels),
     "batch": lambda: Derived(nn.BatchNorm1d(4, 0.1, momentum=0.0), _of_channels),
     "known statistics": lambda: Derived(nn.BatchNorm1d(4, 0.1).eval(), _of_known),
-}  # fmt: skip
+}
 
 
 def _hessian(model: Derived, x: Tensor, y: Tensor) -> tuple[list[nn.Parameter], Tensor]:
