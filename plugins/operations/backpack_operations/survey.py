@@ -132,8 +132,8 @@ class GraphSurvey(Survey):
     def place_of(self, site: Site) -> tuple[int, int]:
         """As alignment and rules say."""
         axis, alignment = self.axes.get((site.call, site.index), 0), self.alignment
-        is_usual = not (alignment.positions or alignment.faults)
-        return axis, 1 if is_usual else alignment.positions_of(site)
+        is_usual = site.layout is None and not (alignment.positions or alignment.faults)
+        return axis, 1 if is_usual else alignment.positions_of(site, axis)
 
     def sources(self, node: Node) -> list[str]:
         """Also through other operations."""

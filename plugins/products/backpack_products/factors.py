@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import copy
 from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from backpack_core._torch import base_of
+from backpack_core.record.owner import is_parameter
 from backpack_core.record.untouched import Versions
 from backpack_products.columns import Root
 from backpack_products.product import SampleProduct
@@ -49,6 +52,17 @@ class FactorProduct(SampleProduct):
                 found.append((factor, factor._version))
         return found
 
+    def lasting(self) -> SampleProduct:
+        """With a copy of what the parameter meets if that is a parameter as well.
+
+        It may be updated before this one is read: hooks of optimizers do so as soon as its gradient
+        is there.
+        """
+        kept = _without_parameters(self.other)
+        if kept is self.other:
+            return self
+        return self.with_factors(self.out, kept, self.is_own).placed_as(self)
+
     def among(self, roots: Mapping[Root, int]) -> SampleProduct:
         """The same form, with columns of zeros for the other roots."""
         if self.has_roots(roots):
@@ -82,3 +96,20 @@ class FactorProduct(SampleProduct):
             each = zip(parts, every, strict=True)
             is_own = torch.cat([all_ if p.is_own is None else p.is_own for p, all_ in each], 1)
         return self.with_factors(torch.cat([p.out for p in parts], 2), other, is_own), rest
+
+
+def _without_parameters(factor: Any) -> Any:
+    """A tensor, or an object that makes rows of some, with copies of those that are parameters."""
+    if factor is None or isinstance(factor, Tensor):
+        return factor.clone() if factor is not None and _is_of_parameter(factor) else factor
+    held = vars(factor).items()
+    copies = {n: t.clone() for n, t in held if isinstance(t, Tensor) and _is_of_parameter(t)}
+    if copies:
+        factor = copy(factor)
+        vars(factor).update(copies)
+    return factor
+
+
+def _is_of_parameter(tensor: Tensor) -> bool:
+    base = base_of(tensor)
+    return is_parameter(tensor if base is None else base)
