@@ -161,9 +161,11 @@ def norm_by_gram(out: Tensor, inp: Rows) -> Norm:
     the largest entry that they have then. Factors of one position may so be as far from those of
     another as numbers go. On the host, nothing is divided where a look shows that nothing was lost.
     """
-    squares = _squares_in_range(out, inp)
-    if squares is not None:
-        return Norm(squares)
+    found = _squares_in_range(out, inp)
+    return _scaled_norm(out, inp) if found is None else Norm(found)
+
+
+def _scaled_norm(out: Tensor, inp: Rows) -> Norm:
     squares, scales, few = [], [], 4 * torch.finfo(out.dtype).tiny
     for rows in row_steps(inp, out.element_size()):
         right = _by_group(inp[rows])

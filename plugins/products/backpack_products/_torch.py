@@ -22,7 +22,7 @@ def is_at_hand(tensor: Tensor) -> bool:
         not torch.compiler.is_compiling()
         and tensor.is_cpu
         and not torch.is_grad_enabled()
-        and _get_current_dispatch_mode() is None  # type: ignore[no-untyped-call]
+        and _get_current_dispatch_mode() is None
         and torch._C._functorch.peek_interpreter_stack() is None
         and not is_symbolic(tensor)
     )
