@@ -171,6 +171,7 @@ PAGES = (
             "backpack_products.extensions.as_subsampling",
             "backpack_core.discovery.preference",
             "backpack_core.engine.active.suspended",
+            "backpack_interplay.shards.shards_in",
         ),
     ),
     Page(
