@@ -193,19 +193,21 @@ def _form(value: Any, deepest: int = DEEPEST, names: set[str] | None = None) -> 
     def inner(item: Any) -> Any:
         return _form(item, deepest - 1, names)
 
+    def attributes() -> list[Any]:
+        table = vars(value)
+        shown = table if names is None else [name for name in table if name in names]
+        return [(name, inner(table[name])) for name in shown]
+
     if isinstance(value, (list, tuple)):
-        return type(value), [*map(inner, value)]
+        return type(value), [*map(inner, value)], attributes() if is_record(value) else ()
     if isinstance(value, dict):
-        return type(value), [(key, inner(item)) for key, item in value.items()]
+        items = [(key, inner(item)) for key, item in value.items()]
+        return type(value), items, attributes() if is_record(value) else ()
     if isinstance(value, types.MethodType):
         return _Same(value.__func__), inner(value.__self__)
     if isinstance(value, functools.partial):
         return [*map(inner, (value.func, value.args, value.keywords))]
-    if is_record(value):
-        table = vars(value)
-        shown = table if names is None else [name for name in table if name in names]
-        return _Same(value), [(name, inner(table[name])) for name in shown]
-    return _Same(value)
+    return (_Same(value), attributes()) if is_record(value) else _Same(value)
 
 
 class _Same:

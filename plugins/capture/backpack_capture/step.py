@@ -295,7 +295,7 @@ class CapturedStep:
         return f"<captured {self._function.__qualname__} with {names or 'no extensions'}>"
 
     def _new_watch(self) -> Watch:
-        return Watch(self._function, self._modules, self._asked.extensions, self._asked.hook)
+        return Watch(self._function, self._modules, self._asked.extensions, self._asked.functions)
 
 
 def _plain_tensors(args: tuple[Any, ...]) -> list[Tensor] | None:

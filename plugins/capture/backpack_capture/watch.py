@@ -44,10 +44,10 @@ class Watch:
         function: Callable[..., Any],
         modules: Sequence[Module],
         extensions: Sequence[Extension],
-        hook: Callable[..., Any] | None = None,
+        others: Sequence[Callable[..., Any]] = (),
     ) -> None:
         self.bound = getattr(function, "__self__", None)
-        called = [function] if hook is None else [function, hook]
+        called = [function, *others]
         functions, _ = code_behind(called)
         found = [self.bound, *[value for f in functions for value in _referred(f)]]
         self._roots = roots = [*modules, *[m for m in found if isinstance(m, Module)]]
@@ -224,10 +224,9 @@ def is_record(value: Any) -> bool:
 def _tensors_in(value: Any, deepest: int = DEEPEST) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (list, tuple)) and deepest:
-        for item in value:
+    elif deepest:
+        inner = [*value] if isinstance(value, (list, tuple)) else []
+        inner += [*value.values()] if isinstance(value, dict) else []
+        inner += [*vars(value).values()] if is_record(value) else []
+        for item in inner:
             yield from _tensors_in(item, deepest - 1)
-    elif isinstance(value, dict) and deepest:
-        yield from _tensors_in([*value.values()], deepest)
-    elif deepest and is_record(value):
-        yield from _tensors_in([*vars(value).values()], deepest - 1)
