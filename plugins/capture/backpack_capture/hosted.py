@@ -32,7 +32,7 @@ class Host(Protocol):
     """
 
     def captured(self, function: Function, make: Make) -> Function:
-        """A function that runs one captured step in the block, and returns what ``function`` does.
+        """A function that runs one captured step in the block.
 
         Args:
             function: The user's, which returns the loss.
@@ -68,7 +68,8 @@ class HostedStep:
             kwargs: Those by name.
 
         Returns:
-            What the function returned, detached.
+            What the host says: what the function returned, detached; of a private training,
+            whether the optimizer took a step.
         """
         return self._run(*args, **kwargs)
 

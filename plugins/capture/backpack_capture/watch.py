@@ -110,7 +110,9 @@ class Watch:
 
 
 def _computes_only(hook: Any) -> bool:
-    """Whether a hook is of a library that computes parameters in it, or ours."""
+    """Whether a hook is of a library that computes parameters in it, or ours, or only looks."""
+    if getattr(getattr(getattr(hook, "func", hook), "__self__", None), "only_looks", False):
+        return True
     home = type(hook).__module__ if not isinstance(hook, types.FunctionType) else hook.__module__
     function = getattr(hook, "func", hook)
     names = (home, getattr(function, "__module__", ""))
