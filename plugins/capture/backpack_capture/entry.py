@@ -68,8 +68,9 @@ def capture(
     """
     if more:
         raise UsageError(
-            f"capture() does not take {next(iter(more))}=: what is called during a pass is not "
-            "part of a graph. Write the step with backpack(...) and loss.backward()."
+            f"capture() does not take {next(iter(more))}=: of what backpack(...) takes, a captured "
+            "step has gradient=, check=, extension_hook= and observer=. Write the step with "
+            "backpack(...) and loss.backward()."
         )
     if not hasattr(step, "__qualname__") or isinstance(step, type):
         raise UsageError(f"capture() takes a function that returns the loss. Got {step!r}.")

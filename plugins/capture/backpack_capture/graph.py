@@ -184,6 +184,8 @@ class Graph:
         """Run the engine, whose results stay; says what differs, if anything does."""
         with GradientsApart(self._parameters) as apart:
             outcome = run_engine(function, args, kwargs, self._asked, apart.begin)
+            if apart.fault:
+                return outcome, apart.fault
             fields = self._asked.fields
             try:
                 right = Results(outcome.returned, self._parameters, fields, self._more)

@@ -79,7 +79,7 @@ def record(
         graph = _graph(recorder, outcome, asked, more, watch)
         if graph is not None:
             graph.results.hear(apart.order)
-        reason = recorder.refusal
+        reason = recorder.refusal or apart.fault or None
         if [m._cdata for m in memories] != [t.untyped_storage()._cdata for t in known.values()]:
             exchanged = "the memory of a parameter or a buffer is exchanged (tensor.data = ...)"
             reason = reason or exchanged

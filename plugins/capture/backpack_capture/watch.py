@@ -90,7 +90,7 @@ class Watch:
                 for hook in vars(module)[table].values():
                     if not _computes_only(hook):
                         return f"a hook on {type(module).__name__} may do more than compute"
-            if "forward" in vars(module):
+            if "forward" in vars(module) and not is_compiler(module):
                 return f"forward of {type(module).__name__} is replaced on the module itself"
             if isinstance(module, torch.nn.parallel.DistributedDataParallel):
                 return "DistributedDataParallel exchanges gradients"
@@ -107,6 +107,11 @@ class Watch:
             if tensor.grad_fn is not None:
                 return f"{name} was computed from other tensors"
         return None
+
+
+def is_compiler(module: Module) -> bool:
+    """Whether a module is what ``torch.compile`` returns: turned off in steps, it only hands on."""
+    return type(module).__module__.startswith("torch._dynamo")
 
 
 def _computes_only(hook: Any) -> bool:
