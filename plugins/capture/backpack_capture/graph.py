@@ -14,6 +14,7 @@ from backpack_capture._torch import (
     DEVICES,
     generator_states,
     set_generator_states,
+    without_gradients,
 )
 from backpack_capture.code import Code
 from backpack_capture.compiled import Begin, Compilation, NotCompiled, Run
@@ -159,19 +160,20 @@ class Graph:
         """Compute the results."""
         self.results.offer()
         try:
-            with ExitStack() as modes:
-                modes.enter_context(torch.no_grad())
-                for device in DEVICES:
-                    if torch.is_autocast_enabled(device):
+            with without_gradients():
+                if not any(map(torch.is_autocast_enabled, DEVICES)):
+                    return self._run(*given)
+                with ExitStack() as modes:
+                    for device in DEVICES:
                         modes.enter_context(torch.autocast(device, enabled=False))
-                return self._run(*given)
+                    return self._run(*given)
         finally:
             drop()
 
     def deliver(self, tensors: Sequence[Tensor]) -> Any:
         """Store results; returns what the step returned."""
         stored_by_others(self._models, self._asked.fields)
-        with torch.no_grad():
+        with without_gradients():
             return self.results.deliver(tensors)
 
     def compare(

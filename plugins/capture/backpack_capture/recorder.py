@@ -15,7 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from backpack_capture._torch import are_equal, generator_states, is_foreign
-from backpack_capture.program import BLANK, Assumption, Operation, Program, Ref, numbers, refs_in
+from backpack_capture.program import (
+    BLANK,
+    Assumption,
+    Geometry,
+    Operation,
+    Program,
+    Ref,
+    numbers,
+    refs_in,
+)
 from backpack_products.recycled import SMALLEST
 
 aten = torch.ops.aten
@@ -221,8 +230,15 @@ class Recorder(TorchDispatchMode):
             return None
         if is_foreign(value):
             self.refusal = f"it has a tensor of layout {value.layout} on {value.device}"
-        number: int | None = self._numbers.get(value)
-        return self._enter(value, roots.get(_memory(value))) if number is None else number
+        known: int | None = self._numbers.get(value)
+        if known is not None:
+            return known
+        number = self._enter(value, roots.get(_memory(value)))
+        if value.layout is torch.strided:
+            shape, stride = tuple(value.shape), tuple(value.stride())
+            offset = int(value.storage_offset())
+            self.program.geometry[number] = Geometry(shape, stride, offset)
+        return number
 
 
 def _caller() -> str:
