@@ -167,9 +167,9 @@ class AffinePairsRule(ProductRule):
 
     ``y`` need not be the layer's output: it may lie anywhere inside, as the gates of a recurrent
     cell or the projections of attention do. ``s`` runs over the positions that share the weight
-    (pixels, tokens, time steps), ``g`` over groups. Every extension works on the pair by
-    contractions that avoid ``[V, N, *θ]`` (the form with shared positions: Eschenhagen et al. 2023,
-    arXiv:2311.00636).
+    (pixels, tokens, time steps) in the order of the input, ``g`` over groups. Every extension works
+    on the pair by contractions that avoid ``[V, N, *θ]`` (the form with shared positions:
+    Eschenhagen et al. 2023, arXiv:2311.00636).
 
     To write:
         ``_jac_t_mat_prod(view, mat)``, and ``affine_pair(view, name, mat)``: ``y``'s columns
