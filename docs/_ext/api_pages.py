@@ -131,7 +131,10 @@ PAGES = (
         "Small modules that a `Sequential` lacks, losses, and arguments of modules for rules.",
         tuple(
             f"backpack_layers.{name}"
-            for name in ("modules", "language", "arguments", "autodiff_loss", "batch_statistics")
+            for name in (
+                *("modules", "language", "arguments", "autodiff_loss", "batch_statistics"),
+                "perturbation",
+            )
         ),
     ),
     Page(
