@@ -174,6 +174,7 @@ PAGES = (
             "backpack_products.extensions.as_subsampling",
             "backpack_core.discovery.preference",
             "backpack_core.engine.active.suspended",
+            "backpack_core.record.structure.map_tensors",
             "backpack_interplay.shards.shards_in",
         ),
     ),
