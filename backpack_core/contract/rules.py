@@ -61,7 +61,8 @@ class LayerRule(ABC):
     def check(self, view: View) -> None:  # noqa: B027 - most rules refuse nothing
         """Refuse settings of the module that this rule cannot treat exactly.
 
-        Called before every other method, once per call and backward pass.
+        Called before every other method, once per call and backward pass; not in a pass that
+        takes the plan of an earlier one, where shapes and settings are the same.
 
         Args:
             view: The forward execution in question.
@@ -117,6 +118,9 @@ class LayerRule(ABC):
             ShapeError: ``mat`` or the result has the wrong shape.
             UnsupportedError: Some samples were asked for, of an input whose axis 0 is another one.
         """
+        if not view.is_checked and view.indices is None:
+            found = self._jac_t_mat_prod(view, mat)
+            return found if isinstance(found, tuple) else (found,)
         expect(view, self, "_jac_t_mat_prod is given", mat, view.output_shape)
         result = ask(view, self, "_jac_t_mat_prod", view, mat)
         products: list[Tensor | None] = [*result] if isinstance(result, tuple) else [result]

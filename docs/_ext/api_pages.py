@@ -131,7 +131,10 @@ PAGES = (
         "Small modules that a `Sequential` lacks, losses, and arguments of modules for rules.",
         tuple(
             f"backpack_layers.{name}"
-            for name in ("modules", "language", "arguments", "autodiff_loss", "batch_statistics")
+            for name in (
+                *("modules", "language", "arguments", "autodiff_loss", "batch_statistics"),
+                "perturbation",
+            )
         ),
     ),
     Page(
@@ -171,6 +174,8 @@ PAGES = (
             "backpack_products.extensions.as_subsampling",
             "backpack_core.discovery.preference",
             "backpack_core.engine.active.suspended",
+            "backpack_core.record.structure.map_tensors",
+            "backpack_interplay.shards.shards_in",
         ),
     ),
     Page(

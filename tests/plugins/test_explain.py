@@ -274,11 +274,11 @@ def test_the_plan_of_a_pass_is_shown() -> None:
     assert result.exit_code == 0, result.output
     assert result.output.endswith(
         "step  at                what happens\n"
-        "1     CrossEntropyLoss  go on by its rule\n"
-        "2     Linear '3'        read weight, bias; go on by its rule\n"
-        "3     Flatten '2'       go on by its rule\n"
-        "4     ReLU '1'          go on by its rule\n"
-        "5     Conv2d '0'        read weight, bias; go on by its rule\n"
+        "1     CrossEntropyLoss  send to 2 by its rule\n"
+        "2     Linear '3'        read weight, bias; send to 3 by its rule\n"
+        "3     Flatten '2'       send to 4 by its rule\n"
+        "4     ReLU '1'          send to 5 by its rule\n"
+        "5     Conv2d '0'        read weight, bias\n"
     )
 
 
