@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core._torch import Node, base_of, version_of, versions_of
+from backpack_core._torch import VERSION, Node, base_of, version_of, versions_of
 from backpack_core.record.call import SITES, Edge, edge_of, site_at
 
 _STRIDED = torch.strided
@@ -43,15 +43,11 @@ class Execution(dict[str, Any]):
         if kwargs:
             self.update(kwargs)
         self.tensors = tensors
-        edges: list[Edge | None] = []
-        versions: list[int] = []
+        self.edges = tuple(map(edge_of, tensors))
         try:
-            for tensor in tensors:
-                edges.append(edge_of(tensor))
-                versions.append(tensor._version)
+            self.versions = [*map(VERSION, tensors)]
         except RuntimeError:  # of an inference tensor
-            edges, versions = [*map(edge_of, tensors)], versions_of(tensors)
-        self.edges, self.versions = tuple(edges), versions
+            self.versions = versions_of(tensors)
         self.is_recorded = False
         self.computed: dict[str, Tensor] | None = None
 

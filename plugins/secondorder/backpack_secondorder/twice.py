@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
-from backpack_core.graph.order import behind
 from backpack_interplay.checkpoints import unpacking_again
+from backpack_operations.order import behind
 from backpack_secondorder.fused_attention import NAMES, of_fused_attention
 from backpack_secondorder.statistics_again import of_batch_norm, of_layer_norm
 
