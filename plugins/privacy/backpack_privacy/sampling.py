@@ -126,6 +126,7 @@ class Units:
             UsageError: There is not one user for each record, or one is "not a number".
         """
         self._of: list[list[int]] | None = None
+        self.has_users = users is not None
         self._max_records = max_records
         if users is None:
             self.count = records
@@ -190,6 +191,7 @@ class PrivateLoader:
     Attributes:
         dataset: That of the user's loader.
         sampler: How batches are drawn.
+        most: How many rows are shown at once; ``None`` for all of a batch.
     """
 
     def __init__(
@@ -220,9 +222,14 @@ class PrivateLoader:
         """
         self._always_runs = always_runs
         self.dataset, self.sampler = loader.dataset, sampler
-        self._loader, self._units, self._source, self._most = loader, units, source, most
+        self._loader, self._units, self._source, self.most = loader, units, source, most
         self._draws, self._begins, self._ends = draws, begins, ends
         self._epochs = 0  # that were begun
+
+    @property
+    def has_users(self) -> bool:
+        """Whether users are drawn, each with several records."""
+        return self._units.has_users
 
     @property
     def batch_size(self) -> int:
@@ -274,7 +281,7 @@ class PrivateLoader:
 
     def _drawn(self, ahead: deque[Draw]) -> Iterator[list[int]]:
         for units in self.sampler.epoch(self._source):
-            for draw in self._units.parts(units, self._most, self._source):
+            for draw in self._units.parts(units, self.most, self._source):
                 if self._always_runs and not draw.rows:
                     draw = self._units.stand_in()
                 ahead.append(draw)

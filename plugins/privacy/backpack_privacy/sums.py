@@ -150,7 +150,13 @@ def _check_precision(found: Tensor) -> None:
 
 
 class Pass:
-    """One backward pass over a part of a batch, in which gradients are clipped."""
+    """One backward pass over a part of a batch, in which gradients are clipped.
+
+    Attributes:
+        is_watched: Whether hooks see its forward pass.
+    """
+
+    is_watched = True
 
     def __init__(self, sums: Sums, clipping: Clipping, draw: Draw) -> None:
         """Store whose pass it is.
