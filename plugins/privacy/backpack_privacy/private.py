@@ -25,6 +25,7 @@ from backpack_privacy.refusals import (
 )
 from backpack_privacy.release import Budget, Release, Spending
 from backpack_privacy.sampling import Draw, PrivateLoader
+from backpack_privacy.shards import placed_as
 from backpack_privacy.sums import Pass, Sums, Told
 from backpack_privacy.waiting import Waiting
 from backpack_privacy.watching import Buffers, Forwards
@@ -71,7 +72,7 @@ class Private(Spending):
         self._inner, self._release = inner, release
         self._normaliser, self._budget = normaliser, budget
         self._named = check_optimizer(inner, optimizer)
-        self._sums = Sums(self._named, self.clipping)
+        self._sums = Sums(self._named, self.clipping, inner)
         release.check()
         self._movement = Movement(optimizer, self._named, checks)
         self._buffers = Buffers(inner, public_buffers)
@@ -263,7 +264,7 @@ class Private(Spending):
                     "private.is_complete."
                 )
             self._fill()
-        self._movement.before(self._sums.totals())
+        self._movement.before(self._sums)
 
     def _fill(self, scale: float = 1.0, is_looked_at: bool = False) -> None:
         """``.grad`` is the private gradient.
@@ -276,7 +277,7 @@ class Private(Spending):
         if not is_looked_at:
             check_finite(gradients)
         for parameter, gradient in zip(self._named.values(), gradients, strict=True):
-            parameter.grad = gradient.mul_(scale).to(parameter.dtype)
+            parameter.grad = placed_as(gradient.mul_(scale), parameter)
         self._is_filled = True
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -34,6 +34,8 @@ class Draw:
         units: How many samples (or users) these belong to.
         is_last: Whether the step is taken after it.
         owners: With users: the user of each row, counted from zero; shape ``[R]``.
+
+    With rows and no unit, they are there to run the model, and count for nothing.
     """
 
     rows: Sequence[int]
@@ -169,6 +171,10 @@ class Units:
         last = len(parts) - 1
         return [self._draw(part, number == last) for number, part in enumerate(parts)]
 
+    def stand_in(self) -> Draw:
+        """A record for a model that has to run, and for nobody."""
+        return Draw([0], 0, owners=None if self._of is None else torch.zeros(1).long())
+
     def _draw(self, part: list[list[int]], is_last: bool) -> Draw:
         rows = [row for unit in part for row in unit]
         owners = None
@@ -198,6 +204,7 @@ class PrivateLoader:
         draws: Callable[[Draw], None],
         begins: Callable[[], None],
         ends: Callable[[], None],
+        always_runs: bool = False,
     ) -> None:
         """Take over the settings of a loader.
 
@@ -210,7 +217,10 @@ class PrivateLoader:
             draws: Called with each draw before its rows are shown, or if there are none.
             begins: Called when an epoch begins.
             ends: Called when all of an epoch was shown.
+            always_runs: Whether to show some record in the place of an empty batch, since other
+                processes wait for the model to run.
         """
+        self._always_runs = always_runs
         self.dataset, self.sampler = loader.dataset, sampler
         self._loader, self._units, self._source, self.most = loader, units, source, most
         self._draws, self._begins, self._ends = draws, begins, ends
@@ -272,6 +282,8 @@ class PrivateLoader:
     def _drawn(self, ahead: deque[Draw]) -> Iterator[list[int]]:
         for units in self.sampler.epoch(self._source):
             for draw in self._units.parts(units, self.most, self._source):
+                if self._always_runs and not draw.rows:
+                    draw = self._units.stand_in()
                 ahead.append(draw)
                 if draw.rows:
                     yield [*draw.rows]
