@@ -9,8 +9,8 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor
 
+from backpack_core import memory_budget
 from backpack_core.errors import ShapeError, UsageError
-from backpack_core.tuning import memory_budget
 from backpack_firstorder import SampleGradients
 
 Value: TypeAlias = Tensor | SampleGradients

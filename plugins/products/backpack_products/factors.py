@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import copy
 from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from backpack_core._torch import base_of
+from backpack_core.record.owner import is_parameter
 from backpack_core.record.untouched import Versions
 from backpack_products.columns import Root
 from backpack_products.product import SampleProduct
@@ -52,6 +55,18 @@ class FactorProduct(SampleProduct):
                 found.append((factor, factor._version))
         return found
 
+    def lasting(self) -> SampleProduct:
+        """With a copy of what the parameter meets if that is a parameter as well.
+
+        It may be updated before this one is read: hooks of optimizers do so as soon as its gradient
+        is there.
+        """
+        kept = _without_parameters(self.other)
+        if kept is self.other:
+            return self
+        lasting: SampleProduct = self._joining([self], self.out, kept, self.is_own)
+        return lasting.placed_as(self)
+
     def among(self, roots: Mapping[Root, int]) -> SampleProduct:
         """The same form, with columns of zeros for the other roots."""
         if self.has_roots(roots):
@@ -92,3 +107,20 @@ class FactorProduct(SampleProduct):
         found: Any = self.with_factors(*factors)
         found.uses = tuple(n for part in parts for n in part.uses or (part.out.shape[2],))
         return found
+
+
+def _without_parameters(factor: Any) -> Any:
+    """A tensor, or an object that makes rows of some, with copies of those that are parameters."""
+    if factor is None or isinstance(factor, Tensor):
+        return factor.clone() if factor is not None and _is_of_parameter(factor) else factor
+    held = vars(factor).items()
+    copies = {n: t.clone() for n, t in held if isinstance(t, Tensor) and _is_of_parameter(t)}
+    if copies:
+        factor = copy(factor)
+        vars(factor).update(copies)
+    return factor
+
+
+def _is_of_parameter(tensor: Tensor) -> bool:
+    base = base_of(tensor)
+    return is_parameter(tensor if base is None else base)
