@@ -22,6 +22,7 @@ from backpack_core.graph.nodes import described, is_leaf, refuse
 from backpack_core.record.storage import storage
 from backpack_operations import nodes
 from backpack_operations._torch import metadata_of, quiet_vmap
+from backpack_operations.fused import of_columns
 from backpack_products.values import is_symbolic, largest, rounding_unit
 
 Mats = dict[int, Tensor]  # [V, *shape] by output of a node, or by position of an edge behind it
@@ -91,6 +92,9 @@ def push_unsummed(node: Node, mats: Mats) -> Mats:
     columns = [mat.to(metadata_of(node, nr).dtype) for nr, mat in mats.items()]
     formula = _formula(node, list(mats))
     with storage().reading(node):  # autograd reads it after us
+        many = of_columns(node, dict(zip(mats, columns, strict=True)))
+        if many is not None:
+            return many
         if nodes.is_vmap_exact(node):
             return _over_columns(formula, columns)
         # Some formulas assume that a gradient begins where its memory does.
