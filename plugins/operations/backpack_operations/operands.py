@@ -178,9 +178,12 @@ def operand_product(
     operand = Operand(node, position, nodes.shape_of(child, number), is_apart)
     with storage().reading(node):
         product = version_of(_MAKERS[name], f"products_at/{name}")(operand, mat)
-    if product is None or (product.columns, product.samples) == (count, samples):
-        return product
-    return regrouped(product, count, samples, {})
+    if product is None:
+        return None
+    lasting: SampleProduct = product.lasting()  # read when autograd gets to the operand
+    if (lasting.columns, lasting.samples) == (count, samples):
+        return lasting
+    return regrouped(lasting, count, samples, {})
 
 
 def by_root(product: SampleProduct, sizes: Mapping[Root, int]) -> dict[Root, list[SampleProduct]]:
