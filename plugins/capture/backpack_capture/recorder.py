@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -59,7 +59,10 @@ class Recorder(TorchDispatchMode):
         refusal: Why it cannot be replayed; ``None`` if it can.
         drawn: The states of torch's generators, behind what was drawn last.
         is_lifting: Whether a tensor is made of Python numbers that are known to be no tensor's.
+        reads_are_assumptions: Says that a value may be looked at: a replay looks again.
     """
+
+    reads_are_assumptions: Final = True
 
     def __init__(
         self,

@@ -146,8 +146,7 @@ def _squares_in_range(flat: Tensor) -> Tensor | None:
         return None
     norms = [torch.linalg.vector_norm(some, dim=-1) for some in flat.split(_ADDED, -1)]
     squares = reduce(torch.add, (norm.double().square_() for norm in norms))
-    least, most = squares.aminmax()
-    is_kept = least.item() > _LEAST and most.item() < _MOST  # false if one is not a number
+    is_kept = bool(((squares > _LEAST) & (squares < _MOST)).all())  # false if one is not a number
     return squares if is_kept else None
 
 

@@ -17,12 +17,17 @@ def is_symbolic(tensor: Tensor) -> bool:
 
 
 def is_at_hand(tensor: Tensor) -> bool:
-    """Whether to look at numbers is free: they are on the host, and nobody records who looks."""
+    """Whether to look at numbers is free: they are on the host, and nobody records who looks.
+
+    But for a mode that takes what is read for an assumption, and says so
+    (``reads_are_assumptions``): it records what is computed without it.
+    """
+    mode = _get_current_dispatch_mode()
     return (
         not torch.compiler.is_compiling()
         and tensor.is_cpu
         and not torch.is_grad_enabled()
-        and _get_current_dispatch_mode() is None
+        and (mode is None or getattr(mode, "reads_are_assumptions", False))
         and torch._C._functorch.peek_interpreter_stack() is None
         and not is_symbolic(tensor)
     )
