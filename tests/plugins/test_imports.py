@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+
+from tests.forks import python
 
 ROOT = Path(__file__).parents[2]
 WITH_ENTRY_POINTS = (
@@ -222,20 +221,6 @@ def test_applications_import_what_the_reference_lists(package: str) -> None:
             assert not is_ours or {name, module} & public, (
                 f"{path.relative_to(ROOT)} imports {name}"
             )
-
-
-def python(source: str, **environment: str) -> str:
-    """Run a script in a process of its own; its standard output."""
-    result = subprocess.run(
-        [sys.executable, "-c", source],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 @pytest.mark.parametrize("package", [name for name in PACKAGES if name not in APPLICATIONS])

@@ -1,12 +1,8 @@
-"""One of several processes that train privately; it writes where it ended.
-
-``python -m tests.privacy.worker RANK WORLD FILE FOLDER``
-"""
+"""One of several processes that train privately; it writes where it ended."""
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -56,17 +52,13 @@ def refused(rank: int) -> str:
     return ""
 
 
-def main() -> None:
-    rank, world, store, folder = int(sys.argv[1]), int(sys.argv[2]), *map(Path, sys.argv[3:])
+def work(rank: int, world: int, folder: Path) -> None:
+    """What one process does."""
     torch.set_default_dtype(torch.float64)
     distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
     )
     found = [train(False, world, True), train(True, world, False)]
     torch.save([*found, refused(rank)], folder / f"{rank}.pt")
     distributed.barrier()
     os._exit(0)  # threads of gloo may outlive the interpreter
-
-
-if __name__ == "__main__":
-    main()
