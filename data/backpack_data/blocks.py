@@ -16,6 +16,7 @@ from backpack_data.shards import carriers, has_shards, placed
 from backpack_data.state import listed, over_batches
 from backpack_data.states import States
 from backpack_data.weights import Weights, joint
+from backpack_products.fingerprint import fingerprint
 from backpack_products.merging import declaration
 
 
@@ -189,7 +190,8 @@ def _store(
 ) -> None:
     """Store the values of states on the parameters, combined over a group if there is one."""
     if group is not None:
-        states = reduce(states, group, gather)
+        plugins = fingerprint([model], states.extensions)
+        states = reduce(states, group, gather, plugins)
     parameters = carriers(model)
     for path, extension, value in states.values():
         parameter, *_ = parameters[path]

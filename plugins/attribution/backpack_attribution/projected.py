@@ -15,6 +15,7 @@ from backpack_attribution.problem import Loss, Problem, Split
 from backpack_attribution.run import Run, on_cpu
 from backpack_core.errors import UsageError
 from backpack_firstorder import Projection, SampleGradients
+from backpack_products.fingerprint import Marked
 
 Kind: TypeAlias = Literal["kronecker", "gaussian", "rademacher", "sparse"]
 
@@ -36,11 +37,12 @@ def project(
         batch: Makes ``(inputs, targets)`` of what the loader gives.
 
     Returns:
-        ``[M, dim]`` for each parameter.
+        ``[M, dim]`` for each parameter, with the fingerprint of the plugins that computed them.
     """
     problem = Problem(model, lossfunc, batch)
     with problem.extended():
-        return _joined([projections_of(problem, item, projection) for item in loader])
+        found = _joined([projections_of(problem, item, projection) for item in loader])
+        return Marked(found, problem.plugins())
 
 
 def projections_of(problem: Problem, batch: Any, projection: Projection) -> dict[str, Tensor]:

@@ -1,0 +1,162 @@
+"""Which plugins computed a result: kept with it, and compared before results are mixed.
+
+Two plugins, or two versions of one, may have other conventions. A sum of their results looks like
+any other, so it is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from importlib_metadata import PackageNotFoundError, version
+from torch import Tensor, distributed
+from torch.nn import Module
+
+from backpack_core import Extension
+from backpack_core.cli.certificate import digest, home_of
+from backpack_core.errors import UsageError
+from backpack_core.plugins.loading import ensure_loaded, known_plugins
+from backpack_core.plugins.registry import registry
+
+T = TypeVar("T")
+Fingerprint: TypeAlias = dict[str, str]
+
+_UNDER_ALL = {"backpack_core": "backpack-core", "backpack_products": "backpack-products"}
+_DIGITS = 12  # of a digest: enough to tell versions apart
+
+
+def fingerprint(
+    modules: Iterable[Module], extensions: Iterable[Extension | type[Extension]] = ()
+) -> Fingerprint:
+    """The plugins that compute some quantities of some modules.
+
+    These are the plugins with the rules of all modules inside, those of the extensions, and the
+    libraries that they are built on.
+
+    Args:
+        modules: A model, and a loss.
+        extensions: What is computed; objects or classes.
+
+    Returns:
+        Version and digest of the code, by distribution. A class that no distribution brought counts
+        by its name, with a digest of its source.
+    """
+    ensure_loaded()
+    known = {p.value.partition(":")[0].partition(".")[0].strip(): p for p in known_plugins()}
+    found: Fingerprint = {_UNDER_ALL[package]: _code(package) for package in _UNDER_ALL}
+    for part in dict.fromkeys(_parts(modules, [*extensions])):
+        package = part.__module__.partition(".")[0]
+        if package in known:
+            used = known[package].distribution
+            below = (p for p in known if used in known[p].users or p == package)
+            found.update((known[p].distribution, _code(p)) for p in below)
+        elif package not in _UNDER_ALL:
+            found[f"{part.__module__}.{part.__qualname__}"] = _source(part)
+    return found
+
+
+def _parts(modules: Iterable[Module], extensions: list[Any]) -> Iterator[Any]:
+    """Classes and functions that take part."""
+    yield from (each if isinstance(each, type) else type(each) for each in extensions)
+    made = [each for each in extensions if not isinstance(each, type)]
+    by_type = {type(part): part for module in modules for part in module.modules()}
+    for part in by_type.values():
+        yield type(registry.resolve(part).rule)
+        yield from filter(None, (registry.override(e, part) for e in made))
+
+
+def _code(package: str) -> str:
+    home = home_of(package)
+    code = "unknown code" if home is None else _digest(home)
+    names = {**{p.value.partition(".")[0]: p.distribution for p in known_plugins()}, **_UNDER_ALL}
+    try:
+        return f"{version(names[package])} {code}"
+    except PackageNotFoundError:
+        return code
+
+
+@cache
+def _digest(home: Path) -> str:
+    return digest(home).partition(":")[2][:_DIGITS]
+
+
+def _source(part: Any) -> str:
+    try:
+        text = inspect.getsource(part)
+    except (OSError, TypeError):  # of a console
+        return "unknown code"
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
+
+
+def agreed(results: Mapping[str, Fingerprint]) -> Fingerprint:
+    """The fingerprint of what is made of several results.
+
+    Args:
+        results: Fingerprints by the name of the result in a message. An empty one stands for a
+            result whose plugins are not known, which is mixed with any.
+
+    Raises:
+        UsageError: Two differ, and the environment does not say ``BACKPACK_MIX_PLUGINS=1``.
+    """
+    (first, own), *others = [(k, v) for k, v in results.items() if v] or [("", Fingerprint())]
+    for name, other in others:
+        if other != own and os.environ.get("BACKPACK_MIX_PLUGINS", "0") in ("", "0"):
+            raise UsageError(
+                f"{first} and {name} were computed by different plugins: {_told(own, other)}. "
+                "Compute one of them again with the plugins of the other, or set "
+                "BACKPACK_MIX_PLUGINS=1 if you know that their numbers agree."
+            )
+    return own
+
+
+def _told(own: Fingerprint, other: Fingerprint) -> str:
+    """What differs, by name."""
+    names = [name for name in sorted({**own, **other}) if own.get(name) != other.get(name)]
+    return "; ".join(f"{n}: {own.get(n, 'none')} and {other.get(n, 'none')}" for n in names)
+
+
+def agreed_on_ranks(own: Fingerprint, group: distributed.ProcessGroup | None = None) -> None:
+    """Compare the fingerprints of all processes of a group, which all have to call it.
+
+    Args:
+        own: That of this process.
+        group: The processes; default: all.
+
+    Raises:
+        UsageError: Two differ; on every process.
+    """
+    found: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(found, own, group=group)
+    agreed({f"The results of rank {rank}": said for rank, said in enumerate(found)})
+
+
+class Marked(dict[str, T]):
+    """Results by name, with the fingerprint of the plugins that computed them."""
+
+    def __init__(self, values: Mapping[str, T], plugins: Fingerprint) -> None:
+        """Store both."""
+        super().__init__(values)
+        self.plugins = plugins
+
+
+def fingerprint_of(results: object) -> Fingerprint:
+    """The fingerprint that results carry; an empty one if they carry none."""
+    return dict(getattr(results, "plugins", {}))
+
+
+def as_tensor(plugins: Fingerprint) -> Tensor:
+    """A fingerprint for a file that holds tensors alone: the bytes of its JSON."""
+    return torch.tensor([*json.dumps(plugins, sort_keys=True).encode()], dtype=torch.uint8)
+
+
+def from_tensor(found: Tensor) -> Fingerprint:
+    """What :func:`as_tensor` was given."""
+    return dict(json.loads(bytes(found.tolist())))
