@@ -51,13 +51,13 @@ def fingerprint(
     """
     ensure_loaded()
     known = {p.value.partition(":")[0].partition(".")[0].strip(): p for p in known_plugins()}
-    found: Fingerprint = {_UNDER_ALL[package]: _code(package) for package in _UNDER_ALL}
+    found = {name: _code(package, _version(name)) for package, name in _UNDER_ALL.items()}
     for part in dict.fromkeys(_parts(modules, [*extensions])):
         package = part.__module__.partition(".")[0]
         if package in known:
             used = known[package].distribution
-            below = (p for p in known if used in known[p].users or p == package)
-            found.update((known[p].distribution, _code(p)) for p in below)
+            below = ((p, known[p]) for p in known if used in known[p].users or p == package)
+            found.update((each.distribution, _code(p, each.version)) for p, each in below)
         elif package not in _UNDER_ALL:
             found[f"{part.__module__}.{part.__qualname__}"] = _source(part)
     return found
@@ -73,14 +73,17 @@ def _parts(modules: Iterable[Module], extensions: list[Any]) -> Iterator[Any]:
         yield from filter(None, (registry.override(e, part) for e in made))
 
 
-def _code(package: str) -> str:
+def _code(package: str, release: str) -> str:
     home = home_of(package)
-    code = "unknown code" if home is None else _digest(home)
-    names = {**{p.value.partition(".")[0]: p.distribution for p in known_plugins()}, **_UNDER_ALL}
+    return f"{release} {'unknown code' if home is None else _digest(home)}".strip()
+
+
+@cache
+def _version(distribution: str) -> str:
     try:
-        return f"{version(names[package])} {code}"
+        return version(distribution)
     except PackageNotFoundError:
-        return code
+        return ""
 
 
 @cache
