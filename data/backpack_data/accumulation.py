@@ -101,7 +101,7 @@ def accumulate(
     require_result(device, dtype)
     if not extensions:
         raise UsageError("accumulate(...) needs an extension: what should be computed?")
-    backpack(*extensions)  # refuses what is no extension
+    backpack(*extensions)  # refuses what is not an extension
     for extension in extensions:
         over_batches(extension, "its value over a data set")
     if isinstance(model, DistributedDataParallel):
@@ -275,7 +275,7 @@ class _Run:
         if self.normaliser is not None:
             given = (self.normaliser(inputs, targets),)
         if given is not None:
-            joint(given)  # refuses what is no number
+            joint(given)  # refuses what is not a number
             readers = [declaration(e).of_batch(e, *given) for e in readers]
         with torch.enable_grad(), uncompiled:  # a compiled graph has no modules
             loss = self.lossfunc(output_of(self.model, inputs), targets)

@@ -71,8 +71,8 @@ class combined:
         if "observer" in options:
             raise UsageError("combined(...) observes passes itself: it takes no observer.")
         if normaliser != "loss":
-            joint((normaliser,))  # refuses what is no number
-        backpack(*extensions, **options)  # refuses what is no extension, or no option
+            joint((normaliser,))  # refuses what is not a number
+        backpack(*extensions, **options)  # refuses what is not an extension or an option
         for extension in extensions:
             if over_batches(extension, "its value over several batches").first_pass(extension):
                 raise UnsupportedError(

@@ -132,7 +132,7 @@ def _add_up(states: States, total: States, kinds: dict[Name, Any], group: Any) -
 def _put_beside(
     states: States, total: States, kinds: dict[Name, Any], group: Any, gather: bool
 ) -> None:
-    """Combine everything that is no sum: gather values per sample, compare what must agree."""
+    """Combine everything that is not a sum: gather values per sample, compare what must agree."""
     for name in sorted(name for name, kind in kinds.items() if kind[0] not in LINEAR):
         (place, key), (way, *_) = name, kinds[name]
         own = states.table[place].tensors.get(key, []) if place in states.table else []

@@ -38,7 +38,7 @@ def fill(
     not computed again.
 
     Args:
-        store: Where they go; shards are written as they are full, and at the end.
+        store: Where they go; a shard is written once it is full, and the last one at the end.
         model: The trained model, in evaluation mode.
         lossfunc: As for :func:`~backpack_attribution.influence`.
         loader: Batches, the same in every pass over it.

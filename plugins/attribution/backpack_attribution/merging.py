@@ -19,7 +19,7 @@ from backpack_products.fingerprint import agreed
 def merge_stores(folders: Iterable[str | Path], into: str | Path) -> GradientStore:
     """One store of the rows of several, such as those that ranks wrote on machines of their own.
 
-    Shards are copied as they are. Ranks that share a folder need no merging.
+    Shards are copied unchanged. Ranks that share a folder need no merging.
 
     Args:
         folders: Stores with the same settings, parts and shapes.

@@ -107,7 +107,7 @@ class Problem:
     def consume(self, batch: Any, consumer: Callable[[str, SampleGradients], object]) -> None:
         """Hand the gradients of a batch to a function, one parameter's at a time.
 
-        ``.grad`` stays as it is.
+        ``.grad`` does not change.
 
         Args:
             batch: Of the loader.
@@ -209,7 +209,7 @@ def _some(value: Any, samples: int, part: slice) -> Any:
 
 
 def _summed(lossfunc: Loss) -> Loss:
-    """A loss module that sums where the given one averages; others as they are."""
+    """A loss module that sums where the given one averages; others are returned unchanged."""
     if isinstance(lossfunc, Module) and getattr(lossfunc, "reduction", None) == "mean":
         found: Any = copy.deepcopy(lossfunc)
         found.reduction = "sum"

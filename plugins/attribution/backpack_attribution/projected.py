@@ -139,7 +139,7 @@ class TRAK(Method):
 
         Args:
             dim: Numbers for each sample.
-            checkpoints: State dictionaries, or files of them; default: the model as it is.
+            checkpoints: State dictionaries, or files of them; default: the present model.
             kind: See :class:`~backpack_core.extensions.ProjectedGrad`.
             seed: Of the first checkpoint's projection; the others have the next ones.
             damping: As a share of the mean eigenvalue of ``ΦᵀΦ``; zero in the paper.
