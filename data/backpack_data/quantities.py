@@ -115,10 +115,10 @@ class Quantities(Mapping[Place, Any]):
         """
         if not isinstance(other, Quantities):
             return NotImplemented
-        agreed({"These quantities": self.plugins, "those added to them": other.plugins})
         if self.keys() != other.keys():
             missing = sorted(self.keys() ^ other.keys())[:3]
             raise UsageError(f"Only one of both has values for {missing}: they cannot be added.")
+        agreed({"These quantities": self.plugins, "those added to them": other.plugins})
         return self._map(lambda place, value: value + other[place])
 
     def __mul__(self, factor: float) -> Quantities:

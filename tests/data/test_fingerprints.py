@@ -12,12 +12,12 @@ from torch import Tensor, distributed, nn
 from backpack_attribution import GradientStore, fill, merge_stores, project
 from backpack_core import Extension, LayerRule
 from backpack_core.errors import UsageError
-from backpack_core.extensions import KFAC, BatchGrad, DiagGGNExact
+from backpack_core.extensions import KFAC, BatchGrad, DiagGGNExact, SumGradSquared
 from backpack_core.testing.isolation import temporary_plugin
 from backpack_data import Quantities, accumulate
 from backpack_firstorder import Projection
 from backpack_products import fingerprint as module
-from backpack_products.fingerprint import Fingerprint, agreed, fingerprint
+from backpack_products.fingerprint import Fingerprint, Marked, agreed, fingerprint
 from backpack_secondorder.blocks import BlockDiagonal
 from tests import forks
 
@@ -136,6 +136,24 @@ def test_factors(update: Any, tmp_path: Path) -> None:
     by_hand = BlockDiagonal({name: torch.ones(block.order.shape) for name, block in again.items()})
     assert by_hand.plugins == {}
     assert by_hand.map(lambda block: block).plugins == {}
+
+
+def test_a_sum_of_two_quantities() -> None:
+    """Who takes part may differ, but not in its code."""
+    both = accumulate(MODEL, LOSS, batches(), KFAC(), SumGradSquared(), progress=False)
+    first = BlockDiagonal(Marked(both.field("kfac"), fingerprint([MODEL], [KFAC])))
+    second = BlockDiagonal(
+        Marked(both.field("sum_grad_squared"), fingerprint([MODEL], [BatchGrad]))
+    )
+    assert (first.map(diagonal) + second).plugins == {**first.plugins, **second.plugins}
+    second.plugins = changed(second.plugins)
+    with pytest.raises(UsageError, match=DIFFERENT):
+        first.map(diagonal) + second
+
+
+def diagonal(block: Any) -> Tensor:
+    found: Tensor = block.diagonal()
+    return found.reshape(block.order.shape)
 
 
 def test_state_files(update: Any, tmp_path: Path) -> None:

@@ -99,30 +99,36 @@ def _source(part: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
-def agreed(results: Mapping[str, Fingerprint]) -> Fingerprint:
+def agreed(results: Mapping[str, Fingerprint], is_one_quantity: bool = True) -> Fingerprint:
     """The fingerprint of what is made of several results.
 
     Args:
         results: Fingerprints by the name of the result in a message. An empty one stands for a
             result whose plugins are not known, which is mixed with any.
+        is_one_quantity: Whether all are values of the same quantities. Those of two, as the sum of
+            a diagonal and of Kronecker factors, may differ in who takes part, but not in its code.
 
     Raises:
         UsageError: Two differ, and the environment does not say ``BACKPACK_MIX_PLUGINS=1``.
     """
     (first, own), *others = [(k, v) for k, v in results.items() if v] or [("", Fingerprint())]
+    total = dict(own)
     for name, other in others:
-        if other != own and os.environ.get("BACKPACK_MIX_PLUGINS", "0") in ("", "0"):
+        told = _told(own, other, is_one_quantity)
+        if told and os.environ.get("BACKPACK_MIX_PLUGINS", "0") in ("", "0"):
             raise UsageError(
-                f"{first} and {name} were computed by different plugins: {_told(own, other)}. "
-                "Compute one of them again with the plugins of the other, or set "
-                "BACKPACK_MIX_PLUGINS=1 if you know that their numbers agree."
+                f"{first} and {name} were computed by different plugins: {told}. Compute one of "
+                "them again with the plugins of the other, or set BACKPACK_MIX_PLUGINS=1 if you "
+                "know that their numbers agree."
             )
-    return own
+        total = {**other, **total}
+    return total
 
 
-def _told(own: Fingerprint, other: Fingerprint) -> str:
+def _told(own: Fingerprint, other: Fingerprint, is_one_quantity: bool) -> str:
     """What differs, by name."""
-    names = [name for name in sorted({**own, **other}) if own.get(name) != other.get(name)]
+    both = own.keys() | other.keys() if is_one_quantity else own.keys() & other.keys()
+    names = [name for name in sorted(both) if own.get(name) != other.get(name)]
     return "; ".join(f"{n}: {own.get(n, 'none')} and {other.get(n, 'none')}" for n in names)
 
 

@@ -241,7 +241,8 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
                 "Block-diagonal matrices are added if they are over the same parameters, in one "
                 f"order: {[*self]}. Got {names}."
             )
-        plugins = agreed({"This matrix": self.plugins, "the other one": other.plugins})
+        results = {"This matrix": self.plugins, "the other one": other.plugins}
+        plugins = agreed(results, is_one_quantity=False)
         return BlockDiagonal(Marked({n: function(self[n], other[n]) for n in self}, plugins))
 
     def __repr__(self) -> str:
