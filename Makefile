@@ -112,7 +112,7 @@ models: $(MODELS_STAMP) ## try every quantity on every model, and write docs/mod
 	$(BIN)/python -m benchmarks.models --write docs/models.md $(ARGS)
 
 support: $(STAMP) ## regenerate the support matrix of the documentation
-	$(BIN)/python -m backpack_core.testing.support --write docs/support-matrix.md
+	$(BIN)/python -m backpack_core.cli.matrix --write docs/support-matrix.md
 
 # One of the gallery's scripts compares with Opacus, which asks for torchvision, but needs none of it.
 $(DOCS_STAMP): $(STAMP)

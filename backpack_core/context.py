@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
 from backpack_core._torch import Node
+from backpack_core.contract.bases import vet
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.active import Check, Context, ExtensionHook, Gradient, Samples, pop, push
 from backpack_core.engine.chain import between
 from backpack_core.engine.groups import group
 from backpack_core.engine.hooks import entry
 from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
-from backpack_core.plugins.declarations import refuse
 from backpack_core.plugins.loading import ensure_loaded, missing
 from backpack_core.plugins.registration import hooks
 from backpack_core.record.call import edge_of
@@ -234,7 +234,7 @@ def _told(samples: Samples) -> Any:
     return between().told(samples)
 
 
-_refuse = remembered(refuse)  # extensions need not be registered
+_vet = remembered(vet)  # extensions need not be registered
 
 
 def _edges_of(beside: object) -> frozenset[tuple[Node, int]]:
@@ -257,8 +257,8 @@ def _check_extension(extension: object) -> None:
                 f"{kind.__name__} has not been initialised: call super().__init__(...) in "
                 f"{kind.__name__}.__init__ (of {kind.__module__}), before anything else."
             )
-        _refuse(type(extension))
-        _refuse(type(extension.propagator))
+        _vet(type(extension))
+        _vet(type(extension.propagator))
         return
     if isinstance(extension, type) and issubclass(extension, Extension):
         raise NotAnExtensionError(

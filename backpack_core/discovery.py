@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -88,6 +88,11 @@ class Plugin:
         """The class that the entry point names; empty where it names a module."""
         return self.value.partition(":")[2].strip()
 
+    @property
+    def package(self) -> str:
+        """The package, or single module, that the entry point leads into."""
+        return re.split("[.:]", self.value)[0].strip()
+
     def find(self) -> Any:
         """Import what the entry point names.
 
@@ -112,16 +117,16 @@ class Plugin:
 
 def discover() -> list[Plugin]:
     """List installed plugins, sorted by distribution and name."""
-    known = [*declarations()]
-    users = _users(known)
-    found = [
+    declared = [*declarations()]
+    users = _users(declared)
+    plugins = [
         Plugin(point.name, point.value, each.name, each.version, users=users[canonical(each.name)])
-        for each in known
+        for each in declared
         for point in each.entry_points
     ]
-    found.sort(key=lambda plugin: (plugin.distribution, plugin.name))
-    settle(found)
-    return found
+    plugins.sort(key=lambda plugin: (plugin.distribution, plugin.name))
+    settle(plugins)
+    return plugins
 
 
 def settle(plugins: list[Plugin]) -> None:
@@ -194,8 +199,8 @@ def version_of(versions: Mapping[str, T], key: str) -> T:
 @cache
 def _of(package: str) -> Provenance:
     """The distribution that declares plugins in a package; else the package's own name."""
-    known = (p.provenance for p in discover() if re.split("[.:]", p.value)[0] == package)
-    return next(known, Provenance("", package))
+    named = (p.provenance for p in discover() if p.package == package)
+    return next(named, Provenance("", package))
 
 
 def is_allowed(plugin: Plugin) -> bool:
@@ -209,12 +214,22 @@ def is_allowed(plugin: Plugin) -> bool:
     allowed = os.environ.get("BACKPACK_LOAD_PLUGINS")
     if allowed is not None and not (own | plugin.users) & _names(allowed):
         return False
-    if os.environ.get("BACKPACK_REQUIRE_CERTIFIED", "0") not in ("", "0"):
-        from backpack_core.cli.certificate import standing
-
-        if standing([plugin.value.partition(":")[0].strip()]) != "certified":
-            return False
+    is_strict = os.environ.get("BACKPACK_REQUIRE_CERTIFIED", "0") not in ("", "0")
+    gates = _gates("certified") if is_strict else []
+    if is_strict and not (gates and all(gate(plugin) for gate in gates)):
+        return False  # where no gate is installed, nothing gets in
     return not own & _names(os.environ.get("BACKPACK_BLOCK_PLUGINS", ""))
+
+
+@cache
+def _gates(name: str) -> list[Callable[[Plugin], bool]]:
+    """The functions that say whether a plugin may load, entry points of ``backpack.gates``.
+
+    What they go by is none of core's business, and they are imported only where they are asked.
+    """
+    from importlib_metadata import entry_points
+
+    return [point.load() for point in entry_points(group=f"{GROUP}.gates", name=name)]
 
 
 def _names(text: str) -> set[str]:
@@ -271,10 +286,10 @@ class Declaration(NamedTuple):
     requires: frozenset[str] = frozenset()
 
 
-def _users(known: Iterable[Declaration]) -> dict[str, frozenset[str]]:
+def _users(declared: Iterable[Declaration]) -> dict[str, frozenset[str]]:
     """By distribution, those that require it, with the names of their plugins."""
-    requires = {canonical(each.name): each.requires for each in known}
-    names = {canonical(d.name): {canonical(p.name) for p in d.entry_points} for d in known}
+    requires = {canonical(each.name): each.requires for each in declared}
+    names = {canonical(d.name): {canonical(p.name) for p in d.entry_points} for d in declared}
 
     def behind(user: str, seen: set[str]) -> set[str]:
         for other in requires.get(user, frozenset()) - seen:
@@ -283,7 +298,9 @@ def _users(known: Iterable[Declaration]) -> dict[str, frozenset[str]]:
 
     reached = {user: behind(user, set()) for user in requires}
     return {
-        own: frozenset().union(*({u, *names[u]} for u, found in reached.items() if own in found))
+        own: frozenset().union(
+            *({u, *names[u]} for u, required in reached.items() if own in required)
+        )
         for own in requires
     }
 

@@ -111,9 +111,9 @@ class ShapeError(BackpackError, ValueError):
 class InternalError(BackpackError, AssertionError):
     """A check of the library on itself failed, and results would be wrong: please report it."""
 
-    def __init__(self, found: str, *more: object) -> None:
+    def __init__(self, what: str, *more: object) -> None:
         super().__init__(
-            f"{found} This is a fault of the library: please report it, with the model and the "
+            f"{what} This is a fault of the library: please report it, with the model and the "
             "call of backward(). Other extensions, or single ones, may work until it is mended.",
             *more,
         )
@@ -222,8 +222,8 @@ def warn(message: str, category: type[Warning]) -> None:
     warnings.warn(message, category, stacklevel=next(users, 2))
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """``": did you mean 'weight'?"``, or nothing where no name is near."""
-    by_lower = {other.lower(): other for other in known}
+    by_lower = {other.lower(): other for other in names}
     close = get_close_matches(name.lower(), by_lower, 1, 0.6)
     return f": did you mean {by_lower[close[0]]!r}?" if close else ""

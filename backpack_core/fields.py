@@ -27,13 +27,13 @@ class Fields:
         self.parameter = parameter
 
     def __getattr__(self, field: str) -> Any:
-        known = self.__dir__()
-        if field in known:
+        names = self.__dir__()
+        if field in names:
             return self.parameter.__dict__[field]
-        near = nearest(field, known) or "."
+        near = nearest(field, names) or "."
         raise AttributeError(
             f"The parameter {self._name!r} has no quantity {field!r}{near} It has: "
-            f"{', '.join(known) or 'none'}. They are there after a backward pass inside "
+            f"{', '.join(names) or 'none'}. They are there after a backward pass inside "
             "backpack(...)."
         )
 

@@ -21,11 +21,11 @@ from torch.nn import Module
 
 from backpack_core import _hooks, _torch
 from backpack_core._hooks import hook_first
-from backpack_core._torch import Node, parametrizations_of
+from backpack_core._torch import parametrizations_of
 from backpack_core.engine.hooks import OutputHook
 from backpack_core.errors import UsageError
 from backpack_core.plugins.registry import FALLBACK, Resolved, registry
-from backpack_core.record.call import NOTHING, Call, attach, attach_viewed, put_in_order
+from backpack_core.record.call import NOTHING, SITES, Call, attach_viewed, put_in_order
 from backpack_core.record.execution import (
     Execution,
     Received,
@@ -198,10 +198,11 @@ def _call(
     args, kwargs, inputs, outputs = kept
     parameters: int | tuple[str, ...]
     if traits.is_whole and not module._modules:
-        (owned, parameters), computed = tensors_of(module), NOTHING
+        owned, computed = {**module._parameters, **module._buffers}, NOTHING
+        parameters = len(module._parameters)
     else:
         owned, parameters, computed = _tensors(module, resolved, of)
-    detached = tuple([output.detach() for output in outputs])
+    detached = tuple(map(Tensor.detach, outputs))
     counts, frozen = noted_of(detached, owned)
     before = what.versions
     noted: Any
@@ -226,9 +227,11 @@ def _call(
     )
 
 
-def _attach(call: Call, index: int, output: Tensor, node: Node, base: Tensor | None) -> None:
-    output_nr = output.output_nr
-    attach(call, index, node, output_nr)
+def _attach(call: Call, index: int, output: Tensor, node: Any, base: Tensor | None) -> None:
+    output_nr, metadata = output.output_nr, node.metadata
+    if SITES not in metadata:
+        metadata[SITES] = {}
+    metadata[SITES][output_nr] = call, index  # an output has one call at most
     hook = OutputHook(call, index, output_nr)
     hook.hooks = weakref.ref(hook_first(output, node, hook))
     if base is not None:

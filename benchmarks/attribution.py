@@ -4,7 +4,7 @@
 of 8,192 words and a tied head; 64 training sequences of 128 tokens, 8 queries; all parameters. The
 first row is a plain pass over the 64, forward and backward. Times are of the processor, so that a
 busy machine disturbs them less. ``--layers 12 --width 768 --words 50257
---samples 32`` is the smallest GPT-2.
+--samples 32`` is the smallest GPT-2; ``--repeats 0`` runs everything once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class _Model(nn.Module):
         return logits.mT
 
 
-def _passes(options: argparse.Namespace) -> dict[str, Callable[[], object]]:
+def _passes(options: argparse.Namespace) -> tuple[dict[str, Callable[[], object]], int]:
+    """What is timed, and the number of parameters."""
     torch.manual_seed(0)
     model, lossfunc = extend(_Model(options)), extend(nn.CrossEntropyLoss(reduction="sum"))
     shape = (options.samples + options.queries, options.tokens + 1)
@@ -81,7 +82,7 @@ def _passes(options: argparse.Namespace) -> dict[str, Callable[[], object]]:
     }
     if low is not None:
         found["scores, queries of rank 8"] = lambda: run(train, GradInner(low), gradient="none")
-    return found
+    return found, sum(parameter.numel() for parameter in model.parameters())
 
 
 def main() -> None:
@@ -94,16 +95,19 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--low", action="store_true", help="queries of rank 8, too")
     options = parser.parse_args()
-    passes = _passes(options)
+    passes, count = _passes(options)
+    print(f"{count:,} parameters, {options.samples} texts of {options.tokens} tokens")
     times: dict[str, list[float]] = {name: [] for name in passes}
     for _ in range(options.repeats + 1):  # the first is left out
         for name, function in passes.items():
             start = process_time()
             function()
             times[name].append(process_time() - start)
-    plain = sorted(times["plain pass"][1:])[options.repeats // 2]
-    for name, found in times.items():
-        middle = sorted(found[1:])[options.repeats // 2]
+    middles = {
+        name: sorted(found[1:] or found)[options.repeats // 2] for name, found in times.items()
+    }
+    plain = middles["plain pass"]
+    for name, middle in middles.items():
         print(f"{name:32} {middle:8.2f} s  {middle / plain:5.2f} ×")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     print(f"peak of the process {peak:.2f} GiB")

@@ -311,7 +311,8 @@ def certify(
     for path in written:
         found = read(path)
         assert found is not None
-        output.say(f"{found.number} checks passed in {len(found.checks)} cases. Wrote {path}.")
+        number = sum(map(len, found.checks.values()))
+        output.say(f"{number} checks passed in {len(found.checks)} cases. Wrote {path}.")
         if found.unchecked:
             output.say(f"No case builds the classes of {', '.join(found.unchecked)}.")
     if wheel is not None and wheel.is_dir():

@@ -1,4 +1,4 @@
-"""What the conformance kit found about a package, kept beside its code. Imports nothing heavy.
+"""Whether a package has a certificate of the conformance kit that holds. Imports nothing heavy.
 
 A certificate is a JSON file in the package, so that every build backend can ship it and everybody
 can read it without an import. It says which code was checked, by its digest: whoever reads it sees
@@ -10,21 +10,22 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from importlib_metadata import PackageNotFoundError, version
 
-from backpack_core import __version__
+if TYPE_CHECKING:
+    from backpack_core.discovery import Plugin
 
 NAME = "backpack-certificate.json"
 FORMAT = 1
 
-Standing = Literal["certified", "no certificate", "code changed", "other versions", "unreadable"]
+# The best first.
+Standing = Literal["certified", "other versions", "code changed", "no certificate", "unreadable"]
 
 
 @dataclass(frozen=True)
@@ -52,33 +53,11 @@ class Certificate:
     unchecked: list[str] = field(default_factory=list)
     format: int = FORMAT
 
-    @property
-    def number(self) -> int:
-        """How many checks ran."""
-        return sum(map(len, self.checks.values()))
 
-    def text(self) -> str:
-        """The file."""
-        return json.dumps(asdict(self), indent=1, sort_keys=True) + "\n"
-
-    def standing(self, code: str) -> Standing:
-        """Whether it holds for some code with the versions that are installed.
-
-        Args:
-            code: Digest of the code.
-        """
-        if code != self.code:
-            return "code changed"
-        installed = _minor(__version__), _minor(version_of_torch())
-        return (
-            "certified" if installed == (_minor(self.kit), _minor(self.torch)) else "other versions"
-        )
-
-
-def home_of(module: str) -> Path | None:
+def home_of(package: str) -> Path | None:
     """The folder of a package, or the file of a module; ``None`` if there is none. No import."""
     try:
-        spec = find_spec(module.partition(".")[0])
+        spec = find_spec(package.partition(".")[0])
     except (ImportError, ValueError):
         return None
     if spec is None or spec.origin is None:
@@ -87,7 +66,7 @@ def home_of(module: str) -> Path | None:
     return file.parent if spec.submodule_search_locations else file
 
 
-def place(home: Path) -> Path:
+def file_of(home: Path) -> Path:
     """Where the certificate of a package, or of a single module, is."""
     return home / NAME if home.is_dir() else home.with_suffix(f".{NAME}")
 
@@ -116,50 +95,40 @@ def read(path: Path) -> Certificate | None:
     """The certificate in a file; ``None`` if it is not one, or of a later format."""
     try:
         fields = json.loads(path.read_text("utf-8"))
-        found = Certificate(**fields)
-        return found if found.format == FORMAT and found.number else None
+        certificate = Certificate(**fields)
+        told = (certificate.code, certificate.kit, certificate.torch)
+        is_good = certificate.format == FORMAT and all(isinstance(text, str) for text in told)
+        return certificate if is_good and any(certificate.checks.values()) else None
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 
 
-def standing(modules: Iterable[str]) -> Standing:
-    """How a distribution stands whose entry points name some modules: as the worst of these.
-
-    Args:
-        modules: Names of modules or packages; these are read, and not imported.
-    """
-    return worst(_standing_of(module.partition(".")[0]) for module in modules)
-
-
-def worst(standings: Iterable[str]) -> Standing:
-    """The worst of several."""
-    found = {*standings}
-    return next((each for each in _WORST_FIRST if each in found), "no certificate")
-
-
-_WORST_FIRST: tuple[Standing, ...] = (
-    "unreadable",
-    "no certificate",
-    "code changed",
-    "other versions",
-    "certified",
-)
-
-
 @cache
-def _standing_of(package: str) -> Standing:
+def standing(package: str) -> Standing:
+    """How a package stands, or a single module, which is read and not imported."""
     home = home_of(package)
-    if home is None or not place(home).is_file():
+    if home is None or not file_of(home).is_file():
         return "no certificate"
-    found = read(place(home))
-    return "unreadable" if found is None else found.standing(digest(home))
+    certificate = read(file_of(home))
+    if certificate is None:
+        return "unreadable"
+    if certificate.code != digest(home):
+        return "code changed"
+    is_same = _minor(certificate.kit) == _minor(installed("backpack-core"))
+    is_same = is_same and _minor(certificate.torch) == _minor(installed("torch"))
+    return "certified" if is_same else "other versions"
+
+
+def is_certified(plugin: Plugin) -> bool:
+    """The gate that stands where ``BACKPACK_REQUIRE_CERTIFIED`` is set."""
+    return standing(plugin.package) == "certified"
 
 
 @cache
-def version_of_torch() -> str:
-    """The version of torch that is installed, without an import."""
+def installed(distribution: str) -> str:
+    """The version of a distribution that is installed, without an import."""
     try:
-        return version("torch")
+        return version(distribution)
     except PackageNotFoundError:
         return ""
 

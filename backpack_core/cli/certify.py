@@ -12,18 +12,18 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from backpack_core import __version__
 from backpack_core.cli.certificate import (
     NAME,
     Certificate,
     digest,
     digest_of,
-    place,
+    file_of,
+    installed,
     read,
-    version_of_torch,
 )
 from backpack_core.errors import BackpackError, UsageError
 
@@ -121,14 +121,17 @@ def _certified(own: Project, found: list[Any]) -> list[Path]:
         )
     compared: list[dict[str, Any]] = [worst for *_, worst in found if worst]
     closest = max(compared, key=lambda w: float(w["error"] / w["allowed"]), default={})
-    paths = []
+    paths, versions = [], (installed("backpack-core"), installed("torch"))
     for home in own.homes:
-        made = Certificate(
-            own.name, digest(home), __version__, version_of_torch(), checks, closest, unchecked
-        )
-        place(home).write_text(made.text(), "utf-8")
-        paths.append(place(home))
+        made = Certificate(own.name, digest(home), *versions, checks, closest, unchecked)
+        file_of(home).write_text(text_of(made), "utf-8")
+        paths.append(file_of(home))
     return paths
+
+
+def text_of(certificate: Certificate) -> str:
+    """What is in the file."""
+    return json.dumps(asdict(certificate), indent=1, sort_keys=True) + "\n"
 
 
 def _run(folder: Path, own: list[Project], tests: list[str]) -> list[Any]:
@@ -141,7 +144,7 @@ def _run(folder: Path, own: list[Project], tests: list[str]) -> list[Any]:
         ledger = Path(place_for) / "ledger.json"
         result = subprocess.run(
             [
-                *(sys.executable, "-m", "pytest", "-q", "-p", "backpack_core.testing.certifying"),
+                *(sys.executable, "-m", "pytest", "-q", "-p", "backpack_core.cli.ledger"),
                 *("--backpack-ledger", str(ledger), *tests),
             ],
             cwd=folder,

@@ -11,6 +11,7 @@ from importlib_metadata import distributions, entry_points
 
 from backpack_core.cli.certificate import standing
 from backpack_core.cli.isolation import load_isolated
+from backpack_core.cli.listing import worst
 from backpack_core.cli.reports import LIMIT, Provided, Report
 from backpack_core.discovery import (
     Plugin,
@@ -260,16 +261,16 @@ def _conflict(what: str, key: str, rivals: list[tuple[str, str]]) -> Finding:
 
 def _certificates(installed: list[Plugin]) -> Iterator[Finding]:
     """Certificates that no longer hold. A distribution without one is nothing to speak of."""
-    modules: dict[str, list[str]] = {}
+    packages: dict[str, set[str]] = {}
     for plugin in installed:
-        modules.setdefault(str(plugin.provenance), []).append(plugin.value.partition(":")[0])
+        packages.setdefault(str(plugin.provenance), set()).add(plugin.package)
     problems = {
         "unreadable": "its certificate cannot be read",
         "code changed": "its code is not that which its certificate is for",
         "other versions": "its certificate is for other versions of backpack-core or torch",
     }
-    for who, names in modules.items():
-        problem = problems.get(standing(names))
+    for who, names in packages.items():
+        problem = problems.get(worst(map(standing, names)))
         if problem is not None:
             remedy = "Authors: run `backpack certify` again, in the folder of its pyproject.toml."
             yield Finding("warning", who, "", problem, remedy)

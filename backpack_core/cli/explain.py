@@ -12,11 +12,11 @@ from torch.nn import Module
 from backpack_core import _hooks
 from backpack_core.cli.counts import EXACT, Layer, of_module, result_size, work
 from backpack_core.cli.support import Given, build, classes, judge, trial
+from backpack_core.cli.watch import declared_form
 from backpack_core.contract.extension import Extension
 from backpack_core.extending import extend, unextend
 from backpack_core.plan.plan import Plan, plans
 from backpack_core.plugins.registry import registry
-from backpack_core.testing.watch import declared_form
 
 HEADER = ("parameter", "rule", "form", "multiply-adds", "bytes", "faster")
 UNITS = "×: as many as the gradient takes, of the layer (multiply-adds) or the parameter (bytes)."

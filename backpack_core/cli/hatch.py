@@ -15,7 +15,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.plugin import hookimpl
 
-from backpack_core.cli.certificate import digest, place, read
+from backpack_core.cli.certificate import digest, file_of, read
 from backpack_core.cli.certify import certify, project
 
 
@@ -30,12 +30,12 @@ class Certify(BuildHookInterface):  # type: ignore[type-arg]
             return
         folder = Path(self.root)
         own = project(folder)
-        found = {home: read(place(home)) for home in own.homes}
+        found = {home: read(file_of(home)) for home in own.homes}
         if any(each is None or each.code != digest(home) for home, each in found.items()):
             certify(folder)
         for home in own.homes:
-            inside = place(home).relative_to(home.parent).as_posix()
-            build_data["force_include"][str(place(home))] = inside
+            inside = file_of(home).relative_to(home.parent).as_posix()
+            build_data["force_include"][str(file_of(home))] = inside
 
 
 @hookimpl

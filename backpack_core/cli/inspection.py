@@ -9,13 +9,13 @@ from importlib.util import find_spec
 from typing import Any
 
 from backpack_core.cli.reports import Provided, Report
+from backpack_core.contract.bases import Candidate, faults_of, with_line
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
 from backpack_core.discovery import Claim, Plugin, spelled_out
 from backpack_core.errors import PluginVersionError
-from backpack_core.plugins.declarations import described
-from backpack_core.plugins.manager import hooks
 from backpack_core.plugins.registry import registry
+from backpack_products.derivatives import SecondOrderRule, second_order
 from backpack_products.elementwise import ElementwiseRule
 from backpack_products.loss import HessianLossRule
 
@@ -32,7 +32,7 @@ def report(plugin: Plugin) -> Report:
         result.broken_promises = [text for value in values for text in _broken(value)]
         rules = [type(value) for value in values if isinstance(value, LayerRule)]
         result.broken_promises += [
-            f"{described(rule)}: {text}" for rule in rules for text in _missing_types(rule, result)
+            f"{with_line(rule)}: {text}" for rule in rules for text in _missing_types(rule, result)
         ]
     return result
 
@@ -52,8 +52,7 @@ def _missing_types(rule: type[LayerRule], result: Report) -> Iterator[str]:
                 yield f"module_types names {name!r}: {error}"
             else:
                 result.absent.setdefault(library, str(name))
-    answers = hooks.backpack_validate(kind=rule, module=None)
-    yield from (fault for answer in answers for fault in answer)
+    yield from faults_of(Candidate(rule, is_new=True))
 
 
 def _describe_error(result: Report, error: BaseException) -> None:
@@ -110,9 +109,9 @@ def _broken_rule(rule: LayerRule) -> list[str]:
         own = own or _overrides(rule, ElementwiseRule, "_second_derivative_mat_prod")
         if not own and not rule.hessian_is_zero:
             found.append("is an ElementwiseRule without second_derivative or hessian_is_zero")
-    elif rule.hessian_is_diagonal and not rule.hessian_is_zero:
+    elif second_order(rule).hessian_is_diagonal and not second_order(rule).hessian_is_zero:
         method = "_second_derivative_mat_prod"
-        if not _overrides(rule, LayerRule, method):
+        if not _overrides(rule, SecondOrderRule, method):
             found.append(f"declares hessian_is_diagonal and has no {method}")
     samples = isinstance(rule, HessianLossRule) and _overrides(
         rule, HessianLossRule, "_sqrt_hessian_sampled"

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any, get_args
 
-from backpack_core.cli.certificate import standing, worst
+from backpack_core.cli.certificate import Standing, standing
 from backpack_core.cli.isolation import load_isolated
 from backpack_core.cli.reports import Report
 from backpack_core.discovery import State, discover
@@ -27,9 +27,14 @@ def collect(load: bool, limit: float) -> list[Report]:
         reports = load_isolated(found, limit)
     else:
         reports = [Report(p.name, p.value, p.distribution, p.version, p.state) for p in found]
-    for report in reports:
-        report.standing = standing([report.value.partition(":")[0].strip()])
+    for report, plugin in zip(reports, found, strict=True):
+        report.standing = standing(plugin.package)
     return reports
+
+
+def worst(standings: Iterable[Standing]) -> Standing:
+    """How a distribution stands: as the worst of its packages."""
+    return max(standings, key=get_args(Standing).index)
 
 
 FOLDED = ("distribution", "version", "provides", "state", "certificate")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from backpack_core.cli.certificate import Standing
+
 LIMIT = 60.0  # seconds that a plugin may take to load: enough for a healthy one on a busy machine
 
 
@@ -63,7 +65,7 @@ class Report:
     provides: list[Provided] = field(default_factory=list)
     broken_promises: list[str] = field(default_factory=list)
     absent: dict[str, str] = field(default_factory=dict)
-    standing: str = ""
+    standing: Standing = "no certificate"
     module_found: bool = True
 
     @property

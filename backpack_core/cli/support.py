@@ -18,6 +18,7 @@ from torch.nn import Module, Parameter
 
 from backpack_core import _hooks, plugins
 from backpack_core.cli import output
+from backpack_core.cli.watch import declared_form, is_fast
 from backpack_core.context import backpack
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.loss import LossRule
@@ -26,7 +27,7 @@ from backpack_core.discovery import choose
 from backpack_core.errors import BackpackError, UsageError, nearest
 from backpack_core.extending import extend
 from backpack_core.plugins.registry import Resolved, registry
-from backpack_core.testing.watch import declared_form, is_fast
+from backpack_core.testing.traits import has_second_derivative
 from backpack_products.affine import AffineProduct
 from backpack_products.extensions import FirstOrderExtension
 from backpack_products.parametric import ParametricRule
@@ -67,7 +68,7 @@ def matrix(chosen: tuple[str, ...] = ()) -> Report:
         UsageError: An extension is not installed.
     """
     try:
-        kit = importlib.import_module("backpack_core.testing.support")
+        kit = importlib.import_module("backpack_core.cli.matrix")
     except ImportError as error:
         raise BackpackError(
             f"The support matrix comes from the conformance kit, which needs {error.name}. Run "
@@ -288,7 +289,7 @@ def _needs(extension: type[Extension]) -> str:
     except ImportError:
         known = None
     else:
-        known = quantity_of(extension.savefield)
+        known = quantity_of(extension)
     if known is not None:
         return known.needs
     return "gradient" if issubclass(extension, FirstOrderExtension) else "curvature"
@@ -314,15 +315,7 @@ def _has_second_derivative(resolved: Resolved) -> bool:
     rule = resolved.rule
     if resolved.is_fallback:
         return False
-    methods = ("_second_derivative_mat_prod", "second_derivative")
-    own = [getattr(type(rule), name, None) for name in methods]
-    inherited = [
-        getattr(base, name, None)
-        for base in type(rule).__mro__
-        if base.__module__ == LayerRule.__module__
-        for name in methods
-    ]
-    return rule.hessian_is_zero or any(m is not None and m not in inherited for m in own)
+    return has_second_derivative(rule)
 
 
 def _has_structure(rule: LayerRule, module: Module, names: set[str]) -> bool:

@@ -37,7 +37,7 @@ class OpenFunction(Generic[R]):
         """Take the definition, which works for every form."""
         self.definition = definition
         self._versions: dict[type, dict[str, Callable[..., R]]] = {}  # by form and package
-        self._found: dict[type, Callable[..., R]] = {}  # the function for a form, once known
+        self._chosen: dict[type, Callable[..., R]] = {}  # what is called for a form
         self.__name__ = ""
         update_wrapper(self, definition)
 
@@ -55,7 +55,7 @@ class OpenFunction(Generic[R]):
                     f"with a form, as (product: AffineProduct). Got {version!r}, with {each!r}."
                 )
             self._versions.setdefault(each, {})[version.__module__.partition(".")[0]] = version
-        self._found = {}  # what another thread is looking up meanwhile goes into the old one
+        self._chosen = {}  # what another thread is looking up meanwhile goes into the old one
         return version
 
     def has_version(self, form: type[Reading]) -> bool:
@@ -68,18 +68,18 @@ class OpenFunction(Generic[R]):
         Raises:
             PluginConflictError: Several packages have one, and none is preferred.
         """
-        known = self._found
+        chosen = self._chosen
         its = next(filter(self._versions.__contains__, form.__mro__), None)
         versions = {"": self.definition} if its is None else self._versions[its]
-        found = version_of(versions, f"{self.__name__}/{spelled_out(its or form)}")
+        function = version_of(versions, f"{self.__name__}/{spelled_out(its or form)}")
         if len(versions) == 1:  # else a preference decides, which may change
-            known[form] = found
-        return found
+            chosen[form] = function
+        return function
 
     def __call__(self, product: Reading, *arguments: Any) -> R:
         """The result for a reading."""
         form = type(product)
-        return (self._found.get(form) or self._version_for(form))(product, *arguments)
+        return (self._chosen.get(form) or self._version_for(form))(product, *arguments)
 
     def __repr__(self) -> str:
         """The name."""
@@ -103,7 +103,7 @@ class Operation(OpenFunction[R]):
         results = product.results
         result: R | None = results.get(key)
         if result is None:
-            version = self._found.get(form) or self._version_for(form)
+            version = self._chosen.get(form) or self._version_for(form)
             result = results[key] = version(product, *settings)
             if isinstance(result, Tensor):
                 product.made += ((result, result._version),)

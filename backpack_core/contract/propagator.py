@@ -124,7 +124,8 @@ class Propagator(ABC):
             return waiting
         if waiting is not None:
             raise loss_behind_a_loss(view)
-        rule.check(view)
+        if view.is_checked:
+            rule.check(view)
         return ask(view, self, "start", rule, view)
 
     def serving(self, extensions: Sequence[Any]) -> Propagator:

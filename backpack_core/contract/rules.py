@@ -5,13 +5,14 @@ used by every extension. Public methods check shapes; a rule author writes the m
 starts with an underscore. Axis letters: ``V`` columns, ``N`` samples, ``S`` shared positions,
 ``G`` groups, ``I`` and ``O`` features per group.
 
-The more special bases of layers that know more are those of libraries: of layers with parameters,
-for example.
+The bases of layers that know more are those of libraries: of layers with parameters, or with second
+derivatives.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from reprlib import repr as abridged
 from typing import Any, ClassVar, Final
 
@@ -20,7 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import Node
-from backpack_core.contract.bases import base
+from backpack_core.contract.bases import Candidate, base, judge
 from backpack_core.errors import ShapeError, UnsupportedError
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
@@ -40,10 +41,6 @@ class LayerRule(ABC):
             If there are others that are trained, all are read where operations use them.
         transparent: The rule leaves propagation to the autograd graph inside the module: then
             ``_jac_t_mat_prod`` is never called, and modules inside are visited on their own.
-        hessian_is_zero: ``∂²f/∂x²`` vanishes (almost everywhere), for several inputs that of all
-            together: a product of two has another.
-        jacobian_is_constant: ``∂f/∂x`` is one matrix for all samples and all values of the input.
-        hessian_is_diagonal: ``∂²f_o/∂x_i∂x_j = 0`` unless ``i = j = o``.
         is_loss: Quantities start here; see :class:`~backpack_core.LossRule`.
         reads_inside: Parameters to which autograd may bring the gradient, at :meth:`node_inside`.
 
@@ -51,23 +48,21 @@ class LayerRule(ABC):
 
     To write:
         ``_jac_t_mat_prod(view, mat)``: ``J_xᵀ mat``, ``[V, N, *out] → [V, N, *in]``; a tuple for
-        several input tensors. Optional: ``_second_derivative_mat_prod(view, grad_output, mat)``,
-        ``check(view)``, ``mixes_samples(view)``, ``batch_axis(view, index)``.
+        several input tensors. Optional: ``check(view)``, ``mixes_samples(view)``,
+        ``batch_axis(view, index)``.
     """
 
     module_types: ClassVar[tuple[ModuleType, ...]] = ()
     params: ClassVar[tuple[str, ...]] = ()
     transparent: ClassVar[bool] = False
-    hessian_is_zero: ClassVar[bool] = False
-    hessian_is_diagonal: ClassVar[bool] = False
-    jacobian_is_constant: ClassVar[bool] = False
     is_loss: ClassVar[bool] = False
     reads_inside: ClassVar[tuple[str, ...]] = ()
 
     def check(self, view: View) -> None:  # noqa: B027 - most rules refuse nothing
         """Refuse settings of the module that this rule cannot treat exactly.
 
-        Called before every other method, once per call and backward pass.
+        Called before every other method, once per call and backward pass; not in a pass that
+        takes the plan of an earlier one, where shapes and settings are the same.
 
         Args:
             view: The forward execution in question.
@@ -123,6 +118,9 @@ class LayerRule(ABC):
             ShapeError: ``mat`` or the result has the wrong shape.
             UnsupportedError: Some samples were asked for, of an input whose axis 0 is another one.
         """
+        if not view.is_checked and view.indices is None:
+            found = self._jac_t_mat_prod(view, mat)
+            return found if isinstance(found, tuple) else (found,)
         expect(view, self, "_jac_t_mat_prod is given", mat, view.output_shape)
         result = ask(view, self, "_jac_t_mat_prod", view, mat)
         products: list[Tensor | None] = [*result] if isinstance(result, tuple) else [result]
@@ -146,13 +144,6 @@ class LayerRule(ABC):
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor | tuple[Tensor | None, ...]:
         """``[V, N, *out] → [V, N, *in]``; a tuple, one entry per input tensor, for several."""
 
-    def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
-        """``[V, N, *in] → [V, N, *in]``; the gradient at the output times ``∂²f/∂x²``."""
-        raise UnsupportedError(
-            f"{type(self).__name__} has no second derivative, which {view.path} needs here: "
-            "implement _second_derivative_mat_prod, or declare hessian_is_zero if it is."
-        )
-
 
 @base
 class NoRule(LayerRule):
@@ -162,6 +153,13 @@ class NoRule(LayerRule):
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         raise AssertionError("a transparent rule is never asked to propagate")
+
+
+@judge
+def _cannot_speak(candidate: Candidate) -> Iterator[str]:
+    """What keeps a rule from speaking for any module."""
+    if issubclass(candidate.cls, LayerRule) and not candidate.cls.module_types:
+        yield f"module_types must name {MODULE_TYPES}. Got ()"
 
 
 def _refuse_uncut(view: View, tensor: Tensor) -> None:
@@ -194,11 +192,11 @@ def expect(
     is_real = is_tensor and (mat.is_floating_point() or mat.is_complex())
     if is_real and mat.shape[1:] == shape and (columns is None or mat.shape[0] == columns):
         return
-    found = f"shape {list(mat.shape)}" if is_tensor else abridged(mat)
+    given = f"shape {list(mat.shape)}" if is_tensor else abridged(mat)
     if is_tensor and not is_real:
-        found += f" of {mat.dtype}"
+        given += f" of {mat.dtype}"
     lead = "V" if columns is None else columns
     raise ShapeError(
-        f"{type(speaker).__name__}.{what} {found} at {view.path}, expected a tensor "
+        f"{type(speaker).__name__}.{what} {given} at {view.path}, expected a tensor "
         f"[{lead}, {', '.join(map(str, shape))}] of {view.dtype}."
     )

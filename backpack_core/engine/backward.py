@@ -8,6 +8,7 @@ node between calls, and each call and node is passed once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -37,8 +38,6 @@ from backpack_core.record.view import View
 from backpack_core.replaced import replaced
 from backpack_core.values import without_autocast
 
-Grads = Sequence[Tensor | None]
-
 
 class BackwardPass:
     """The state of one backward pass under one context; dropped when the pass ends or fails.
@@ -66,6 +65,7 @@ class BackwardPass:
         is_running: Whether autograd has begun.
         is_alone: Whether it does not go, so that there are no gradients.
         is_differentiable: Whether it makes a graph of its own.
+        only_reads: Whether nothing is sent on, or shown to anybody.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class BackwardPass:
         self.roots, self.gradients, self.given = [*roots], gradients, given
         self.visiting: View | None = None
         self.is_running = self.is_alone = False
-        self.is_differentiable = self._only_reads = False
+        self.is_differentiable = self.only_reads = False
         self.is_outermost = outer is None
         self._clears: bool = outer is None or (is_part and outer._clears)
         self.is_whole = outer is None or (is_part and not outer.survey.sites)
@@ -113,7 +113,6 @@ class BackwardPass:
         self._is_part = is_part
         self.sink: FieldSink = FieldSink(self.survey, outer.sink if outer else None, is_part)
         self.schedule = HookSchedule(self.between, self.groups, context.passes)
-        self.traversal = self.between.traversal(self.schedule, self.sink, self._kept)
         self._planning: Planning | None = None
         self.observers = own_observers(context, self.survey)
         if not (groups or whole):
@@ -174,11 +173,12 @@ class BackwardPass:
         self._begin_visits()
 
     def _begin_visits(self) -> None:
+        self.traversal = self.between.traversal(self.schedule, self.sink, self._kept)
         self._before = overriding(self.observers, "before")
         self._after = overriding(self.observers, "after")
         asks = self._before, self._after, self.context.whole, self._divided
         travel = [g.propagator.travels or g.has_overrides for g in self.groups]
-        self._only_reads = not (any(asks) or any(travel))
+        self.only_reads = not (any(asks) or any(travel))
 
     def is_carried(self, given: Options, gradients: Sequence[Tensor | None]) -> bool:
         """Whether an observer does all visits, and autograd need not go.
@@ -201,29 +201,27 @@ class BackwardPass:
     # Visits --------------------------------------------------------------------------------------
 
     def passes_by(self, call: Call, index: int) -> bool:
-        """Let go of a call without a visit, if nothing is read there, sent on, or shown to anybody.
+        """Let go of a call without a visit, if nothing is read there, in a pass that only reads.
 
         So it is with an activation where nothing travels but autograd's own gradient.
         """
         survey = self.survey
-        site = survey.sites.get((call, index)) if self._only_reads else None
-        if site is None or survey.trained[call] or self.between.is_watched(site):
+        site = survey.sites.get((call, index))
+        if site is None or survey.trained[call]:
+            return False
+        if not survey.is_straight and self.between.is_watched(site):
             return False
         self._let_go(call)
         return True
 
-    def reach(self, site: Site, grads: Grads, changed_by: Sequence[Any] | None) -> None:
-        """Autograd has reached an output of a call.
+    def visit(self, site: Site, grad: Tensor | None, changed_by: Sequence[Any] | None) -> None:
+        """Everything that happens at one output of one call.
 
         Args:
             site: The place.
-            grads: The gradients that autograd goes on with at its node; ``None`` for zero.
+            grad: The gradient that autograd goes on with there; ``None`` for zero.
             changed_by: Hooks of the user's on the tensor, if it was changed by one or another.
         """
-        self.between.reach(self, site, grads, changed_by)
-
-    def visit(self, site: Site, grad: Tensor | None, changed_by: Sequence[Any] | None) -> None:
-        """Everything that happens at one output of one call."""
         call, context = site.call, self.context
         is_asked = bool(self.groups or context.whole)
         if is_asked and (call, site.index) not in self.survey.sites:
@@ -236,7 +234,7 @@ class BackwardPass:
             if changed_by is not None and self.is_curvature:
                 raise losses.changed_gradient(view, changed_by)
             # What is read off the graph as a whole needs no rule.
-            if self.is_per_sample and self.survey.asks_rule(call):
+            if view.is_checked and self.is_per_sample and self.survey.asks_rule(call):
                 try:
                     call.rule.check(view)
                 except Exception as error:
@@ -265,12 +263,17 @@ class BackwardPass:
         is_last = len(call.stored.outputs) == 1  # another output may be visited yet
         if is_last:
             self._kept.pop(call, None)
-        if self.context.retain_graph or keeps_graph():
+        if self._keeps_graph:
             return
         if is_last:
             call.release()
         else:
             self._release_last.append(call)
+
+    @cached_property
+    def _keeps_graph(self) -> bool:
+        """Whether the graph outlives the pass; known once that runs."""
+        return self.context.retain_graph or keeps_graph()
 
     # The end -------------------------------------------------------------------------------------
 

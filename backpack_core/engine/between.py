@@ -167,7 +167,14 @@ class Between(ABC, Generic[S]):
         grads: Sequence[Tensor | None],
         changed_by: Sequence[Any] | None,
     ) -> None:
-        """Autograd has reached an output of a call; see :meth:`BackwardPass.reach`."""
+        """Autograd has reached an output of a call; default: visit it.
+
+        Args:
+            run: The pass.
+            site: The place.
+            grads: The gradients that autograd goes on with at its node; ``None`` for zero.
+            changed_by: See :meth:`BackwardPass.visit`.
+        """
         run.visit(site, grads[site.edge.output_nr], changed_by)
 
     def end(self, run: BackwardPass) -> None:

@@ -28,8 +28,9 @@ class RuleCarrier(Carrier):
         self._propagator = self.speaker = group.propagator
         self._needs = group.needs
         self._survey = survey
-        self._products = _asked(group.propagator, "products")
-        self._propagate = _asked(group.propagator, "propagate")
+        is_guarded = not survey.is_planned
+        self._products = _asked(group.propagator, "products", is_guarded)
+        self._propagate = _asked(group.propagator, "propagate", is_guarded)
 
     def starts(self, view: View) -> bool:
         """It does not: the propagator has a quantity at a loss."""
@@ -45,11 +46,15 @@ class RuleCarrier(Carrier):
     def find(self, view: View, trained: Sequence[Trained], quantity: Any) -> list[Reading]:
         """What the propagator finds at parameters, each with where it stands."""
         rule, module = view.call.rule, view.call.module
-        names = [*dict.fromkeys([own.name for own in trained])]
+        names, *_ = zip(*trained, strict=True)
+        if view.stored.computed:
+            names = tuple(dict.fromkeys(names))  # one may have several leaves
         found = self._products(rule, view, names, quantity)
-        is_list = isinstance(found, (list, tuple)) and len(found) == len(names)
-        if not is_list or False in [isinstance(reading, Reading) for reading in found]:
-            raise self._wrong("products", found, view, f"a list with a reading for each of {names}")
+        if view.is_checked:
+            is_list = isinstance(found, (list, tuple)) and len(found) == len(names)
+            if not is_list or not all(isinstance(reading, Reading) for reading in found):
+                what = f"a list with a reading for each of {[*names]}"
+                raise self._wrong("products", found, view, what)
         if view.positions > 1:
             chosen = self._propagator.subsampling
             count = self._survey.batch_size if chosen is None else len(chosen)
@@ -59,6 +64,8 @@ class RuleCarrier(Carrier):
             reading.name, reading.module, reading.rule = name, module, type(rule)
             reading.kept, reading.beside, reading.needs = view.kept, beside, self._needs
             reading.is_measured = view.is_measured
+        if not view.stored.computed:
+            return list(found)
         at = dict(zip(names, found, strict=True))
         return [
             at[own.name] if own.parameter is own.used else _at_leaf(at[own.name], own)
@@ -71,6 +78,8 @@ class RuleCarrier(Carrier):
         if rule.is_loss:
             return {0: quantity}
         found: Any = self._propagate(rule, view, quantity)
+        if not view.is_checked:
+            return found  # type: ignore[no-any-return]
         count = len(view.stored.inputs)
         if isinstance(found, dict) and all(place in range(count) for place in found):
             return found
@@ -114,10 +123,10 @@ def _at_leaf(reading: Reading, own: Trained) -> Reading:
     return found.placed_as(reading)
 
 
-def _asked(propagator: Propagator, method: str) -> Callable[..., Any]:
+def _asked(propagator: Propagator, method: str, is_guarded: bool) -> Callable[..., Any]:
     """A method of a rule, a view, and more; what a base class does needs nobody to watch it."""
     own: Callable[..., Any] = getattr(propagator, method)
-    if is_of_base(own):
+    if not is_guarded or is_of_base(own):
         return own
     return lambda rule, view, *given: ask(view, propagator, method, rule, view, *given)
 

@@ -47,7 +47,7 @@ class OutputHook:
                 self.call.release()
             return
         begun = _known_pass(context)
-        if begun is not None and begun.passes_by(self.call, self.index):
+        if begun is not None and begun.only_reads and begun.passes_by(self.call, self.index):
             return
         hooks = self.hooks()
         # Autograd goes on with what the user's hooks make of the gradient. They are on the tensor,
@@ -62,25 +62,26 @@ class OutputHook:
                 return  # of a pass that a hook has begun in ours, or after ours has failed
             handle.remove()
             edge = Edge(current_node(), self.output_nr)
-            site = Site(self.call, self.index, edge)
             found = None if known is None else known()
             found = found or _pass_under_way(context, edge)
             changed_by = None if grads[self.output_nr] is grad else others
-            guarded(context.passes, BackwardPass.reach, found, site, grads, changed_by)
+            site = Site(self.call, self.index, edge)
+            guarded(context.passes, found.between.reach, found, site, grads, changed_by)
 
         handle = current_node().register_prehook(after)
 
 
 def _known_pass(context: Context) -> BackwardPass | None:
     """The backward pass that is running, if it was announced, or has been here before."""
-    task = graph_task_id()
-    found: BackwardPass | None = context.passes.get(task)
-    if found is None and context.announced:
-        announced: BackwardPass = context.announced[-1]
-        if not announced.is_running and announced.schedule.is_in(task):
-            announced.is_running = True
-            found = context.passes[task] = announced
-    return found
+    task, announced = graph_task_id(), context.announced[-1] if context.announced else None
+    if announced is not None:
+        begun: BackwardPass = announced
+        if begun.is_running and begun.schedule.task == task:
+            return begun
+        if not begun.is_running and task not in context.passes and begun.schedule.is_in(task):
+            begun.is_running, context.passes[task] = True, begun
+            return begun
+    return context.passes.get(task)
 
 
 def _pass_under_way(context: Context, edge: Edge) -> BackwardPass:

@@ -72,7 +72,8 @@ class Planning:
             return
         try:
             numbers = self._between.numbered(self._structure)
-            plan = Plan.of(survey, self._structure, numbers)
+            travels = any(group.propagator.travels for group in self._context.groups)
+            plan = Plan.of(survey, self._structure, numbers, travels)
         except Unplanned as why:
             history[f"surveyed: {why}"] += 1
             return

@@ -48,9 +48,11 @@ class Schedule(ABC):
         between: Takes what is sent to nodes between calls.
         at_nodes: What waits there, by the group and the number of the output.
         chunks: Carries through what does not fit into memory, if a library has brought it.
+        task: That of autograd, once it has begun; -1 in an order of our own.
     """
 
     chunks: Any = None
+    task: int = -1
 
     def __init__(self, between: Between[Any], groups: Sequence[Group]) -> None:
         self.between = between
@@ -134,7 +136,6 @@ class HookSchedule(Schedule):
         """
         super().__init__(between, groups)
         self.passes = passes
-        self.task = -1  # of autograd's, once that has begun
         self._begun = threading.get_ident(), 1 + len(_torch.running_passes())
 
     def begin(self) -> None:

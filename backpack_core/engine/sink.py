@@ -143,13 +143,14 @@ class Sink(ABC):
 
     def _read(self, extension: Extension, view: View, complete: list[Uses]) -> list[Any]:
         """What an extension reads at each parameter; ``None`` where it leaves it out."""
-        guard = guard_of(view)
+        guard = guard_of(view) if view.is_checked else None
         seen = [] if guard is None else guard.before(view, ())
         values: list[Any] = []
         for parameter, uses in complete:
             value = None
             try:
-                if self._is_wanted(extension, id(parameter)):
+                use = self.survey.uses[id(parameter)]
+                if use.is_wanted and (not use.unruled or wants_unruled(extension)):
                     shown = uses[0] if len(uses) == 1 else _whole(uses)
                     shown = shown.lasting() if extension.is_deferred else shown
                     shown.parameter = parameter
@@ -165,11 +166,6 @@ class Sink(ABC):
         if guard is not None:
             guard.after(view, seen, extension, "read")
         return values
-
-    def _is_wanted(self, extension: Extension, number: int) -> bool:
-        """Whether an extension reads a parameter; of what no rule covers, as it says."""
-        use = self.survey.uses[number]
-        return use.is_wanted and (not use.unruled or wants_unruled(extension))
 
 
 def _whole(uses: list[Reading]) -> Any:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -24,34 +26,59 @@ from backpack_core.record.owner import owner_of
 MOST: Final = 100  # plans of one model, those that were made last
 
 
+class Step(NamedTuple):
+    """What is decided about an output of a call.
+
+    Attributes:
+        path: The path of the module.
+        names: The parameters that are read there.
+        is_opened: Whether quantities go on through its operations, and not by its rule.
+        to: The steps that they go to; 0 stands for operations between modules. Empty if nothing is
+            sent, as where autograd's own gradient is read.
+    """
+
+    path: str
+    names: tuple[str, ...]
+    is_opened: bool
+    to: tuple[int, ...]
+
+    def __str__(self) -> str:
+        """What happens, in words."""
+        done = [f"read {', '.join(self.names)}"] if self.names else []
+        if self.to:
+            whom = [str(number) if number else "operations" for number in self.to]
+            way = "through its operations" if self.is_opened else "by its rule"
+            done.append(f"send to {', '.join(whom)} {way}")
+        return "; ".join(done) or "let go"
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is decided about graphs of one form.
 
     Attributes:
-        trained: The names of the parameters that each output of a call is read off at.
-        calls: The paths of the modules, one for each output of a call, losses first.
-        opened: Which of the calls are gone through node by node.
+        steps: What happens at each output of a call, losses first.
+        reads_inside: Whether a rule has parameters that are read inside of its module.
         batch_size: The number that stands for the number of samples.
         numbers: What lies between calls, as its library numbers it; ``None`` if only calls count.
         kept: What it keeps for observers of passes, by their class.
     """
 
-    trained: tuple[tuple[str, ...], ...]
-    calls: tuple[str, ...]
-    opened: tuple[bool, ...]
+    steps: tuple[Step, ...]
+    reads_inside: bool
     batch_size: int
     numbers: Any
     kept: dict[type, Any] = field(compare=False, default_factory=dict)
 
     @classmethod
-    def of(cls, survey: Survey, structure: Structure, numbers: Any) -> Plan:
+    def of(cls, survey: Survey, structure: Structure, numbers: Any, travels: bool) -> Plan:
         """The plan of a pass that was surveyed.
 
         Args:
             survey: What is known about the graph.
             structure: What tells it from others.
             numbers: What lies between calls.
+            travels: Whether anything is sent but autograd's own gradient.
 
         Raises:
             Unplanned: Passes like it have to be surveyed each time.
@@ -61,13 +88,21 @@ class Plan:
         if not is_same or survey.batch_size not in structure.lengths:
             raise Unplanned("modules lie where no walk by rules gets to")
         calls = [call for call, _ in structure.sites]
-        return cls(
-            tuple([tuple([own.name for own in survey.trained[call]]) for call in calls]),
-            tuple([call.path for call in calls]),
-            tuple([call in survey.opened for call in calls]),
-            structure.lengths[survey.batch_size],
-            numbers,
-        )
+        number = {site.edge[:2]: n for n, site in enumerate(structure.sites.values(), 1)}
+        steps = []
+        for call in calls:
+            edges = [edge[:2] for edge in call.edges if edge is not None] if travels else ()
+            to, names = [number.get(edge, 0) for edge in edges], survey.trained[call]
+            is_opened = call in survey.opened
+            steps.append(Step(call.path, tuple([n for n, *_ in names]), is_opened, tuple(to)))
+        reads_inside = any(call.rule.reads_inside for call in calls)
+        return cls(tuple(steps), reads_inside, structure.lengths[survey.batch_size], numbers)
+
+    @property
+    def is_straight(self) -> bool:
+        """Whether rules send on all that arrives, and every call has its samples on axis 0."""
+        is_opened = any(step.is_opened for step in self.steps)
+        return self.numbers is None and not (is_opened or self.reads_inside)
 
     @property
     def counts(self) -> bool:
@@ -77,11 +112,7 @@ class Plan:
     def __repr__(self) -> str:
         """The steps, a line for each, in the order of the walk."""
         lines = [("step", "at", "what happens")]
-        steps = zip(self.calls, self.trained, self.opened, strict=True)
-        for number, (path, names, is_opened) in enumerate(steps, 1):
-            read = f"read {', '.join(names)}; " if names else ""
-            way = "through its operations" if is_opened else "by its rule"
-            lines.append((str(number), path, f"{read}go on {way}"))
+        lines += [(str(n), step.path, str(step)) for n, step in enumerate(self.steps, 1)]
         width = max(len(path) for _, path, _ in lines)
         text = "\n".join([f"{number:<4}  {path:<{width}}  {what}" for number, path, what in lines])
         more = "\nFor these shapes: what lies between modules is known, too."
@@ -102,16 +133,17 @@ class Planned(NamedTuple):
     def fill(self, survey: Survey, structure: Structure) -> None:
         """Have a survey know what it would find out by itself, but for what lies between calls."""
         survey.is_planned, survey.sites = True, structure.sites
+        survey.is_straight = self.plan.is_straight
         survey.batch_size = self.batch_size
-        trained, uses, plan = survey.trained, survey.uses, self.plan
-        shown = (t for call, _ in structure.sites for t in call.stored.inputs + call.stored.outputs)
-        survey.widest = max(tensor.nbytes for tensor in shown)
-        steps = zip(structure.sites, plan.trained, plan.opened, strict=True)
-        for (call, _), names, is_opened in steps:
-            if is_opened:
+        trained, uses = survey.trained, survey.uses
+        stored = [call.stored for call, _ in structure.sites]
+        shown = chain.from_iterable([s.inputs + s.outputs for s in stored])
+        survey.widest = max(map(attrgetter("nbytes"), shown))
+        for (call, _), step in zip(structure.sites, self.plan.steps, strict=True):
+            if step.is_opened:
                 survey.opened.add(call)
             if call not in trained:
-                trained[call] = trained_by(call, names)
+                trained[call] = trained_by(call, step.names) if step.names else ()
             for name, own, _ in trained[call]:
                 use = uses.get(id(own))
                 if use is None:
@@ -172,8 +204,7 @@ class Plans:
 def trained_by(call: Call, names: Iterable[str]) -> tuple[Trained, ...]:
     """Parameters of a call, as it used them."""
     owned = call.stored.owned
-    used = [(name, owned[name][0]) for name in names]
-    return tuple([Trained(name, own, own) for name, own in used])
+    return tuple([Trained(name, owned[name][0], owned[name][0]) for name in names])
 
 
 def model_of(structure: Structure) -> Module:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from itertools import chain, product
+from itertools import chain, product, repeat
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ Region = tuple[Call, ...]  # calls that are gone through, each inside of the nex
 FactsOf = Callable[[Node], Iterable[Any]]
 
 OVERWRITTEN = "a view was overwritten in place"
+_STRIDED = torch.strided
 _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
@@ -97,50 +98,56 @@ class Structure:
         facts += [n % m == 0 for n, m in product(lengths, lengths[2:])]
         return tuple(facts)
 
-    def _enter(self, node: Node, number: int, region: Region) -> list[tuple[Place, Region]]:
+    def _enter(self, node: Node, number: int, region: Region) -> Iterable[tuple[Place, Region]]:
         """Note a call, or an operation; returns where to go on."""
         noted: Any = node.metadata
-        for call, _, layout in noted.get(VIEWED, {}).get(number, ()):
-            if layout.is_whole and call not in region:
-                raise Unplanned(OVERWRITTEN)
-        found = noted.get(SITES, {}).get(number)
+        if VIEWED in noted:
+            for call, _, layout in noted[VIEWED].get(number, ()):
+                if layout.is_whole and call not in region:
+                    raise Unplanned(OVERWRITTEN)
+        found = noted[SITES].get(number) if SITES in noted else None
         if found is None:
-            return [(place, region) for place in self._pass(node, region)]
+            return zip(self._pass(node, region), repeat(region))
         call, index = found
-        self.sites[call, index] = Site(call, index, Edge(node, number))
-        if call.is_released or call.is_rewired:
-            raise Unplanned(OVERWRITTEN if call.is_rewired else "a part of the graph was freed")
-        if not call.is_readable:
-            raise Unplanned("hooks take what autograd saves, as those of a checkpoint do")
-        rule, module = call.rule, call.module
-        self._facts += (
-            type(module),
-            id(rule),  # rules live as long as the process
-            module.__dict__.get(PATH_ATTRIBUTE),
-            index,
-            call.training,
-        )
-        self._note_tensors(call)
-        self._note_parameters(call)
-        further = self._note_inputs(call)
-        if rule.transparent:
-            inside = (call, *region)
-            return [(place, inside) for place in self._pass(node, inside)]
-        self._facts.append(call.settings)
-        return [(place, region) for place in further]
+        self.sites[found] = Site(call, index, Edge(node, number))
+        further = self._note(call, index)
+        if call.rule.transparent:
+            region = (call, *region)
+            further = self._pass(node, region)
+        return zip(further, repeat(region))
 
     # Calls ---------------------------------------------------------------------------------------
 
-    def _note_tensors(self, call: Call) -> None:
-        """What a call received and returned: shapes, types, and whatever is no tensor."""
-        stored, facts = call.stored, self._facts
+    def _note(self, call: Call, index: int) -> list[Place]:
+        """What a call was: module, settings, shapes, types; returns where to go on."""
+        if call.is_released or call.is_rewired or not call.is_readable:
+            raise Unplanned(_why_unreadable(call))
+        stored, facts, rule, module = call.stored, self._facts, call.rule, call.module
+        # Rules live as long as the process.
+        facts += type(module), id(rule), module.__dict__.get(PATH_ATTRIBUTE), index, call.training
+        if not rule.transparent:
+            facts.append(call.settings)
         facts += len(stored.inputs), len(stored.outputs)
         for tensor in (*stored.inputs, *stored.outputs):
-            if tensor.layout is not torch.strided or tensor.is_nested:
+            if tensor.layout is not _STRIDED or tensor.is_nested:
                 raise Unplanned(f"{call.path} has nested or sparse tensors")
             facts += tensor.dtype, tensor.shape
         if stored.kwargs or stored.args is not stored.inputs:
             facts.append(_form((stored.args, stored.kwargs)))
+        if stored.owned:
+            self._note_parameters(call)
+        run = call.run
+        facts.append(2 if run is self._run else self._belongs_to(run))
+        further: list[Place] = []
+        for tensor, edge in zip(stored.inputs, call.edges, strict=True):
+            facts.append(edge is None)
+            if edge is None:
+                facts += is_parameter(tensor), tensor.requires_grad, *self._received(call, tensor)
+            elif edge.level:
+                raise Unplanned(OVERWRITTEN)
+            else:
+                further.append(edge[:2])
+        return further
 
     def _note_parameters(self, call: Call) -> None:
         """Which parameters a call used, and which of them want a gradient."""
@@ -153,20 +160,6 @@ class Structure:
             facts += self._number_of(tensor), tensor.requires_grad, tensor.dtype
         if call.module._modules and not call.rule.transparent:  # it may leave out some inside
             facts.append(tuple([p.requires_grad for p in call.module.parameters()]))
-
-    def _note_inputs(self, call: Call) -> list[Place]:
-        """Where a call's inputs came from; returns where to go on."""
-        facts, further = self._facts, list[Place]()
-        facts.append(self._belongs_to(call.run))
-        for tensor, edge in zip(call.stored.inputs, call.edges, strict=True):
-            facts.append(edge is None)
-            if edge is None:
-                facts += is_parameter(tensor), tensor.requires_grad, *self._received(call, tensor)
-            elif edge.level:
-                raise Unplanned(OVERWRITTEN)
-            else:
-                further.append(edge[:2])
-        return further
 
     def _received(self, call: Call, tensor: Tensor) -> tuple[Any, ...]:
         """How data that a call received lie in what its model received."""
@@ -224,6 +217,14 @@ class Structure:
         edges = node.next_functions
         facts.append(tuple([child is None for child, _ in edges]))
         return [(child, number) for child, number in edges if child is not None]
+
+
+def _why_unreadable(call: Call) -> str:
+    if call.is_rewired:
+        return OVERWRITTEN
+    if call.is_released:
+        return "a part of the graph was freed"
+    return "hooks take what autograd saves, as those of a checkpoint do"
 
 
 def _form(value: Any) -> Any:

@@ -26,13 +26,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 # Called in passes, by libraries' own objects; the others say once what a plugin contributes.
 OF_PASSES: Final = frozenset(
-    {
-        "backpack_operation",
-        "backpack_run",
-        "backpack_watch",
-        "backpack_storage",
-        "backpack_validate",
-    }
+    {"backpack_operation", "backpack_run", "backpack_watch", "backpack_storage"}
 )
 
 
@@ -92,15 +86,4 @@ def backpack_storage() -> Storage | None:
     """Return where tensors of a call are kept that torch itself does something with.
 
     Called when the plugin is registered; core asks the object from then on.
-    """
-
-
-@hookspec
-def backpack_validate(  # type: ignore[empty-body]
-    kind: type, module: Module | None
-) -> Iterable[str]:
-    """Return what is wrong with a class, a sentence for each fault, which is then refused.
-
-    Called for a class that is registered by hand, and for that of a rule with the first ``module``
-    of a type that it speaks for. What libraries say of any class are judges: ``contract.bases``.
     """

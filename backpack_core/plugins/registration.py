@@ -12,6 +12,7 @@ from typing import Any
 
 from pluggy import PluginValidationError
 
+from backpack_core.contract.bases import vet
 from backpack_core.discovery import Provenance
 from backpack_core.errors import (
     PluginConflictError,
@@ -21,7 +22,6 @@ from backpack_core.errors import (
     nearest,
 )
 from backpack_core.plugins import hookspecs
-from backpack_core.plugins.declarations import advise
 from backpack_core.plugins.hookspecs import PROJECT
 from backpack_core.plugins.manager import hooks as hooks
 from backpack_core.plugins.manager import manager as manager
@@ -84,23 +84,28 @@ def _settle(obj: Any) -> None:
 def _collect(obj: Any) -> list[Contribution]:
     """Call the hooks of one plugin, and check what they return; a class stands for itself."""
     own_hook = hook_of(obj)
-    found: dict[str, Any] = {} if own_hook is None else {own_hook: [obj]}
+    returned_by: dict[str, Any] = {} if own_hook is None else {own_hook: [obj]}
     for caller in manager.get_hookcallers(obj) or ():
         if not caller.has_spec():
             raise PluginError(f"{caller.name} is no hook. The hooks are {', '.join(hook_names())}.")
         if caller.name in hookspecs.OF_PASSES:
-            found[caller.name] = ()
+            returned_by[caller.name] = ()
             continue
         own = [each for each in caller.get_hookimpls() if each.plugin is obj]
-        found[caller.name] = returned = own[0].function()
+        returned_by[caller.name] = returned = own[0].function()
         if not isinstance(returned, Iterable):
             raise PluginError(f"{caller.name} must return an iterable. Got {returned!r}.")
-    if not found:
+    if not returned_by:
         raise PluginError(
             f"{obj!r} provides nothing: name a class derived from LayerRule, Extension or "
             "Propagator, or a module with functions marked by backpack_core.hookimpl."
         )
-    return [c for hook, items in found.items() for item in items for c in contributions(hook, item)]
+    return [
+        c
+        for hook, items in returned_by.items()
+        for item in items
+        for c in contributions(hook, item)
+    ]
 
 
 def declared_api(obj: Any) -> set[int]:
@@ -113,8 +118,8 @@ def declared_api(obj: Any) -> set[int]:
         PluginError: It says something else.
     """
     module = str(getattr(obj, "__module__", None) or getattr(obj, "__name__", ""))
-    for place in (obj, sys.modules.get(module), sys.modules.get(module.partition(".")[0])):
-        declared = getattr(place, "backpack_api", None)
+    for level in (obj, sys.modules.get(module), sys.modules.get(module.partition(".")[0])):
+        declared = getattr(level, "backpack_api", None)
         if declared is not None:
             several = declared if isinstance(declared, (tuple, list, set)) else (declared,)
             if not several or not all(type(version) is int for version in several):
@@ -160,9 +165,9 @@ def register(obj: Any, name: str | None = None) -> Any:
     name = name or name_of(obj)
     provenance = Provenance(name)
     with lock:
-        known = manager.get_plugin(_key(provenance))
-        if known is not None:
-            if not _is_rerun(known, obj):
+        earlier = manager.get_plugin(_key(provenance))
+        if earlier is not None:
+            if not _is_rerun(earlier, obj):
                 raise PluginConflictError(
                     f"A plugin named {name!r} is registered already: pass another name, or call "
                     f"backpack_core.unregister({name!r}) first."
@@ -171,20 +176,20 @@ def register(obj: Any, name: str | None = None) -> Any:
         try:
             enter(obj, provenance)
             if isinstance(obj, type):
-                advise(obj)
+                vet(obj, is_new=True)
         except BaseException:
             withdraw(provenance)
-            if known is not None:
-                enter(known, provenance)
+            if earlier is not None:
+                enter(earlier, provenance)
             raise
     return obj
 
 
-def _is_rerun(known: Any, obj: Any) -> bool:
+def _is_rerun(earlier: Any, obj: Any) -> bool:
     """Whether a cell of a notebook, or a line of a console, has defined a class again."""
-    are_classes = isinstance(known, type) and isinstance(obj, type) and known is not obj
-    names = {(each.__module__, each.__qualname__) for each in (known, obj)} if are_classes else ()
-    return len(names) == 1 and known.__module__ == "__main__"
+    are_classes = isinstance(earlier, type) and isinstance(obj, type) and earlier is not obj
+    names = {(each.__module__, each.__qualname__) for each in (earlier, obj)} if are_classes else ()
+    return len(names) == 1 and earlier.__module__ == "__main__"
 
 
 def name_of(obj: Any) -> str:
@@ -204,8 +209,8 @@ def unregister(plugin: Any) -> None:
     name = plugin if isinstance(plugin, str) else name_of(plugin)
     with lock:
         if not manager.has_plugin(_key(Provenance(name))):
-            known = [p.rpartition(":")[2] for p, _ in manager.list_name_plugin() if p[:1] == ":"]
-            near = nearest(name, known) or "."
+            names = [p.rpartition(":")[2] for p, _ in manager.list_name_plugin() if p[:1] == ":"]
+            near = nearest(name, names) or "."
             raise PluginError(f"No plugin named {name!r} was registered in this process{near}")
         withdraw(Provenance(name))
 

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 from torch.nn import Module
 
 from backpack_core._torch import class_of
+from backpack_core.contract.bases import vet
 from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, ModuleType, NoRule, is_module_type
 from backpack_core.discovery import Claim, Provenance, choose, class_named, spelled_out
 from backpack_core.errors import PluginError
-from backpack_core.plugins.declarations import advise, refuse
 from backpack_core.plugins.sameness import methods_behind, same_maps
 
 CORE = Provenance("core", "backpack-core", "")
@@ -105,17 +105,17 @@ class Registry:
 
         Raises:
             PluginConflictError: Several distributions claim the type.
-            PluginError: A plugin that validates rules finds a fault of this one.
+            PluginError: A judge finds a fault of its rule.
         """
         kind, cache = class_of(module), self._rule_cache
-        found = cache.get(kind)
-        if found is None:
-            found = self.resolve_type(kind)
-            if not found.is_fallback:
-                advise(type(found.rule), module, found.provenance)
-            cache[kind] = found
-        if found.methods.isdisjoint(module.__dict__):
-            return found
+        resolved = cache.get(kind)
+        if resolved is None:
+            resolved = self.resolve_type(kind)
+            if not resolved.is_fallback:
+                vet(type(resolved.rule), module, who=resolved.provenance)
+            cache[kind] = resolved
+        if resolved.methods.isdisjoint(module.__dict__):
+            return resolved
         return FALLBACK
 
     def resolve_type(self, kind: type[Module]) -> Resolved:
@@ -131,9 +131,9 @@ class Registry:
 
     def _claims_for(self, kind: type) -> list[Claim[LayerRule]]:
         rules = [*self.rules.items()]  # which another thread may add to
-        found = [c for key, claims in rules if _names(key, kind) for c in claims]
+        named = [c for key, claims in rules if _names(key, kind) for c in claims]
         # A rule that names a class twice, as a class and by its name, makes one claim.
-        return [*{_identity(claim.value): claim for claim in found}.values()]
+        return [*{_identity(claim.value): claim for claim in named}.values()]
 
     def override(self, extension: Extension, module: Module) -> CarrierOf | None:
         """The function that makes a carrier for a pair: the instance's own, else a plugin's.
@@ -207,7 +207,7 @@ def contributions(hook: str, item: Any) -> list[Contribution]:
         if _is_class_of(Extension, kind) and is_module_type(module) and callable(carrier):
             return [("overrides", (kind, module), carrier)]
     if hook_of(item) == hook:
-        refuse(item)
+        vet(item)
         is_rule = issubclass(item, LayerRule)
         return of_rules([item]) if is_rule else [(_KINDS[hook][0], item.__name__, item)]
     raise PluginError(f"{hook} returned {item!r}, which is not what the hook asks for.")

@@ -48,14 +48,14 @@ def methods_behind(parent: type) -> frozenset[str]:
 
 def _looked_up(parent: type) -> frozenset[str]:
     """Every name that the code of ``forward``, and of the methods it calls, contains."""
-    found: set[str] = set()
+    names: set[str] = set()
     todo = ["forward"]
     while todo:
         for name in _names_in(_method(parent, todo.pop())):
-            if name not in found:
-                found.add(name)
+            if name not in names:
+                names.add(name)
                 todo.append(name)
-    return frozenset(found)
+    return frozenset(names)
 
 
 def _method(parent: type, name: str) -> Any:

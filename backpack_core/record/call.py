@@ -97,9 +97,12 @@ class Stored(NamedTuple):
 def put_in_order(noted: Any) -> Stored:
     """Make the stored form of a call from what its hook noted, which had to be quick."""
     args, kwargs, inputs, outputs, received, counts, owned, parameters, computed, frozen = noted
+    versions = (*received, *counts[: len(outputs)])
+    if not owned:
+        return Stored(args, kwargs, inputs, outputs, versions, {}, (), computed, (), frozen)
     if isinstance(parameters, int):  # so many of those that are owned
         parameters = tuple(owned)[:parameters]
-    versions, count = (*received, *counts[: len(outputs)]), iter(counts[len(outputs) :])
+    count = iter(counts[len(outputs) :])
     there = {name: (tensor, next(count)) for name, tensor in owned.items() if tensor is not None}
     kept = parameters if len(there) == len(owned) else tuple([n for n in parameters if n in there])
     return Stored(args, kwargs, inputs, outputs, versions, there, kept, computed, (), frozen)
@@ -238,16 +241,6 @@ def edge_of(tensor: Tensor) -> Edge | None:
     node = tensor.grad_fn
     # Much faster than Edge(...).
     return None if node is None else tuple.__new__(Edge, (node, tensor.output_nr, 0))
-
-
-def attach(call: Call, index: int, node: Node, output_nr: int) -> None:
-    """Record a call at an output of a node; an output has one call at most."""
-    metadata: Any = node.metadata
-    table = metadata.get(SITES)
-    if table is None:
-        metadata[SITES] = {output_nr: (call, index)}
-    else:
-        table[output_nr] = (call, index)
 
 
 def attach_viewed(call: Call, index: int, output: Tensor, base: Tensor) -> None:

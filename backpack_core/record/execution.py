@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core._torch import Node, base_of, version_of, versions_of
+from backpack_core._torch import VERSION, Node, base_of, version_of, versions_of
 from backpack_core.record.call import SITES, Edge, edge_of, site_at
 
 _STRIDED = torch.strided
@@ -43,15 +43,11 @@ class Execution(dict[str, Any]):
         if kwargs:
             self.update(kwargs)
         self.tensors = tensors
-        edges: list[Edge | None] = []
-        versions: list[int] = []
+        self.edges = tuple(map(edge_of, tensors))
         try:
-            for tensor in tensors:
-                edges.append(edge_of(tensor))
-                versions.append(tensor._version)
+            self.versions = [*map(VERSION, tensors)]
         except RuntimeError:  # of an inference tensor
-            edges, versions = [*map(edge_of, tensors)], versions_of(tensors)
-        self.edges, self.versions = tuple(edges), versions
+            self.versions = versions_of(tensors)
         self.is_recorded = False
         self.computed: dict[str, Tensor] | None = None
 
@@ -195,5 +191,8 @@ def aliases(live: list[Tensor], execution: Execution) -> dict[int, Tensor]:
         edge = edge_of(output)
         assert edge is not None
         if len(live) > 1 or edge in execution.edges or site_at(edge) is not None:
-            found[id(output)] = output.view_as(output)
+            view = output.view_as(output)
+            # Also of axes of length one: torch refuses to write one into the other if they differ.
+            is_same = view.stride() == output.stride()
+            found[id(output)] = view if is_same else output[...]
     return found

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core._torch import versions_of
+from backpack_core._torch import VERSION, versions_of
 from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE
 
 Owned = dict[str, tuple[Tensor, int]]  # tensors, and how often each was changed in place, by name
@@ -69,7 +69,7 @@ def noted_of(
     """Versions of outputs and of a module's tensors, and which of the latter need no gradient."""
     frozen: list[str] = []
     try:
-        versions = [output._version for output in outputs]
+        versions = [*map(VERSION, outputs)]
         for name, tensor in owned.items():
             if tensor is not None:
                 versions.append(tensor._version)

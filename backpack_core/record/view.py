@@ -129,7 +129,8 @@ class View:
             OverwrittenInputError: It was changed in place since.
         """
         tensor = self.parameter_itself(name)
-        return self._cast(tensor if self.is_differentiable else tensor.detach())
+        tensor = tensor if self.is_differentiable else tensor.detach()
+        return tensor if tensor.dtype is self.dtype else self._cast(tensor)
 
     def parameter_itself(self, name: str) -> Tensor:
         """The tensor behind :meth:`parameter`, with its own dtype and graph."""
@@ -189,7 +190,8 @@ class View:
             found = read(self, index, "input")
             found = found if self.is_differentiable else found.detach()
             found = found if self._pick is None else self._shown(found)
-            found = self._tensors[index] = self._cast(found)
+            found = found if found.dtype is self.dtype else self._cast(found)
+            self._tensors[index] = found
         return found
 
     @property
@@ -209,7 +211,9 @@ class View:
             tensor = read(self, slot, "output")
             if self.is_differentiable:
                 tensor = storage().output_again(self.full, tensor)
-            self._tensors[slot] = self._cast(self._cut(tensor.movedim(self.axis, 0)))
+            tensor = tensor.movedim(self.axis, 0) if self.axis else tensor
+            tensor = tensor if self._pick is None else self._cut(tensor)
+            self._tensors[slot] = tensor if tensor.dtype is self.dtype else self._cast(tensor)
         return self._tensors[slot]
 
     @property

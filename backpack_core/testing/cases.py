@@ -223,7 +223,8 @@ class ExtensionCase(Case):
 
     Attributes:
         extension_factory: Makes the extension; called with ``subsampling=...`` if it takes that.
-        quantity: What it computes; default: the row of the kit's table for its save field.
+        quantity: What it computes; default: what its package registers for its save field, in a
+            module ``oracles``.
         loss: The loss of the kit's nets, for example one with labels (``LABELLED``); default: one
             that is a function of the prediction alone.
     """

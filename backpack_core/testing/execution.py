@@ -128,13 +128,8 @@ def execute(
     return Execution(case, case.resolve(module), view, leaves, outputs[case.output_nr])
 
 
-def recorded(output: Tensor, gradient: Tensor | None = None) -> View:
-    """What a rule sees of the call that returned a tensor.
-
-    Args:
-        output: The tensor.
-        gradient: The gradient that arrives at it.
-    """
+def recorded(output: Tensor) -> View:
+    """What a rule sees of the call that returned a tensor."""
     edge = edge_of(output)
     require(edge is not None, "The output requires no gradient: there is nothing to check.")
     site = None if edge is None else site_at(edge)
@@ -142,7 +137,7 @@ def recorded(output: Tensor, gradient: Tensor | None = None) -> View:
         raise CheckFailure("The layer's forward pass was not recorded on its output.")
     axis = site.call.rule.batch_axis(View(site.call, site.index), site.index)
     with torch.no_grad():
-        return View(site.call, site.index, gradient, axis=axis)
+        return View(site.call, site.index, axis=axis)
 
 
 def _forward(

@@ -45,7 +45,7 @@ def installed_factories() -> list[Callable[..., Extension]]:
     factories: list[Callable[..., Extension]] = []
     for name, claims in sorted(registry.extensions.items()):
         kind = choose(claims, name, "extension").value
-        known = quantity_of(kind.savefield)
+        known = quantity_of(kind)
         factory = partial(kind, **known.arguments) if known and known.arguments else kind
         found = inspect.signature(factory).parameters.values()
         optional = ("VAR_POSITIONAL", "VAR_KEYWORD")
@@ -179,7 +179,7 @@ class Problem:
         name = type(extension).__name__
         if not isinstance(error, (UnsupportedError, MissingPluginError, OverwrittenInputError)):
             raise CheckFailure(f"{name} fails: {type(error).__name__}: {error}") from error
-        quantity = self.quantity or quantity_of(extension.savefield)
+        quantity = self.quantity or quantity_of(extension)
         if quantity is not None and quantity.needs not in self.may_refuse:
             raise CheckFailure(f"{name} refuses: {error}") from error
         self.refused[name] = str(error).split("\n", 1)[0]
@@ -240,7 +240,7 @@ class Problem:
             missing, extra = _differences(set(reference.parameters), set(stored))
             require(not missing, f"{what} stored nothing on {missing}.")
             require(not extra, f"{what} stored a value on frozen {extra}.")
-            known = self.quantity or quantity_of(extension.savefield)
+            known = self.quantity or quantity_of(extension)
             if known is None or known.needs not in needs:
                 names = []
             else:

@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.errors import UnsupportedError
-from backpack_core.extending import extend
 from backpack_core.record.view import View
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import SAMPLES, Arguments, LossCase, seeded
 from backpack_core.testing.compare import CheckFailure, close, require, untouched
-from backpack_core.testing.execution import COLUMNS, draw, execute, recorded, shared
+from backpack_core.testing.execution import COLUMNS, draw, execute, shared
 from backpack_core.testing.extensions_run import ALL_NEEDS, Problem, installed_extensions
 from backpack_core.testing.network import BoundLoss, Shrink
 from backpack_core.testing.reference import Reference
@@ -39,12 +38,17 @@ class LossRun:
     """
 
     def __init__(
-        self, case: LossCase, reduction: str, samples: int = SAMPLES, spread: bool = False
+        self,
+        case: LossCase,
+        reduction: str,
+        samples: int = SAMPLES,
+        spread: bool = False,
+        dtype: torch.dtype = torch.float64,
     ) -> None:
         """Run a loss on its case's inputs, which may be spread in memory."""
         layer = replace(case.as_rule_case(reduction), constants=ALL_BUT_FIRST)
-        given = layer.arguments(samples)
-        run = execute(layer, given.map(strided) if spread else given)
+        given = layer.arguments(samples, dtype)
+        run = execute(layer, given.map(strided) if spread else given, dtype=dtype)
         if not isinstance(run.rule, HessianLossRule):
             raise CheckFailure(f"{type(run.rule).__name__} is no HessianLossRule.")
         self.case, self.rule, self.leaf, self.value = case, run.rule, run.live[0], run.output
@@ -247,13 +251,8 @@ def non_contiguous_input(case: LossCase) -> None:
 
 def float32(case: LossCase) -> None:
     """Against the Hessian in double precision."""
-    layer = case.as_rule_case("mean")
-    given = layer.arguments(dtype=torch.float32).map(Tensor.detach)
-    module = extend(layer.module(torch.float32))
-    leaf = given.args[0].requires_grad_().clone()
-    value = module(leaf, *given.args[1:], **given.kwargs)
-    single, allowed = recorded(value, torch.ones_like(value)), case.tolerances.float32
-    agrees(shared_run(case, "mean"), single, allowed=allowed)
+    single = LossRun(case, "mean", dtype=torch.float32).view
+    agrees(shared_run(case, "mean"), single, allowed=case.tolerances.float32)
 
 
 def leaves_arguments_alone(case: LossCase) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from backpack_core.contract.bases import vet
 from backpack_core.contract.extension import Extension
 from backpack_core.errors import UnsupportedError
-from backpack_core.plugins import declarations as declared
 from backpack_core.testing.compare import finite, require
 from backpack_core.testing.extensions_run import (
     ALL_NEEDS,
@@ -23,7 +23,6 @@ from backpack_core.testing.extensions_run import (
     no_calls_left,
 )
 from backpack_core.testing.nets import TWICE, Nets
-from backpack_core.testing.network import ScaledLoss
 from backpack_core.testing.reference import Reference
 
 
@@ -187,7 +186,7 @@ def residual(nets: Nets) -> None:
 def loss_scaled(nets: Nets) -> None:
     """``0.25 * loss``: everything scales as the loss does."""
     whole = nets.problem().reference
-    scaled = Reference(whole.net, whole.arguments, ScaledLoss(whole.loss, 0.25))
+    scaled = Reference(whole.net, whole.arguments, lambda x: 0.25 * whole.loss(x))
     nets.judge(reference=scaled, scale=0.25)
 
 
@@ -252,5 +251,5 @@ def leaves_gradient_alone(nets: Nets) -> None:
 def declarations(nets: Nets) -> None:
     """Every class attribute that extension and propagator set is one that their bases know."""
     extension = nets.fresh()[0]
-    declared.refuse(type(extension))
-    declared.refuse(type(extension.propagator))
+    vet(type(extension))
+    vet(type(extension.propagator))

@@ -22,6 +22,7 @@ from backpack_core.testing.extensions_run import ALL_NEEDS, Judge, Problem, inst
 from backpack_core.testing.quantities import Quantity, quantity_of
 from backpack_core.testing.reference import Reference
 from backpack_core.testing.traits import traits
+from backpack_products.derivatives import second_order
 from backpack_products.parametric import AffineRule
 
 # Needs without an oracle where autograd cannot differentiate twice.
@@ -53,7 +54,7 @@ class Nets:
 
     def known(self, extension: Extension) -> Quantity | None:
         """What an extension has to compute."""
-        return self.problem().quantity or quantity_of(extension.savefield)
+        return self.problem().quantity or quantity_of(extension)
 
     def close(self, found: Tensor, expected: Tensor, what: str) -> None:
         """Compare in double precision."""
@@ -104,7 +105,8 @@ def _around(
         return net, arguments.to(dtype), loss
 
     linear = set(run.parameters) <= set(getattr(run.rule, "linear_in_params", ()))
-    known = "second derivative" in traits(case) and (run.rule.hessian_is_zero or not any(run.live))
+    is_linear = second_order(run.rule).hessian_is_zero or not any(run.live)
+    known = "second derivative" in traits(case) and is_linear
     may = set() if case.twice_differentiable else set(TWICE)
     if not linear or (run.live and not known) or case.overwrites_input:
         may.add("second derivative")
@@ -154,7 +156,7 @@ def _alone(
     shrink: bool | None = None,
 ) -> Problem:
     """A net for one extension; ``shrink`` has a layer that is not affine."""
-    quantity = case.quantity or quantity_of(case.extension_factory().savefield)
+    quantity = case.quantity or quantity_of(case.extension_factory())
     use = _takes_any_layer(case, quantity) if shrink is None else shrink
     layer = RuleCase(
         lambda: Block(shape, use, residual, twice, single), lambda n: draw((n, *shape), 1)

@@ -119,19 +119,6 @@ class BoundLoss(Module):
         return value
 
 
-class ScaledLoss(Module):
-    """``factor`` times a loss."""
-
-    def __init__(self, loss: Module, factor: float) -> None:
-        super().__init__()
-        self.loss, self.factor, self.reduction = loss, factor, loss.reduction
-
-    def forward(self, x: Tensor) -> Tensor:
-        """``[N, C] →`` a number."""
-        value: Tensor = self.loss(x) * self.factor
-        return value
-
-
 class AffineMapRule(AffineRule):
     """The rule of :class:`Mix` and :class:`Readout`."""
 

@@ -1,23 +1,25 @@
-"""The oracle for each extension, by its save field. Imports torch only.
+"""The oracle for each extension, by its save field.
 
-Authors add rows by :func:`register_quantity`, or in an ``ExtensionCase``. An extension without a
-row is only checked to be finite and reproducible.
+The package of an extension brings it: in a module ``oracles``, which the kit imports, it calls
+:func:`register_quantity`. Authors may also give it in an ``ExtensionCase``. An extension without an
+oracle is only checked to be finite and reproducible.
 """
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from hashlib import sha256
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
+from backpack_core.contract.extension import Extension
 from backpack_core.errors import UsageError
-from backpack_core.testing.compare import relative_error
-from backpack_core.testing.oracle import flat
 
 if TYPE_CHECKING:
     from backpack_core.testing.reference import Reference
@@ -72,288 +74,35 @@ class Quantity:
         return found
 
 
-def _diagonal(blocks: Tensor, reference: Reference, name: str) -> Tensor:
-    """The diagonals of ``[N, θ, θ]`` in the shape ``[N, *θ]``."""
-    diagonal = blocks.diagonal(dim1=1, dim2=2)
-    return diagonal.reshape(len(blocks), *reference.parameters[name].shape)
-
-
-def _variance(reference: Reference, name: str) -> Tensor:
-    """``1/N Σ_n g_n² - (1/N Σ_n g_n)²`` of the gradients as the loss scales them."""
-    gradients = reference.gradients(name)
-    return gradients.square().mean(0) - gradients.mean(0).square()
-
-
-def _clipped(reference: Reference, name: str) -> Tensor:
-    """The sum of gradients that are clipped to the norm 0.1 over all parameters."""
-    squares = [flat(reference.gradients(p), 1).square().sum(1) for p in reference.parameters]
-    factors = (0.1 / torch.stack(squares).sum(0).sqrt()).clamp(max=1.0)
-    return torch.einsum("n,n...->...", factors, reference.gradients(name))
-
-
-def _directions(name: str, shape: torch.Size) -> Tensor:
+def directions(name: str, shape: torch.Size) -> Tensor:
     """Two fixed directions ``[2, *θ]``, the same for every parameter of a shape."""
     generator = torch.Generator().manual_seed(11)
     return torch.randn((2, *shape), dtype=torch.float64, generator=generator)
 
 
-def _projected(reference: Reference, name: str) -> Tensor:
-    """``[N, 3]`` by signs that are hashes of their place, see ``ProjectedGrad``."""
-    gradients, dim = flat(reference.gradients(name), 1), 3
-    shape = reference.parameters[name].shape
-    rows = shape[0] if shape else 1
-    size = gradients.shape[1]
-    text = f"1\0rademacher\0{name}\x000\x00{rows}\0{size // rows}\0{dim}\0matrix"
-    key = int.from_bytes(sha256(text.encode()).digest()[:8], "little")
-    signs = [1.0 - 2.0 * (_hashed(key, place) >> 63) for place in range(size * dim)]
-    matrix = torch.tensor(signs, dtype=gradients.dtype).reshape(size, dim)
-    return gradients @ matrix / math.sqrt(dim)
-
-
-def _hashed(key: int, place: int) -> int:
-    """Output number ``place`` of SplitMix64 (Steele et al., 2014) with a seed."""
-    mask = (1 << 64) - 1
-    found = (key + (place + 1) * 0x9E3779B97F4A7C15) & mask
-    found = ((found ^ (found >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    found = ((found ^ (found >> 27)) * 0x94D049BB133111EB) & mask
-    return found ^ (found >> 31)
-
-
-def _aggregated(reference: Reference, name: str) -> Tensor:
-    """The gradient of the one loss there is, times its norm over all parameters."""
-    sums = {p: reference.gradients(p).sum(0) for p in reference.parameters}
-    return sums[name] * torch.stack([total.square().sum() for total in sums.values()]).sum().sqrt()
-
-
-def _row_sums(gram: Tensor) -> Tensor:
-    """Weights of an aggregation."""
-    return gram.sum(1) / gram.trace().sqrt()
-
-
-def _gram(root: Tensor, reference: Reference, name: str) -> Tensor:
-    """Sum of outer products of columns, which is independent of their signs and rotations."""
-    rows = flat(root, 2)
-    return torch.einsum("vni,vnj->nij", rows, rows)
-
-
-def _vectors(reference: Reference, name: str) -> Tensor:
+def fixed_vectors(reference: Reference, name: str) -> Tensor:
     """Two fixed vectors ``[2, *θ]``."""
-    return _directions(name, reference.parameters[name].shape)
+    return directions(name, reference.parameters[name].shape)
 
 
-def _applied(value: Any, reference: Reference, name: str) -> Tensor:
-    """What a stored function returns for fixed vectors."""
-    vectors = _vectors(reference, name).to(reference.parameters[name].dtype)
-    result: Tensor = value(vectors)
-    return result
+_quantities: dict[str, Quantity] = {}
 
 
-def _block_product(blocks: Tensor, reference: Reference, name: str) -> Tensor:
-    vectors = _vectors(reference, name)
-    return (flat(vectors, 1) @ blocks.sum(0)).reshape(vectors.shape)
+def quantity_of(extension: Extension | type[Extension]) -> Quantity | None:
+    """The oracle of an extension, by its save field; ``None`` if there is none."""
+    kind = extension if isinstance(extension, type) else type(extension)
+    bases = (base for base in kind.__mro__ if issubclass(base, Extension))
+    for package in {base.__module__.partition(".")[0] for base in bases}:
+        _load_oracles(package)
+    return _quantities.get(extension.savefield)
 
 
-Block = Callable[["Reference", str], Tensor | None]  # [θ, θ], or None where it is not known
-
-
-def _factors(block: Block, reference: Reference, name: str) -> list[Tensor | None]:
-    """The expected Kronecker factors: the block for a vector, two factors for a weight.
-
-    A weight of the kit's own modules has ``B``, the block of the bias, and
-    ``A = 1/N Σ_n Σ_s x xᵀ``.
-    """
-    moment = reference.input_moment(name)
-    if moment is not None:
-        bias = f"{name.removesuffix('weight')}bias"
-        return [reference.once(block, bias) if bias in reference.parameters else None, moment]
-    return [reference.once(block, name)] if reference.parameters[name].dim() == 1 else []
-
-
-def _error(found: Tensor, expected: Tensor) -> float:
-    if found.shape != expected.shape:
-        return math.inf
-    return relative_error(found.to(expected.dtype), expected)
-
-
-def _one_plus_worst(errors: list[float]) -> Tensor:
-    """One plus the largest error, to be compared with one; NaN stays NaN."""
-    return 1 + torch.tensor(errors, dtype=torch.float64).max()
-
-
-def _factor_error(block: Block) -> Callable[[Any, Reference, str], Tensor]:
-    """One plus the error of Kronecker factors.
-
-    They must be symmetric and of the right size, and equal the expected ones where these are known.
-    """
-
-    def observed(value: Any, reference: Reference, name: str) -> Tensor:
-        # A diagonal may be stored as a vector.
-        value = [torch.diag(factor) if factor.dim() == 1 else factor for factor in value]
-        size = math.prod(factor.shape[-1] for factor in value)
-        size *= len(value[0]) if value[0].dim() == 3 else 1
-        errors = [float(size != reference.parameters[name].numel())]
-        errors += [_error(factor, factor.mT) for factor in value]
-        known = _factors(block, reference, name)
-        if len(known) == len(value) and value[0].dim() == 2:
-            pairs = zip(value, known, strict=True)
-            errors += [_error(found, factor) for found, factor in pairs if factor is not None]
-        return _one_plus_worst(errors)
-
-    return observed
-
-
-def _eigenbasis_error(block: Block) -> Callable[[Any, Reference, str], Tensor]:
-    """One plus the error of ``Q`` and ``λ`` in the definition of EKFAC (George et al., 2018).
-
-    ``QᵀQ = 1``, ``λ = diag(Qᵀ G Q)`` for the explicit block ``G``, and factors of ``Q`` diagonalise
-    the Kronecker factors, as far as these are known.
-    """
-
-    def observed(value: Any, reference: Reference, name: str) -> Tensor:
-        theta, whole = reference.parameters[name], reference.once(block, name)
-        assert whole is not None
-        units = torch.eye(theta.numel(), dtype=value.values.dtype).reshape(-1, *theta.shape)
-        q = value.rotate(units).double()
-        errors = [
-            _error(q.T @ q, torch.eye(len(q), dtype=q.dtype)),
-            _error(value.values.flatten(), (q.T @ whole @ q).diagonal()),
-        ]
-        known = _factors(block, reference, name)
-        if len(known) == len(value.vectors) and value.vectors[0].dim() == 2:
-            for vectors, factor in zip(value.vectors, known, strict=True):
-                if factor is not None:
-                    turned = vectors.double().T @ factor @ vectors.double()
-                    errors.append(_error(turned, torch.diag(turned.diagonal())))
-        return _one_plus_worst(errors)
-
-    return observed
-
-
-def _one(reference: Reference, name: str) -> Tensor:
-    return torch.ones((), dtype=torch.float64)
-
-
-def _pair_norms(gram: Tensor) -> Tensor:
-    """``Σ_vw ⟨M[v, n], M[w, m]⟩²`` for samples ``n, m``: independent of the choice of columns."""
-    return gram.double().square().sum((0, 2)).flatten()
-
-
-def _spectral(value: Any, reference: Reference, name: str) -> Tensor:
-    """The block of ``Σ_k λ_k² e_k e_kᵀ``, ``[θ, θ]``, and both Gram matrices; as one vector.
-
-    Squared, because eigenvectors are divided by ``√λ``: with ``λ`` itself, wrong eigenvalues would
-    cancel.
-    """
-    values = value.spectrum.eigenvalues
-    rank = int((values > 10 * len(values) * torch.finfo(values.dtype).eps * values[0]).sum())
-    size = reference.parameters[name].numel()
-    block = torch.zeros(size, size, dtype=torch.float64)
-    if rank:
-        vectors = flat(value.eigenvectors(rank), 1).double()
-        block = (vectors.T * values[:rank].double().square()) @ vectors
-    norms = [_pair_norms(gram) for gram in (value.gram, value.spectrum.gram)]
-    return torch.cat([block.flatten(), *norms])
-
-
-def _explicit_gram(reference: Reference, name: str) -> Tensor:
-    """The same from explicit Jacobians: the block of ``G²``, where ``G`` is of all parameters."""
-    roots = {parameter: flat(reference.roots(parameter), 2) for parameter in reference.parameters}
-    grams = {key: torch.einsum("vni,wmi->vnwm", root, root) for key, root in roots.items()}
-    whole = torch.stack([*grams.values()]).sum(0)
-    square = torch.einsum("vni,vnwm,wmj->ij", roots[name], whole, roots[name])
-    return torch.cat([square.flatten(), _pair_norms(grams[name]), _pair_norms(whole)])
-
-
-def _row_products(reference: Reference, name: str) -> Tensor:
-    """``⟨J[n, c], J[m, d]⟩`` for the rows of the Jacobian. Shape ``[N, C, N, C]``."""
-    rows = flat(reference.jacobian(name), 2)
-    return torch.einsum("nci,mdi->ncmd", rows, rows)
-
-
-def _both_directions(value: Any, reference: Reference, name: str) -> Tensor:
-    """``J v`` and ``Jᵀ J v`` of a stored product for fixed vectors; as one vector."""
-    forward = value(_vectors(reference, name).to(reference.parameters[name].dtype))
-    return torch.cat([forward.flatten(), value.transposed(forward).flatten()])
-
-
-def _jacobian_products(reference: Reference, name: str) -> Tensor:
-    jacobian, vectors = flat(reference.jacobian(name), 2), flat(_vectors(reference, name), 1)
-    forward = torch.einsum("ncp,vp->vnc", jacobian, vectors)
-    return torch.cat([forward.flatten(), torch.einsum("vnc,ncp->vp", forward, jacobian).flatten()])
-
-
-def _sampled_ggn(reference: Reference, name: str) -> Tensor:
-    return _gram(reference.roots(name, 1), reference, name).sum(0)
-
-
-def positive_curvature_product(modify: Callable[[Tensor], Tensor]) -> Quantity:
-    """The row of products with the positive-curvature Hessian (Chen et al., 2018).
-
-    Args:
-        modify: New eigenvalues ``[N, D]`` of residuals from theirs, not negative.
-    """
-
-    def expected(reference: Reference, name: str) -> Tensor:
-        block = reference.positive_curvature(name, modify)
-        return _block_product(block.unsqueeze(0), reference, name)
-
-    return Quantity(expected, _applied, needs="second derivative")
-
-
-_QUANTITIES: dict[str, Quantity] = {
-    "grad_batch": Quantity(lambda r, p: r.gradients(p)),
-    "batch_l2": Quantity(lambda r, p: flat(r.gradients(p), 1).square().sum(1)),
-    "sum_grad_squared": Quantity(lambda r, p: r.gradients(p).square().sum(0)),
-    "variance": Quantity(_variance, cancels=True),
-    "batch_dot": Quantity(lambda r, p: flat(r.gradients(p), 1) @ flat(r.gradients(p), 1).T),
-    "grad_clipped": Quantity(_clipped, arguments={"max_norm": 0.1, "normaliser": None}),
-    "grad_inner": Quantity(
-        lambda r, p: flat(r.gradients(p), 1) @ flat(_vectors(r, p), 1).T,
-        arguments={"queries": _directions},
-    ),
-    "projected_grad": Quantity(_projected, arguments={"dim": 3, "kind": "rademacher"}),
-    "grad_task": Quantity(lambda r, p: r.gradients(p).sum(0, keepdim=True), cancels=True),
-    "task_dot": Quantity(
-        lambda r, p: r.gradients(p).sum(0).square().sum().reshape(1, 1), cancels=True
-    ),
-    "grad_aggregated": Quantity(_aggregated, cancels=True, arguments={"weighting": _row_sums}),
-    "diag_ggn_exact": Quantity(lambda r, p: r.roots(p).square().sum((0, 1)), needs="curvature"),
-    "diag_ggn_exact_batch": Quantity(lambda r, p: r.roots(p).square().sum(0), needs="curvature"),
-    "diag_ggn_mc": Quantity(lambda r, p: r.roots(p, 1).square().sum((0, 1)), needs="sampling"),
-    "diag_ggn_mc_batch": Quantity(lambda r, p: r.roots(p, 1).square().sum(0), needs="sampling"),
-    "sqrt_ggn_exact": Quantity(lambda r, p: r.ggn(p), _gram, needs="curvature"),
-    "sqrt_ggn_mc": Quantity(lambda r, p: _gram(r.roots(p, 1), r, p), _gram, needs="sampling"),
-    "diag_h": Quantity(
-        lambda r, p: _diagonal(r.hessian(p), r, p).sum(0), needs="second derivative"
-    ),
-    "diag_h_batch": Quantity(lambda r, p: _diagonal(r.hessian(p), r, p), needs="second derivative"),
-    "ggnmp": Quantity(
-        lambda r, p: _block_product(r.ggn(p), r, p), _applied, needs="double backward"
-    ),
-    "hmp": Quantity(
-        lambda r, p: _block_product(r.hessian(p), r, p),
-        _applied,
-        needs="double backward",
-        cancels=True,
-    ),
-    "diag_hmp": Quantity(
-        lambda r, p: _diagonal(r.hessian(p), r, p).sum(0), needs="double backward", cancels=True
-    ),
-    "pchmp": positive_curvature_product(lambda values: values.clamp_min(0)),
-    "jacobians": Quantity(lambda r, p: r.jacobian(p), needs="curvature"),
-    "ntk": Quantity(_row_products, needs="curvature"),
-    "jmp": Quantity(_jacobian_products, _both_directions, needs="double backward"),
-    "ggn_gram": Quantity(_explicit_gram, _spectral, needs="curvature", cancels=True),
-    "ekfac": Quantity(_one, _eigenbasis_error(_sampled_ggn), needs="structure"),
-    "kfac": Quantity(_one, _factor_error(_sampled_ggn), needs="structure"),
-    "kflr": Quantity(_one, _factor_error(lambda r, p: r.ggn(p).sum(0)), needs="structure"),
-    "kfra": Quantity(_one, _factor_error(lambda r, p: r.averaged(p)), needs="structure"),
-}
-
-
-def quantity_of(savefield: str) -> Quantity | None:
-    """The row of the extension with this save field; ``None`` if there is none."""
-    return _QUANTITIES.get(savefield)
+@cache
+def _load_oracles(package: str) -> None:
+    """Import the module of that name of a package, which registers what its extensions compute."""
+    is_package = hasattr(sys.modules.get(package), "__path__")
+    if is_package and find_spec(f"{package}.oracles"):
+        import_module(f"{package}.oracles")
 
 
 def register_quantity(savefield: str, quantity: Quantity) -> None:
@@ -366,6 +115,6 @@ def register_quantity(savefield: str, quantity: Quantity) -> None:
     Raises:
         UsageError: There is a row for that name already.
     """
-    if savefield in _QUANTITIES:
+    if savefield in _quantities:
         raise UsageError(f"The kit has an oracle for {savefield!r} already.")
-    _QUANTITIES[savefield] = quantity
+    _quantities[savefield] = quantity

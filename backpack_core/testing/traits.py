@@ -11,6 +11,7 @@ from backpack_core.contract.rules import LayerRule
 from backpack_core.record.switch import disable
 from backpack_core.testing.cases import Case, ExtensionCase, RuleCase, installed
 from backpack_core.testing.execution import Execution, shared_execution
+from backpack_products.derivatives import SecondOrderRule, second_order
 from backpack_products.elementwise import ElementwiseRule
 from backpack_products.parametric import AffineRule
 
@@ -40,9 +41,9 @@ def _of_execution(run: Execution) -> set[str]:
         "kept": not case.overwrites_input,
         "overwritten": case.overwrites_input,
         "input": propagates,
-        "zero hessian": propagates and rule.hessian_is_zero,
-        "constant jacobian": propagates and rule.jacobian_is_constant,
-        "diagonal hessian": propagates and rule.hessian_is_diagonal,
+        "zero hessian": propagates and second_order(rule).hessian_is_zero,
+        "constant jacobian": propagates and second_order(rule).jacobian_is_constant,
+        "diagonal hessian": propagates and second_order(rule).hessian_is_diagonal,
         "second derivative": propagates and has_second_derivative(rule),
         "elementwise": propagates and isinstance(rule, ElementwiseRule),
         "parameters": bool(run.parameters),
@@ -67,8 +68,9 @@ def _runs_in_half(case: RuleCase) -> bool:
 
 def has_second_derivative(rule: LayerRule) -> bool:
     """Whether a rule implements its second derivative."""
-    if rule.hessian_is_zero:
-        return True
+    if not isinstance(rule, SecondOrderRule) or rule.hessian_is_zero:
+        return isinstance(rule, SecondOrderRule)
     if isinstance(rule, ElementwiseRule):
         return type(rule).second_derivative is not ElementwiseRule.second_derivative
-    return type(rule)._second_derivative_mat_prod is not LayerRule._second_derivative_mat_prod
+    its = type(rule)._second_derivative_mat_prod
+    return its is not SecondOrderRule._second_derivative_mat_prod

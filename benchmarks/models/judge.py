@@ -6,12 +6,11 @@ import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack_core import backpack, extend
 from backpack_core.contract.extension import Extension
@@ -76,11 +75,8 @@ class Judge:
     def judge(self, quantity: str) -> Cell:
         """Compute one quantity, and compare."""
         self.error, self.note, self.instead = 0.0, "", ""
-        # Fused attention has no second derivative.
-        around = sdpa_kernel(SDPBackend.MATH) if quantity in _TWICE else nullcontext()
         try:
-            with around:
-                QUANTITIES[quantity](self)
+            QUANTITIES[quantity](self)
         except Exception as error:  # whatever it is, it is what a user would see
             return Cell(reason=sentence(error))
         finally:
@@ -251,8 +247,6 @@ QUANTITIES: dict[str, Callable[[Judge], None]] = {
     "products": products,
     "Hessian diagonal": hessian_diagonal,
 }
-# What is differentiated twice.
-_TWICE = ("products", "Hessian diagonal")
 
 
 def sentence(error: BaseException) -> str:

@@ -24,8 +24,8 @@ compared with the block. "By block" counts the weights that have no factors, for
 `fail_mode="block"` stores the block itself. Factors of weights that several modules use, or one
 module in several calls, are not compared. Products are those with the Gauss-Newton matrix (all
 entries) and with the Hessian (one entry for each parameter); of the Hessian diagonal, six entries
-of each parameter are compared. Both run with the math backend of attention
-(`torch.nn.attention.sdpa_kernel`): fused kernels have no second derivative.
+of each parameter are compared. Both go through fused attention, of which the comparison takes the
+math backend (`torch.nn.attention.sdpa_kernel`), since torch has no second derivative of the kernel.
 
 "By products" is a diagonal of `DiagHMP`, which is exact for every architecture and slow, where
 `DiagHessian` refuses.

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -22,7 +21,7 @@ from backpack.context import CTX, ExtendedHandle
 from backpack_core import _hooks
 from backpack_core.engine.active import current
 from backpack_core.errors import OverwrittenInputError
-from backpack_core.record.switch import is_disabled
+from backpack_core.record.switch import is_recording
 from backpack_core.record.view import View
 
 _NAMES = re.compile(r"input\d+|output")
@@ -36,7 +35,7 @@ def hook_store_io(module: Module, input: tuple[Any, ...], output: Any) -> None:
         input: Its positional arguments.
         output: What it returned; of a tuple, the first element.
     """
-    if is_disabled() or not torch.is_grad_enabled():
+    if not is_recording():
         return
     memory_cleanup(module)
     first = output[0] if isinstance(output, tuple) else output
@@ -81,7 +80,7 @@ class FreeAfterVisit:
 def hook_await_visit(module: Module, input: tuple[Any, ...], output: Any) -> None:
     """Forward hook: free what is stored when the backward pass has visited the module."""
     first = output[0] if isinstance(output, tuple) else output
-    if isinstance(first, Tensor) and first.grad_fn is not None and not is_disabled():
+    if isinstance(first, Tensor) and first.grad_fn is not None and is_recording():
         first.register_hook(FreeAfterVisit(module))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 from warnings import catch_warnings, filterwarnings
 
 import torch
@@ -22,7 +22,8 @@ from backpack_core.record.owner import OWNER_ATTRIBUTE
 from backpack_core.record.structure import map_tensors
 from backpack_data.arguments import require_kinds, require_model, require_result
 from backpack_data.batches import Batch, Kept, made_by, output_of, split
-from backpack_data.checkpoint import Checkpoint
+from backpack_data.captured import CapturedBatches
+from backpack_data.checkpoint import Checkpoint, file_of_rank
 from backpack_data.exchange import reduce
 from backpack_data.processes import Heartbeat, InStep
 from backpack_data.quantities import Quantities
@@ -54,6 +55,7 @@ def accumulate(
     process_group: distributed.ProcessGroup | None = None,
     gather: bool = False,
     timeout: float = 600.0,
+    capture: bool | Literal["inductor", "cudagraphs"] = False,
 ) -> Quantities:
     """Quantities of the loss over all samples of a loader, in the memory of one batch.
 
@@ -90,6 +92,9 @@ def accumulate(
         gather: Whether results per sample are gathered from all ranks, in their order, or stay on
             the rank of the sample.
         timeout: A process that has no new batch for this many seconds counts as lost.
+        capture: Whether batches run as captured steps of ``backpack-capture``, with the same
+            numbers: recorded after a few batches, and replayed without the engine. A word is
+            ``compile=`` of its ``capture``.
 
     Raises:
         UsageError: An argument is wrong, or a batch has no weight.
@@ -112,12 +117,19 @@ def accumulate(
             "The model is sharded (fully_shard), so all processes run every batch together: give "
             "process_group=."
         )
+    if is_sharded and capture:
+        raise UsageError(
+            "The model is sharded (fully_shard): its parameters are gathered anew in every pass, "
+            "which is part of no captured step. Leave capture= out."
+        )
     with _extended(model, lossfunc):
         run = _Run(model, lossfunc, loader, batch, normaliser, progress, check)
         run.group, run.gather, run.timeout = process_group, gather, timeout
         run.is_sharded = is_sharded
+        if capture:
+            run.captured = CapturedBatches(model, lossfunc, capture, check)
         if state_file is not None:
-            file = _of_rank(state_file, process_group)
+            file = file_of_rank(state_file, process_group)
             run.checkpoint = Checkpoint(file, every, model, lossfunc, loader)
         return run(extensions).to(device, dtype)
 
@@ -127,6 +139,7 @@ class _Run:
 
     group: distributed.ProcessGroup | None = None
     checkpoint: Checkpoint | None = None
+    captured: CapturedBatches | None = None
     gather, timeout, is_sharded = False, 600.0, False
 
     def __init__(
@@ -183,6 +196,8 @@ class _Run:
         """One pass over the loader."""
         readers = [declaration(extension).reader(extension) for extension in extensions]
         states = States.over(self.model, readers)
+        if self.captured is not None:
+            self.captured.begin()
         begin = None if self.checkpoint is None else self.checkpoint.begin
         done = 0 if begin is None else begin(number, states, self.plugins)
         kept, heartbeat = Kept(self.loader), Heartbeat(self.group, self.timeout)
@@ -274,21 +289,30 @@ class _Run:
         given: Given = None
         if self.normaliser is not None:
             given = (self.normaliser(inputs, targets),)
+        known = readers
         if given is not None:
             joint(given)  # refuses what is not a number
             readers = [declaration(e).of_batch(e, *given) for e in readers]
+        with _same_gradients([*self.model.parameters(), *self.of_loss]):
+            if self.captured is not None:
+                is_alike = all(e is old for e, old in zip(readers, known, strict=True))
+                key = None if is_alike else given
+                batch = inputs, targets
+                return self.captured(readers, key, given is None, batch), given
+            return self._by_engine(readers, inputs, targets, given is None), given
+
+    def _by_engine(
+        self, readers: Sequence[Extension], inputs: Any, targets: Any, of_losses: bool
+    ) -> Weights:
         with torch.enable_grad(), uncompiled:  # a compiled graph has no modules
             loss = self.lossfunc(output_of(self.model, inputs), targets)
-        weights = Weights(of_losses=given is None)
-        with (
-            _same_gradients([*self.model.parameters(), *self.of_loss]),
-            backpack(*readers, check=self.check, observer=weights, gradient="skipped"),
-        ):
+        weights = Weights(of_losses)
+        with backpack(*readers, check=self.check, observer=weights, gradient="skipped"):
             if self.is_hooked:
                 torch.autograd.grad(loss, self.trained, allow_unused=True)
             else:
                 loss.backward()
-        return weights, given
+        return weights
 
 
 @contextmanager
@@ -304,14 +328,6 @@ def _same_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
     finally:
         for parameter, gradient in before:
             parameter.grad = gradient
-
-
-def _of_rank(path: str | Path, group: distributed.ProcessGroup | None) -> Path:
-    """The file name of this rank."""
-    path = Path(path)
-    if group is None:
-        return path
-    return path.with_name(f"{path.stem}-{distributed.get_rank(group)}{path.suffix}")
 
 
 class _extended:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -122,9 +123,38 @@ class combined:
         block.__exit__(exc_type, exc, traceback)
         if exc_type is not None:
             return
+        self._add(self._weights)
+
+    def _add(self, weights: Weights) -> None:
         with reported(self._group):
-            self._states.add(self._model, self._weights, self._given)
+            self._states.add(self._model, weights, self._given)
         _store(self._states, self._model, self._group, self._gather)
+
+    def captured(self, function: Callable[..., Any], make: Callable[..., Any]) -> Any:
+        """Captured steps in blocks of this object: ``capture(function, lossfunc, total)``.
+
+        Args:
+            function: Returns the loss.
+            make: Makes a captured step, see ``backpack_capture.Host``.
+
+        Raises:
+            UsageError: An option of the block is none of captured steps.
+        """
+        others = self._options.keys() - {"gradient", "check"}
+        if others:
+            raise UsageError(
+                f"combined(..., {min(others)}=...) is not part of a captured step. Leave it out, "
+                "or write `with total: loss.backward()`."
+            )
+        observer = partial(Weights, self._given is None)
+        step = make(function, self._model, *self._readers, observer=observer, **self._options)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            returned, found = step(*args, **kwargs)
+            self._add(Weights.of(found))
+            return returned
+
+        return run
 
 
 def all_reduce(

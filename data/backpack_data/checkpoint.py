@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn import Module
 
 from backpack_core import Extension, Propagator
@@ -216,3 +216,11 @@ def _checksum(tensor: Tensor, digest: int) -> int:
         return digest
     data = local(tensor.detach()).cpu().contiguous().reshape(-1).view(torch.uint8)
     return zlib.crc32(data.numpy().tobytes(), digest)
+
+
+def file_of_rank(path: str | Path, group: distributed.ProcessGroup | None) -> Path:
+    """The file name of this rank."""
+    path = Path(path)
+    if group is None:
+        return path
+    return path.with_name(f"{path.stem}-{distributed.get_rank(group)}{path.suffix}")

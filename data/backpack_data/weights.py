@@ -8,7 +8,7 @@ from typing import Any
 
 from backpack_core import View
 from backpack_core._torch import graph_task_id
-from backpack_core.contract.loss import normaliser_of
+from backpack_core.contract.loss import Normaliser, normaliser_of
 from backpack_core.errors import BackpackError, UsageError
 
 
@@ -16,7 +16,6 @@ class Weights:
     """Observes one backward pass; pass it as ``observer`` to ``backpack(...)``.
 
     Attributes:
-        normalisers: What the losses of the pass divide by, in the order of their visits.
         reduced: Fields whose values are already those of all processes.
         fault: Why a loss has no normaliser. It is raised when values are added, where other
             processes can be told, and not in the middle of the pass.
@@ -28,7 +27,7 @@ class Weights:
         Args:
             of_losses: Whether to ask losses for their normalisers.
         """
-        self.normalisers: list[float | None] = []
+        self._divisors: list[tuple[str, Normaliser]] = []
         self.reduced: set[str] = set()
         self.fault: BackpackError | None = None
         self._of_losses = of_losses
@@ -53,9 +52,31 @@ class Weights:
             )
         if self._of_losses:
             try:
-                self.normalisers.append(weight_of(view))
+                self._divisors.append((view.path, normaliser_of(view)))
             except BackpackError as error:
                 self.fault = self.fault or error
+
+    @property
+    def normalisers(self) -> list[float | None]:
+        """What the losses of the pass divide by, in the order of their visits; ``None`` for sums.
+
+        Raises:
+            UsageError: One divides by zero.
+        """
+        return [_weight(path, divisor) for path, divisor in self._divisors]
+
+    def found(self) -> Any:
+        """What is known of the pass, for :meth:`of`: tensors and numbers."""
+        if self.fault is not None:
+            raise self.fault
+        return self._divisors, self._samples
+
+    @classmethod
+    def of(cls, found: Any) -> Weights:
+        """Those of a pass that :meth:`found` something, as a captured step returns it."""
+        weights = cls()
+        weights._divisors, weights._samples = found
+        return weights
 
     def samples(self, subsampling: tuple[int, ...] | None) -> int:
         """How many samples take part.
@@ -66,22 +87,16 @@ class Weights:
         return self._samples or 0 if subsampling is None else len(subsampling)
 
 
-def weight_of(view: View) -> float | None:
-    """What a loss divides by, which is the weight of a batch; ``None`` for a sum.
-
-    Raises:
-        UsageError: Neither its module nor its rule tells, or it divides by zero.
-        UnsupportedError: Its rule refuses how it was called.
-    """
-    found = normaliser_of(view)
-    if found is None:
+def _weight(path: str, divisor: Normaliser) -> float | None:
+    """What a loss divides by, which is the weight of a batch; ``None`` for a sum."""
+    if divisor is None:
         return None
-    if not 0 < float(found) < inf:
+    if not 0 < float(divisor) < inf:
         raise UsageError(
-            f"{view.path} divides by the weights of the targets of a batch, which are zero in this "
-            "one: leave the batch out, or use reduction='sum'."
+            f"{path} divides by the weights of the targets of a batch, which are zero in this one: "
+            "leave the batch out, or use reduction='sum'."
         )
-    return float(found)
+    return float(divisor)
 
 
 def joint(normalisers: Iterable[float | None]) -> tuple[float | None, tuple[float, ...]]:

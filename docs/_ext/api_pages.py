@@ -131,7 +131,10 @@ PAGES = (
         "Small modules that a `Sequential` lacks, losses, and arguments of modules for rules.",
         tuple(
             f"backpack_layers.{name}"
-            for name in ("modules", "language", "arguments", "autodiff_loss", "batch_statistics")
+            for name in (
+                *("modules", "language", "arguments", "autodiff_loss", "batch_statistics"),
+                "perturbation",
+            )
         ),
     ),
     Page(
@@ -165,10 +168,14 @@ PAGES = (
         ("backpack_core.plugins",),
         (
             "backpack_core.plugins.API_VERSION",
+            "backpack_core.contract.bases.judge",
+            "backpack_core.contract.bases.Candidate",
             "backpack_core.contract.extension.FailMode",
             "backpack_products.extensions.as_subsampling",
             "backpack_core.discovery.preference",
             "backpack_core.engine.active.suspended",
+            "backpack_core.record.structure.map_tensors",
+            "backpack_interplay.shards.shards_in",
         ),
     ),
     Page(

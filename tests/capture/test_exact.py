@@ -7,12 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from backpack_core import Extension
+from backpack_capture import capture
+from backpack_core import Extension, View, extend
 from backpack_core import extensions as known
 from backpack_core.errors import BackpackError
 from tests.capture.nets import NETS
-from tests.capture.twins import Twins
+from tests.capture.twins import Function, Twins, same
 
 CODE = ("GGNMP", "HMP", "DiagHMP", "PCHMP", "GGNGram", "JMP")  # results that are code
 OWN = ("GradInner",)  # the sum over parameters is an attribute of its own, so the engine runs it
@@ -65,6 +67,24 @@ def test_quantities(net: str, name: str) -> None:
     assert twins.replays == 3, twins.step.report()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("gradient", ["shared", "none", "skipped"])
+@pytest.mark.parametrize("net", NETS)
+@pytest.mark.parametrize("name", NAMES)
+def test_quantities_in_all_gradient_modes(net: str, name: str, gradient: str) -> None:
+    make, draw = NETS[net]
+    batches = [draw(4) for _ in range(8)]
+    try:  # on another net: passes of one net count
+        Twins(make(), [made(name)], gradient=gradient).engine(*batches[0])
+    except BackpackError as error:
+        with pytest.raises(type(error)):
+            Twins(make(), [made(name)], gradient=gradient).step(*batches[0])
+        return
+    twins = Twins(make(), [made(name)], gradient=gradient)
+    twins.train(batches)
+    assert twins.replays >= 2, twins.step.report()
+
+
 @pytest.mark.parametrize("gradient", ["shared", "none", "skipped"])
 @pytest.mark.parametrize("net", ["mlp", "residual", "cnn", "gru", "encoder", "tied", "frozen"])
 @pytest.mark.parametrize("names", [("BatchGrad",), ("SumGradSquared", "KFAC"), ("DiagGGNExact",)])
@@ -93,6 +113,50 @@ def test_gradients_are_accumulated() -> None:
         assert before is None or grad is before, number  # the same tensor, as with autograd
         before = grad
     assert twins.replays == 5
+
+
+class Sums:
+    """Adds up what is visited, which is data."""
+
+    def __init__(self) -> None:
+        self.sums = list[Tensor]()
+
+    def __call__(self, view: View) -> None:
+        self.sums.append(view.stored.outputs[0].detach().sum())
+
+    def found(self) -> dict[str, object]:
+        return {"sums": self.sums, "count": len(self.sums)}
+
+
+def test_what_an_observer_finds() -> None:
+    make, draw = NETS["mlp"]
+    model, lossfunc = extend(make()), extend(nn.CrossEntropyLoss())
+    step = capture(lambda x, y: lossfunc(model(x), y), model, lossfunc, observer=Sums)
+    batches = [draw(4) for _ in range(9)]
+    for x, y in batches:
+        loss, found = step(x, y)
+        assert found["count"] == 6
+        same(found["sums"][0], loss)
+        same(found["sums"][1], model(x).detach().sum())
+    assert "7 replays" in step.report()
+
+
+def test_compiled_models_and_ranges_of_the_profiler() -> None:
+    """In steps, compiled code runs as it was written."""
+
+    def write(model: nn.Module, lossfunc: nn.Module) -> Function:
+        compiled = torch.compile(model, backend="eager")
+
+        def step(x: Tensor, y: Tensor) -> Tensor:
+            with torch.profiler.record_function("forward"):
+                return lossfunc(compiled(x), y)
+
+        return step
+
+    make, draw = NETS["mlp"]
+    twins = Twins(make(), [made("BatchGrad")], write)
+    twins.train([draw(4) for _ in range(7)])
+    assert twins.replays == 3, twins.step.report()
 
 
 def test_many_extensions_at_once() -> None:

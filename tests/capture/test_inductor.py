@@ -6,6 +6,7 @@ import copy
 import gc
 import os
 import re
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -66,6 +67,24 @@ class Pair:
         for seed in range(6):
             self.run(seed)
         assert self.step.wait(600)
+
+
+def test_compiled_code_that_is_slower_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair("mlp", "BatchGrad")
+
+    class Slow:
+        said = "compiled"
+
+        def __init__(self, program: Any, given: Any) -> None: ...
+
+        def take(self) -> Function:
+            graph = next(iter(pair.step._forms.values()))[0].graph
+            return lambda *given: time.sleep(0.03) or graph.code.run(*given)
+
+    pair.step._compiler = type(pair.step._compiler)(Slow)  # type: ignore[misc, arg-type]
+    for seed in range(14):
+        pair.run(seed)
+    assert "times as long as recorded operations" in pair.step.report()
 
 
 @pytest.mark.long
@@ -133,7 +152,7 @@ def test_compiled_code_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -
             return lambda *given: [t + 1 for t in graph.code.run(*given)]
 
     pair.step._compiler = type(pair.step._compiler)(Wrong)  # type: ignore[misc, arg-type]
-    for seed in range(9):
+    for seed in range(11):
         pair.run(seed)
     assert "not compiled: its graph gave something else than the engine" in pair.step.report()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import warnings
@@ -195,6 +196,26 @@ def sparse(model: nn.Module, lossfunc: nn.Module) -> Function:
     return lambda x, y: lossfunc(model(x.to_sparse().to_dense()), y)
 
 
+@because("it sets or clears .grad, as zero_grad() does")
+def cleared_gradients(model: nn.Module, lossfunc: nn.Module) -> Function:
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        model.zero_grad()
+        return lossfunc(model(x), y)
+
+    return step
+
+
+@because("it uses the gradient that an earlier step has left")
+def optimizer_inside(model: nn.Module, lossfunc: nn.Module) -> Function:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        optimizer.step()
+        return lossfunc(model(x), y)
+
+    return step
+
+
 @because("numbers or shapes off values, which differ each time")
 def number_in_a_formula(model: nn.Module, lossfunc: nn.Module) -> Function:
     return lambda x, y: lossfunc(model(x), y) * x.mean().item()
@@ -288,9 +309,10 @@ def test_checked_always() -> None:
         ((nn.Linear(1, 1), BatchGrad), {}, "takes extension instances"),
         (
             (nn.Linear(1, 1), BatchGrad()),
-            {"observer": print},
-            "take observer=",
+            {"observer": dict},
+            "observer= makes an object for each pass",
         ),
+        ((nn.Linear(1, 1), BatchGrad()), {"samples": [0]}, "does not take samples="),
         ((nn.Linear(1, 1), BatchGrad()), {"gradient": "all"}, "gradient is one of"),
     ],
 )
@@ -308,6 +330,13 @@ def test_shapes_that_are_always_others() -> None:
         step(torch.rand(64, 3), torch.randint(2, (64,)))
     step(torch.rand(65, 3), torch.randint(2, (65,)))
     assert model[0].weight.grad_batch.shape == (65, 4, 3)
+
+
+def test_steps_are_not_copied() -> None:
+    model, lossfunc = extend(net()), extend(nn.CrossEntropyLoss())
+    step = capture(lambda x, y: lossfunc(model(x), y), model, lossfunc, BatchGrad())
+    with pytest.raises(UsageError, match="belongs to its modules and to this process"):
+        copy.deepcopy(step)
 
 
 def test_what_is_no_function() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 
 import backpack as package
 from backpack import backpack, disable, extend, hook_store_io, memory_cleanup
@@ -109,6 +110,22 @@ def test_disable() -> None:
     with torch.no_grad():
         model(X)
     assert not hasattr(model[0], "input0")
+
+
+def test_an_extended_model_goes_through_torch_func() -> None:
+    """Inside a transform nothing is recorded, and nothing is set on modules."""
+    model, lossfunc = net()
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+        return lossfunc(functional_call(model, parameters, (x[None],)), y[None])
+
+    found = vmap(grad(loss), (None, 0, 0))(parameters, X, Y)
+    assert not hasattr(model[0], "input0")
+    with backpack(BatchGrad()):
+        lossfunc(model(X), Y).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name] / 4, parameter.grad_batch)  # type: ignore[attr-defined]
 
 
 def test_store_and_clean_by_hand() -> None:

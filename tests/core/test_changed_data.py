@@ -207,8 +207,9 @@ def test_a_pixel_of_each_sample(rows: list[int], check: str) -> None:
         oracle.assert_close(found[n], own)
 
 
-def test_padded_items_of_a_model_that_returns_a_number() -> None:
-    """Nothing says whether each is a sample's: rows were taken for positions of the first."""
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 2, 2), (3, 3, 1), (2, 4)])
+def test_padded_items_of_a_model_that_returns_a_number(sizes: tuple[int, ...]) -> None:
+    """Rows of the padded tensor are samples, however long it is."""
 
     class Padded(nn.Module):
         def __init__(self) -> None:
@@ -218,10 +219,15 @@ def test_padded_items_of_a_model_that_returns_a_number() -> None:
         def forward(self, items: list[Tensor]) -> Tensor:
             return self.layer(pad_sequence(items, batch_first=True)).tanh().sum(1).square().sum()
 
-    model = extend(Padded())
-    loss = model([torch.randn(size, 2) for size in (1, 2, 1)])
-    with pytest.raises(ShapeError, match="several inputs"), backpack(BatchGrad()):
-        loss.backward()
+    model, items = extend(Padded()), [torch.randn(size, 2) for size in sizes]
+    for _ in range(2):
+        with backpack(BatchGrad()):
+            model(items).backward()
+        for n, item in enumerate(items):
+            padded = torch.zeros(max(sizes), 2).index_add(0, torch.arange(len(item)), item)
+            expected = torch.autograd.grad(model([padded]), [*model.parameters()])
+            for parameter, own in zip(model.parameters(), expected, strict=True):
+                oracle.assert_close(vars(parameter)["grad_batch"][n], own)
 
 
 def test_single_precision_on_a_gpu_keeps_ten_bits_in_products() -> None:

@@ -387,7 +387,7 @@ def test_a_plan_that_contradicts_an_earlier_one_raises() -> None:
     _warm(model)
     table = plans._plans[model]
     for key, plan in [*table.items()]:
-        table[key] = replace(plan, trained=((),) * len(plan.trained))
+        table[key] = replace(plan, steps=tuple([s._replace(names=()) for s in plan.steps]))
     plans._known.clear()
     with pytest.raises(InternalError, match="planned otherwise"):
         _step(model, check="always")
@@ -420,4 +420,7 @@ def test_a_plan_prints_its_steps() -> None:
     (plan,) = plans._plans[model].values()
     assert repr(plan).splitlines()[0].split() == ["step", "at", "what", "happens"]
     assert "Linear 'first'" in repr(plan)
-    assert "read weight, bias; go on by its rule" in repr(plan)
+    assert "read weight, bias\n" in repr(plan)
+    _warm(model, DiagGGNExact())
+    *_, plan = plans._plans[model].values()
+    assert "send to operations by its rule\n" in repr(plan)

@@ -103,6 +103,10 @@ def _shortcut(net: Any, x: Tensor) -> Tensor:
     return net.last(net.same(hidden) + net.tanh(net.same(hidden)))  # type: ignore[no-any-return]
 
 
+def _outer(x: Tensor) -> Tensor:
+    return x.sin()[:, :, None] + x[:, None]
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     # a module without a rule returns its input among other things
     "and_product": lambda: framed(own(lambda net, x: (x, x * net.w))),
@@ -117,6 +121,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
         second=nn.Linear(3, 4),
         own=Net(lambda net, x, y: (x, x * y * net.w), w=nn.Parameter(torch.randn(4))),
         last=nn.Linear(4, 3),
+    ),
+    # statistics of the input, which vmap takes for constants
+    "layer_norm": lambda: chain(own(lambda net, x: F.layer_norm(x, (4,), net.w))),
+    "instance_norm": lambda: chain(
+        own(lambda net, x: F.instance_norm(_outer(x), weight=net.w, eps=0.1)[..., 0])
     ),
     # modules with a rule
     "identity": lambda: chain(nn.Tanh(), nn.Identity()),

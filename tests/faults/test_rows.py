@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from backpack_core.graph.nodes import is_leaf
-from backpack_core.graph.order import behind
 from backpack_operations import nodes
+from backpack_operations.order import behind
 from tests import oracle
 from tests.faults.node_cases import LINEAR, PIECEWISE, PRODUCTS, QUOTIENTS
 

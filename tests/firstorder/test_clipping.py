@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import backpack, extend, memory_budget, set_memory_budget
+from backpack_core import backpack, extend
 from backpack_core.errors import UsageError
 from backpack_core.extensions import BatchGrad, ClippedSumGrad
 from backpack_core.record.call import live_calls
 from backpack_firstorder import clipping
+from backpack_products.product import DenseProduct
 from tests.cases import Problem
 from tests.firstorder.problems import NETS, gradients, make
 from tests.oracle import assert_close
@@ -130,32 +131,22 @@ def test_kept_or_formed_again(net: str, form: str, monkeypatch: pytest.MonkeyPat
     assert bool(shared) == (form == "contracted")
 
 
-def test_what_is_kept_fits_into_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clipping, "WRITE", 0)
-    monkeypatch.setattr(clipping, "READ", 0)
-    problem = make("convolutions")
-    grads = own(problem)
-    extension, before, most = ClippedSumGrad(middle(grads)), memory_budget(), 0
+@pytest.mark.parametrize(("positions", "width", "is_kept"), [(50, 5, True), (50, 200, False)])
+def test_what_is_kept_takes_no_more_memory(
+    positions: int, width: int, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Formed gradients are kept in the place of the factors, not beside more of them."""
+    for constant in ("WRITE", "READ"):
+        monkeypatch.setattr(clipping, constant, 0)
+    model, extension = extend(nn.Linear(width, width, bias=False)), ClippedSumGrad(1.0)
+    kept: list[Any] = []
     finish = extension.finish
-
-    def watched(values: Any, normalisers: Any) -> Any:
-        nonlocal most
-        most = clipping._kept.size()
-        return finish(values, normalisers)
-
-    monkeypatch.setattr(extension, "finish", watched)
-    found = []
-    for budget in (10**6, 1):
-        set_memory_budget(budget)
-        try:
-            problem.run(extension)
-        finally:
-            set_memory_budget(before)
-        problem.compare("grad_clipped", clipped(grads, [0] * len(grads), middle(grads)))
-        found.append(most)
-        gc.collect()
-        assert not clipping._kept.size()  # they are gone with the pass
-    assert found[1] < found[0] <= 10**6
+    monkeypatch.setattr(extension, "finish", lambda v, n: kept.extend(v.values()) or finish(v, n))
+    lossfunc = extend(nn.MSELoss())
+    x = torch.randn(3, positions, width)
+    with backpack(extension):
+        lossfunc(model(x), x).backward()
+    assert isinstance(kept[0].product, DenseProduct) is is_kept
 
 
 def test_can_be_sent_to_another_process() -> None:

@@ -8,7 +8,7 @@ from torch.nn import Module, Parameter
 
 from backpack_core import LayerRule, View
 from backpack_core.testing import RuleCase
-from backpack_products import AffineRule, ElementwiseRule, ParametricRule
+from backpack_products import AffineRule, ElementwiseRule, ParametricRule, SecondOrderRule
 
 
 class Gain(Module):
@@ -88,7 +88,7 @@ class Power(Module):
         return a**3 * b
 
 
-class PowerRule(LayerRule):
+class PowerRule(SecondOrderRule):
     module_types = (Power,)
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> tuple[Tensor | None, ...]:
@@ -146,7 +146,7 @@ class Centre(Module):
         return x - x.mean(0)
 
 
-class CentreRule(LayerRule):
+class CentreRule(SecondOrderRule):
     module_types = (Centre,)
     hessian_is_zero = True
 

@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from backpack_core import LayerRule, View
 from backpack_core.testing import RuleCase, check_rule
-from backpack_products import ProductRule, SampleProduct
+from backpack_products import ProductRule, SampleProduct, SecondOrderRule
 from backpack_products.operations import batch_sum, dense, square_sum
 from tests.kit.layers import (
     Centre,
@@ -140,7 +140,7 @@ class Times(Module):
         return a * b
 
 
-class FalseZeroMixed(LayerRule):
+class FalseZeroMixed(SecondOrderRule):
     module_types = (Times,)
     hessian_is_zero = True
 
@@ -164,7 +164,7 @@ class ScaleOfEach(Module):
         return x * torch.linspace(1.0, 2.0, len(x)).unsqueeze(1)
 
 
-class OneJacobianOfSeveral(LayerRule):
+class OneJacobianOfSeveral(SecondOrderRule):
     module_types = (ScaleOfEach,)
     hessian_is_zero = True
     jacobian_is_constant = True
@@ -181,7 +181,7 @@ class ScaleByTheBatch(Module):
         return x * (x.detach().sum() * 100).round().remainder(7)
 
 
-class OneJacobianHere(LayerRule):
+class OneJacobianHere(SecondOrderRule):
     module_types = (ScaleByTheBatch,)
     hessian_is_zero = True
     jacobian_is_constant = True

@@ -30,6 +30,7 @@ from backpack_products.operations import dense, square_sum, squared_norm
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
 from backpack_secondorder.factors import kronecker_factors
 from backpack_secondorder.kronecker import KroneckerFactors
+from backpack_secondorder.oracle_units import positive_curvature
 from backpack_secondorder.propagators import LossSqrt
 
 
@@ -209,7 +210,7 @@ def test_positive_curvature_of_piecewise_linear_nets() -> None:
     for layer, same in ((nn.ReLU, True), (nn.Tanh, False)):
         net = nn.Sequential(nn.Linear(2, 4), layer(), nn.Linear(4, 2)).double()
         reference = Reference(net, Arguments((torch.randn(3, 2),)), SoftmaxLoss())
-        found = reference.positive_curvature("0.weight", torch.abs)
+        found = positive_curvature(reference, "0.weight", torch.abs)
         assert torch.equal(found, reference.ggn("0.weight").sum(0)) is same
 
 
@@ -313,9 +314,9 @@ def test_without_an_oracle_values_must_be_finite() -> None:
 def test_the_table_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
     from backpack_core.testing import quantities
 
-    monkeypatch.setattr(quantities, "_QUANTITIES", dict(quantities._QUANTITIES))
+    monkeypatch.setattr(quantities, "_quantities", dict(quantities._quantities))
     register_quantity("largest", QUANTITY)
-    assert quantity_of("largest") is QUANTITY
+    assert quantity_of(Largest()) is QUANTITY
     with pytest.raises(UsageError, match="already"):
         register_quantity("largest", QUANTITY)
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from backpack_core.cli import matrix as support
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import CORE, registry
-from backpack_core.testing import support
 
 PAGE = Path(__file__).parents[2] / "docs" / "support-matrix.md"
 FAMILIES: list[tuple[str, list[support.Row]]] = []
@@ -31,7 +31,7 @@ def cell(families: list[tuple[str, list[support.Row]]], layer: str, extension: s
 
 def test_the_page_is_what_a_run_finds(families: list[tuple[str, list[support.Row]]]) -> None:
     assert support.page(families) == PAGE.read_text(encoding="utf-8"), (
-        "run: python -m backpack_core.testing.support --write docs/support-matrix.md"
+        "run: python -m backpack_core.cli.matrix --write docs/support-matrix.md"
     )
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from backpack_core import Extension, Operation, View, backpack, extend
 from backpack_core import extensions as installed
+from backpack_core.cli.watch import Kind, Watch, declared_form, is_fast
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.testing import temporary_plugin
-from backpack_core.testing.watch import Kind, Watch, declared_form, is_fast
 from backpack_products import (
     AffineProduct,
     DenseProduct,

@@ -68,7 +68,8 @@ def _simpler(recipe: Recipe) -> Iterator[Recipe]:
         if len(recipe.terms) > 1:
             yield recipe.with_(terms=recipe.terms[:k] + recipe.terms[k + 1 :])
     yield from _fewer_steps(recipe)
-    for batch in range(1, recipe.batch):
+    are_lists = any(source.lengths for source in recipe.sources.values())
+    for batch in range(1 + are_lists, recipe.batch):  # one tensor is no list of samples
         yield recipe.with_(batch=batch)
     yield from _simpler_terms(recipe)
     yield from _simpler_steps(recipe)

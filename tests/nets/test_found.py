@@ -362,6 +362,70 @@ FOUND["written-row-standardised"] = Recipe(
     Plan(),
 )
 
+# All rows of a view that is overwritten are one sample's; its base has another axis in front.
+FOUND["told-view"] = chain(
+    INSTANCE_NORM,
+    ("rewrite_part", {"name": "tanh_", "axis": 1, "length": 1}),
+    shape=(1, 2),
+    ask=(Request("BatchGrad"), Request("BatchDiagGGNExact")),
+    passes="told",
+).with_(seed=70009675)
+FOUND["told-view-behind-positions"] = chain(
+    ("Positions", {}),
+    INSTANCE_NORM,
+    ("rewrite", {"name": "tanh_"}),
+    shape=(2, 2),
+    passes="told",
+).with_(seed=70009675)
+# What a module returned unchanged is written into what it received.
+FOUND["view-with-strides"] = Recipe(
+    70010803,
+    2,
+    {"x0": Source((1, 1))},
+    (
+        Step("Recurrent", ("x0",), ("v0",), recurrent("GRU", "states", hidden=1)[1], "p0"),
+        Step("DropoutOff", ("v0",), ("v1",), {"p": 0.2}, "p1"),
+        Step("merge_into", ("v1", "v0"), ("v2",), {"name": "sub_"}),
+    ),
+    (Term("v2", "MSE", {"reduction": "sum"}),),
+    GRADIENTS,
+    Plan(),
+)
+# A layer of a derivative meets a parameter that is updated before it is read.
+DERIVED = {"name": "layer", "heads": 1, "bias": False, "first": False, "attached": False}
+FOUND["updated-while-it-waits"] = Recipe(
+    80016702,
+    1,
+    {"x0": Source((2, 2))},
+    (Step("Derivative", ("x0",), ("v0",), DERIVED, "p1"),),
+    (Term("v0", "MSE", {"reduction": "sum"}),),
+    (Request("SqrtGGNExact"),),
+    Plan("with_updates"),
+)
+# A derivative of gradients that have crossed a normalisation.
+FOUND["differentiated-normalisation"] = Recipe(
+    70016073,
+    2,
+    {"x0": Source((2,), tokens=4)},
+    (
+        Step("Embedding", ("x0",), ("v0",), {"tokens": 4, "width": 1, "padding": 0}, "p0"),
+        Step("Wrapped", ("v0",), ("v1",), {"name": "instance_norm", "sequence": True}, "p1"),
+    ),
+    (Term("v1", "MSE", {"reduction": "sum"}),),
+    GRADIENTS,
+    Plan("differentiable"),
+)
+# Items of one length each, in a model that returns its loss, for which no rule is known.
+FOUND["items-inside"] = Recipe(
+    90001363,
+    2,
+    {"x0": Source((1,), lengths=(4, 4))},
+    (Step("Bags", ("x0",), ("v0",), {"join": "centred", "pool": "indexed"}, "p0"),),
+    (Term("v0", "Own", {"reduction": "sum"}, part="loss0"),),
+    GRADIENTS,
+    Plan(is_inside=True),
+)
+
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind() -> None:

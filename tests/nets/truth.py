@@ -41,6 +41,15 @@ def _normalised(norm: _BatchNorm | _InstanceNorm, x: Tensor) -> Tensor:
     return found * norm.weight.view(shape) + norm.bias.view(shape) if norm.affine else found
 
 
+def _layer_normalised(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    """The same by definition: torch's third derivative has mean and scale for constants."""
+    axes = [*range(-len(norm.normalized_shape), 0)]
+    variance = x.var(axes, correction=0, keepdim=True)
+    found = (x - x.mean(axes, keepdim=True)) / (variance + norm.eps).sqrt()
+    found = found if norm.weight is None else found * norm.weight
+    return found if norm.bias is None else found + norm.bias
+
+
 def _cross_entropy(loss: nn.BCELoss, value: Tensor, target: Tensor) -> Tensor:
     """The same by definition: torch's second derivative has 1e-12 beside the probabilities."""
     each = -(target * value.log().clamp(-100) + (1 - target) * (1 - value).log().clamp(-100))
@@ -96,6 +105,8 @@ class Truth:
             if isinstance(part, nn.BCELoss):
                 part.forward = partial(_cross_entropy, part)  # type: ignore[method-assign]
         for part in self.net.modules():
+            if type(part) is nn.LayerNorm:
+                part.forward = partial(_layer_normalised, part)  # type: ignore[method-assign]
             if isinstance(part, _WeightNorm) and part.dim != -1:
                 part.forward = partial(_weight_norm, part)  # type: ignore[method-assign]
         self.inputs = data(recipe)
@@ -254,6 +265,12 @@ class Truth:
             for name in result:
                 result[name].append(torch.stack([f[name].flatten() for f in found]))
         return {name: torch.stack(rows) for name, rows in result.items()}
+
+    @cached_property
+    def rounding(self) -> float:
+        """What the rounding of ``p - p²``, for probabilities near one, becomes in curvature."""
+        sizes = [jacobian.abs().max().item() for jacobian in self.jacobians.values()]
+        return torch.finfo(torch.float64).eps * max(sizes) ** 2
 
     @cached_property
     def loss_hessians(self) -> Tensor:

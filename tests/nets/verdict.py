@@ -112,6 +112,9 @@ class Prepared:
             if not bool(torch.isfinite(value).all()):
                 raise Unstable(f"{request} of {name} is not finite.")
             found[name] = value
+        largest = max(value.abs().max().item() for value in found.values() if value.numel())
+        if quantity.family == "ggn" and self.truth.rounding > RTOL * max(largest, SMALLEST):
+            raise Unstable(f"{request} is made of rounding errors.")
         return found
 
     def _weights(self) -> dict[str, Tensor]:

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from backpack_core import plugins
+from backpack_core import discovery, plugins
 from backpack_core.cli import certificate, listing, scaffold
 from backpack_core.cli.app import app
-from backpack_core.cli.certificate import Certificate, digest, place, read, version_of_torch
-from backpack_core.cli.certify import certify, into_wheel, into_wheels, project
+from backpack_core.cli.certificate import Certificate, digest, file_of, installed, read
+from backpack_core.cli.certify import certify, into_wheel, into_wheels, project, text_of
 from backpack_core.cli.doctor import _certificates
 from backpack_core.cli.hatch import Certify
 from backpack_core.discovery import discover
@@ -30,11 +30,11 @@ from sick import NORM  # isort: skip
 
 @pytest.fixture(autouse=True)
 def forget() -> None:
-    certificate._standing_of.cache_clear()
+    certificate.standing.cache_clear()
 
 
 def made_for(home: Path, **changed: Any) -> Certificate:
-    versions = {"kit": certificate.__version__, "torch": version_of_torch()}
+    versions = {"kit": installed("backpack-core"), "torch": installed("torch")}
     fields = {"code": digest(home), **versions, **changed}
     return Certificate(
         "backpack-plugin-norm", checks={"norm": {"mean": "passed"}}, worst={}, **fields
@@ -51,27 +51,32 @@ def norm(fake_distribution: FakeDistribution) -> Path:
 
 
 def standing() -> str:
-    certificate._standing_of.cache_clear()
+    certificate.standing.cache_clear()
     (report,) = [r for r in listing.collect(False, 1.0) if r.name == "norm"]
     return report.standing
 
 
 def test_it_holds_for_its_code_and_versions(norm: Path) -> None:
     assert standing() == "no certificate"
-    place(norm).write_text(made_for(norm).text())
+    file_of(norm).write_text(text_of(made_for(norm)))
     assert standing() == "certified"
-    place(norm).write_text(made_for(norm, torch="1.9.0").text())
+    file_of(norm).write_text(text_of(made_for(norm, torch="1.9.0")))
     assert standing() == "other versions"
     (finding,) = [f for f in _certificates(discover()) if "norm" in f.who]
     assert "other versions of backpack-core or torch" in finding.problem
-    place(norm).write_text(made_for(norm).text())
+    file_of(norm).write_text(text_of(made_for(norm)))
     norm.write_text(NORM + "\n# another line\n")
     assert standing() == "code changed"
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"format": 2}', "\x00"])
 def test_what_is_not_a_certificate_is_said(norm: Path, text: str) -> None:
-    place(norm).write_text(text)
+    file_of(norm).write_text(text)
+    assert standing() == "unreadable"
+
+
+def test_versions_of_a_wrong_kind_are_said(norm: Path) -> None:
+    file_of(norm).write_text(text_of(made_for(norm, torch=2)))
     assert standing() == "unreadable"
 
 
@@ -80,14 +85,21 @@ def test_only_the_certified_load(norm: Path, monkeypatch: Any, word: str) -> Non
     monkeypatch.setenv("BACKPACK_REQUIRE_CERTIFIED", word)
 
     def state() -> str:
-        certificate._standing_of.cache_clear()
+        certificate.standing.cache_clear()
         return next(p.state for p in discover() if p.name == "norm")
 
     assert state() == "blocked"
-    place(norm).write_text(made_for(norm, code="sha256:0").text())
+    file_of(norm).write_text(text_of(made_for(norm, code="sha256:0")))
     assert state() == "blocked"
-    place(norm).write_text(made_for(norm).text())
+    file_of(norm).write_text(text_of(made_for(norm)))
     assert state() == "not loaded"
+
+
+def test_without_a_gate_nothing_gets_in(norm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BACKPACK_REQUIRE_CERTIFIED", "1")
+    file_of(norm).write_text(text_of(made_for(norm)))
+    monkeypatch.setattr(discovery, "_gates", lambda name: [])
+    assert {plugin.state for plugin in discover()} == {"blocked"}
 
 
 def test_a_missing_quantity_names_the_switch(norm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,15 +136,15 @@ def test_a_package_proves_itself(package: Path) -> None:
     result = CliRunner().invoke(app, ["certify", str(package), "--wheel", str(wheel)])
     assert result.exit_code == 0, (result.output, result.exception)
     home = package / "backpack_plugin_proved"
-    found = read(place(home))
+    found = read(file_of(home))
     assert found is not None
-    assert found.standing(digest(home)) == "certified"
+    assert found.code == digest(home)
     assert found.checks
     assert not found.unchecked
     assert 0 < found.worst["error"] <= found.worst["allowed"]
     with zipfile.ZipFile(wheel) as file:
         inside = file.read(f"backpack_plugin_proved/{certificate.NAME}")
-        assert inside == place(home).read_bytes()
+        assert inside == file_of(home).read_bytes()
         record = file.read("backpack_plugin_proved-0.1.0.dist-info/RECORD").decode()
         assert sorted(line.partition(",")[0] for line in record.split()) == sorted(file.namelist())
     hook: Any = SimpleNamespace(root=str(package), target_name="wheel")
@@ -141,14 +153,14 @@ def test_a_package_proves_itself(package: Path) -> None:
     assert list(data["force_include"].values()) == [f"backpack_plugin_proved/{certificate.NAME}"]
     source = home / "__init__.py"
     source.write_text(source.read_text() + "\n# changed\n")
-    place(home).write_text(Certificate(**{**json.loads(inside), "code": digest(home)}).text())
+    file_of(home).write_text(text_of(Certificate(**{**json.loads(inside), "code": digest(home)})))
     with pytest.raises(UsageError, match="holds other code than what was certified"):
-        into_wheel(wheel, [place(home)])
+        into_wheel(wheel, [file_of(home)])
     with pytest.raises(UsageError, match="holds other code than what was certified"):
-        into_wheels(wheel.parent, [place(home)])
+        into_wheels(wheel.parent, [file_of(home)])
     (wheel.parent / "backpack_plugin_proved-0.2.0-py3-none-any.whl").touch()
     with pytest.raises(UsageError, match="has 2 wheels of backpack-plugin-proved: it takes one"):
-        into_wheels(wheel.parent, [place(home)])
+        into_wheels(wheel.parent, [file_of(home)])
 
 
 @pytest.mark.long
@@ -164,7 +176,7 @@ def test_a_package_that_fails_gets_none(package: Path) -> None:
     test.write_text(checks.replace("    check()", '    __import__("pytest").skip()'))
     with pytest.raises(UsageError, match="No check of the kit ran for a class of"):
         certify(package)
-    assert not place(package / "backpack_plugin_proved").exists()
+    assert not file_of(package / "backpack_plugin_proved").exists()
 
 
 def test_a_wrong_group_is_named(package: Path, tmp_path: Path) -> None:

@@ -10,30 +10,33 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from backpack_checks.advice import probable_slips
 from backpack_core import (
     Extension,
     LayerRule,
     backpack,
     extend,
-    hookimpl,
     plugins,
     register,
     unregister,
 )
 from backpack_core.cli.doctor import examine
+from backpack_core.contract import bases
+from backpack_core.contract.bases import JUDGES, Candidate
 from backpack_core.errors import (
     PluginCodeError,
     PluginConflictError,
     PluginError,
     ShapeError,
+    UnsupportedError,
     UsageError,
 )
 from backpack_core.extensions import DiagGGNExact
-from backpack_core.plugins import declarations
 from backpack_core.plugins.registry import registry
 from backpack_core.testing import RuleCase, check_rule, temporary_plugin
 from backpack_core.testing.fake_distribution import FakeDistribution
 from backpack_products import FirstOrderExtension, ParametricRule
+from backpack_products.derivatives import second_derivative_mat_prod, second_order
 
 from sick import loaded_here  # isort: skip
 
@@ -109,6 +112,15 @@ AT_REGISTRATION = {
         ),
         "linear_in_params = ('weight',) means nothing here: it is a declaration of ParametricRule",
     ),
+    "a second derivative of a base that has none": (
+        derived(
+            LayerRule,
+            module_types=(Gain,),
+            hessian_is_zero=True,
+            _jac_t_mat_prod=lambda self, view, mat: mat,
+        ),
+        "hessian_is_zero = True means nothing here: it is a declaration of SecondOrderRule",
+    ),
     "linear in what it does not cover": (
         derived(GainRule, linear_in_params=("wieght",)),
         "linear_in_params names 'wieght', which is not in params: did you mean 'weight'?",
@@ -159,33 +171,35 @@ def test_found_at_registration(name: str) -> None:
         unregister("Slip")  # nothing of it stays behind
 
 
-class Strict:
-    """A plugin that finds fault with every class."""
-
-    def __init__(self) -> None:
-        self.asked: list[Any] = []
-
-    @hookimpl
-    def backpack_validate(self, kind: type, module: nn.Module | None) -> list[str]:
-        """Note what is asked, and refuse rules at modules."""
-        self.asked.append((kind, module))
-        return [] if module is None else ["it is too general"]
+def test_a_rule_of_another_base_is_not_taken_to_be_linear() -> None:
+    kind = derived(LayerRule, _jac_t_mat_prod=lambda self, view, mat: mat, hessian_is_zero=True)
+    assert not second_order(kind()).hessian_is_zero
+    with pytest.raises(UnsupportedError, match=r"derive it from backpack_products\.SecondOrder"):
+        second_derivative_mat_prod(kind(), SimpleNamespace(path="Gain"), None, None)
 
 
-def test_plugins_have_a_say_when_a_class_is_registered_and_at_the_first_module() -> None:
+def test_judges_are_asked_when_a_class_is_registered_and_at_the_first_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     plugins.ensure_loaded()
-    model, strict = Gain(), Strict()
-    with temporary_plugin(strict, GainRule):
-        assert strict.asked == [(GainRule, None)]
+    asked: list[Candidate] = []
+
+    def strict(candidate: Candidate) -> list[str]:
+        asked.append(candidate)
+        return [] if candidate.module is None else ["it is too general"]
+
+    monkeypatch.setattr(bases, "JUDGES", [*JUDGES, strict])
+    model = Gain()
+    with temporary_plugin(GainRule):
+        assert asked == [(GainRule, None, False), (GainRule, None, True)]
         with pytest.raises(PluginError, match=r"GainRule .* of 'GainRule .*: it is too general\."):
             extend(model)
-    assert strict.asked[1:] == [(GainRule, model)]
+    assert asked[2:] == [(GainRule, model, False)]
 
 
-def test_core_alone_refuses_wrong_kinds_and_gives_no_advice(monkeypatch: Any) -> None:
+def test_without_checks_wrong_kinds_are_refused_and_no_advice_is_given(monkeypatch: Any) -> None:
     plugins.ensure_loaded()
-    alone = SimpleNamespace(backpack_validate=lambda **_: [])
-    monkeypatch.setattr("backpack_core.plugins.declarations.hooks", alone)
+    monkeypatch.setattr(bases, "JUDGES", [each for each in JUDGES if each is not probable_slips])
     with temporary_plugin(derived(GainRule, module_types=("torch.nn.Linaer",))):
         pass
     for name in ("a flag that is none", "a string for a tuple", "a field of torch"):
@@ -385,11 +399,11 @@ def test_a_library_judges_what_its_classes_declare(monkeypatch: pytest.MonkeyPat
     """What it says of a class is said with what core says."""
     asked: list[type] = []
 
-    def judged(cls: type) -> list[str]:
-        asked.append(cls)
+    def judged(candidate: Candidate) -> list[str]:
+        asked.append(candidate.cls)
         return ["its weight is not known"]
 
-    monkeypatch.setattr(declarations, "JUDGES", [judged])
-    with pytest.raises(PluginError, match=r"Slip .*: its weight is not known; module_types must n"):
+    monkeypatch.setattr(bases, "JUDGES", [*JUDGES, judged])
+    with pytest.raises(PluginError, match=r"module_types must .*; its weight is not known"):
         register(derived(GainRule, module_types=()))
     assert [cls.__name__ for cls in asked] == ["Slip"]

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from backpack_core.cli import listing, trouble
+from backpack_core.cli import matrix as support
 from backpack_core.cli.app import app
 from backpack_core.cli.counts import Layer, work
 from backpack_core.cli.explain import Row, explained
@@ -20,7 +21,6 @@ from backpack_core.cli.folding import folded
 from backpack_core.cli.support import matrix, model_report
 from backpack_core.errors import MissingPluginError, PluginError, UsageError
 from backpack_core.plugins import unregister
-from backpack_core.testing import support
 
 NETS = """
 import torch
@@ -274,11 +274,11 @@ def test_the_plan_of_a_pass_is_shown() -> None:
     assert result.exit_code == 0, result.output
     assert result.output.endswith(
         "step  at                what happens\n"
-        "1     CrossEntropyLoss  go on by its rule\n"
-        "2     Linear '3'        read weight, bias; go on by its rule\n"
-        "3     Flatten '2'       go on by its rule\n"
-        "4     ReLU '1'          go on by its rule\n"
-        "5     Conv2d '0'        read weight, bias; go on by its rule\n"
+        "1     CrossEntropyLoss  send to 2 by its rule\n"
+        "2     Linear '3'        read weight, bias; send to 3 by its rule\n"
+        "3     Flatten '2'       send to 4 by its rule\n"
+        "4     ReLU '1'          send to 5 by its rule\n"
+        "5     Conv2d '0'        read weight, bias\n"
     )
 
 

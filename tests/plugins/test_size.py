@@ -8,26 +8,9 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 CORE = Path(__file__).parents[2] / "backpack_core"
-# What a room may hold; a room that has shrunk takes its limit along. The aim is 3,500 in all.
-ROOMS = {
-    "face": 492,  # what lies in the folder itself, but for the rooms below
-    "torch": 220,
-    "record": 1210,
-    "graph": 180,
-    "plan": 300,
-    "engine": 1560,
-    "contract": 540,
-    "plugins": 710,
-}
-FILES = {
-    "_hooks.py": "torch",
-    "_torch.py": "torch",
-    "recording.py": "record",
-    "discovery.py": "plugins",
-}
+# All of core together, of which the kit and the command are no part. The aim is 3,500.
+BUDGET = 5200
 LEFT_OUT = {"cli", "testing"}
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
@@ -51,11 +34,11 @@ def code_lines(source: str) -> int:
 
 
 def counted() -> Counter[str]:
+    """Code lines by room; what lies in the folder itself is a room of its own."""
     found: Counter[str] = Counter()
     for path in CORE.rglob("*.py"):
-        home = path.relative_to(CORE).parts[0]
-        if home not in LEFT_OUT:
-            room = FILES.get(home, home if home in ROOMS else "face")
+        room = path.relative_to(CORE).parts[0]
+        if room not in LEFT_OUT:
             found[room] += code_lines(path.read_text(encoding="utf-8"))
     return found
 
@@ -67,12 +50,9 @@ def test_lines_are_counted() -> None:
     assert code_lines(source) == 5
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_stays_within_its_limit(room: str) -> None:
-    lines = counted()[room]
-    assert lines <= ROOMS[room], f"{room} has {lines} lines of code"
-    assert lines > ROOMS[room] - 60, f"{room} has {lines} lines: lower its limit"
-
-
-def test_every_file_is_in_a_room() -> None:
-    assert set(counted()) == set(ROOMS)
+def test_core_stays_within_its_budget() -> None:
+    rooms = counted()
+    lines = sum(rooms.values())
+    told = ", ".join(f"{room} {number}" for room, number in rooms.most_common())
+    assert lines <= BUDGET, f"core has {lines} lines of code: {told}"
+    assert lines > BUDGET - 100, f"core has shrunk to {lines} lines: lower its budget"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import dp_accounting
@@ -12,7 +11,7 @@ from dp_accounting import pld, rdp
 from torch import nn
 
 from backpack_core.errors import UsageError
-from backpack_privacy import AdaptiveClipping, Clipping, make_private, replace_batch_norm
+from backpack_privacy import Clipping, make_private, replace_batch_norm
 from tests.privacy.problems import NETS, difference, loader_of, make, perceptron, privately, run
 
 
@@ -63,75 +62,6 @@ def test_without_noise_nothing_is_private() -> None:
     assert private.epsilon(1e-3) == float("inf")
     with pytest.raises(UsageError, match="delta"):
         private.epsilon()
-
-
-def test_a_checkpoint_goes_on_as_if_nothing_had_been() -> None:
-    def fresh() -> Any:
-        clipping = AdaptiveClipping(0.5, count_noise=5.0)
-        return privately(clipping=clipping, noise_multiplier=1.0, checks=2)
-
-    whole, model, lossfunc = fresh()
-    run(whole, model, lossfunc, 6)
-    half, other, lossfunc = fresh()
-    run(half, other, lossfunc, 3)
-    file = io.BytesIO()
-    torch.save([half.state_dict(), other.state_dict()], file)
-    file.seek(0)
-    state, weights = torch.load(file)
-    again, third, lossfunc = fresh()
-    again.load_state_dict(state)
-    third.load_state_dict(weights)
-    run(again, third, lossfunc, 6)
-    assert difference(third, model) == 0
-    assert again.epsilon(1e-3) == whole.epsilon(1e-3)
-    assert again.clipping.bounds == whole.clipping.bounds
-    with pytest.raises(UsageError, match="lacks"):
-        again.load_state_dict({})
-    with pytest.raises(UsageError, match="same clipping"):
-        again.load_state_dict({**state, "bounds": {"x": 1.0}})
-
-
-def test_states_that_would_forget_what_was_spent() -> None:
-    """Later ones, those of other settings, and those that leave too little of a target."""
-    private, model, lossfunc = privately(noise_multiplier=1.0)
-    state = private.state_dict()
-    run(private, model, lossfunc, 3)
-    with pytest.raises(UsageError, match="3 steps were taken here"):
-        private.load_state_dict(state)
-    others: tuple[dict[str, Any], ...] = (
-        {"max_norm": 0.6},
-        {"clipping": AdaptiveClipping(0.5)},
-        {"clipping": Clipping(0.5, weights="automatic")},
-        {"users": [*range(6)] * 2},
-    )
-    for options in others:
-        other = privately(noise_multiplier=1.0, **options)[0]
-        with pytest.raises(UsageError, match="The state is of a training with"):
-            other.load_state_dict(private.state_dict())
-
-
-@pytest.mark.parametrize("sampling", ["poisson", "shuffled"])
-def test_states_and_targets(sampling: str) -> None:
-    """The same target can be gone on with, and another one may be exceeded.
-
-    The cheaper accountant: what is asked of either is the same, and losses take seconds.
-    """
-
-    def fresh(epochs: int) -> Any:
-        target: dict[str, Any] = {"target_epsilon": 2.0, "target_delta": 1e-3, "epochs": epochs}
-        settings: dict[str, Any] = {"sampling": sampling, "accountant": "rdp", "checks": 0}
-        return privately(noise_multiplier=None, **settings, **target)
-
-    first, model, lossfunc = fresh(2)
-    run(first, model, lossfunc, 3)
-    again, other, lossfunc = fresh(2)
-    again.load_state_dict(first.state_dict())
-    run(again, other, lossfunc, 6)
-    assert again.epsilon() <= 2.0
-    longer = fresh(4)[0]
-    with pytest.raises(UsageError, match="and target_epsilon is 2"):
-        longer.load_state_dict(first.state_dict())
-    assert longer.steps == 0
 
 
 def test_two_loops_cannot_share_an_epoch() -> None:

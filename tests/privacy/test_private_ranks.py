@@ -9,23 +9,31 @@ import torch
 from torch import distributed
 
 from tests.forks import run_ranks
-from tests.privacy.worker import STEPS, train, work
+from tests.privacy.worker import RUNS, STEPS, train, work
 
 pytestmark = pytest.mark.skipif(
     not distributed.is_available(), reason="this torch was built without torch.distributed"
 )
 
+MESSAGES = (
+    "differs between processes",
+    "Leave max_rows out",
+    "over a mesh of shape [1, 2]",
+    "Leave param_dtype out",
+)
+
 
 def test_two_processes_are_one(tmp_path: Path) -> None:
-    """With noise once; with and without the wrapper; with batches that are empty in one of them."""
+    """With noise once; as they are, as replicas, as shards; with batches that are empty in one."""
     run_ranks(work, 2, tmp_path)
-    for number, adaptive in enumerate((True, False)):
-        expected, seen = train(False, 1, adaptive)
-        for rank in range(2):
-            found, share = torch.load(tmp_path / f"{rank}.pt")[number]
-            assert share < seen
-            for a, b in zip(found, expected, strict=True):
-                assert (a - b).abs().max() < 1e-12
-    assert seen <= STEPS + 4
+    expected = {adaptive: train("plain", 1, adaptive) for adaptive in (True, False)}
     for rank in range(2):
-        assert "differs between processes" in torch.load(tmp_path / f"{rank}.pt")[2]
+        runs, refusals = torch.load(tmp_path / f"{rank}.pt")
+        for (how, adaptive), (found, share) in zip(RUNS, runs, strict=True):
+            parameters, seen = expected[adaptive]
+            # Shards run the model in each step, also where there is no sample for this process.
+            assert share == STEPS + 4 if how == "shards" else share < seen <= STEPS + 4
+            for a, b in zip(found, parameters, strict=True):
+                assert (a - b).abs().max() < 1e-12
+        for message, said in zip(MESSAGES, refusals, strict=True):
+            assert message in said

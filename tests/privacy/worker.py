@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from backpack_core.errors import UsageError
 from backpack_privacy import AdaptiveClipping, Clipping, make_private
 from tests.privacy.problems import loader_of, make
 
+RUNS = (("plain", True), ("replicas", False), ("shards", True), ("shards", False))
 STEPS = 14  # of them some without samples in one of the processes
 
 
-def train(wrapped: bool, world: int, adaptive: bool) -> tuple[list[torch.Tensor], int]:
+def wrap(model: nn.Module, how: str) -> nn.Module:
+    """As it is, in ``DistributedDataParallel``, or sharded, a layer apart from the others."""
+    if how == "shards":
+        mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+        fully_shard(model.get_submodule("layer"), mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+    return DistributedDataParallel(model) if how == "replicas" else model
+
+
+def train(how: str, world: int, adaptive: bool) -> tuple[list[torch.Tensor], int]:
     """The parameters in the end, and how many batches this process saw."""
     model, data = make("tied")
     clipping = AdaptiveClipping(0.5, count_noise=5.0) if adaptive else Clipping(0.5, "per_layer")
-    whole = DistributedDataParallel(model) if wrapped else model
+    whole = wrap(model, how)
     lossfunc = nn.CrossEntropyLoss()
     private = make_private(
         whole,
@@ -36,20 +49,34 @@ def train(wrapped: bool, world: int, adaptive: bool) -> tuple[list[torch.Tensor]
         for inputs, targets in private.loader:
             seen += 1
             private.step(lossfunc(whole(inputs), targets))
-    return [p.detach() for p in model.parameters()], seen
+    found = [p.full_tensor() if how == "shards" else p for p in model.parameters()]
+    return [p.detach() for p in found], seen
 
 
-def refused(rank: int) -> str:
-    """What is said of models that differ."""
-    model, data = make("tied", seed=rank)
+def refused(model: nn.Module, data: Any, **options: Any) -> str:
+    """What is said of a model, when it is made private or in the first step."""
     optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), loader_of(data, 1)
+    settings: dict[str, Any] = {"noise_multiplier": 1.0, "max_norm": 1.0, **options}
+    lossfunc = nn.CrossEntropyLoss(reduction="sum")
     try:
-        make_private(
-            model, nn.CrossEntropyLoss(), optimizer, loader, noise_multiplier=1, max_norm=1
-        )
+        private = make_private(model, lossfunc, optimizer, loader, **settings)
+        for inputs, targets in private.loader:
+            private.step(lossfunc(model(inputs), targets))
     except UsageError as error:
         return str(error)
     return ""
+
+
+def refusals(rank: int, world: int) -> list[str]:
+    """Of models that differ, and of shards that cannot be added up."""
+    found = [refused(*make("tied", seed=rank))]
+    model, data = make("tied")
+    found.append(refused(wrap(model, "shards"), data, max_rows=2))
+    mesh = init_device_mesh("cpu", (1, world), mesh_dim_names=("replicas", "shards"))
+    found.append(refused(fully_shard(make("tied")[0], mesh=mesh), data))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = fully_shard(make("tied")[0], mesh=init_device_mesh("cpu", (world,)), mp_policy=policy)
+    return [*found, refused(model, data)]
 
 
 def work(rank: int, world: int, folder: Path) -> None:
@@ -58,7 +85,7 @@ def work(rank: int, world: int, folder: Path) -> None:
     distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
     )
-    found = [train(False, world, True), train(True, world, False)]
-    torch.save([*found, refused(rank)], folder / f"{rank}.pt")
+    found = [train(how, world, adaptive) for how, adaptive in RUNS]
+    torch.save([found, refusals(rank, world)], folder / f"{rank}.pt")
     distributed.barrier()
     os._exit(0)  # threads of gloo may outlive the interpreter

@@ -232,10 +232,19 @@ class Tied(nn.Module):
         return F.linear(self.table(tokens), self.table.weight)
 
 
+def block_of(model: Tied, tokens: Tensor, roots: Tensor) -> Tensor:
+    rows = zip(roots, tokens, strict=True)
+    parts = [square(root @ model(row), model.table.weight) for root, row in rows]
+    return torch.stack(parts).sum(0)
+
+
 @pytest.mark.parametrize("chunk_size", [None, 1])
 @pytest.mark.parametrize("setting", ["kfc", "expand", "reduce"])
 def test_a_table_that_gives_the_logits(setting: Any, chunk_size: int | None) -> None:
-    """Its look-ups are uses of the transpose, at which the data are unit vectors."""
+    """Its look-ups are uses of the transpose, at which the data are unit vectors.
+
+    Between two rows of a vocabulary, nothing is stored.
+    """
     model, tokens, y = Tied(), torch.tensor([0, 2, 2, 4]), torch.tensor([1, 0, 4, 3])
     extend(model)
     with backpack(KFLR(setting, chunk_size=chunk_size)):
@@ -244,11 +253,19 @@ def test_a_table_that_gives_the_logits(setting: Any, chunk_size: int | None) -> 
     probs = torch.softmax(table[tokens] @ table.T, 1)
     hessians = (torch.diag_embed(probs) - probs[:, :, None] * probs[:, None]) / 4
     data = F.one_hot(tokens, 5).to(table.dtype)
-    outer = hessians.sum(0) + data.T @ data / 4
+    outer = (hessians.sum(0) + data.T @ data / 4).diagonal()
     inner = table[tokens].T @ table[tokens] / 4 + table.T @ hessians.sum(0) @ table
     found: Any = model.table.weight
     oracle.assert_close(found.kflr[0], outer)
     oracle.assert_close(found.kflr[1], inner)
+    oracle.assert_close(found.kflr.dense(), torch.kron(outer.diag(), inner))
+    vectors = torch.randn(2, 5, 3)
+    solved = found.kflr.inverse(0.1).matmul(found.kflr.damped(0.1).matmul(vectors))
+    oracle.assert_close(solved, vectors)
+    root = torch.linalg.cholesky(hessians + 1e-14 * torch.eye(5)).mT
+    with backpack(EKFAC(None, setting)):
+        extend(nn.CrossEntropyLoss())(model(tokens), y).backward()
+    _check_corrected(found.ekfac, block_of(model, tokens, root))
 
 
 def test_uses_that_have_no_factors_in_common() -> None:

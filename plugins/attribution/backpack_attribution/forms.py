@@ -9,6 +9,7 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor
 
+from backpack_core import memory_budget
 from backpack_core.errors import ShapeError, UsageError
 from backpack_firstorder import SampleGradients
 
@@ -60,6 +61,19 @@ def is_finite(value: Value) -> bool:
 def dense(value: Value) -> Tensor:
     """``[N, *θ]``."""
     return value if isinstance(value, Tensor) else value.dense()
+
+
+def ready(queries: Gradients) -> Gradients:
+    """Queries that many batches of samples meet: formed where that is cheaper.
+
+    They take at most 16 times ``memory_budget()``.
+    """
+    found, room = dict(queries), 16 * memory_budget()
+    for name, value in queries.items():
+        if isinstance(value, SampleGradients):
+            found[name] = formed = value.prepared(room)
+            room -= 0 if formed is value else formed.nbytes
+    return found
 
 
 def cat(values: Sequence[Value]) -> Value:

@@ -17,6 +17,7 @@ from backpack_attribution.forms import Gradients
 from backpack_attribution.problem import Problem
 from backpack_attribution.run import Run, on_cpu
 from backpack_core.errors import UsageError
+from backpack_core.extensions import GradInner
 from backpack_firstorder import SampleGradients
 
 Checkpoint: TypeAlias = Mapping[str, Tensor] | str | Path
@@ -77,7 +78,10 @@ class InnerProduct(Method):
         """Scores, ``[N, M]``."""
         with run.problem.extended():
             self.fit(run)
-            found = [self.scores(run, self.transform(q, run)) for q in self.asked(run)]
+            found = [
+                self.scores(run, forms.ready(self.transform(queries, run)))
+                for queries in self.asked(run)
+            ]
         return torch.cat(found, 1)
 
     def own_values(self, run: Run) -> Tensor:
@@ -192,12 +196,16 @@ def products_of(
     parts: list[Tensor] = []
 
     def add(name: str, gradients: SampleGradients) -> None:
-        if norms is not None:
-            norms.append(gradients.norm())
+        assert norms is not None
+        norms.append(gradients.norm())
         if name in queries:
             parts.append(gradients.inner(queries[name]))
 
-    problem.consume(batch, add)
+    if norms is None:
+        found = problem.compute(batch, GradInner(lambda name, shape: queries.get(name)))
+        parts = [*found.values()]
+    else:
+        problem.consume(batch, add)
     if not parts:
         raise UsageError(
             "A batch reaches none of the parameters that the queries depend on: look at what "

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_attribution.forms import Value
-from backpack_core import backpack, extend, is_extended, unextend
+from backpack_core import Extension, backpack, extend, is_extended, unextend
 from backpack_core.errors import UsageError
 from backpack_core.extensions import BatchGrad
 from backpack_firstorder import SampleGradients
@@ -114,10 +114,19 @@ class Problem:
             consumer: Called with the name of each parameter and its ``[N, *θ]`` during the backward
                 pass, which holds no other.
         """
+        self.compute(batch, BatchGrad(form="product", consumer=consumer))
+
+    def compute(self, batch: Any, extension: Extension) -> dict[str, Any]:
+        """What an extension finds for a batch, by parameter; nothing is left on these."""
         with torch.enable_grad():
             loss = self.loss(batch)
-            with backpack(BatchGrad(form="product", consumer=consumer), gradient="none"):
+            with backpack(extension, gradient="none"):
                 loss.backward()
+        found: dict[str, Any] = {}
+        for name, parameter in self.parameters.items():
+            if extension.savefield in vars(parameter):
+                found[name] = vars(parameter).pop(extension.savefield)
+        return found
 
     def gradients(self, batch: Any) -> dict[str, Value]:
         """Gradients of the samples' own losses, ``[N, *θ]`` by parameter, as products.

@@ -14,7 +14,8 @@ from backpack_attribution.methods import Checkpoint, Method, at_checkpoint, join
 from backpack_attribution.problem import Loss, Problem, Split
 from backpack_attribution.run import Run, on_cpu
 from backpack_core.errors import UsageError
-from backpack_firstorder import Projection, SampleGradients
+from backpack_core.extensions import ProjectedGrad
+from backpack_firstorder import Projection
 from backpack_products.fingerprint import Marked
 
 Kind: TypeAlias = Literal["kronecker", "gaussian", "rademacher", "sparse"]
@@ -47,13 +48,8 @@ def project(
 
 def projections_of(problem: Problem, batch: Any, projection: Projection) -> dict[str, Tensor]:
     """Projected gradients of a batch, ``[N, dim]`` for each parameter."""
-    found: dict[str, Tensor] = {}
-
-    def add(name: str, gradients: SampleGradients) -> None:
-        found[name] = gradients.project(projection, name)
-
-    problem.consume(batch, add)
-    return found
+    settings = projection.dim, projection.kind, projection.seed
+    return problem.compute(batch, ProjectedGrad(*settings))
 
 
 def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

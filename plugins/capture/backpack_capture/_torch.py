@@ -132,3 +132,16 @@ def take_hooks(parameter: Tensor) -> Callable[[], None]:
 def gradient_hooks(tensor: Tensor) -> bool:
     """Whether somebody listens to the gradient of a parameter."""
     return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)
+
+
+class without_gradients:
+    """``torch.no_grad()``, in a fifth of its time."""
+
+    def __enter__(self) -> None:
+        """Record nothing."""
+        self._before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        """As before."""
+        torch._C._set_grad_enabled(self._before)

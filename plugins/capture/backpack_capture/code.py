@@ -18,7 +18,21 @@ _OF_TORCH: Final = (
     *("mm", "bmm", "addmm", "baddbmm", "mul", "add", "sub", "div", "sum", "mean", "t", "unsqueeze"),
     *("transpose", "permute", "squeeze", "select", "relu", "sigmoid", "tanh", "exp", "log", "sqrt"),
     *("rsqrt", "square", "pow", "abs", "neg", "reciprocal", "where", "cat", "stack", "clamp"),
-    *("maximum", "minimum", "eq", "ne", "gt", "lt", "ge", "le", "amax", "amin", "sin", "cos"),
+    *(
+        "as_strided",
+        "maximum",
+        "minimum",
+        "eq",
+        "ne",
+        "gt",
+        "lt",
+        "ge",
+        "le",
+        "amax",
+        "amin",
+        "sin",
+        "cos",
+    ),
 )
 _OF_TENSOR: Final = ("view", "expand")
 _BINDINGS: Final[dict[str, Callable[..., Any]]] = {

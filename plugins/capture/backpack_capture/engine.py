@@ -5,34 +5,58 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core import backpack
+from backpack_core import View, backpack
 from backpack_core.engine.active import current
 from backpack_core.errors import UsageError
 
 
+class Observer(Protocol):
+    """Observes one pass, and tells what it found."""
+
+    def __call__(self, view: View) -> None:
+        """Look at a visited output."""
+
+    def found(self) -> Any:
+        """Tensors and numbers, in lists, tuples and dictionaries. They are a part of the step."""
+
+
 @dataclass(frozen=True)
 class Asked:
-    """What ``backpack(...)`` is asked for in every step."""
+    """What ``backpack(...)`` is asked for in every step.
+
+    Attributes:
+        observer: Makes an observer for each pass. What it found is behind what a step returns.
+    """
 
     extensions: tuple[Any, ...]
     gradient: Any
     check: Any
     hook: Callable[[Module], None] | None = None
+    observer: Callable[[], Observer] | None = None
 
     @property
     def fields(self) -> list[str]:
         """The names of results."""
         return [extension.savefield for extension in self.extensions]
 
-    def block(self) -> backpack:
+    @property
+    def functions(self) -> list[Callable[..., Any]]:
+        """What a step calls besides the user's function."""
+        return [called for called in (self.hook, self.observer) if called is not None]
+
+    def block(self, observer: Observer | None = None) -> backpack:
         """The context."""
         return backpack(
-            *self.extensions, gradient=self.gradient, check=self.check, extension_hook=self.hook
+            *self.extensions,
+            gradient=self.gradient,
+            check=self.check,
+            extension_hook=self.hook,
+            observer=observer,
         )
 
 
@@ -57,7 +81,8 @@ def run_engine(
     between: Callable[[], None] = lambda: None,
 ) -> Outcome:
     """Forward pass, loss, and backward pass; ``between`` is called before the last."""
-    with asked.block():
+    observer = None if asked.observer is None else asked.observer()
+    with asked.block(observer):
         context = current(threading.get_ident())
         returned = function(*args, **kwargs)
         loss = returned[0] if isinstance(returned, (tuple, list)) and returned else returned
@@ -68,6 +93,8 @@ def run_engine(
         between()
         loss.backward()
         was_measured = context is not None and "measured" in context.seen
+        if observer is not None:
+            returned = returned, observer.found()
     return Outcome(detached(returned), was_measured)
 
 

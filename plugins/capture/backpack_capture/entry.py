@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, overload
 
 from torch.nn import Module
 
+from backpack_capture.compiled import Compiler
 from backpack_capture.compilers import compiler_of
-from backpack_capture.engine import Asked
+from backpack_capture.engine import Asked, Observer
+from backpack_capture.hosted import Host, HostedStep
 from backpack_capture.step import CapturedStep
+from backpack_core import Extension
 from backpack_core.errors import UsageError
 
 
+@overload
+def capture(
+    step: Callable[..., Any], *parts: Module | Extension, **options: Any
+) -> CapturedStep: ...
+@overload
+def capture(step: Callable[..., Any], *parts: Module | Host, **options: Any) -> HostedStep: ...
 def capture(
     step: Callable[..., Any],
     *parts: Any,
@@ -21,8 +31,9 @@ def capture(
     check: Any = "first",
     extension_hook: Callable[[Module], None] | None = None,
     hook_only_computes: bool = False,
+    observer: Callable[[], Observer] | None = None,
     **more: Any,
-) -> CapturedStep:
+) -> CapturedStep | HostedStep:
     """Make a training step that is recorded once it is trusted, and replayed without the engine.
 
     Example:
@@ -31,7 +42,9 @@ def capture(
 
     Args:
         step: A function that returns the loss, or a tuple with the loss in front.
-        parts: The extended modules that it calls, and extensions.
+        parts: The extended modules that it calls, and extensions. In the place of these, something
+            that has a block of its own around passes: an optimizer of ``backpack-optimizers``, a
+            private training, ``combined(...)``. Then the step runs in that block.
         compile: ``"inductor"`` has the recorded graph compiled by torch's compiler, in a process
             beside; it runs as it was recorded until that is done. ``"cudagraphs"`` makes one
             launch of it, on a CUDA device.
@@ -40,6 +53,10 @@ def capture(
         extension_hook: As there. It is recorded with the step.
         hook_only_computes: Says that it does nothing else than compute: it reads results, sets and
             deletes attributes of parameters, and keeps or prints nothing. Needed with it.
+        observer: Makes what is called with the view of every visited output, anew for each pass. It
+            has a method ``found()``, whose value (tensors and numbers, in lists, tuples and
+            dictionaries) is computed with the step. The step then returns a pair: what the
+            function returned, and that.
         more: Nothing else of what :class:`~backpack_core.backpack` takes.
 
     Returns:
@@ -51,15 +68,12 @@ def capture(
     """
     if more:
         raise UsageError(
-            f"capture() does not take {next(iter(more))}=: what is called during a pass is not "
-            "part of a graph. Write the step with backpack(...) and loss.backward()."
+            f"capture() does not take {next(iter(more))}=: of what backpack(...) takes, a captured "
+            "step has gradient=, check=, extension_hook= and observer=. Write the step with "
+            "backpack(...) and loss.backward()."
         )
     if not hasattr(step, "__qualname__") or isinstance(step, type):
         raise UsageError(f"capture() takes a function that returns the loss. Got {step!r}.")
-    modules = [part for part in parts if isinstance(part, Module)]
-    if not modules:
-        raise UsageError("capture() needs the extended modules that the step calls.")
-    extensions = tuple([part for part in parts if not isinstance(part, Module)])
     if extension_hook is not None and not hook_only_computes:
         raise UsageError(
             "A graph holds what extension_hook computes, and nothing else that it does. If it only "
@@ -67,6 +81,50 @@ def capture(
             "extension_hook=..., hook_only_computes=True). Otherwise, write the step with "
             "backpack(...) and loss.backward()."
         )
-    asked = Asked(extensions, gradient, check, extension_hook)
+    make = partial(_made, compiler_of(compile))
+    host = next((part for part in parts if isinstance(part, Host)), None)
+    if host is None:
+        return make(
+            *(step, *parts),
+            gradient=gradient,
+            check=check,
+            extension_hook=extension_hook,
+            observer=observer,
+        )
+    modules = [part for part in parts if isinstance(part, Module)]
+    is_told = (gradient, check, extension_hook, observer) != ("autograd", "first", None, None)
+    if is_told or len(modules) < len(parts) - 1:
+        raise UsageError(
+            f"{type(host).__name__} decides what its passes compute, and how: capture(...) takes "
+            "the function, modules, it, and compile=, and nothing else. Anything else that should "
+            "be computed needs a step of its own."
+        )
+    return HostedStep(
+        step, host, lambda function, *more, **said: make(function, *modules, *more, **said)
+    )
+
+
+def _made(
+    compiler: Compiler | None,
+    function: Callable[..., Any],
+    *parts: Any,
+    gradient: Any = "autograd",
+    check: Any = "first",
+    extension_hook: Callable[[Module], None] | None = None,
+    observer: Callable[[], Observer] | None = None,
+) -> CapturedStep:
+    """A captured step of modules and extensions."""
+    modules = [part for part in parts if isinstance(part, Module)]
+    if not modules:
+        raise UsageError("capture() needs the extended modules that the step calls.")
+    made = None if observer is None else observer()
+    if made is not None and not (callable(made) and hasattr(made, "found")):
+        raise UsageError(
+            "observer= makes an object for each pass, which is called with the view of every "
+            "visited output, and has a method found(): give its class, or a function that returns "
+            f"one. Got what makes {made!r:.80}."
+        )
+    extensions = tuple([part for part in parts if not isinstance(part, Module)])
+    asked = Asked(extensions, gradient, check, extension_hook, observer)
     asked.block()  # which refuses what is wrong with them
-    return CapturedStep(step, modules, asked, compiler_of(compile))
+    return CapturedStep(function, modules, asked, compiler)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from time import perf_counter
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,6 +16,7 @@ from backpack_capture._torch import (
     DEVICES,
     generator_states,
     set_generator_states,
+    without_gradients,
 )
 from backpack_capture.code import Code
 from backpack_capture.compiled import Begin, Compilation, NotCompiled, Run
@@ -26,6 +29,9 @@ from backpack_core.engine.fields import stored_by_others
 from backpack_core.record.owner import owners_of
 from backpack_products.recycled import drop
 from backpack_products.values import rounding_unit
+
+LOOKS: Final = 4  # runs of compiled code, and as many before it, of which the fastest counts
+SLOWER: Final = 1.2
 
 
 @dataclass(frozen=True)
@@ -82,7 +88,9 @@ class Graph:
         self._since = 0  # replays before what runs now took over
         self.compilation: Compilation | None = None
         self._is_pending, self._why_not = False, ""
+        self._times, self._recorded_time = deque[float](maxlen=LOOKS), 0.0
         self.results, self._parameters = results, watch.parameters
+        self._is_timed = all(p.is_cpu for p in watch.parameters)  # others run on meanwhile
         self._models = owners_of(watch.modules)
         written = {n for op in program.operations for n in op.writes}
         roots = {program.roots[n] for n in written}
@@ -118,9 +126,18 @@ class Graph:
         else:
             self._is_pending = True
 
-    def go_over(self) -> None:
-        """Run compiled code from now on, if it is there."""
-        if not self._is_pending or self.compilation is None:
+    def go_over(self, least: int = LOOKS) -> None:
+        """Run compiled code from now on, if it is there; and go back, if it is slower.
+
+        Args:
+            least: How many recorded runs there have to be, to compare with.
+        """
+        if self._recorded_time and len(self._times) == LOOKS:
+            ratio, self._recorded_time = min(self._times) / self._recorded_time, 0.0
+            if ratio > SLOWER:
+                self.go_back(f"its kernels took {ratio:.1f} times as long as recorded operations")
+        is_early = self._is_timed and len(self._times) < least
+        if not self._is_pending or self.compilation is None or is_early:
             return
         try:
             run = self.compilation.take()
@@ -129,18 +146,20 @@ class Graph:
             return
         if run is not None:
             self._run, self._since, self._is_pending = run, self.replays, False
+            self._recorded_time = min(self._times, default=0.0) if self._is_timed else 0.0
+            self._times.clear()
 
     def wait(self, timeout: float | None) -> bool:
         """Wait for compiled code; says whether there is nothing to wait for any more."""
         if self._is_pending and self.compilation is not None:
             self.compilation.wait(timeout)
-            self.go_over()
+            self.go_over(0)
         return not self._is_pending
 
     def go_back(self, reason: str) -> None:
         """Run the recorded code from now on."""
         self._why_not, self._is_pending, self.compilation = reason, False, None
-        self._run, self._since = self.code.run, self.replays
+        self._run, self._since, self._recorded_time = self.code.run, self.replays, 0.0
 
     def takes_gradients(self) -> bool:
         """Whether gradients can be added to those that there are."""
@@ -158,20 +177,23 @@ class Graph:
     def run(self, given: Sequence[Tensor]) -> Sequence[Tensor]:
         """Compute the results."""
         self.results.offer()
+        start = perf_counter()
         try:
-            with ExitStack() as modes:
-                modes.enter_context(torch.no_grad())
-                for device in DEVICES:
-                    if torch.is_autocast_enabled(device):
+            with without_gradients():
+                if not any(map(torch.is_autocast_enabled, DEVICES)):
+                    return self._run(*given)
+                with ExitStack() as modes:
+                    for device in DEVICES:
                         modes.enter_context(torch.autocast(device, enabled=False))
-                return self._run(*given)
+                    return self._run(*given)
         finally:
+            self._times.append(perf_counter() - start)
             drop()
 
     def deliver(self, tensors: Sequence[Tensor]) -> Any:
         """Store results; returns what the step returned."""
         stored_by_others(self._models, self._asked.fields)
-        with torch.no_grad():
+        with without_gradients():
             return self.results.deliver(tensors)
 
     def compare(
@@ -184,6 +206,8 @@ class Graph:
         """Run the engine, whose results stay; says what differs, if anything does."""
         with GradientsApart(self._parameters) as apart:
             outcome = run_engine(function, args, kwargs, self._asked, apart.begin)
+            if apart.fault:
+                return outcome, apart.fault
             fields = self._asked.fields
             try:
                 right = Results(outcome.returned, self._parameters, fields, self._more)

@@ -17,7 +17,7 @@ from torch.nn import Module
 
 from backpack_capture import _torch
 from backpack_capture.nested import is_plain
-from backpack_capture.watch import DEEPEST, HOOKS, OF_ALL, Watch, is_record, names_in
+from backpack_capture.watch import DEEPEST, HOOKS, OF_ALL, Watch, is_compiler, is_record, names_in
 from backpack_core import memory_budget
 from backpack_core.plugins.registry import registry
 from backpack_core.record.switch import is_disabled
@@ -85,10 +85,11 @@ class Guard:
         name = self._name(table)
         terms = [f"type({self._name(module)}) is {self._name(kind)}"]
         terms += [f"{self._name(kind)}.forward is {self._name(kind.forward)}"]
-        terms += [f"len({name}) == {len(table)}", f"{name}['training'] is {module.training}"]
-        for key, value in table.items():
-            if key not in OF_ALL and not key.startswith("_backpack"):
-                terms.append(self._value(f"{name}[{key!r}]", value))
+        if not is_compiler(module):
+            terms += [f"len({name}) == {len(table)}", f"{name}['training'] is {module.training}"]
+            for key, value in table.items():
+                if key not in OF_ALL and not key.startswith("_backpack"):
+                    terms.append(self._value(f"{name}[{key!r}]", value))
         for key in ("_modules", "_parameters", "_buffers"):
             inner, place = table[key], f"{name}[{key!r}]"
             terms.append(f"len({place}) == {len(inner)}" if inner else f"not {place}")
@@ -193,19 +194,21 @@ def _form(value: Any, deepest: int = DEEPEST, names: set[str] | None = None) -> 
     def inner(item: Any) -> Any:
         return _form(item, deepest - 1, names)
 
+    def attributes() -> list[Any]:
+        table = vars(value)
+        shown = table if names is None else [name for name in table if name in names]
+        return [(name, inner(table[name])) for name in shown]
+
     if isinstance(value, (list, tuple)):
-        return type(value), [*map(inner, value)]
+        return type(value), [*map(inner, value)], attributes() if is_record(value) else ()
     if isinstance(value, dict):
-        return type(value), [(key, inner(item)) for key, item in value.items()]
+        items = [(key, inner(item)) for key, item in value.items()]
+        return type(value), items, attributes() if is_record(value) else ()
     if isinstance(value, types.MethodType):
         return _Same(value.__func__), inner(value.__self__)
     if isinstance(value, functools.partial):
         return [*map(inner, (value.func, value.args, value.keywords))]
-    if is_record(value):
-        table = vars(value)
-        shown = table if names is None else [name for name in table if name in names]
-        return _Same(value), [(name, inner(table[name])) for name in shown]
-    return _Same(value)
+    return (_Same(value), attributes()) if is_record(value) else _Same(value)
 
 
 class _Same:

@@ -21,6 +21,14 @@ class Ref(NamedTuple):
     number: int
 
 
+class Geometry(NamedTuple):
+    """Where the entries of a tensor lie in its memory."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
 @dataclass(frozen=True, eq=False)
 class Operation:
     """One operation of torch.
@@ -89,6 +97,7 @@ class Program:
         filled: What operations gave that fill a tensor of the shape of another one.
         steps: What is done, in order.
         large: Shapes of large results of operations that can write into memory that is there.
+        geometry: Where values lie that operations made.
         outs: The results.
         fields: Which of them are fields of parameters.
         roots: For each value, that whose memory it shares.
@@ -99,6 +108,7 @@ class Program:
     fixed: dict[int, Tensor] = field(default_factory=dict)
     filled: dict[int, Tensor] = field(default_factory=dict)
     large: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    geometry: dict[int, Geometry] = field(default_factory=dict)
     steps: list[Step] = field(default_factory=list)
     outs: list[int] = field(default_factory=list)
     fields: list[int] = field(default_factory=list)

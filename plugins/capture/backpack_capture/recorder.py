@@ -15,7 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from backpack_capture._torch import are_equal, generator_states, is_foreign
-from backpack_capture.program import BLANK, Assumption, Operation, Program, Ref, numbers, refs_in
+from backpack_capture.program import (
+    BLANK,
+    Assumption,
+    Geometry,
+    Operation,
+    Program,
+    Ref,
+    numbers,
+    refs_in,
+)
 from backpack_products.recycled import SMALLEST
 
 aten = torch.ops.aten
@@ -36,6 +45,10 @@ _BETWEEN = (
     *("torch._compile", "torch._dynamo.eval_frame", "backpack_capture.unseen"),
 )
 _MASKS = (torch.bool, torch.uint8)
+_GRADIENT = (
+    "it uses the gradient that an earlier step has left, as an optimizer does: a captured step "
+    "ends with its backward pass, so call optimizer.step() after it"
+)
 
 
 class Recorder(TorchDispatchMode):
@@ -78,6 +91,8 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and write it down."""
         kwargs = kwargs or {}
+        if func._schema.name.startswith("profiler::"):
+            return func(*args, **kwargs)  # a range that record_function names
         if self.refusal is None:
             self.refusal = _reason_against(func, types)
         if self._is_over():
@@ -119,18 +134,23 @@ class Recorder(TorchDispatchMode):
         number: int | None = self._numbers.get(tensor)
         if number is None:
             if not self._is_known(tensor):
-                kind = "parameter" if tensor.requires_grad else "tensor"
-                self.refusal = (
-                    f"it uses a {kind} of shape {list(tensor.shape)} that is neither an argument, "
-                    "nor of the modules given to capture(), nor a variable that the function "
-                    "refers to, so that nobody would notice if it were another one"
-                )
+                self.refusal = self._unknown(tensor)
                 return None
             number = self._enter(tensor)
             self.program.known[number] = tensor
         elif self._memories[number] != _memory(tensor):
             self.refusal = "the memory of a tensor was exchanged (tensor.data = ...)"
         return number
+
+    def _unknown(self, tensor: Tensor) -> str:
+        if any(tensor is known.grad for known in self.program.known.values()):
+            return _GRADIENT
+        return (
+            f"it uses a {'parameter' if tensor.requires_grad else 'tensor'} of shape "
+            f"{list(tensor.shape)} that is neither an argument, nor of the modules given to "
+            "capture(), nor a variable that the function refers to, so that nobody would notice if "
+            "it were another one"
+        )
 
     def is_undisturbed(self) -> bool:
         """Whether nobody used torch's generator since something was drawn."""
@@ -210,8 +230,15 @@ class Recorder(TorchDispatchMode):
             return None
         if is_foreign(value):
             self.refusal = f"it has a tensor of layout {value.layout} on {value.device}"
-        number: int | None = self._numbers.get(value)
-        return self._enter(value, roots.get(_memory(value))) if number is None else number
+        known: int | None = self._numbers.get(value)
+        if known is not None:
+            return known
+        number = self._enter(value, roots.get(_memory(value)))
+        if value.layout is torch.strided:
+            shape, stride = tuple(value.shape), tuple(value.stride())
+            offset = int(value.storage_offset())
+            self.program.geometry[number] = Geometry(shape, stride, offset)
+        return number
 
 
 def _caller() -> str:

@@ -20,6 +20,7 @@ from backpack_capture.recorder import Recorder
 from backpack_capture.results import GradientsApart, Results
 from backpack_capture.tidying import tidy
 from backpack_capture.unseen import seen_by, states_of_generators
+from backpack_capture.views import with_direct_views
 from backpack_capture.watch import Watch
 
 
@@ -79,7 +80,7 @@ def record(
         graph = _graph(recorder, outcome, asked, more, watch)
         if graph is not None:
             graph.results.hear(apart.order)
-        reason = recorder.refusal
+        reason = recorder.refusal or apart.fault or None
         if [m._cdata for m in memories] != [t.untyped_storage()._cdata for t in known.values()]:
             exchanged = "the memory of a parameter or a buffer is exchanged (tensor.data = ...)"
             reason = reason or exchanged
@@ -124,7 +125,7 @@ def _graph(
     recorded = len(program.operations)
     names = {id(t): f"own_{name}" for name, t in watch.tensors.items()}
     try:
-        code = code_of(tidy(program), names)
+        code = code_of(with_direct_views(tidy(program)), names)
     except Exception as error:  # the step itself is through, and right
         recorder.refusal = f"its graph could not be written ({type(error).__name__}: {error})"
         return None

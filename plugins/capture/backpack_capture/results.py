@@ -118,6 +118,7 @@ class GradientsApart:
 
     Attributes:
         order: Parameters with hooks, as their gradients came.
+        fault: What the step did to gradients before its backward pass; empty if nothing.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -125,10 +126,16 @@ class GradientsApart:
         self._before: list[Tensor | None] = []
         self._put_back = list[Callable[[], None]]()
         self.order = list[Tensor]()
+        self.fault = ""
 
     def begin(self) -> None:
         """Put them aside: behind the forward pass, which may look at them."""
         self._before = [p.grad for p in self._parameters]
+        if any(new is not old for new, old in zip(self._before, self._given, strict=True)):
+            self.fault = (
+                "it sets or clears .grad, as zero_grad() does, which is no operation of a graph: "
+                "do that before the step"
+            )
         for parameter in self._parameters:
             parameter.grad = None
             if gradient_hooks(parameter):
@@ -138,6 +145,7 @@ class GradientsApart:
 
     def __enter__(self) -> GradientsApart:
         """They are as they were."""
+        self._given = [p.grad for p in self._parameters]
         return self
 
     def __exit__(self, *error: object) -> None:

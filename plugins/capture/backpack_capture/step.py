@@ -11,16 +11,16 @@ from typing import Any, Final
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_capture import _torch
 from backpack_capture.code import AnotherAnswer
 from backpack_capture.compiled import Compiler
 from backpack_capture.engine import Asked, Outcome, run_engine
+from backpack_capture.given import key_of, plain_tensors, reason_against, shown_of
 from backpack_capture.graph import Graph
 from backpack_capture.guard import Guard
 from backpack_capture.nested import Apart, HoldsCode
 from backpack_capture.recording import Refused, record
 from backpack_capture.watch import Watch
-from backpack_core.errors import BackpackWarning, warn
+from backpack_core.errors import BackpackWarning, UsageError, warn
 from backpack_products.tuning import unsplit
 
 MOST: Final = 8  # graphs, those that ran last
@@ -95,7 +95,7 @@ class CapturedStep:
         with self._lock:
             if self._reason:
                 return self._run_engine(args, kwargs).returned
-            given = _plain_tensors(args) if not kwargs else None
+            given = plain_tensors(args) if not kwargs else None
             if given is None:
                 try:
                     apart = Apart((args, kwargs))
@@ -104,7 +104,7 @@ class CapturedStep:
                 given, form = apart.tensors, apart.form
             else:
                 form = (len(args),)
-            key = form, tuple([_key_of(t) for t in given])
+            key = form, tuple([key_of(t) for t in given])
             found = self._find(key)
             if found is not None and found.graph is not None:
                 self._forms.move_to_end(key)
@@ -125,9 +125,9 @@ class CapturedStep:
         if form is None:
             if self._watch.is_outdated():
                 self._watch = self._new_watch()
-            form = _Form(self._watch, _shown(given))
+            form = _Form(self._watch, shown_of(given))
             form.reason = (
-                _reason_against(self._asked, given)
+                reason_against(self._asked, given)
                 or self._watch.reason_against(self._asked.gradient)
                 or ""
             )
@@ -261,7 +261,7 @@ class CapturedStep:
 
     def holds(self, *args: Tensor) -> bool:
         """Whether a step with these tensors would be replayed now: what the guard says."""
-        found = self._find(((len(args),), tuple(map(_key_of, args))))
+        found = self._find(((len(args),), tuple(map(key_of, args))))
         return found is not None and found.graph is not None
 
     def report(self) -> str:
@@ -294,49 +294,20 @@ class CapturedStep:
         names = ", ".join(type(e).__name__ for e in self._asked.extensions)
         return f"<captured {self._function.__qualname__} with {names or 'no extensions'}>"
 
+    def __reduce__(self) -> Any:
+        """Refuse to be copied or stored.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            "A captured step belongs to its modules and to this process. Copy or store the "
+            "modules, and capture(...) a step of the copies."
+        )
+
     def _new_watch(self) -> Watch:
-        return Watch(self._function, self._modules, self._asked.extensions, self._asked.hook)
-
-
-def _plain_tensors(args: tuple[Any, ...]) -> list[Tensor] | None:
-    """Arguments that are tensors, each another one; ``None`` if they are not."""
-    for arg in args:
-        if type(arg) is not Tensor:
-            return None
-    return [*args] if len({*map(id, args)}) == len(args) else None
-
-
-def _key_of(tensor: Tensor) -> Hashable:
-    return (
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.requires_grad,
-        _torch.keys_of(tensor),
-        type(tensor),
-    )
-
-
-def _reason_against(asked: Asked, given: Sequence[Tensor]) -> str | None:
-    """Why steps with such arguments are not recorded."""
-    if asked.check == "always":
-        return 'check="always" measures every pass'
-    for tensor in given:
-        if type(tensor) is not Tensor:
-            return f"an argument is a {type(tensor).__name__}"
-        if _torch.is_foreign(tensor):
-            return (
-                f"an argument is on {tensor.device}, {tensor.layout}: only dense tensors on a CPU, "
-                "or on the current CUDA device"
-            )
-        if tensor.requires_grad:
-            return "an argument wants a gradient"
-    return None
+        return Watch(self._function, self._modules, self._asked.extensions, self._asked.functions)
 
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _shown(given: Sequence[Tensor]) -> str:
-    return ", ".join([f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in given])

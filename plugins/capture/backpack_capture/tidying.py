@@ -20,7 +20,7 @@ _SAME = (aten.detach.default, aten.alias.default)
 
 def tidy(program: Program) -> Program:
     """The same program, with fewer steps."""
-    for change in (_without_detach, _folded, _merged, _needed):
+    for change in (_without_detach, _folded, _merged, drop_unneeded):
         change(program)
     return program
 
@@ -137,7 +137,7 @@ def _form(value: Any) -> Any:
     return type(value), repr(value)
 
 
-def _needed(program: Program) -> None:
+def drop_unneeded(program: Program) -> None:
     """Drop what no result depends on, but not draws, nor what writes to tensors from outside."""
     outside = {*program.given, *program.known}
     needed, roots = {*program.outs}, {program.roots[n] for n in program.outs}

@@ -44,10 +44,10 @@ class Watch:
         function: Callable[..., Any],
         modules: Sequence[Module],
         extensions: Sequence[Extension],
-        hook: Callable[..., Any] | None = None,
+        others: Sequence[Callable[..., Any]] = (),
     ) -> None:
         self.bound = getattr(function, "__self__", None)
-        called = [function] if hook is None else [function, hook]
+        called = [function, *others]
         functions, _ = code_behind(called)
         found = [self.bound, *[value for f in functions for value in _referred(f)]]
         self._roots = roots = [*modules, *[m for m in found if isinstance(m, Module)]]
@@ -90,7 +90,7 @@ class Watch:
                 for hook in vars(module)[table].values():
                     if not _computes_only(hook):
                         return f"a hook on {type(module).__name__} may do more than compute"
-            if "forward" in vars(module):
+            if "forward" in vars(module) and not is_compiler(module):
                 return f"forward of {type(module).__name__} is replaced on the module itself"
             if isinstance(module, torch.nn.parallel.DistributedDataParallel):
                 return "DistributedDataParallel exchanges gradients"
@@ -109,8 +109,15 @@ class Watch:
         return None
 
 
+def is_compiler(module: Module) -> bool:
+    """Whether a module is what ``torch.compile`` returns: turned off in steps, it only hands on."""
+    return type(module).__module__.startswith("torch._dynamo")
+
+
 def _computes_only(hook: Any) -> bool:
-    """Whether a hook is of a library that computes parameters in it, or ours."""
+    """Whether a hook is of a library that computes parameters in it, or ours, or only looks."""
+    if getattr(getattr(getattr(hook, "func", hook), "__self__", None), "only_looks", False):
+        return True
     home = type(hook).__module__ if not isinstance(hook, types.FunctionType) else hook.__module__
     function = getattr(hook, "func", hook)
     names = (home, getattr(function, "__module__", ""))
@@ -224,10 +231,9 @@ def is_record(value: Any) -> bool:
 def _tensors_in(value: Any, deepest: int = DEEPEST) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, (list, tuple)) and deepest:
-        for item in value:
+    elif deepest:
+        inner = [*value] if isinstance(value, (list, tuple)) else []
+        inner += [*value.values()] if isinstance(value, dict) else []
+        inner += [*vars(value).values()] if is_record(value) else []
+        for item in inner:
             yield from _tensors_in(item, deepest - 1)
-    elif isinstance(value, dict) and deepest:
-        yield from _tensors_in([*value.values()], deepest)
-    elif deepest and is_record(value):
-        yield from _tensors_in([*vars(value).values()], deepest - 1)

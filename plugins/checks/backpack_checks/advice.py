@@ -1,7 +1,7 @@
 """Tells authors of plugins, at work, what they probably meant.
 
 A class is looked at when it is registered by hand, and a rule at the first module of a type that it
-speaks for. What any class may not declare is refused by core and by judges of libraries.
+speaks for.
 """
 
 from __future__ import annotations
@@ -13,35 +13,36 @@ from operator import attrgetter
 
 from torch.nn import Module
 
-from backpack_core import hookimpl
 from backpack_core._torch import parametrizations_of
+from backpack_core.contract.bases import Candidate, judge, with_line
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
 from backpack_core.discovery import Claim
 from backpack_core.errors import PluginConflictError, nearest
-from backpack_core.plugins.declarations import described
 from backpack_core.plugins.registry import registry
 
 
-@hookimpl
-def backpack_validate(kind: type, module: Module | None) -> list[str]:
+@judge
+def probable_slips(candidate: Candidate) -> Iterator[str]:
     """What is probably a slip in a class, a sentence for each.
 
     Raises:
         PluginConflictError: An extension saves under the name of another.
     """
-    if issubclass(kind, LayerRule):
-        return [*(missing_types(kind) if module is None else missing_params(kind(), module))]
-    if issubclass(kind, Extension):
-        _see_that_field_is_free(kind)
-    return []
+    cls, module, is_new = candidate
+    if issubclass(cls, LayerRule) and module is not None:
+        yield from missing_params(cls(), module)
+    elif issubclass(cls, LayerRule) and is_new:
+        yield from missing_types(cls)
+    elif issubclass(cls, Extension) and is_new:
+        _see_that_field_is_free(cls)
 
 
 def _see_that_field_is_free(kind: type[Extension]) -> None:
     other = _saves_under(kind)
     if other is not None:
         raise PluginConflictError(
-            f"{described(kind)}: savefield {kind.savefield!r} is that of {other.value.__name__} of "
+            f"{with_line(kind)}: savefield {kind.savefield!r} is that of {other.value.__name__} of "
             f"{other.provenance} already: choose another name."
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from backpack_checks.advice import backpack_validate as backpack_validate
+from backpack_checks import advice as advice  # which judges what authors write
 from backpack_checks.attending import Checks
 from backpack_checks.profile import Profile
 from backpack_checks.untouched import ByVersions

@@ -6,7 +6,6 @@ While a profiler of torch runs, its trace gets a label for each of them, too.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -48,7 +47,7 @@ class Profile:
 
     def __init__(self) -> None:
         # Calls, seconds and bytes by module, class and way.
-        self._known: dict[Any, list[Any]] = defaultdict(lambda: [0, 0.0, 0])
+        self._known: dict[Any, list[Any]] = {}
 
     def __call__(
         self, module: Module | None, kind: type, way: str, function: Any, *given: Any
@@ -65,7 +64,9 @@ class Profile:
         Returns:
             What it returns.
         """
-        found = self._known[module, kind, way]
+        found = self._known.get((module, kind, way))
+        if found is None:
+            found = self._known[module, kind, way] = [0, 0.0, 0]
         if profiler_runs():
             label = f"backpack: {kind.__name__} at {_path(module)}"
             function = torch.profiler.record_function(label)(function)

@@ -18,9 +18,9 @@ from backpack_core._torch import graph_task_id
 from backpack_core.contract.loss import Normaliser
 from backpack_core.engine.groups import Group
 from backpack_core.errors import UnsupportedError
-from backpack_core.graph.order import behind
 from backpack_core.graph.survey import Survey
 from backpack_operations._torch import metadata_of
+from backpack_operations.order import behind
 from backpack_operations.refusals import named
 from backpack_products.affine import AffineProduct
 from backpack_products.extensions import FirstOrderExtension

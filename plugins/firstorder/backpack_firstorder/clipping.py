@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 from typing import ClassVar, Literal, TypeAlias, get_args
-from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core import memory_budget
 from backpack_core.contract.extension import FailMode
 from backpack_core.contract.loss import Normaliser
 from backpack_core.contract.operation import OpenFunction
@@ -71,25 +68,6 @@ class Handle:
     is_measured: bool = True
 
 
-class _Kept(threading.local):
-    """Counts the individual gradients that are held by the passes of this thread."""
-
-    def __init__(self) -> None:
-        self._known: list[ref[Tensor]] = []
-
-    def add(self, tensor: Tensor) -> None:
-        """Count a tensor for as long as it lives."""
-        self._known.append(ref(tensor))
-
-    def size(self) -> int:
-        """How many bytes are held."""
-        self._known = [known for known in self._known if known() is not None]
-        return sum(kept.nbytes for known in self._known if (kept := known()) is not None)
-
-
-_kept = _Kept()
-
-
 class ClippedSumGrad(FirstOrderExtension):
     """Sum of the gradients of the samples' own losses, each clipped to a norm.
 
@@ -126,7 +104,7 @@ class ClippedSumGrad(FirstOrderExtension):
     - Keep inputs and output gradients. Take norms from Gram matrices over positions, or from
       individual gradients that are dropped again. Form the weighted sum at the end, at the cost of
       a plain gradient.
-    - Keep the individual gradients and weight them, as far as they fit into the memory budget.
+    - Keep the individual gradients and weight them, where they take no more memory than that.
 
     Norms neither overflow nor underflow. Sums are computed in single precision at least, and stored
     in the precision of the parameter.
@@ -197,8 +175,9 @@ class ClippedSumGrad(FirstOrderExtension):
     def read(self, product: SampleProduct) -> Handle:
         """The norms, and the product that the sum will weight."""
         single, is_recorded = in_single(product), torch.is_grad_enabled()
-        if not is_recorded and not is_formed(single):
-            self._form(single)
+        is_small = single.samples * prod(single.shape) <= single.like.numel()
+        if not (is_recorded or is_formed(single)) and (is_small or is_cheaper_kept(single)):
+            dense(single)
         # Keep the product only: what it was computed from can be freed.
         kept = as_formed(single) if is_formed(single) else single
         is_there = isinstance(kept, DenseProduct) and kept.values is not None
@@ -206,14 +185,6 @@ class ClippedSumGrad(FirstOrderExtension):
             return Handle(kept, product.module, None, product.is_measured)
         norms = norm(single).map(lambda numbers: numbers.squeeze(0))
         return Handle(kept, product.module, norms, product.is_measured)
-
-    def _form(self, product: SampleProduct) -> None:
-        """Form and keep individual gradients, where that is cheaper and they fit into memory."""
-        size = product.samples * prod(product.shape) * product.like.element_size()
-        if size <= product.like.nbytes or (
-            is_cheaper_kept(product) and size <= memory_budget() - _kept.size()
-        ):
-            _kept.add(dense(product))
 
     @property
     def needs_normalisers(self) -> bool:  # type: ignore[override]
@@ -298,7 +269,10 @@ def _rows(product: SampleProduct) -> Tensor:
 
 @OpenFunction
 def is_cheaper_kept(product: SampleProduct) -> bool:
-    """Whether keeping individual gradients costs less than forming the weighted sum anew."""
+    """Whether keeping individual gradients costs less than forming the weighted sum anew.
+
+    Less time, and no more memory than what the sum would be formed from.
+    """
     return False
 
 
@@ -306,7 +280,7 @@ def is_cheaper_kept(product: SampleProduct) -> bool:
 def is_cheaper_kept_affine(product: AffineProduct) -> bool:
     """By multiply-adds and reads per entry of the product; forming the sum costs ``S`` of them."""
     inp, positions = product.inp, product.positions
-    if inp is None or positions == 1:
+    if inp is None or product.samples * prod(product.shape) > product.out.numel() + prod(inp.shape):
         return False
     features, size = product.out.shape[4], inp.shape[3]
     by_gram = contractions.gram_count(positions, features, size) / (features * size)

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from backpack_firstorder.one_column import NOTHING, Moments, moments_of_column
-from backpack_firstorder.scaled import Norm, collected, divisor, largest, vector_norm
+from backpack_firstorder.scaled import (
+    Norm,
+    collected,
+    divisor,
+    largest,
+    may_look,
+    vector_norm,
+)
 from backpack_products.contractions import (
     add,
     add_squares,
@@ -27,6 +34,9 @@ from backpack_products.contractions import (
 from backpack_products.recycled import take
 from backpack_products.rows import Rows, whole
 from backpack_products.tuning import READ, SHARED
+
+# How much larger than what was lost a square is, so that six digits are right.
+_DIGITS = 1e6
 
 
 def moments(
@@ -119,10 +129,10 @@ def is_gram_cheaper(out: Tensor, inp: Rows, is_summed: bool = False) -> bool:
 def gram_count(positions: int, features: int, size: int, columns: int = 1) -> int:
     """What :func:`norm_by_gram` costs for one sample, in multiply-adds.
 
-    Factors are read for their largest entries, read to be scaled, and written.
+    Scaling comes to that where values cannot be looked at: three times reading the factors.
     """
-    scaled = 3 * READ * positions * (columns * features + size)
-    return positions**2 * (columns * (features + READ) + size) + scaled
+    read = READ * positions * (columns * features + size)
+    return positions**2 * (columns * (features + READ) + size) + read
 
 
 def inner(out: Tensor, inp: Rows, other_out: Tensor, other_inp: Rows) -> Tensor:
@@ -149,8 +159,13 @@ def norm_by_gram(out: Tensor, inp: Rows) -> Norm:
     They leave the range of numbers long before the norm does. So inputs of each position, and of
     each group, are divided by their largest entry; columns are multiplied with that, and divided by
     the largest entry that they have then. Factors of one position may so be as far from those of
-    another as numbers go.
+    another as numbers go. On the host, nothing is divided where a look shows that nothing was lost.
     """
+    found = _squares_in_range(out, inp)
+    return _scaled_norm(out, inp) if found is None else Norm(found)
+
+
+def _scaled_norm(out: Tensor, inp: Rows) -> Norm:
     squares, scales, few = [], [], 4 * torch.finfo(out.dtype).tiny
     for rows in row_steps(inp, out.element_size()):
         right = _by_group(inp[rows])
@@ -173,6 +188,32 @@ def norm_by_gram(out: Tensor, inp: Rows) -> Norm:
         scales.append(torch.stack(peaks))
     # Rounding may leave a negative number, where positions cancel.
     return Norm(torch.cat(squares, 1).clamp(min=0), torch.cat(scales, 1)).wide()
+
+
+def _squares_in_range(out: Tensor, inp: Rows) -> Tensor | None:
+    """Squared norms from Gram matrices of factors as they are; ``None`` if digits may be lost."""
+    if not may_look(out):
+        return None
+    squares, lost = out.new_empty(out.shape[:2]), out.new_empty(out.shape[:2])
+    for rows in row_steps(inp, out.element_size()):
+        right = _by_group(inp[rows])
+        seen = torch.bmm(right, right.mT)  # [n·G, S, S]
+        for number, column in enumerate(out[:, rows]):
+            left, count = _by_group(column), len(column)
+            pairs = torch.bmm(left, left.mT)
+            # A product of entries may be off by the smallest number, times the other inner product.
+            peaks = _peak(seen) * left.shape[2] + _peak(pairs) * right.shape[2] + 1
+            lost[number, rows] = peaks.view(count, -1).sum(1)
+            squares[number, rows] = pairs.mul_(seen).view(count, -1).sum(1)
+    limit = torch.finfo(out.dtype)
+    least = lost.mul_(_DIGITS * limit.tiny * out.shape[2] ** 2)
+    is_kept = bool(((squares > least) & (squares < limit.max)).all())
+    return squares.double() if is_kept else None
+
+
+def _peak(gram: Tensor) -> Tensor:
+    """The largest inner product, of a vector with itself."""
+    return gram.diagonal(dim1=1, dim2=2).amax(1)
 
 
 def _by_group(mat: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from backpack_firstorder.products import norm
 from backpack_firstorder.sample_gradients import SampleGradients
 from backpack_firstorder.single import in_single
 from backpack_firstorder.squares import SquaresExtension, warn_of_range
+from backpack_firstorder.tokens import Per, as_per, entries_of
 from backpack_products import FirstOrderExtension, SampleProduct
 from backpack_products.merging import SUM, Refused
 from backpack_products.operations import dense, gram, squared_norm
@@ -45,6 +46,13 @@ class BatchGrad(FirstOrderExtension):
     parameter during the backward pass, with its name in the model (a tied parameter has its first)
     and its ``SampleGradients``. Only one parameter's are held at a time.
 
+    With ``per="token"``, ``grad_batch`` has the shape ``[N, T, *θ]``: a sample's gradient is the
+    sum over its tokens. ``SampleGradients`` have ``N · T`` entries then, those of the first sample
+    first. A token's share is the term of its position at every use of the parameter: the gradient
+    of a copy that this position alone uses. Position ``t`` is the one at index ``t`` of the axes
+    between samples and features of what the module received. A parameter that has no such
+    positions, or whose uses have different numbers of them, raises.
+
     Exact for every net whose samples do not influence each other (Dangel et al., 2020, BackPACK,
     ICLR, section 2.2).
     """
@@ -62,6 +70,7 @@ class BatchGrad(FirstOrderExtension):
         form: Form = "dense",
         consumer: Consumer | None = None,
         divisors: Divisors | None = None,
+        per: Per = "sample",
     ) -> None:
         """Store the settings.
 
@@ -73,6 +82,7 @@ class BatchGrad(FirstOrderExtension):
             consumer: With ``form="product"``: what takes the gradients of each parameter.
             divisors: With ``form="product"``: what gradients are divided by, by parameter name, see
                 :func:`~backpack_firstorder.divisors_of`. Then in single precision at least.
+            per: ``"sample"``, or ``"token"`` for the share of each position.
 
         Raises:
             UsageError: The form is unknown, or dense gradients have a consumer or divisors.
@@ -90,7 +100,9 @@ class BatchGrad(FirstOrderExtension):
                 'Gradients are divided as products: write BatchGrad(form="product", divisors=...). '
                 "Divide dense ones yourself."
             )
-        self.divisors = see_divisors(divisors)
+        self.divisors, self.per = see_divisors(divisors), as_per(per)
+        if per == "token":
+            self.needs = ()
         self.consumer, self.is_product = consumer, form == "product"
         self.is_deferred = consumer is not None
         if self.is_product:
@@ -98,10 +110,11 @@ class BatchGrad(FirstOrderExtension):
 
     def read(self, product: SampleProduct) -> Any:
         """``M`` itself, of one column."""
+        entries, lead = entries_of(product, self.per)
         if not self.is_product:
-            return dense(product).squeeze(0)
+            return dense(entries).reshape(*lead, *product.shape)
         name = name_of(product)
-        found = SampleGradients.of(divided_by(self.divisors, product, name))
+        found = SampleGradients.of(divided_by(self.divisors, entries, name))
         if product.parameter is not None:
             dtype = product.parameter.dtype
             is_divided = self.divisors is not None  # which leaves the range of half precision
@@ -130,23 +143,47 @@ class BatchL2Grad(SquaresExtension):
     Individual gradients are not formed for a layer whose positions share no weight (Goodfellow,
     2015, arXiv:1510.01799), or if Gram matrices over positions are cheaper (Li et al., 2022,
     arXiv:2110.05679, section 4).
+
+    With ``per="token"``, shape ``[N, T]``: the squared norm of each token's share of the gradient,
+    see :class:`BatchGrad`.
     """
 
     savefield = "batch_l2"
     degree = 2
     over_batches = "concatenate"
-    needs = (squared_norm,)
+    needs: tuple[Operation[Any], ...] = (squared_norm,)
+
+    def __init__(
+        self,
+        subsampling: Sequence[int] | None = None,
+        savefield: str | None = None,
+        fail_mode: FailMode = "autodiff",
+        per: Per = "sample",
+    ) -> None:
+        """Store the settings.
+
+        Args:
+            subsampling: Indices of the samples to take; default: all.
+            savefield: Name of the attribute on parameters; default: the class's.
+            fail_mode: See :class:`Extension`.
+            per: ``"sample"``, or ``"token"`` for the share of each position.
+        """
+        super().__init__(subsampling, savefield, fail_mode)
+        self.per = as_per(per)
+        if per == "token":
+            self.needs = ()
 
     def read(self, product: SampleProduct) -> Tensor:
         """``‖M[n]‖²``."""
-        single = in_single(product)
+        entries, lead = entries_of(product, self.per)
+        single = in_single(entries)
         found = norm(single)
         squares = found.squared().to(single.like.dtype)
         # What is out of range shows: it is infinite, or as near to zero as numbers get. So that may
         # be said where the pass looks at values anyway.
         if product.is_measured:
             self._warn(product, found.value(), squares)
-        return squares.squeeze(0)
+        return squares.reshape(lead)
 
     def _warn(self, product: SampleProduct, norms: Tensor, squares: Tensor) -> None:
         message = (

@@ -76,8 +76,8 @@ def read_together_affine(product: AffineProduct) -> Mapping[Any, Any]:
 @formed.register
 def formed_affine(product: AffineProduct) -> Tensor:
     """With the moments that are needed and come cheaply; see :func:`contractions.products_with`."""
-    if product.inp is None:
-        return product.part(slice(0, product.columns), slice(0, product.samples))
+    if product.inp is None or product.out.shape[2] == 1:
+        return product.whole()
     wanted = [operation in product.needs for operation in (batch_sum, square_sum, squared_norm)]
     whole, (*along, norms) = contractions.products_with(*product.factors(product.inp), *wanted)
     for operation, found in zip((batch_sum, square_sum), along, strict=True):

@@ -19,6 +19,7 @@ from backpack_firstorder.plain import plain_terms
 from backpack_firstorder.single import in_single
 from backpack_firstorder.sketches import Gaussian, Kronecker, Rademacher, Sketch, Sparse
 from backpack_firstorder.squares import SquaresExtension
+from backpack_firstorder.tokens import Per, as_per, entries_of
 from backpack_products import SampleProduct
 from backpack_products.affine import AffineProduct
 from backpack_products.contractions import products, slices
@@ -144,6 +145,9 @@ class ProjectedGrad(SquaresExtension):
     Random numbers are a function of the parameter's name in the model, its shape, ``kind``,
     ``dim``, ``seed``, their role, and the version of this method: the same on every rank, device
     and machine. Individual gradients are never held as a whole.
+
+    With ``per="token"``, shape ``[N, T, dim]``: of each token's share of the gradient, see
+    :class:`BatchGrad`.
     """
 
     savefield = "projected_grad"
@@ -159,6 +163,7 @@ class ProjectedGrad(SquaresExtension):
         savefield: str | None = None,
         fail_mode: FailMode = "autodiff",
         divisors: Divisors | None = None,
+        per: Per = "sample",
     ) -> None:
         """Store the settings.
 
@@ -171,16 +176,19 @@ class ProjectedGrad(SquaresExtension):
             fail_mode: See :class:`Extension`.
             divisors: What gradients are divided by before, by parameter name, see
                 :func:`~backpack_firstorder.divisors_of`.
+            per: ``"sample"``, or ``"token"`` for the share of each position.
 
         Raises:
             UsageError: The dimension is not positive, or the kind is unknown.
         """
         super().__init__(subsampling, savefield, fail_mode)
         self.projection = Projection(dim, kind, seed)
-        self.divisors = see_divisors(divisors)
+        self.divisors, self.per = see_divisors(divisors), as_per(per)
 
     def read(self, product: SampleProduct) -> Tensor:
         """``P_θ g_n``."""
         name = name_of(product)
         with torch.no_grad():
-            return self.projection(divided_by(self.divisors, product, name), name)
+            entries, lead = entries_of(product, self.per)
+            found = self.projection(divided_by(self.divisors, entries, name), name)
+        return found.reshape(*lead, found.shape[1])

@@ -302,6 +302,26 @@ class SampleGradients:
             factors = dense_low_rank(self.product(), size, rank)
         return SampleGradients.from_factors(*factors, self.shape[1:])
 
+    @torch.no_grad()
+    def prepared(self, most_bytes: int) -> SampleGradients:
+        """The same, in the form in which inner products with many others cost least.
+
+        Factors of a weight are formed again whenever they meet other gradients, unless these have
+        few positions. So they are formed here, once. Rows of tables stay as they are.
+
+        Args:
+            most_bytes: If forming takes more, nothing is formed.
+        """
+        first = self._terms[0]
+        if len(self._terms) > 1 or not isinstance(first, AffineProduct):
+            return self
+        groups, features, size = first.sizes
+        formed = self.shape.numel() * self.dtype.itemsize
+        by_positions = first.samples * first.positions * groups * (features + size)
+        if features * size * groups > by_positions or formed > most_bytes:
+            return self
+        return SampleGradients.from_dense(self.dense())
+
     # Stored --------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:

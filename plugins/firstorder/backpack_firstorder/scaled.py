@@ -3,9 +3,10 @@
 ``‖M‖²`` leaves the range of single precision for norms beyond 10¹⁹ and below 10⁻¹⁹, and that of
 half precision beyond 256; and so may squares of the factors of ``M``, which a norm in the middle of
 the range is made of. Whether it does, only a look at values would tell, and on an accelerator to
-look is to wait. So nobody looks: squares of numbers with less than double precision are taken in
-that, which has room for all of them. Others are squares of numbers that were divided by the
-largest.
+look is to wait. So nobody looks there: squares of numbers with less than double precision are taken
+in that, which has room for all of them. Others are squares of numbers that were divided by the
+largest. On the host, squares are taken in single precision, three times as fast, and looked at: if
+one may have left the range, they are taken as on an accelerator.
 """
 
 from __future__ import annotations
@@ -20,10 +21,14 @@ from torch import Tensor
 from backpack_core.tuning import memory_budget
 from backpack_products.contractions import flattened, square_norm_of
 from backpack_products.tuning import CACHE, piece_size
-from backpack_products.values import at_least_single
+from backpack_products.values import at_least_single, is_at_hand
 
 # Kinds of devices that have no double precision.
 _SINGLE_ONLY = {"mps"}
+# Squares in between have lost nothing: of up to 10⁸ numbers, each square is off by 10⁻³⁸ at most.
+_LEAST, _MOST = 1e-24, 1e37
+# So many numbers are added up in single precision, to six digits.
+_ADDED = 2**18
 
 
 class Norm(NamedTuple):
@@ -120,6 +125,9 @@ def vector_norm(mat: Tensor, lead: int) -> Norm:
         return Norm(square_norm_of(flat / scale.unsqueeze(-1)), scale)
     if torch.is_grad_enabled():
         return Norm(square_norm_of(flat.to(wide)))
+    squares = _squares_in_range(flat)
+    if squares is not None:
+        return Norm(squares)
     most, size = memory_budget(), flat.nbytes
     if flat.device.type == "cpu":
         most = piece_size(CACHE // 2)
@@ -130,6 +138,22 @@ def vector_norm(mat: Tensor, lead: int) -> Norm:
     parts = flat.split(max(1, flat.shape[axis] * most // size), axis)
     norms = [torch.linalg.vector_norm(part, dim=-1, dtype=wide) for part in parts]
     return Norm(torch.cat(norms, axis).square_())
+
+
+def _squares_in_range(flat: Tensor) -> Tensor | None:
+    """``Σ_k flat[..., k]²`` from single precision; ``None`` if a square may be out of range."""
+    if not flat.numel() or not may_look(flat):
+        return None
+    norms = [torch.linalg.vector_norm(some, dim=-1) for some in flat.split(_ADDED, -1)]
+    squares = reduce(torch.add, (norm.double().square_() for norm in norms))
+    least, most = squares.aminmax()
+    is_kept = least.item() > _LEAST and most.item() < _MOST  # false if one is not a number
+    return squares if is_kept else None
+
+
+def may_look(mat: Tensor) -> bool:
+    """Whether squares may be taken in single precision first, and looked at."""
+    return mat.dtype is torch.float32 and wider(mat) is not None and is_at_hand(mat)
 
 
 def wider(like: Tensor) -> torch.dtype | None:

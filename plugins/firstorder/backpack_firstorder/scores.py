@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract.extension import FailMode
-from backpack_core.errors import UsageError, nearest
+from backpack_core.errors import UnsupportedError, UsageError, nearest
 from backpack_firstorder.divisors import Divisors, divided_by, see_divisors
 from backpack_firstorder.names import name_of
 from backpack_firstorder.pairs import pairs
 from backpack_firstorder.sample_gradients import SampleGradients, as_gradients
 from backpack_firstorder.single import in_single
 from backpack_firstorder.squares import SquaresExtension
+from backpack_firstorder.tokens import Per, as_per, entries_of
 from backpack_products import SampleProduct
 
 Query: TypeAlias = "SampleGradients | Tensor | None"
@@ -36,7 +37,8 @@ class GradInner(SquaresExtension):
     Stored in ``grad_inner``, shape ``[N, M]``: ``⟨g_n, q_m⟩`` with the gradients ``g_n`` of
     :class:`BatchGrad` and the queries' ``q_m``, in single precision at least. The sum over all
     parameters is in the extension's attribute ``scores``, ``[N, M]``, after the backward pass: the
-    score of every training sample for every query. Nothing else is kept.
+    score of every training sample for every query. Nothing else is kept. With ``per="token"``, both
+    are ``[N, T, M]``: a sample's score is the sum over its tokens, see :class:`BatchGrad`.
 
     Queries are what ``BatchGrad(form="product")`` left in an earlier pass, with low rank if they
     should cost less (``SampleGradients.low_rank``), or tensors ``[M, *θ]``, such as preconditioned
@@ -70,6 +72,7 @@ class GradInner(SquaresExtension):
         savefield: str | None = None,
         fail_mode: FailMode = "autodiff",
         divisors: Divisors | None = None,
+        per: Per = "sample",
     ) -> None:
         """Store the settings.
 
@@ -82,6 +85,7 @@ class GradInner(SquaresExtension):
             fail_mode: See :class:`Extension`.
             divisors: What the individual gradients, not the queries, are divided by before, by
                 parameter name, see :func:`~backpack_firstorder.divisors_of`.
+            per: ``"sample"``, or ``"token"`` for the share of each position.
 
         Raises:
             UsageError: There are no queries, or of one parameter more than of another.
@@ -89,18 +93,21 @@ class GradInner(SquaresExtension):
         super().__init__(subsampling, savefield, fail_mode)
         if not callable(queries):
             _see_queries(queries)
-        self.queries, self.divisors = queries, see_divisors(divisors)
+        self.queries, self.divisors, self.per = queries, see_divisors(divisors), as_per(per)
         self.scores: Tensor | None = None
 
     def read(self, product: SampleProduct) -> _Met:
         """``⟨g_n, q_m⟩``, with the name of the parameter."""
-        name, single = name_of(product), in_single(product)
+        name = name_of(product)
         query = self._query(name, product.shape)
         if query is None:
             return _Met(name, None)
+        entries, lead = entries_of(product, self.per)
+        single = in_single(entries)
         met = as_gradients(query, single.shape).to(single.like.device, single.like.dtype)
         with torch.no_grad():
-            return _Met(name, pairs(divided_by(self.divisors, single, name), met.product()))
+            found = pairs(divided_by(self.divisors, single, name), met.product())
+        return _Met(name, found.reshape(*lead, found.shape[1]))
 
     def _query(self, name: str, shape: torch.Size) -> Query:
         if callable(self.queries):
@@ -126,6 +133,8 @@ class GradInner(SquaresExtension):
                 "query: the scores would lack its part. Use the names of model.named_parameters(), "
                 "or leave it out of the queries."
             )
+        counts = {v.name: v.inner.shape[1] for v in values.values() if v.inner is not None}
+        _see_tokens(counts, self.per)
         found = {
             parameter: self.as_stored(value.inner, parameter)
             for parameter, value in values.items()
@@ -133,6 +142,22 @@ class GradInner(SquaresExtension):
         }
         self.scores = reduce(torch.add, found.values()) if found else None
         return found
+
+
+def _see_tokens(counts: Mapping[str, int], per: Per) -> None:
+    """Raise if parameters whose scores are added up have different numbers of tokens.
+
+    Raises:
+        UnsupportedError: They have.
+    """
+    if per == "token" and len({*counts.values()}) > 1:
+        first = next(iter(counts.items()))
+        other = next(item for item in counts.items() if item[1] != first[1])
+        raise UnsupportedError(
+            f"Scores by token are sums over parameters, and {first[0]!r} has {first[1]} positions, "
+            f"{other[0]!r} {other[1]}, as behind a pooling. Leave one of them out: give None as "
+            "its query."
+        )
 
 
 def _see_queries(queries: Any) -> None:

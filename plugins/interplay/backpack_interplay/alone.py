@@ -13,8 +13,8 @@ from torch import Tensor
 from backpack_core._torch import LeafNode, Node
 from backpack_core.contract.observer import Options
 from backpack_core.engine.backward import BackwardPass
-from backpack_core.graph.order import ranks
 from backpack_interplay.gradient import WithoutGradients, leaves_to_narrow
+from backpack_operations.order import ranks
 from backpack_operations.own_order import visit_all
 
 

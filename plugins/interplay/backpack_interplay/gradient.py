@@ -25,9 +25,9 @@ from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.groups import Group
 from backpack_core.errors import BackpackWarning, InternalError, UsageError, warn_once
 from backpack_core.graph.nodes import is_leaf
-from backpack_core.graph.order import behind
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Edge
+from backpack_operations.order import behind
 from backpack_products import operations
 from backpack_products.column_propagator import OutputGradient
 from backpack_products.product import SampleProduct

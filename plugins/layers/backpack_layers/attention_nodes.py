@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from backpack_core.graph.order import children_of, reached
 from backpack_core.record.call import Call
 from backpack_core.record.view import View
+from backpack_operations.order import children_of, reached
 
 
 def kept_by_kernel(view: View, names: Sequence[str], kernel: str = "") -> list[Tensor] | None:

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.structure import iter_tensors
 from backpack_core.record.view import View
 from backpack_layers.linear_map import LinearMapRule
 from backpack_layers.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
+from backpack_products.derivatives import SecondOrderRule
 from backpack_products.parametric import ParametricRule
 
 
-class SumModuleRule(LayerRule):
+class SumModuleRule(SecondOrderRule):
     """``y = Σ_i x_i``: every input receives the same columns."""
 
     module_types = (SumModule,)
@@ -51,7 +51,7 @@ class ScaleModuleRule(ParametricRule):
         return torch.einsum("vnd,nd->vn", columns, inputs).unsqueeze(-1)
 
 
-class PermuteRule(LayerRule):
+class PermuteRule(SecondOrderRule):
     """``y = x`` with its axes rearranged, the batch axis first."""
 
     module_types = (Permute,)
@@ -76,7 +76,7 @@ def _permutation(view: View) -> tuple[int, ...]:
     return cast(Permute, view.module).permutation(len(view.input_shape))
 
 
-class ReduceTupleRule(LayerRule):
+class ReduceTupleRule(SecondOrderRule):
     """``y = x_k``: the columns go to the chosen element."""
 
     module_types = (ReduceTuple,)

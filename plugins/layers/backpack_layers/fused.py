@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import cache
 
 from torch import Tensor
 
@@ -24,7 +25,12 @@ class FusedRule(ElementwiseRule):
         """``mat * φ'(x)`` from the output. Shapes ``[V, N, *]`` and ``[N, *]``."""
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        own = next(vars(kind) for kind in type(self).__mro__ if "derivative" in vars(kind))
-        if "fused" in own:
+        if _has_fused(type(self)):
             return self.fused(mat, view.output)
         return super()._jac_t_mat_prod(view, mat)
+
+
+@cache
+def _has_fused(kind: type[FusedRule]) -> bool:
+    """Whether the class that has the derivative has it fused, too."""
+    return "fused" in next(vars(base) for base in kind.__mro__ if "derivative" in vars(base))

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from backpack_core.contract.rules import LayerRule
 from backpack_core.record.view import View
+from backpack_products.derivatives import SecondOrderRule
 from backpack_products.transposition import transpose
 
 
@@ -34,7 +34,7 @@ def transposed(function: Callable[[Tensor], Tensor], shape: Sequence[int], mat: 
     return product
 
 
-class LinearMapRule(LayerRule):
+class LinearMapRule(SecondOrderRule):
     """A layer whose output is a linear (or affine) function of the input, without parameters."""
 
     hessian_is_zero = True

@@ -21,13 +21,13 @@ from torch.nn import (
     MaxUnpool3d,
 )
 
-from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.view import View
 from backpack_layers.layout import require_channels
+from backpack_products.derivatives import SecondOrderRule
 
 
-class MaxPoolRule(LayerRule):
+class MaxPoolRule(SecondOrderRule):
     """The maximum of every window; windows are fixed, adaptive or random."""
 
     module_types = (
@@ -58,7 +58,7 @@ class MaxPoolRule(LayerRule):
         return view.once("winners", lambda: flat_positions(_positions(view), view.input_shape))
 
 
-class MaxUnpoolRule(LayerRule):
+class MaxUnpoolRule(SecondOrderRule):
     """Puts entries at the positions of a pooling's maxima, and zeros elsewhere."""
 
     module_types = (MaxUnpool1d, MaxUnpool2d, MaxUnpool3d)

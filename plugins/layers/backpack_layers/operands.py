@@ -17,6 +17,7 @@ from backpack_products import (
     SampleProduct,
     ScaleProduct,
 )
+from backpack_products.scale import TableProduct
 
 
 @products_at("Mm", "Bmm", "Addmm")
@@ -112,4 +113,12 @@ def _of_rows(operand: Operand, mat: Tensor) -> SampleProduct | None:
     own = [1] * missing + list(shape)  # as broadcast, with samples in front
     axes = [1 + axis for axis, n in enumerate(own) if axis and n == 1 != whole.shape[1 + axis]]
     whole = whole.sum(axes) if axes else whole
+    is_added = is_view or nodes.operation_of(node) in {"Add", "Sub"}
+    if is_added and not axes and _is_table(shape):
+        return TableProduct(whole.reshape(*mat.shape[:2], 1, shape.numel()), None, shape)
     return DenseProduct(whole.reshape(*mat.shape[:2], *shape))
+
+
+def _is_table(shape: torch.Size) -> bool:
+    """Whether a tensor has rows, and features along the last axis."""
+    return len(shape) > 1 and max(shape[-2:]) < shape.numel() == shape[-2:].numel()

@@ -24,16 +24,16 @@ from torch.nn import (
     ZeroPad3d,
 )
 
-from backpack_core.contract.rules import LayerRule
 from backpack_core.record.view import View
 from backpack_layers.layout import require_axes
 from backpack_layers.linear_map import LinearMapRule
+from backpack_products.derivatives import SecondOrderRule
 
 REFLECTIONS = (ReflectionPad1d, ReflectionPad2d, ReflectionPad3d)
 REPLICATIONS = (ReplicationPad1d, ReplicationPad2d, ReplicationPad3d)
 
 
-class ConstantPadRule(LayerRule):
+class ConstantPadRule(SecondOrderRule):
     """Adds entries that do not depend on the input; negative padding cuts entries off."""
 
     module_types = (ConstantPad1d, ConstantPad2d, ConstantPad3d, ZeroPad1d, ZeroPad2d, ZeroPad3d)

@@ -19,11 +19,11 @@ from torch.nn import (
     LPPool3d,
 )
 
-from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
 from backpack_layers.layout import require_channels
 from backpack_layers.linear_map import LinearMapRule, over_columns, transposed
+from backpack_products.derivatives import SecondOrderRule
 
 
 class AvgPoolRule(LinearMapRule):
@@ -93,7 +93,7 @@ class AdaptiveAvgPoolRule(LinearMapRule):
         )
 
 
-class LPPoolRule(LayerRule):
+class LPPoolRule(SecondOrderRule):
     """The power mean ``(k · avg(xᵖ))^(1/p)`` of every window of size ``k``.
 
     Windows whose sum is zero get a gradient of zero, as torch documents.

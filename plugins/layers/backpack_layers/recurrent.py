@@ -114,14 +114,17 @@ class RecurrentRule(AffinePairsRule):
         return by_slot(view, {"input": (carried.x,), "hx": carried.states})
 
     def affine_pair(self, view: View, name: str, mat: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The gates of all steps, and inputs or hidden states."""
+        """The gates of all steps, and inputs or hidden states, in the order of the input."""
         kind, source, suffix = name.split("_", 2)
         gates = self._carried(view, mat).gates[suffix]
         chain = next(c for layer in self._chains(view) for c in layer if c.suffix == suffix)
         if source == "hh":
             gates = self.cell(view).hidden_gates(chain.tables, gates)
+        out = _in_order(gates, chain.backward, 2).unsqueeze(3)
+        if kind == "bias":
+            return out, None
         inputs = chain.x if source == "ih" else chain.before
-        return gates.unsqueeze(3), inputs.unsqueeze(2) if kind == "weight" else None
+        return out, _in_order(inputs, chain.backward, 1).unsqueeze(2)
 
     def _chains(self, view: View) -> list[list[Chain]]:
         """The chains of every layer, with the samples of this view."""

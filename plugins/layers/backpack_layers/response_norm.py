@@ -8,12 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import LocalResponseNorm
 
-from backpack_core.contract.rules import LayerRule
 from backpack_core.record.view import View
 from backpack_layers.linear_map import over_columns
+from backpack_products.derivatives import SecondOrderRule
 
 
-class LocalResponseNormRule(LayerRule):
+class LocalResponseNormRule(SecondOrderRule):
     """``x d^(-β)`` with ``d = k + α A x²``, where ``A`` is the mean over neighbouring channels."""
 
     module_types = (LocalResponseNorm,)

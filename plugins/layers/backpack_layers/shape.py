@@ -21,13 +21,13 @@ from torch.nn import (
     UpsamplingNearest2d,
 )
 
-from backpack_core.contract.rules import LayerRule
 from backpack_core.record.view import View
 from backpack_layers.layout import require_axes
 from backpack_layers.linear_map import LinearMapRule, over_columns
+from backpack_products.derivatives import SecondOrderRule
 
 
-class ReshapeRule(LayerRule):
+class ReshapeRule(SecondOrderRule):
     """``Flatten``, ``Unflatten``, ``Identity``: the same entries in another shape.
 
     One that changes the length of axis 0 is gone through by its operation, as the function is.
@@ -41,7 +41,7 @@ class ReshapeRule(LayerRule):
         return mat.reshape(len(mat), *view.input_shape)
 
 
-class PixelShuffleRule(LayerRule):
+class PixelShuffleRule(SecondOrderRule):
     """Channels become pixels, or the reverse: a permutation, so transpose and inverse agree."""
 
     module_types = (PixelShuffle, PixelUnshuffle)
@@ -59,7 +59,7 @@ class PixelShuffleRule(LayerRule):
         return F.pixel_unshuffle(mat, cast(PixelShuffle, module).upscale_factor)
 
 
-class ChannelShuffleRule(LayerRule):
+class ChannelShuffleRule(SecondOrderRule):
     """Interleaves the channels of ``g`` groups."""
 
     module_types = (ChannelShuffle,)
@@ -75,7 +75,7 @@ class ChannelShuffleRule(LayerRule):
         return rearrange(mat, "v n (c g) ... -> v n (g c) ...", g=groups)
 
 
-class UnfoldRule(LayerRule):
+class UnfoldRule(SecondOrderRule):
     """``Unfold`` takes patches, ``Fold`` adds them up: each is the transpose of the other."""
 
     module_types = (Unfold, Fold)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import GLU, LogSoftmax, Softmax, Softmax2d, Softmin
 
-from backpack_core.contract.rules import LayerRule
 from backpack_core.record.view import View
+from backpack_products.derivatives import SecondOrderRule
 
 
-class SoftmaxRule(LayerRule):
+class SoftmaxRule(SecondOrderRule):
     """``softmax(±x)`` along one axis: ``Softmax``, ``Softmin`` (with a minus), ``Softmax2d``."""
 
     module_types = (Softmax, Softmin, Softmax2d)
@@ -33,7 +33,7 @@ class SoftmaxRule(LayerRule):
         return change * (grad_output - mean) - y * (change * grad_output).sum(axis, keepdim=True)
 
 
-class LogSoftmaxRule(LayerRule):
+class LogSoftmaxRule(SecondOrderRule):
     """``log softmax(x)`` along one axis."""
 
     module_types = (LogSoftmax,)
@@ -51,7 +51,7 @@ class LogSoftmaxRule(LayerRule):
         return -change * grad_output.sum(axis, keepdim=True)
 
 
-class GLURule(LayerRule):
+class GLURule(SecondOrderRule):
     """``a σ(b)`` for the halves ``a, b`` of the input along one axis."""
 
     module_types = (GLU,)

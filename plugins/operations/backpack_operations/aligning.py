@@ -12,7 +12,6 @@ from torch import Tensor
 
 from backpack_core._torch import Node, has_memory, memory_of
 from backpack_core.errors import BackpackError
-from backpack_core.graph.order import children_of
 from backpack_core.record.call import Call, Edge, Site
 from backpack_core.record.owner import owner_of
 from backpack_core.record.view import View
@@ -21,6 +20,7 @@ from backpack_operations.alignment import Alignment
 from backpack_operations.alignment_walk import Walk
 from backpack_operations.batch import declared_axis, is_doubtful
 from backpack_operations.of_weights import Origins
+from backpack_operations.order import children_of
 from backpack_operations.owners import Owners
 from backpack_operations.paths import inside
 from backpack_operations.survey import GraphSurvey

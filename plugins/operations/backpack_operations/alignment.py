@@ -147,8 +147,11 @@ class Alignment:
             raise faults.turned_batch(site.call, 0, self.batch_size)
         return seen[:, 0] == torch.arange(len(owned), device=owned.device).unsqueeze(1)
 
-    def positions_of(self, site: Site) -> int:
-        """How many entries each sample has at an output of a call; of a loss, at its input."""
+    def positions_of(self, site: Site, axis: int = 0) -> int:
+        """How many entries of an axis each sample has at an output of a call.
+
+        Of a loss, at its input.
+        """
         call = site.call
         if call.rule.is_loss:
             fault = (call, site.index) in self.faults
@@ -160,11 +163,14 @@ class Alignment:
             is_picked = count == 1 and edge is not None and self.owned_at(edge) is not None
             return max(2, received) if rest or is_picked else count  # all may be of one sample
         place = (site.edge.node, site.edge.output_nr)
-        # What is known is of the tensor that its output is a view of.
-        is_view = site.layout is not None and (call, site.index) not in self.faults
-        if is_view and place not in self.apart and not self.positions.get(place, 1):
-            return 1
-        return 1 if place in self.before else self.positions.get(place, 1)
+        positions, layout = self.positions.get(place, 1), site.layout
+        if layout is not None and place not in self.apart:
+            # What is known is of the tensor that the output is a view of, as [1, N · C, L].
+            if positions:
+                return max(1, layout.size[axis] // max(1, self.batch_size))
+            if (call, site.index) not in self.faults:
+                return 1
+        return 1 if place in self.before else positions
 
     def crossing(self, node: Node) -> Crossing:
         """What is known of the samples around a node."""

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.graph.order import consumers_first, reached
 from backpack_core.record.call import Edge
 from backpack_operations import nodes
 from backpack_operations.alignment import Alignment
 from backpack_operations.batch import declared_axis, is_doubtful
 from backpack_operations.of_weights import Origins
+from backpack_operations.order import consumers_first, reached
 from backpack_operations.owners import Owners
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.tensors import Known, Tensors, Way

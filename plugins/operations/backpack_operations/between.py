@@ -27,6 +27,7 @@ from backpack_operations.late import refuse_late_uses, refuse_unmet
 from backpack_operations.numbers import Loose, Numbered
 from backpack_operations.own_order import Chunks
 from backpack_operations.paths import fault_in, nonlinear
+from backpack_operations.straight import StraightTraversal
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_behind
 from backpack_operations.terms import refuse_other_terms, refuse_unknown_normaliser
@@ -146,10 +147,11 @@ class Operations(Between[GraphSurvey]):
 
     # Visits ---------------------------------------------------------------------------------------
 
-    def traversal(self, schedule: Schedule, sink: FieldSink, kept: Kept) -> GraphTraversal:
+    def traversal(self, schedule: Schedule, sink: FieldSink, kept: Kept) -> StraightTraversal:
         """What does not fit into memory goes through in chunks."""
-        schedule.chunks = Chunks(self, schedule.groups, kept, sink.partial)
-        return GraphTraversal(schedule, sink)
+        kind = StraightTraversal if self.survey.is_straight else GraphTraversal
+        schedule.chunks = Chunks(self, schedule.groups, kept, sink.partial, kind)
+        return kind(schedule, sink)
 
     @property
     def has_operations(self) -> bool:
@@ -212,7 +214,8 @@ class Operations(Between[GraphSurvey]):
             if survey.viewed and (node, output_nr) in survey.viewed:
                 self.visit_views(run, node, {output_nr: grads[output_nr]})
             run.visit(site, grads[output_nr], changed_by)
-        self._crossings.cross(run.schedule, node, grads)  # its hooks are running already
+        if run.schedule.at_nodes or survey.alignment.starts:  # its hooks are running already
+            self._crossings.cross(run.schedule, node, grads)
 
     def visit_views(self, run: BackwardPass, node: Node, grads: dict[int, Tensor | None]) -> None:
         """Visit calls that returned views of a node's outputs, overwritten in place afterwards."""

@@ -90,7 +90,10 @@ def push_unsummed(node: Node, mats: Mats) -> Mats:
         )
     columns = [mat.to(metadata_of(node, nr).dtype) for nr, mat in mats.items()]
     formula = _formula(node, list(mats))
+    is_single = torch.is_grad_enabled() and nodes.loses_statistics(node)
     with storage().reading(node):  # autograd reads it after us
+        if is_single and len(columns[0]):
+            return _one_by_one(formula, columns)
         if nodes.is_vmap_exact(node):
             return _over_columns(formula, columns)
         # Some formulas assume that a gradient begins where its memory does.

@@ -14,10 +14,10 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.location import place_between
 from backpack_core.engine.schedule import Schedule, add
 from backpack_core.graph.nodes import is_leaf
-from backpack_core.graph.order import children_of
 from backpack_core.record.call import Edge, is_noted
 from backpack_operations import nodes
 from backpack_operations.alignment import Crossing
+from backpack_operations.order import children_of
 from backpack_operations.survey import GraphSurvey, edges_behind
 
 Sent = list[tuple[int, Any]]  # quantities by position in ``node.next_functions``

@@ -43,7 +43,7 @@ def read_here(
         or view.is_differentiable
         or view.indices is not None
         or view.positions != 1
-        or not survey.is_in_order
+        or survey.alignment.owned
         or context is None
         or context.extension_hook is not None  # it has to see everything that is read at a module
     ):

@@ -304,6 +304,15 @@ def _exact_under_vmap() -> frozenset[type]:
     return frozenset(kind for kind in map(node_type, names) if kind is not None)
 
 
+def loses_statistics(node: Node) -> bool:
+    """Whether the result under vmap has a derivative that takes statistics for constants.
+
+    Those of batches and layers, as torch 2.13 differentiates them. A loop is right.
+    """
+    operation = operation_of(node)
+    return "BatchNorm" in operation or operation in _LAYER_NORMS
+
+
 def vmap_nodes() -> tuple[str, frozenset[str]]:
     """The version of torch, and the types of nodes for which vmap agreed with a loop there.
 

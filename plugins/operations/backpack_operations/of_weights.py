@@ -9,10 +9,10 @@ from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.graph.nodes import is_leaf
-from backpack_core.graph.order import children_of
 from backpack_core.record.call import Call, Edge, is_noted
 from backpack_core.record.owner import is_parameter
 from backpack_operations import nodes
+from backpack_operations.order import children_of
 from backpack_operations.survey import GraphSurvey
 
 # The four senses, as bits of one number.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial, reduce
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +20,13 @@ from backpack_core.discovery import version_of
 from backpack_core.record.storage import storage
 from backpack_operations import nodes
 from backpack_operations._torch import metadata_of
+from backpack_operations.bridge import push
 from backpack_products.affine import AffineProduct
 from backpack_products.columns import ApartColumns, Columns, Root, require_one_form
 from backpack_products.factors import FactorProduct
 from backpack_products.operations import dense
 from backpack_products.product import DenseProduct, SampleProduct, regrouped, sum_of
+from backpack_products.scale import TableProduct
 from backpack_products.values import is_same_memory
 
 
@@ -95,15 +97,26 @@ class FactoredColumns(ApartColumns):
         return sum_of([_side_by_side(use) for use in uses.values()])
 
     def through(self, node: Node) -> FactoredColumns | None:
-        """The same behind a node that only reorders entries; ``None`` at other nodes."""
-        every = [product for some in self.products.values() for product in some]
-        is_known = nodes.operation_of(node) in nodes.VIEWS | nodes.TURNS | {"Clone"}
-        if not is_known or not all(isinstance(product, AffineProduct) for product in every):
+        """The same behind a node that reorders entries, or takes rows; ``None`` at others."""
+        kinds = {type(product) for some in self.products.values() for product in some}
+        operation = nodes.operation_of(node)
+        maker: Any = None
+        if kinds == {AffineProduct} and operation in nodes.VIEWS | nodes.TURNS | {"Clone"}:
+            maker = _turned
+        elif kinds == {TableProduct} and operation in nodes.VIEWS | {"Clone", "Slice", "Select"}:
+            maker = _with_rows
+        if maker is None:
             return None
         ((child, number),) = node.next_functions
         assert child is not None
-        turned = partial(_turned, node=node, shape=nodes.shape_of(child, number))
-        return FactoredColumns({r: [*map(turned, some)] for r, some in self.products.items()})
+        turned = partial(maker, node=node, shape=nodes.shape_of(child, number))
+        found = {root: [*map(turned, some)] for root, some in self.products.items()}
+        return None if None in chain(*found.values()) else FactoredColumns(found)
+
+
+def _with_rows(product: TableProduct, node: Node, shape: torch.Size) -> TableProduct | None:
+    """A product of a table behind a node that takes some of its rows."""
+    return product.behind(lambda mats: push(node, {0: mats})[0], shape)
 
 
 def _turned(product: Any, node: Any, shape: torch.Size) -> AffineProduct:
@@ -165,9 +178,12 @@ def operand_product(
     operand = Operand(node, position, nodes.shape_of(child, number), is_apart)
     with storage().reading(node):
         product = version_of(_MAKERS[name], f"products_at/{name}")(operand, mat)
-    if product is None or (product.columns, product.samples) == (count, samples):
-        return product
-    return regrouped(product, count, samples, {})
+    if product is None:
+        return None
+    lasting: SampleProduct = product.lasting()  # read when autograd gets to the operand
+    if (lasting.columns, lasting.samples) == (count, samples):
+        return lasting
+    return regrouped(lasting, count, samples, {})
 
 
 def by_root(product: SampleProduct, sizes: Mapping[Root, int]) -> dict[Root, list[SampleProduct]]:

@@ -26,14 +26,14 @@ from backpack_core.engine.between import Between
 from backpack_core.engine.groups import Group
 from backpack_core.engine.schedule import Schedule
 from backpack_core.engine.sink import Sink, Values, combined
-from backpack_core.graph.order import ranks
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Kept, Site
 from backpack_core.record.storage import storage
 from backpack_core.record.structure import iter_tensors
 from backpack_core.tuning import column_budget, memory_budget
 from backpack_core.values import without_autocast
-from backpack_operations.visits import GraphTraversal
+from backpack_operations.order import ranks
+from backpack_operations.straight import StraightTraversal
 
 
 class OwnOrder(Schedule):
@@ -133,12 +133,14 @@ class Chunks:
         groups: The groups whose quantities are sent.
         kept: What was computed from calls alone, for all columns that pass through them.
         partial: The results of the chunks so far, combined.
+        traversal: What happens at visits.
     """
 
     between: Between[Any]
     groups: Sequence[Group]
     kept: Kept
     partial: Values
+    traversal: type[StraightTraversal]
     _ranks: dict[Node, int] = field(default_factory=dict)
     _within: Callable[[int], AbstractContextManager[Any]] = field(
         default_factory=lambda: storage().chunks()
@@ -156,10 +158,11 @@ class Chunks:
             return min(asked)
         limit = column_budget(device)
         if any(e.per_sample for e in extensions):
-            limit = max(limit, survey.weights * survey.batch_size)
+            single = sum(use.parameter.nbytes for use in survey.uses.values())
+            limit = max(limit, single * survey.batch_size)
         return max(1, limit // max(1, survey.widest))
 
-    def carry(self, lane: int, node: Node, begin: Callable[[GraphTraversal], None]) -> None:
+    def carry(self, lane: int, node: Node, begin: Callable[[StraightTraversal], None]) -> None:
         """Visit everything that a chunk reaches, and combine what extensions read.
 
         Args:
@@ -171,16 +174,16 @@ class Chunks:
             self._ranks = ranks(node)
         schedule = OwnOrder(self.between, self.groups, self._ranks)
         sink = ChunkSink(self.between.survey)
-        traversal = GraphTraversal(schedule, sink)
+        traversal = self.traversal(schedule, sink)
         with self._within(memory_budget()):
             begin(traversal)
             schedule.run(lambda site: self._visit(traversal, lane, site))
         sink.add_to(self.partial)
 
-    def _visit(self, traversal: GraphTraversal, lane: int, site: Site) -> None:
+    def _visit(self, traversal: StraightTraversal, lane: int, site: Site) -> None:
         call = site.call
         view = self.between.survey.view(site, self.kept)
-        if self.between.survey.asks_rule(call):
+        if view.is_checked and self.between.survey.asks_rule(call):
             call.rule.check(view)
         traversal.visit(lane, site, view)
         # Keep what depends on the call alone for the next chunk, as far as memory allows; but not

@@ -124,6 +124,8 @@ class Owners:
         child, number = node.next_functions[0] if operation in nodes.MOVES else (None, 0)
         if child is None or not size or nodes.keeps_rows(node, 0, 0):
             return False
+        if not nodes.lengths_of(child, number):
+            return False  # a number has no rows; what picked it from rows is seen by itself
         if self._are_as_many and operation in nodes.TURNS | nodes.SELECTIONS:
             # Then an axis of another length is nowhere taken for that of the samples.
             place = (node, 0) if operation in nodes.TURNS else (child, number)

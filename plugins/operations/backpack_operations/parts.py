@@ -20,8 +20,9 @@ from backpack_operations import faults, nodes
 from backpack_operations.alignment import Place
 from backpack_operations.data import groups, is_packed, lengths_of
 from backpack_operations.moves import Numbers, are_elsewhere
+from backpack_operations.of_weights import Origins
 from backpack_operations.owners import Owners
-from backpack_operations.survey import GraphSurvey
+from backpack_operations.survey import GraphSurvey, edges_behind
 
 Reading: TypeAlias = tuple[int, int | None]  # how many samples, and at which depth each item is one
 
@@ -149,9 +150,25 @@ def _losses(survey: GraphSurvey) -> list[tuple[Edge, int]]:
 
 
 def _ends(survey: GraphSurvey, count: int) -> list[Place]:
-    """What extended losses received with so many rows; or what models returned with as many."""
+    """What extended losses received with so many rows; or what models returned with as many.
+
+    Where models return their losses and no rule is known, what these numbers were made of.
+    """
     ends = [edge[:2] for edge, n in _losses(survey) if n == count]
-    return ends or [end for end in _returned(survey) if nodes.lengths_of(*end)[:1] == (count,)]
+    if not ends:
+        ends = [end for end in _returned(survey) if nodes.lengths_of(*end)[:1] == (count,)]
+    if not (ends or _losses(survey)):
+        ends = [end for end in _reduced(survey) if nodes.lengths_of(*end)[:1] == (count,)]
+    return ends
+
+
+def _reduced(survey: GraphSurvey) -> Iterator[Place]:
+    """Tensors of data that operations make single numbers of."""
+    of_weights = Origins(survey).of_weights
+    for node, _ in survey.seen:
+        if len(node._input_metadata) == 1 and not nodes.lengths_of(node, 0):
+            behind = [edge[:2] for _, edge in edges_behind(node)]
+            yield from (end for end in behind if nodes.lengths_of(*end) and not of_weights(end[0]))
 
 
 def _returned(survey: GraphSurvey) -> Iterator[Place]:

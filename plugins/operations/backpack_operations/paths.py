@@ -12,9 +12,9 @@ from torch.nn import Parameter
 
 from backpack_core._torch import Node
 from backpack_core.errors import BackpackError
-from backpack_core.graph.order import behind, consumers_first, reached
 from backpack_core.record.call import Call, Edge, Site
 from backpack_operations import nodes
+from backpack_operations.order import behind, consumers_first, reached
 from backpack_operations.survey import GraphSurvey, edges_behind
 
 

@@ -15,12 +15,12 @@ from backpack_core._torch import Node, class_of
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.graph.nodes import described, name_of
-from backpack_core.graph.order import behind
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.registry import registry
 from backpack_core.record.owner import owners_of
 from backpack_operations import faults, nodes
 from backpack_operations.alignment import Alignment
+from backpack_operations.order import behind
 from backpack_operations.owned import name_of_parameter, owned_by_models
 from backpack_operations.owners import Owners
 from backpack_operations.paths import is_factor

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.errors import BackpackError
-from backpack_core.graph.order import reached
 from backpack_core.graph.parameters import Trained, complex_parameter
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, Layout, Site, site_at, viewed_at
 from backpack_core.record.owner import results_handed_over
 from backpack_operations._torch import CopyNode
 from backpack_operations.alignment import Alignment
+from backpack_operations.order import reached
 from backpack_operations.owned import owned_by_models
 from backpack_operations.told import Told
 from backpack_operations.viewed import below
@@ -131,13 +131,9 @@ class GraphSurvey(Survey):
 
     def place_of(self, site: Site) -> tuple[int, int]:
         """As alignment and rules say."""
-        axis = self.axes.get((site.call, site.index), 0)
-        return axis, self.alignment.positions_of(site)
-
-    @property
-    def is_in_order(self) -> bool:
-        """Whether no rows are owned."""
-        return not self.alignment.owned
+        axis, alignment = self.axes.get((site.call, site.index), 0), self.alignment
+        is_usual = site.layout is None and not (alignment.positions or alignment.faults)
+        return axis, 1 if is_usual else alignment.positions_of(site, axis)
 
     def sources(self, node: Node) -> list[str]:
         """Also through other operations."""

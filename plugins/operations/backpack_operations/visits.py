@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,23 +15,21 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.carriers import RuleCarrier
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Sink
-from backpack_core.engine.traversal import Traversal, Visit
+from backpack_core.engine.traversal import Visit
 from backpack_core.errors import InternalError, OverwrittenInputError, SampleMixingError
 from backpack_core.graph.parameters import Trained
 from backpack_core.plugins.registry import registry
-from backpack_core.record.call import Edge, Site
+from backpack_core.record.call import Site
 from backpack_core.record.view import View
 from backpack_operations.bare import BareRule
 from backpack_operations.inside import Later, read_here
 from backpack_operations.owners import turns_of
+from backpack_operations.straight import StraightTraversal
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.viewed import below, look_back, look_through
 
-if TYPE_CHECKING:
-    from backpack_operations.own_order import Chunks  # which makes traversals
 
-
-class GraphTraversal(Traversal):
+class GraphTraversal(StraightTraversal):
     """What happens when a call is visited."""
 
     survey: GraphSurvey
@@ -42,12 +40,9 @@ class GraphTraversal(Traversal):
         self.inside: dict[Node, list[Later]] = {}  # by where autograd brings the gradient
 
     def arrive(self, visit: Visit) -> Any:
-        """Also from nodes, and from calls with samples on another axis."""
-        lane, site, view, carrier, arrived = visit
-        propagator = self.groups[lane].propagator
-        is_usual = arrived.wide is None and not view.axis
-        waiting = arrived.own if is_usual else self._at_output(propagator, site, view, arrived)
-        quantity = carrier.arrive(view, waiting)
+        """Also at losses with several entries of a sample."""
+        lane, site, view, *_ = visit
+        quantity, propagator = super().arrive(visit), self.groups[lane].propagator
         if view.positions > 1 and site.call.rule.is_loss and propagator.travels:
             return propagator.split_positions(quantity, turns_of(self.survey, site.call))
         return quantity
@@ -65,17 +60,7 @@ class GraphTraversal(Traversal):
         if self._alignment.apart and self._sends_apart(lane, site):
             self._send_apart(lane, site, view, carrier, quantity)
 
-    def send(self, visit: Visit, quantity: Any, whole: Any) -> None:
-        """Also carry through at once what does not fit, and send the rest."""
-        site = visit.site
-        if site.layout is None and not visit.view.axis:  # else what is below has another shape
-            if self.groups[visit.lane].propagator.sheds_everywhere or site.call.rule.is_loss:
-                whole = self._shed(visit, whole)
-            if whole is not quantity:
-                visit = visit._replace(arrived=NOTHING)
-        self._send_rest(visit, whole)
-
-    def _send_rest(self, visit: Visit, quantity: Any) -> None:
+    def send_rest(self, visit: Visit, quantity: Any) -> None:
         """Send a quantity on to the inputs of the call, or into the graph inside it."""
         lane, site, view, carrier, arrived = visit
         call, propagator = site.call, self.groups[lane].propagator
@@ -86,13 +71,12 @@ class GraphTraversal(Traversal):
             return
         if not any(call.edges):
             return
+        if view.positions and not self._alignment.apart:
+            super().send_rest(visit, quantity)
+            return
         try:
-            if view.positions and not self._alignment.apart:
-                super().send(visit, quantity, quantity)
-                return
             inputs = self.sent(visit, quantity)
         except OverwrittenInputError:
-            # Autograd kept its own copy: go through the node that made the output.
             self._send_below(lane, site, quantity, arrived)
             return
         for position, arriving in inputs.items():
@@ -115,47 +99,6 @@ class GraphTraversal(Traversal):
         super().see_end()
         if self.inside:
             raise InternalError("A parameter inside of a module was left unread.")
-
-    def residuals(self, visit: Visit) -> dict[int, Any]:
-        """What does not fit of it is carried through; chunks leave it to those before them."""
-        chunks: Chunks | None = self.schedule.chunks
-        if chunks is None:
-            return {}
-        lane, site, view, *_ = visit
-        found, propagator = super().residuals(visit), self.groups[lane].propagator
-        size = chunks.size(lane, view.device.type) if found else None
-        if size is None:
-            return found
-        for position, new in found.items():
-            edge = site.call.edges[position]
-            assert edge is not None
-            found[position], parts = propagator.shed(None, view, new, size, self._is_rooted(edge))
-            for part in parts:
-                deliver = partial(_deliver, lane=lane, edge=edge, own=part)
-                chunks.carry(lane, site.edge.node, deliver)
-        return found
-
-    def _shed(self, visit: Visit, quantity: Any) -> Any:
-        """Carry through at once what does not fit; returns the rest."""
-        chunks: Chunks | None = self.schedule.chunks
-        lane, site, view, *_ = visit
-        size = None if chunks is None else chunks.size(lane, view.device.type)
-        if chunks is None or size is None:
-            return quantity
-        call, propagator = site.call, self.groups[lane].propagator
-        goes_inside = call in self.survey.opened and not call.rule.is_loss
-        edges = (below(site),) if goes_inside else call.edges
-        is_rooted = any(edge is not None and self._is_rooted(edge) for edge in edges)
-        kept, parts = propagator.shed(call.rule, view, quantity, size, is_rooted)
-        apart = visit._replace(arrived=NOTHING)
-        for part in parts:
-            send = partial(GraphTraversal._send_rest, visit=apart, quantity=part)
-            chunks.carry(lane, site.edge.node, send)
-        return kept
-
-    def _is_rooted(self, edge: Edge) -> bool:
-        """Whether what goes to an edge has to be in the form of ``Propagator.rooted``."""
-        return self.survey.is_shared or self.survey.site_at(edge) is None
 
     def carrier(self, lane: int, view: View) -> Carrier:
         """No override speaks for a parameter by itself, nor where samples are elsewhere."""
@@ -246,14 +189,6 @@ class GraphTraversal(Traversal):
             elif not view.positions and not propagator.travels:  # which is seen to be right
                 propagator.put_together(arriving, self._alignment.entries_at(edge))
 
-    def _send_below(self, lane: int, site: Site, quantity: Any, arrived: Waiting) -> None:
-        """Go on through the node that made the output."""
-        restarts = self.groups[lane].propagator.starts_everywhere and site.layout is None
-        if arrived == NOTHING or restarts:  # at a view, it would have the shape of that
-            self.schedule.deliver(lane, below(site), own=quantity)
-        else:
-            self.schedule.deliver(lane, below(site), *arrived)
-
     def _see_apart(self, view: View, propagator: Propagator, quantity: Any) -> None:
         """See that samples are apart at what was computed from the input, on whatever axis.
 
@@ -293,10 +228,6 @@ class GraphTraversal(Traversal):
                     raise
             else:
                 return
-
-
-def _deliver(traversal: GraphTraversal, lane: int, edge: Edge, own: Any) -> None:
-    traversal.schedule.deliver(lane, edge, own=own)
 
 
 def _moved(axis: int, mat: Tensor) -> Tensor:

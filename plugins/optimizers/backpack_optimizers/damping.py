@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import isfinite
+
+import torch
+from torch import Tensor
 
 from backpack_optimizers.groups import require_count, require_positive
 
@@ -49,3 +53,27 @@ class LevenbergMarquardt:
         elif ratio < 0.25:
             damping /= self.shrink
         return min(max(damping, self.smallest), self.largest)
+
+
+@torch.no_grad()
+def predicted_change(
+    parameters: Sequence[Tensor],
+    before: Sequence[Tensor],
+    times: Callable[[Tensor, Tensor], Tensor],
+    damping: float,
+) -> float:
+    """How the quadratic model changes by a step that was made.
+
+    Args:
+        parameters: As they are after it; those with a gradient count.
+        before: As they were.
+        times: ``F`` times a vector, for a parameter.
+        damping: Added to ``F``.
+    """
+    predicted = 0.0
+    for parameter, start in zip(parameters, before, strict=True):
+        if parameter.grad is not None:
+            step = parameter - start
+            curved = times(parameter, step) + damping * step
+            predicted += float(((parameter.grad + 0.5 * curved) * step).sum())
+    return predicted

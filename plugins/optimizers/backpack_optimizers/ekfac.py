@@ -37,6 +37,7 @@ class EKFAC(FactoredOptimizer):
             settings: As there.
         """
         self._bases: dict[Tensor, KroneckerEigenbasis] = {}
+        self._read: dict[Tensor, tuple[KroneckerEigenbasis, KroneckerEigenbasis]] = {}
         super().__init__(*args, **settings)
 
     def _tables(self) -> dict[str, dict[Tensor, Any]]:
@@ -46,7 +47,23 @@ class EKFAC(FactoredOptimizer):
         extensions = super()._extensions()
         if self.steps % self._factors_every or not self._bases:
             return extensions
-        return [*extensions, EigenvaluesOfSome(self._bases, field=CORRECTED, **self._reading)]
+        return [*extensions, EigenvaluesOfSome(self._in_place(), field=CORRECTED, **self._reading)]
+
+    def _in_place(self) -> dict[Tensor, KroneckerEigenbasis]:
+        """The bases with vectors in memory of their own, which captured steps find again."""
+        for parameter, basis in self._bases.items():
+            source, copy = self._read.get(parameter, (None, None))
+            if source is None or copy is None:
+                vectors = [None if v is None else v.clone() for v in basis.vectors]
+                copy = KroneckerEigenbasis(vectors, basis.values, basis.order)
+            elif any(
+                new is not old for new, old in zip(basis.vectors, source.vectors, strict=True)
+            ):
+                for old, new in zip(copy.vectors, basis.vectors, strict=True):
+                    if old is not None and new is not None:
+                        old.copy_(new)
+            self._read[parameter] = basis, copy
+        return {parameter: copy for parameter, (_, copy) in self._read.items()}
 
     def _fold(self, found: Mapping[str, Factors]) -> None:
         self._average(found.get(FIELD, {}))

@@ -15,9 +15,9 @@ from torch.nn import Module
 from backpack_core import Extension, is_extended
 from backpack_core.errors import UsageError
 from backpack_optimizers import processes
-from backpack_optimizers.damping import LevenbergMarquardt
+from backpack_optimizers.damping import LevenbergMarquardt, predicted_change
 from backpack_optimizers.groups import Group, GroupedOptimizer, require_count, require_positive
-from backpack_optimizers.passes import Factors, Joined, joining
+from backpack_optimizers.passes import CapturedPasses, Factors, Joined, joining
 from backpack_optimizers.reading import Nothing, factors_of_some
 from backpack_optimizers.replay import Replay
 from backpack_optimizers.values import require_finite, restored
@@ -125,6 +125,7 @@ class FactoredOptimizer(GroupedOptimizer):
         self._max_size, self._group = max_size, process_group
         self._averages: dict[Tensor, KroneckerFactors] = {}
         self._count = 0
+        self._block: Callable[[], AbstractContextManager[None]] = self.curvature  # of closures
         self._extensions()  # refuses settings of the extension
 
     def add_param_group(self, param_group: Group) -> None:
@@ -153,6 +154,17 @@ class FactoredOptimizer(GroupedOptimizer):
         require_positive("loss_scale", loss_scale)
         return joining(self._joined, self._extensions(), loss_scale)
 
+    def captured(self, function: Callable[..., Any], make: Callable[..., Any]) -> Any:
+        """``capture(function, lossfunc, optimizer)``; closures call such a step from then on.
+
+        Args:
+            function: Returns the loss.
+            make: See ``backpack_capture.Host``.
+        """
+        self._block = nullcontext
+        made = partial(make, function, self.model)
+        return CapturedPasses(lambda: self._joined, self._extensions, made)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients, and the passes since the last step."""
         super().zero_grad(set_to_none)
@@ -162,8 +174,8 @@ class FactoredOptimizer(GroupedOptimizer):
         """Make one step.
 
         Args:
-            closure: Clears gradients, computes the loss, calls ``backward()`` and returns the loss.
-                It is called inside a block of :meth:`curvature`, so it needs none of its own.
+            closure: Clears gradients, computes the loss, calls ``backward()`` and returns the loss,
+                inside a block of :meth:`curvature`, so it needs none; or calls a captured step.
 
         Returns:
             What the closure returned.
@@ -178,7 +190,7 @@ class FactoredOptimizer(GroupedOptimizer):
                 "closure, optimizer.step(closure), that computes the loss and calls backward()."
             )
         replay = Replay(self._all()[0].device)
-        loss = self._called(closure, self.curvature()) if closure is not None else None
+        loss = self._called(closure, self._block()) if closure is not None else None
         looks = self._adapt is not None and (self.steps + 1) % self._adapt.every == 0
         with torch.no_grad():
             self._observe()
@@ -321,7 +333,8 @@ class FactoredOptimizer(GroupedOptimizer):
             raise UsageError("The closure returned None: let it return the loss.")
         assert self._adapt is not None
         parameters, gradients = self._all(), [p.grad for p in self._all()]
-        predicted, share = self._predicted(before), self._joined.share
+        share = self._joined.share
+        predicted = predicted_change(parameters, before, self._times, self.damping)
         for parameter in parameters:
             parameter.grad = None
         with replay.again():  # the same dropout
@@ -331,17 +344,6 @@ class FactoredOptimizer(GroupedOptimizer):
         if self._group is not None:
             change = processes.summed(change, self._group)
         self.damping = self._adapt(self.damping, change, predicted)
-
-    @torch.no_grad()
-    def _predicted(self, before: list[Tensor]) -> float:
-        """How the quadratic model changes by the step that was made."""
-        predicted = 0.0
-        for parameter, start in zip(self._all(), before, strict=True):
-            if parameter.grad is not None:
-                step = parameter - start
-                curved = self._times(parameter, step) + self.damping * step
-                predicted += float(((parameter.grad + 0.5 * curved) * step).sum())
-        return predicted
 
     def _called(self, closure: Callable[[], Any], block: Any) -> Any:
         with torch.enable_grad(), block:

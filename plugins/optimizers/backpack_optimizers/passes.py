@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import isclose
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,17 +139,69 @@ def joining(total: Joined, extensions: Sequence[Extension], loss_scale: float) -
         loss_scale: What the loss is multiplied by, as by a gradient scaler.
     """
     weights = Weights()
-    try:
+    with adding(total, extensions, loss_scale) as add:
         with backpack(*extensions, observer=weights):
             total.begin()
             yield
+        add(weights)
+
+
+@contextmanager
+def adding(
+    total: Joined, extensions: Sequence[Extension], loss_scale: float = 1.0
+) -> Iterator[Callable[[Weights], None]]:
+    """A block around a pass that somebody else runs, and the function that adds it.
+
+    Args:
+        total: What the pass is added to.
+        extensions: What the pass computes.
+        loss_scale: See :func:`joining`.
+    """
+
+    def add(weights: Weights) -> None:
         if weights.samples(None) != 0:
             found = {e.savefield: _taken(total.parameters, e.savefield) for e in extensions}
             total.add({field: _scaled(f, 1 / loss_scale) for field, f in found.items()}, weights)
+
+    try:
+        yield add
     finally:
         total.restore()  # nothing, after a pass that was added
         for extension in extensions:
             _taken(total.parameters, extension.savefield)
+
+
+class CapturedPasses:
+    """Passes as captured steps: one for each kind of pass that an optimizer asks for."""
+
+    def __init__(
+        self,
+        total: Callable[[], Joined],
+        extensions: Callable[[], Sequence[Extension]],
+        make: Callable[..., Any],
+    ) -> None:
+        """Store what makes them.
+
+        Args:
+            total: What passes are added to now.
+            extensions: What the next pass computes.
+            make: Makes a captured step of extensions.
+        """
+        self._total, self._extensions, self._make = total, extensions, make
+        self._steps: dict[Any, tuple[Any, Sequence[Extension]]] = {}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a pass; returns what the user's function does."""
+        extensions = self._extensions()
+        key = *map(type, extensions), *map(id, self._total().parameters)
+        if key not in self._steps:
+            self._steps[key] = self._make(*extensions, observer=Weights), extensions
+        step, extensions = self._steps[key]
+        with adding(self._total(), extensions) as add:
+            self._total().begin()
+            returned, found = step(*args, **kwargs)
+            add(Weights.of(found))
+        return returned
 
 
 def _taken(parameters: Sequence[Tensor], field: str) -> Factors:

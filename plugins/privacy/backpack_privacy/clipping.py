@@ -131,9 +131,9 @@ class Clipping:
             UsageError: A function of the user's breaks the bound.
         """
         if self._weights == "clip":
-            return (bound / norms).clamp(max=1.0)
+            return (bound * norms.reciprocal()).clamp(max=1.0)  # so it is with a tensor, too
         if self._weights == "automatic":
-            return bound / (norms + STABILITY)
+            return bound * (norms + STABILITY).reciprocal()
         found = self._weights(norms, bound)
         _check_weights(found, norms, bound)
         return found

@@ -16,7 +16,7 @@ from backpack_core.errors import UsageError
 from backpack_privacy.accounting import Accountant, Kind, check_delta
 from backpack_privacy.clipping import Clipping
 from backpack_privacy.private import Private
-from backpack_privacy.processes import Processes, alone, check_shards
+from backpack_privacy.processes import Processes, alone
 from backpack_privacy.randomness import source
 from backpack_privacy.refusals import (
     check_loss,
@@ -35,6 +35,7 @@ from backpack_privacy.sampling import (
     check_loader,
     check_order,
 )
+from backpack_privacy.shards import check_shards
 
 
 def make_private(
@@ -75,7 +76,8 @@ def make_private(
     Model, loss and optimizer stay the user's objects; names in ``state_dict()`` do not change.
 
     Args:
-        model: What is trained; also inside of ``DistributedDataParallel``. It is extended.
+        model: What is trained; also inside of ``DistributedDataParallel``, or sharded by
+            ``fully_shard``. It is extended.
         lossfunc: The loss module; it is extended. Or a function, with ``normaliser``.
         optimizer: Any of ``torch.optim`` that takes one gradient for a step.
         loader: The data. Batches are drawn anew: ``batch_size`` is the expected size.
@@ -112,7 +114,6 @@ def make_private(
     check_loss(lossfunc, normaliser)
     check_new(optimizer)
     named = check_optimizer(inner, optimizer)
-    check_shards(named)
     check_precision(named)
     check_loader(loader)
     if users is not None:
@@ -122,6 +123,7 @@ def make_private(
         _check_count(name, number)
     _check_count("checks", checks, 0)
     processes, random = Processes(process_group), source(seed)
+    is_sharded = check_shards(inner, named, processes.world, max_rows)
     processes.check_same(inner.named_parameters())
     units = Units(len(loader.dataset), users, max_records)  # type: ignore[arg-type]
     sampler = _sampler(sampling, units.count, loader.batch_size, processes)
@@ -155,6 +157,7 @@ def make_private(
     private.loader = PrivateLoader(
         *(loader, sampler, units, random, max_rows),
         *(private.draws, private.begins, private.ends),
+        always_runs=is_sharded,
     )
     extend(inner)
     if isinstance(lossfunc, Module):

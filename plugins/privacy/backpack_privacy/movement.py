@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from backpack_core.errors import UsageError
+from backpack_privacy.shards import local
+from backpack_privacy.sums import Sums
 
 # Of a step, relative: the optimizer's copy computes the same, up to the order of sums.
 _TOLERANCE = 1e-2
@@ -30,11 +32,12 @@ class Movement:
         self._left = self._steps = steps
         self._still = set(named)  # have not moved so far
         self._noise_only = set(named)  # no sample's gradient has reached them so far
+        self._has_samples = False
         self._versions: dict[str, int] = {}  # after the last step
         self._before: dict[str, Tensor] = {}
         self._expected: dict[str, Tensor] = {}
 
-    def before(self, sums: Mapping[Tensor, Tensor]) -> None:
+    def before(self, sums: Sums) -> None:
         """Predict a step: the gradients are there, and the parameters are not changed yet.
 
         Args:
@@ -43,21 +46,23 @@ class Movement:
         self._check_unchanged()
         if not self._left:
             return
-        self._noise_only -= {n for n, p in self._named.items() if p in sums and sums[p].any()}
+        totals = sums.totals()
+        self._has_samples |= any(map(len, sums.norms.values()))  # of this process
+        self._noise_only -= {name for name, p in self._named.items() if totals[p].any()}
         twin = deepcopy(self._optimizer)  # takes no hooks along
         pairs = zip(_parameters(self._optimizer), _parameters(twin), strict=True)
         twins = dict(pairs)
         for parameter, copy in twins.items():
             copy.grad = None if parameter.grad is None else parameter.grad.clone()
         twin.step()
-        self._before = {n: p.detach().clone() for n, p in self._named.items()}
-        self._expected = {n: twins[p].detach() for n, p in self._named.items()}
+        self._before = {n: local(p).clone() for n, p in self._named.items()}
+        self._expected = {n: local(twins[p]) for n, p in self._named.items()}
 
     def _check_unchanged(self) -> None:
         """What the last step reached is still there, and nothing wrote to it since."""
         for name, version in self._versions.items():
             found, reached = self._named[name], self._before.get(name)
-            is_same = reached is None or torch.equal(reached, found.detach())
+            is_same = reached is None or torch.equal(reached, local(found))
             if not is_same or found._version != version:
                 raise UsageError(
                     f"The parameter {name} was changed between two steps. If its old value was put "
@@ -76,14 +81,14 @@ class Movement:
         if not self._left:
             return
         for name, parameter in self._named.items():
-            before, expected = self._before[name], self._expected[name]
-            moved = (parameter.detach() - before).double().norm()
-            missed = (parameter.detach() - expected).double().norm()
+            before, expected, found = self._before[name], self._expected[name], local(parameter)
+            moved = (found - before).double().norm()
+            missed = (found - expected).double().norm()
             if not missed <= _TOLERANCE * (expected - before).double().norm():
                 raise UsageError(_otherwise(name, float(moved), float(missed)))
-            if moved:
+            if moved or not found.numel():  # a process may hold nothing of a small parameter
                 self._still.discard(name)
-            self._before[name].copy_(parameter.detach())
+            before.copy_(found)
         self._expected = {}
         self._left -= 1
         if not self._left:
@@ -99,7 +104,7 @@ class Movement:
                 f"zero, or its steps are smaller than what {dtype} can tell apart: raise the "
                 f"learning rate, or freeze it. {_ALL_WELL}"
             )
-        if self._noise_only:
+        if self._noise_only and self._has_samples:
             name = min(self._noise_only)
             raise UsageError(
                 f"The parameter {name} has received noise alone in {self._steps} steps: no "

@@ -11,8 +11,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from backpack_core.errors import UsageError
-from backpack_privacy.accounting import Accountant
-from backpack_privacy.clipping import Clipping
+from backpack_privacy.captured import CapturedSteps
 from backpack_privacy.movement import Movement
 from backpack_privacy.refusals import (
     PRIVATE,
@@ -24,14 +23,15 @@ from backpack_privacy.refusals import (
     check_pass,
     check_stepped,
 )
-from backpack_privacy.release import Budget, Release
+from backpack_privacy.release import Budget, Release, Spending
 from backpack_privacy.sampling import Draw, PrivateLoader
+from backpack_privacy.shards import placed_as
 from backpack_privacy.sums import Pass, Sums, Told
 from backpack_privacy.waiting import Waiting
 from backpack_privacy.watching import Buffers, Forwards
 
 
-class Private:
+class Private(Spending):
     """Made by :func:`make_private`. Model, loss function and optimizer stay the user's objects.
 
     Two loops are equal:
@@ -72,13 +72,13 @@ class Private:
         self._inner, self._release = inner, release
         self._normaliser, self._budget = normaliser, budget
         self._named = check_optimizer(inner, optimizer)
-        self._sums = Sums(self._named, self.clipping)
+        self._sums = Sums(self._named, self.clipping, inner)
         release.check()
         self._movement = Movement(optimizer, self._named, checks)
         self._buffers = Buffers(inner, public_buffers)
         self._waiting = Waiting()
         self._pass: Pass | None = None
-        self._told, self._is_mean, self._is_filled = Told(), False, False
+        self._told, self._kind, self._is_mean, self._is_filled = Told(), Pass, False, False
         self._watch = Forwards(inner)
         self._handles = [
             *self._watch.handles,
@@ -142,15 +142,27 @@ class Private:
         """Whether all parts of the batch have gone backward, so that a step is due."""
         return self._sums.is_complete
 
-    def recording(self, scale: float = 1.0, normaliser: float | None = None) -> Private:
+    def recording(
+        self, scale: float = 1.0, normaliser: float | None = None, kind: type[Pass] = Pass
+    ) -> Private:
         """Set what the next ``with private:`` is told about its loss.
 
         Args:
             scale: What the loss is multiplied by besides, see :meth:`step`.
             normaliser: See :meth:`step`.
+            kind: What the pass is made of.
         """
-        self._told = Told(scale, normaliser)
+        self._told, self._kind = Told(scale, normaliser), kind
         return self
+
+    def captured(self, function: Callable[..., Any], make: Callable[..., Any]) -> CapturedSteps:
+        """``capture(function, private)``: a function of a batch that takes a step, captured.
+
+        Args:
+            function: Returns the loss.
+            make: See ``backpack_capture.Host``.
+        """
+        return CapturedSteps(self, function, make)
 
     def __enter__(self) -> Private:
         """Begin a backward pass over the batch that was drawn last.
@@ -160,11 +172,11 @@ class Private:
         """
         if self._pass is not None:
             raise UsageError("`with private:` is one backward pass, and cannot be nested.")
-        told, self._told = self._told, Told()
+        (told, kind), self._told, self._kind = (self._told, self._kind), Told(), Pass
         check_open(self.optimizer)
         check_pass(self._inner, self._named)
         self._budget.check(self.steps)
-        begun = Pass(self._sums, self.clipping, self._waiting.take())
+        begun = kind(self._sums, self.clipping, self._waiting.take())
         begun.begin(told, self._normaliser, self.model is not self._inner)
         self._pass, self._is_mean = begun, told.is_mean(self._normaliser, self.lossfunc)
         self._watch.begin()
@@ -188,12 +200,17 @@ class Private:
         if kind is not None:
             return
         try:
-            self._watch.end(self._is_mean)
+            if ended.is_watched:
+                self.watched()
             self._buffers.check()
         except UsageError:
             self._sums.forget()
             raise
         self._waiting.done()
+
+    def watched(self) -> None:
+        """A pass is through whose forward pass hooks have seen: check it."""
+        self._watch.end(self._is_mean)
 
     # What the loader says
 
@@ -247,7 +264,7 @@ class Private:
                     "private.is_complete."
                 )
             self._fill()
-        self._movement.before(self._sums.totals())
+        self._movement.before(self._sums)
 
     def _fill(self, scale: float = 1.0, is_looked_at: bool = False) -> None:
         """``.grad`` is the private gradient.
@@ -260,7 +277,7 @@ class Private:
         if not is_looked_at:
             check_finite(gradients)
         for parameter, gradient in zip(self._named.values(), gradients, strict=True):
-            parameter.grad = gradient.mul_(scale).to(parameter.dtype)
+            parameter.grad = placed_as(gradient.mul_(scale), parameter)
         self._is_filled = True
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -275,57 +292,6 @@ class Private:
         self._release.finish(self._sums)
         self._is_filled = False
         self._sums.forget()
-
-    # What was set, and what it has cost
-
-    @property
-    def clipping(self) -> Clipping:
-        """The bounds."""
-        return self._release.clipping
-
-    @property
-    def noise_multiplier(self) -> float:
-        """Standard deviation of the noise, relative to the sensitivity."""
-        return self._release.noise_multiplier
-
-    @property
-    def accountant(self) -> Accountant:
-        """What was spent."""
-        return self._release.accountant
-
-    @property
-    def steps(self) -> int:
-        """How many steps were taken."""
-        return self._release.steps
-
-    def epsilon(self, delta: float | None = None) -> float:
-        """What all steps so far have spent.
-
-        Args:
-            delta: The probability with which more may leak; default: ``target_delta``.
-
-        Raises:
-            UsageError: No ``delta`` was given, here or before.
-        """
-        delta = self._budget.delta if delta is None else delta
-        if delta is None:
-            raise UsageError("Say private.epsilon(delta), such as a tenth of one over the samples.")
-        return self.accountant.epsilon(delta)
-
-    def state_dict(self) -> dict[str, Any]:
-        """What goes into a checkpoint, beside those of model and optimizer."""
-        return self._release.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint, before the first step.
-
-        Args:
-            state: What :meth:`state_dict` returned.
-
-        Raises:
-            UsageError: It does not fit, steps were taken here, or the target would be exceeded.
-        """
-        self._release.load_state_dict(state, self._budget)
 
     @property
     def ahead(self) -> int:

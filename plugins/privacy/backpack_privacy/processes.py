@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from backpack_core.errors import UsageError
+from backpack_privacy.shards import is_shard
 
 
 class Processes:
@@ -48,7 +49,7 @@ class Processes:
         """Refuse models that differ between processes, before sums over them are taken.
 
         Args:
-            parameters: All of the model, by name.
+            parameters: All of the model, by name. Of sharded ones there is one.
 
         Raises:
             UsageError: They differ, in each process.
@@ -56,6 +57,8 @@ class Processes:
         if self.world == 1:
             return
         for name, parameter in parameters:
+            if is_shard(parameter):
+                continue
             found = torch.stack([parameter.detach(), -parameter.detach()])
             distributed.all_reduce(found, distributed.ReduceOp.MAX, group=self._group)
             if not torch.equal(found[0], -found[1]):
@@ -78,18 +81,3 @@ def alone(model: Module) -> Module:
     model.require_forward_param_sync = False
     found: Module = model.module
     return found
-
-
-def check_shards(parameters: Mapping[str, Tensor]) -> None:
-    """Refuse sharded parameters.
-
-    Raises:
-        UsageError: There are some.
-    """
-    for name, parameter in parameters.items():
-        if hasattr(parameter, "placements"):
-            raise UsageError(
-                f"The parameter {name} is sharded (fully_shard), and processes that have no sample "
-                "in a batch would be waited for in every layer. Use DistributedDataParallel, or "
-                "the model itself in each process."
-            )

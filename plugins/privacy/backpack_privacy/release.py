@@ -212,3 +212,59 @@ class Release:
                 "and the epochs= of the first run, fewer epochs=, or more noise by "
                 "noise_multiplier=."
             )
+
+
+class Spending:
+    """What was set for a private training, and what its steps have cost."""
+
+    _release: Release
+    _budget: Budget
+
+    @property
+    def clipping(self) -> Clipping:
+        """The bounds."""
+        return self._release.clipping
+
+    @property
+    def noise_multiplier(self) -> float:
+        """Standard deviation of the noise, relative to the sensitivity."""
+        return self._release.noise_multiplier
+
+    @property
+    def accountant(self) -> Accountant:
+        """What was spent."""
+        return self._release.accountant
+
+    @property
+    def steps(self) -> int:
+        """How many steps were taken."""
+        return self._release.steps
+
+    def epsilon(self, delta: float | None = None) -> float:
+        """What all steps so far have spent.
+
+        Args:
+            delta: The probability with which more may leak; default: ``target_delta``.
+
+        Raises:
+            UsageError: No ``delta`` was given, here or before.
+        """
+        delta = self._budget.delta if delta is None else delta
+        if delta is None:
+            raise UsageError("Say private.epsilon(delta), such as a tenth of one over the samples.")
+        return self.accountant.epsilon(delta)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What goes into a checkpoint, beside those of model and optimizer."""
+        return self._release.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a checkpoint, before the first step.
+
+        Args:
+            state: What :meth:`state_dict` returned.
+
+        Raises:
+            UsageError: It does not fit, steps were taken here, or the target would be exceeded.
+        """
+        self._release.load_state_dict(state, self._budget)

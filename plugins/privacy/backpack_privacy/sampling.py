@@ -34,6 +34,8 @@ class Draw:
         units: How many samples (or users) these belong to.
         is_last: Whether the step is taken after it.
         owners: With users: the user of each row, counted from zero; shape ``[R]``.
+
+    With rows and no unit, they are there to run the model, and count for nothing.
     """
 
     rows: Sequence[int]
@@ -124,6 +126,7 @@ class Units:
             UsageError: There is not one user for each record, or one is "not a number".
         """
         self._of: list[list[int]] | None = None
+        self.has_users = users is not None
         self._max_records = max_records
         if users is None:
             self.count = records
@@ -168,6 +171,10 @@ class Units:
         last = len(parts) - 1
         return [self._draw(part, number == last) for number, part in enumerate(parts)]
 
+    def stand_in(self) -> Draw:
+        """A record for a model that has to run, and for nobody."""
+        return Draw([0], 0, owners=None if self._of is None else torch.zeros(1).long())
+
     def _draw(self, part: list[list[int]], is_last: bool) -> Draw:
         rows = [row for unit in part for row in unit]
         owners = None
@@ -184,6 +191,7 @@ class PrivateLoader:
     Attributes:
         dataset: That of the user's loader.
         sampler: How batches are drawn.
+        most: How many rows are shown at once; ``None`` for all of a batch.
     """
 
     def __init__(
@@ -196,6 +204,7 @@ class PrivateLoader:
         draws: Callable[[Draw], None],
         begins: Callable[[], None],
         ends: Callable[[], None],
+        always_runs: bool = False,
     ) -> None:
         """Take over the settings of a loader.
 
@@ -208,11 +217,19 @@ class PrivateLoader:
             draws: Called with each draw before its rows are shown, or if there are none.
             begins: Called when an epoch begins.
             ends: Called when all of an epoch was shown.
+            always_runs: Whether to show some record in the place of an empty batch, since other
+                processes wait for the model to run.
         """
+        self._always_runs = always_runs
         self.dataset, self.sampler = loader.dataset, sampler
-        self._loader, self._units, self._source, self._most = loader, units, source, most
+        self._loader, self._units, self._source, self.most = loader, units, source, most
         self._draws, self._begins, self._ends = draws, begins, ends
         self._epochs = 0  # that were begun
+
+    @property
+    def has_users(self) -> bool:
+        """Whether users are drawn, each with several records."""
+        return self._units.has_users
 
     @property
     def batch_size(self) -> int:
@@ -264,7 +281,9 @@ class PrivateLoader:
 
     def _drawn(self, ahead: deque[Draw]) -> Iterator[list[int]]:
         for units in self.sampler.epoch(self._source):
-            for draw in self._units.parts(units, self._most, self._source):
+            for draw in self._units.parts(units, self.most, self._source):
+                if self._always_runs and not draw.rows:
+                    draw = self._units.stand_in()
                 ahead.append(draw)
                 if draw.rows:
                     yield [*draw.rows]

@@ -13,7 +13,9 @@ from torch.nn import Module
 
 from backpack_core import backpack
 from backpack_core.errors import UnsupportedError, UsageError
+from backpack_interplay.shards import shards_in
 from backpack_privacy.clipping import Clipping
+from backpack_privacy.refusals import is_half
 from backpack_privacy.sampling import Draw
 
 FIELD = "private_sum"
@@ -52,13 +54,15 @@ class Sums:
         is_partial: Whether some are there, and not all.
     """
 
-    def __init__(self, named: Mapping[str, Tensor], clipping: Clipping) -> None:
+    def __init__(self, named: Mapping[str, Tensor], clipping: Clipping, model: Module) -> None:
         """Store what is summed.
 
         Args:
             named: The trained parameters.
             clipping: The bounds.
+            model: Has them.
         """
+        self._model, self._shards = model, dict[Tensor, Tensor]()
         self._named, self._clipping = named, clipping
         self._groups = clipping.bind(named)
         self.forget()
@@ -82,6 +86,9 @@ class Sums:
         Raises:
             UsageError: Other samples took part than were drawn.
         """
+        if not draw.units:  # the model ran for other processes
+            self.is_complete = True
+            return
         counts = {len(norms) for norms in seen.values()}
         if counts != {draw.units}:
             others = ", ".join(map(str, sorted(counts))) or "none"
@@ -93,6 +100,7 @@ class Sums:
         for parameter in self._groups:
             found = getattr(parameter, FIELD, None)
             if found is not None:
+                _check_precision(found)
                 known = self._totals.get(parameter)
                 # The first part is taken as it is: a zero to add it to would be written and read.
                 wide = found.to(torch.promote_types(found.dtype, torch.float32))
@@ -115,7 +123,9 @@ class Sums:
         Raises:
             UsageError: It was not trained when training was made private.
         """
-        found = self._groups.get(parameter)
+        if parameter not in self._groups and parameter not in self._shards:
+            self._shards = shards_in(self._model)
+        found = self._groups.get(self._shards.get(parameter, parameter))
         if found is None:
             raise UsageError(
                 f"A parameter of shape {[*parameter.shape]} takes part in the loss that was not "
@@ -125,11 +135,28 @@ class Sums:
 
 
 def _zeros(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+    """Of the whole parameter, where it is sharded."""
+    dtype = torch.promote_types(parameter.dtype, torch.float32)
+    return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+
+
+def _check_precision(found: Tensor) -> None:
+    if is_half(found.dtype):
+        raise UsageError(
+            "Layers run with parameters in half precision, which rounds sums of gradients by more "
+            "than one sample may change them. Leave param_dtype out of MixedPrecisionPolicy, and "
+            "compute in torch.autocast."
+        )
 
 
 class Pass:
-    """One backward pass over a part of a batch, in which gradients are clipped."""
+    """One backward pass over a part of a batch, in which gradients are clipped.
+
+    Attributes:
+        is_watched: Whether hooks see its forward pass.
+    """
+
+    is_watched = True
 
     def __init__(self, sums: Sums, clipping: Clipping, draw: Draw) -> None:
         """Store whose pass it is.

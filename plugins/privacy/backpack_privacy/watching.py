@@ -64,7 +64,10 @@ class Forwards:
 
     Attributes:
         handles: Take the hooks out.
+        only_looks: Tells ``capture`` that its hooks change nothing that a step computes.
     """
+
+    only_looks = True
 
     def __init__(self, model: nn.Module) -> None:
         """Install hooks on a model, and on the modules that own trained parameters."""

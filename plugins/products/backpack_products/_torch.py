@@ -8,11 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 def is_symbolic(tensor: Tensor) -> bool:
     """Whether a tensor has a shape, but no values (``FakeTensorMode``, ``meta``)."""
     return tensor.is_meta or isinstance(tensor, FakeTensor)
+
+
+def is_at_hand(tensor: Tensor) -> bool:
+    """Whether to look at numbers is free: they are on the host, and nobody records who looks."""
+    return (
+        not torch.compiler.is_compiling()
+        and tensor.is_cpu
+        and not torch.is_grad_enabled()
+        and _get_current_dispatch_mode() is None
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and not is_symbolic(tensor)
+    )
 
 
 def holders_of(tensor: Tensor) -> tuple[int, ...] | None:

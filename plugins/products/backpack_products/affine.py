@@ -98,16 +98,20 @@ class AffineProduct(FactorProduct):
         width = 2 if self.inp is None else 3
         return mat.reshape(*mat.shape[:-width], *self.shape)
 
-    def part(self, columns: slice, samples: slice) -> Tensor:
-        """``M`` of some, by a batched product; of all, from the factors as they are."""
-        is_whole = (columns, samples) == (slice(0, self.columns), slice(0, self.samples))
+    def whole(self) -> Tensor:
+        """``M`` of all, from the factors as they are."""
         if self.inp is None:
-            out = self.out if is_whole else self.out[columns, samples]
-            return self.to_parameter(_over_positions(out))
+            return self.to_parameter(_over_positions(self.out))
+        return self.to_parameter(contractions.products(*self.factors(self.inp)))
+
+    def part(self, columns: slice, samples: slice) -> Tensor:
+        """``M`` of some, by a batched product."""
+        if (columns, samples) == (slice(0, self.columns), slice(0, self.samples)):
+            return self.whole()
+        if self.inp is None:
+            return self.to_parameter(_over_positions(self.out[columns, samples]))
         out, inp = self.factors(self.inp)
-        if not is_whole:
-            out, inp = out[columns, samples], inp[samples]
-        return self.to_parameter(contractions.products(out, inp))
+        return self.to_parameter(contractions.products(out[columns, samples], inp[samples]))
 
     def pieces(self) -> Iterator[Piece]:
         """``M`` piece by piece, in one buffer."""
@@ -145,7 +149,7 @@ def reads_formed(product: AffineProduct) -> bool:
     For a bias, ``M`` is the sum over positions, and nothing is cheaper. For a weight with a single
     position, contracting the factors costs less even if ``M`` has been formed.
     """
-    return product.inp is None or (is_formed(product) and product.positions > 1)
+    return product.inp is None or (product.out.shape[2] > 1 and is_formed(product))
 
 
 def _formed(product: AffineProduct) -> DenseProduct:
@@ -169,9 +173,10 @@ def for_weights(operation: Any) -> Callable[[Callable[..., R]], Callable[..., R]
                 known = None if arguments else product.results.get((operation,))
                 read: R = operation(formed, *arguments) if known is None else known
                 return read
-            along = read_together(product).get(operation) if operation in product.needs else None
-            if along is not None:
-                return along  # type: ignore[return-value]
+            if product.out.shape[2] > 1 and operation in product.needs:
+                along = read_together(product).get(operation)
+                if along is not None:
+                    return along  # type: ignore[return-value]
             return contract(product, product.inp, *arguments)
 
         version.__module__ = contract.__module__

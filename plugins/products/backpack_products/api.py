@@ -3,6 +3,7 @@
 from backpack_products.affine import AffineProduct as AffineProduct
 from backpack_products.column_propagator import ColumnPropagator as ColumnPropagator
 from backpack_products.columns import Columns as Columns
+from backpack_products.derivatives import SecondOrderRule as SecondOrderRule
 from backpack_products.elementwise import ElementwiseRule as ElementwiseRule
 from backpack_products.extensions import FirstOrderExtension as FirstOrderExtension
 from backpack_products.extensions import SecondOrderExtension as SecondOrderExtension

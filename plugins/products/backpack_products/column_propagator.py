@@ -44,7 +44,9 @@ class ColumnPropagator(Propagator):
             what = "start has to return Columns.start(name, mat): it gave"
             for mat in found:
                 expect(view, self, what, mat, view.input_shape)
-        return None if waiting is None else waiting.to(view.dtype)
+        if waiting is None or waiting.mat.dtype is view.dtype:
+            return waiting
+        return waiting.to(view.dtype)
 
     def nothing(self, view: View) -> Columns | None:
         """One column of zeros."""
@@ -53,8 +55,11 @@ class ColumnPropagator(Propagator):
 
     def propagate(self, rule: LayerRule, view: View, quantity: Columns) -> dict[int, Columns]:
         """One transposed Jacobian product for all columns."""
-        products = rule.jac_t_mat_prod(view, quantity.flat)
-        return {i: quantity.split(p) for i, p in enumerate(products) if p is not None}
+        found: dict[int, Columns] = {}
+        for position, mat in enumerate(rule.jac_t_mat_prod(view, quantity.flat)):
+            if mat is not None:
+                found[position] = quantity.split(mat)
+        return found
 
     def products(
         self, rule: Any, view: View, names: Sequence[str], quantity: Columns

@@ -68,7 +68,7 @@ class Columns:
     @property
     def sizes(self) -> dict[Root, int]:
         """How many columns each root has here."""
-        return {root: block.shape[0] for root, block in self.blocks.items()}
+        return dict(zip(self.blocks, map(len, self.blocks.values()), strict=True))
 
     def like(self, blocks: Mapping[Root, Tensor]) -> Columns:
         """Columns of the same class."""

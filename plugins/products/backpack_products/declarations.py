@@ -16,9 +16,9 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from backpack_core.contract.bases import BASES, call_fault, judge
+from backpack_core.contract.bases import BASES, Candidate, judge
 from backpack_core.contract.operation import Operation
-from backpack_core.contract.rules import MODULE_TYPES, is_module_type
+from backpack_core.contract.rules import MODULE_TYPES, LayerRule, is_module_type
 
 _NAMES = "names of parameters", lambda item: isinstance(item, str) and bool(item)
 # The types of the entries of declared tuples: in words, and a function that accepts one.
@@ -31,10 +31,15 @@ _ITEMS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
 
 
 @judge
-def faults(cls: type) -> Iterator[str]:
+def faults(candidate: Candidate) -> Iterator[str]:
     """What is wrong with the declarations of a class, a sentence for each."""
+    cls = candidate.cls
+    if candidate.module is not None:  # a module changes nothing in what was looked at before
+        return
     for name, value in declared(cls).items():
         yield from _fault(cls, name, value)
+    if issubclass(cls, LayerRule) and (fault := _call_fault(cls, 0)):
+        yield f"a rule is made without arguments, as {cls.__name__}(): {fault}"
 
 
 def declared(cls: type) -> dict[str, Any]:
@@ -72,9 +77,18 @@ def _fault(cls: type, name: str, value: Any) -> Iterator[str]:
     overridden = next((vars(c)[name] for c in bases if name in vars(c)), None)
     if isinstance(value, FunctionType) and isinstance(overridden, FunctionType):
         asked = inspect.signature(overridden)
-        if fault := call_fault(value, len(asked.parameters)):
+        if fault := _call_fault(value, len(asked.parameters)):
             yield f"{name} is called as {name}{asked}: {fault}"
     yield from _wrong_kind(name, value, known[name])
+
+
+def _call_fault(function: Callable[..., Any], count: int) -> str:
+    """Why a function cannot be called with so many arguments, or an empty string."""
+    try:
+        inspect.signature(function).bind(*[None] * count)
+    except TypeError as error:
+        return str(error)
+    return ""
 
 
 def _wrong_kind(name: str, value: Any, default: Any) -> Iterator[str]:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract.bases import base
-from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
+from backpack_products.derivatives import SecondOrderRule
 
 
 @base
-class ElementwiseRule(LayerRule):
+class ElementwiseRule(SecondOrderRule):
     """An activation ``y_i = φ(x_i)`` without parameters: one formula gives every quantity.
 
     ``view.input`` may have been overwritten where the module works in place; a formula in terms of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Sequence
 
-from backpack_core.contract.bases import base, judge
+from backpack_core.contract.bases import Candidate, base, judge
 from backpack_core.contract.extension import Extension, FailMode
 from backpack_core.errors import UsageError
 from backpack_products.column_propagator import OutputGradient
@@ -73,8 +73,9 @@ def as_subsampling(indices: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 @judge
-def _no_way_to_combine(cls: type) -> Iterator[str]:
+def _no_way_to_combine(candidate: Candidate) -> Iterator[str]:
     """What is wrong with the declaration of an extension's class."""
+    cls = candidate.cls
     value = declared(cls).get("over_batches", "sum") if issubclass(cls, Extension) else "sum"
     is_known = isinstance(value, OverBatches) or callable(value)
     if not is_known and value not in ("sum", "concatenate"):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import copy
 from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from backpack_core._torch import base_of
+from backpack_core.record.owner import is_parameter
 from backpack_core.record.untouched import Versions
 from backpack_products.columns import Root
 from backpack_products.product import SampleProduct
@@ -23,6 +26,8 @@ class FactorProduct(SampleProduct):
         other: What the parameter meets. Shape ``[N, S, *]``, or ``None``.
         is_own: Which positions each sample has, ``[N, S]``, ``None`` for all. Columns are zero at
             the others.
+        uses: How many positions each use of the parameter has, one behind the other, and each in
+            the order of what the module met; empty for a single use.
 
     To write:
         ``with_factors(out, other, is_own)``: a product of this form. Optional:
@@ -31,6 +36,7 @@ class FactorProduct(SampleProduct):
 
     out: Tensor
     is_own: Tensor | None = None
+    uses: tuple[int, ...] = ()
 
     @property
     @abstractmethod
@@ -49,6 +55,18 @@ class FactorProduct(SampleProduct):
                 found.append((factor, factor._version))
         return found
 
+    def lasting(self) -> SampleProduct:
+        """With a copy of what the parameter meets if that is a parameter as well.
+
+        It may be updated before this one is read: hooks of optimizers do so as soon as its gradient
+        is there.
+        """
+        kept = _without_parameters(self.other)
+        if kept is self.other:
+            return self
+        lasting: SampleProduct = self._joining([self], self.out, kept, self.is_own)
+        return lasting.placed_as(self)
+
     def among(self, roots: Mapping[Root, int]) -> SampleProduct:
         """The same form, with columns of zeros for the other roots."""
         if self.has_roots(roots):
@@ -56,7 +74,8 @@ class FactorProduct(SampleProduct):
         blocks = dict(zip(self.roots, self.out.split(list(self.roots.values())), strict=True))
         zeros = self.new_zeros(*self.out.shape[1:])
         found = [blocks.get(root, zeros.expand(n, *zeros.shape)) for root, n in roots.items()]
-        return self.with_factors(torch.cat(found), self.other, self.is_own)
+        placed: SampleProduct = self._joining([self], torch.cat(found), self.other, self.is_own)
+        return placed
 
     def has_form_of(self, other: SampleProduct) -> bool:
         """Whether a product of the same parameter has this form."""
@@ -81,4 +100,27 @@ class FactorProduct(SampleProduct):
             every = [p.out.new_ones(p.out.shape[1:3], dtype=torch.bool) for p in parts]
             each = zip(parts, every, strict=True)
             is_own = torch.cat([all_ if p.is_own is None else p.is_own for p, all_ in each], 1)
-        return self.with_factors(torch.cat([p.out for p in parts], 2), other, is_own), rest
+        return self._joining(parts, torch.cat([p.out for p in parts], 2), other, is_own), rest
+
+    def _joining(self, parts: Sequence[FactorProduct], *factors: Any) -> Any:
+        """A product with the positions of several of this form."""
+        found: Any = self.with_factors(*factors)
+        found.uses = tuple(n for part in parts for n in part.uses or (part.out.shape[2],))
+        return found
+
+
+def _without_parameters(factor: Any) -> Any:
+    """A tensor, or an object that makes rows of some, with copies of those that are parameters."""
+    if factor is None or isinstance(factor, Tensor):
+        return factor.clone() if factor is not None and _is_of_parameter(factor) else factor
+    held = vars(factor).items()
+    copies = {n: t.clone() for n, t in held if isinstance(t, Tensor) and _is_of_parameter(t)}
+    if copies:
+        factor = copy(factor)
+        vars(factor).update(copies)
+    return factor
+
+
+def _is_of_parameter(tensor: Tensor) -> bool:
+    base = base_of(tensor)
+    return is_parameter(tensor if base is None else base)

@@ -14,11 +14,12 @@ from backpack_core.contract.rules import expect
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
+from backpack_products.derivatives import SecondOrderRule
 from backpack_products.values import any_of
 
 
 @base
-class HessianLossRule(LossRule):
+class HessianLossRule(SecondOrderRule, LossRule):
     """A loss ``ℓ(x, target)`` that is a sum over samples, with its Hessian in the first input.
 
     The underscore methods speak of the loss *as the module reduces it* (a mean carries its ``1/N``)

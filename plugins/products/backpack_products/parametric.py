@@ -13,13 +13,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from backpack_core.contract.bases import base, judge
+from backpack_core.contract.bases import Candidate, base, judge
 from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.errors import ShapeError, nearest
 from backpack_core.record.untouched import ask, guard_of
 from backpack_core.record.view import View
 from backpack_products.affine import AffineProduct
 from backpack_products.columns import ApartColumns, OwnedColumns
+from backpack_products.derivatives import SecondOrderRule
 from backpack_products.operations import dense
 from backpack_products.product import DenseProduct, SampleProduct, regrouped
 from backpack_products.regrouping import of_owners
@@ -28,7 +29,7 @@ from backpack_products.transposition import transpose
 
 
 @base
-class ParametricRule(LayerRule):
+class ParametricRule(SecondOrderRule):
     """A layer ``x ↦ f(x, θ)`` with parameters.
 
     Class attributes:
@@ -60,31 +61,31 @@ class ParametricRule(LayerRule):
 
     def param_products(self, view: View, names: Sequence[str], mat: Tensor) -> list[SampleProduct]:
         """The same of several parameters, for the same columns."""
-        given = mat.shape
-        if given[1:] != view.output_shape:
-            expect(view, self, "_param_product is given", mat, view.output_shape)
-        guard, owned = guard_of(view), view.stored.owned
+        if not view.is_checked:  # nor is the form of what it gives another one
+            return self._param_products(view, names, mat)
+        expect(view, self, "_param_product is given", mat, view.output_shape)
+        guard = guard_of(view)
         seen = [] if guard is None else guard.before(view, (mat,))
-        products = [self._param_product(view, name, mat) for name in names]
+        products = self._param_products(view, names, mat)
         if guard is not None:
             guard.after(view, seen, self, "_param_product")
         for name, product in zip(names, products, strict=True):
-            if (
-                SampleProduct not in type(product).__mro__
-            ):  # for an abstract class, in half the time
+            if not isinstance(product, SampleProduct):
                 raise ShapeError(
                     f"{type(self).__name__}._param_product returned {abridged(product)} for "
                     f"{name!r} of {view.path}, expected a SampleProduct."
                 )
             found = (product.columns, product.samples, *product.shape)
-            its = owned[name][0] if name in owned else view.parameter_itself(name)
-            expected = (given[0], given[1], *its.shape)
+            expected = (*mat.shape[:2], *_shape_of(view, name))
             if found != expected:
                 raise ShapeError(
                     f"{type(self).__name__} gave a product of shape {list(found)} for {name!r} of "
                     f"{view.path}, expected [V, N, *{name}] = {list(expected)}."
                 )
         return products
+
+    def _param_products(self, view: View, names: Sequence[str], mat: Tensor) -> list[SampleProduct]:
+        return [self._param_product(view, name, mat) for name in names]
 
     def apart_product(self, view: View, name: str, columns: ApartColumns) -> SampleProduct:
         """The product at a parameter of a call without samples, for columns kept apart.
@@ -166,9 +167,9 @@ class AffinePairsRule(ProductRule):
 
     ``y`` need not be the layer's output: it may lie anywhere inside, as the gates of a recurrent
     cell or the projections of attention do. ``s`` runs over the positions that share the weight
-    (pixels, tokens, time steps), ``g`` over groups. Every extension works on the pair by
-    contractions that avoid ``[V, N, *θ]`` (the form with shared positions: Eschenhagen et al. 2023,
-    arXiv:2311.00636).
+    (pixels, tokens, time steps) in the order of the input, ``g`` over groups. Every extension works
+    on the pair by contractions that avoid ``[V, N, *θ]`` (the form with shared positions:
+    Eschenhagen et al. 2023, arXiv:2311.00636).
 
     To write:
         ``_jac_t_mat_prod(view, mat)``, and ``affine_pair(view, name, mat)``: ``y``'s columns
@@ -204,8 +205,7 @@ class AffinePairsRule(ProductRule):
                 f"{who} returned {abridged(pair)} for {of}, expected a pair: columns "
                 "[V, N, S, G, O] and inputs [N, S, G, I], or None for a bias."
             )
-        shape = view.parameter_itself(name).shape
-        return AffineProduct(pair[0], pair[1], shape, self.arrangement(view, name))
+        return AffineProduct(pair[0], pair[1], _shape_of(view, name), self.arrangement(view, name))
 
 
 @base
@@ -237,14 +237,31 @@ class AffineRule(AffinePairsRule):
 
     def affine_pair(self, view: View, name: str, mat: Tensor) -> tuple[Tensor, Rows | None]:
         """The columns at the output, and the inputs."""
-        # Weight and bias have the same columns.
-        out = view.once_per_columns("affine output", mat, lambda: self.affine_output(view, mat))
+        out = self.affine_output(view, mat)
         return out, None if name == "bias" else self.affine_input(view)
+
+    def _param_products(self, view: View, names: Sequence[str], mat: Tensor) -> list[SampleProduct]:
+        """Weight and bias have the same columns."""
+        own, base = type(self), AffineRule
+        if own._param_product is not base._param_product or own.affine_pair is not base.affine_pair:
+            return super()._param_products(view, names, mat)
+        out, owned, found = self.affine_output(view, mat), view.stored.owned, list[SampleProduct]()
+        for name in names:
+            inp = None if name == "bias" else self.affine_input(view)
+            shape = owned[name][0].shape if name in owned else _shape_of(view, name)
+            found.append(AffineProduct(out, inp, shape, self.arrangement(view, name)))
+        return found
+
+
+def _shape_of(view: View, name: str) -> torch.Size:
+    known = view.stored.owned.get(name)
+    return (view.parameter_itself(name) if known is None else known[0]).shape
 
 
 @judge
-def _not_among_params(cls: type) -> Iterator[str]:
+def _not_among_params(candidate: Candidate) -> Iterator[str]:
     """What is wrong with ``linear_in_params``, where ``params`` is all that there is."""
+    cls = candidate.cls
     if not issubclass(cls, ParametricRule):
         return
     own: object = vars(cls).get("linear_in_params", ())

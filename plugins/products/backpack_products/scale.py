@@ -5,12 +5,14 @@ As in normalisations; their sums need no ``[V, N, *θ]``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from backpack_products.factors import FactorProduct
 from backpack_products.operations import batch_sum, dense, is_formed
-from backpack_products.product import misfit
+from backpack_products.product import SampleProduct, misfit
 
 
 class ScaleProduct(FactorProduct):
@@ -46,8 +48,60 @@ class ScaleProduct(FactorProduct):
         out, inp = self.out, self.inp
         if (columns, samples) != (slice(0, self.columns), slice(0, self.samples)):
             out, inp = out[columns, samples], None if inp is None else inp[samples]
-        found = out.sum(2) if inp is None else _summed(out, inp, (1,))
+        if inp is None:
+            found = out.squeeze(2) if out.shape[2] == 1 else out.sum(2)
+        else:
+            found = _summed(out, inp, (1,))
         return found.reshape(*out.shape[:2], *self.shape)
+
+
+class TableProduct(ScaleProduct):
+    """``Σ_s out[v, n, s]``: of a table that is added, row by row, to the positions of every sample.
+
+    So its rows are looked up, each by one position. The features of a row lie on the last axis.
+
+    Attributes:
+        used: Which rows are added, one after the other, ``[num]``, on the host; ``None`` for all.
+    """
+
+    used: Tensor | None = None
+
+    def with_factors(
+        self, out: Tensor, other: Tensor | None, is_own: Tensor | None
+    ) -> TableProduct:
+        """Of the same table."""
+        found = TableProduct(out, other, self.shape, is_own)
+        found.used = self.used
+        return found
+
+    def has_form_of(self, other: SampleProduct) -> bool:
+        """Whether the other one is a use of the same rows."""
+        mine, its = self.used, getattr(other, "used", None)
+        same = mine is its or (mine is not None and its is not None and torch.equal(mine, its))
+        return same and super().has_form_of(other)
+
+    def behind(self, push: Callable[[Tensor], Tensor], shape: torch.Size) -> TableProduct | None:
+        """The same of a larger table, from which an operation took this one.
+
+        Args:
+            push: The transpose of the operation, for gradients ``[B, *self.shape]``.
+            shape: Shape of the larger table.
+
+        Returns:
+            ``None`` if it did not take whole rows.
+        """
+        rows, dtype = self.shape[:-1], self.like.dtype
+        used = torch.ones(rows, device="cpu") if self.used is None else self.used.reshape(rows)
+        seen = push(used.to(dtype).unsqueeze(-1).expand(1, *self.shape))[0]
+        seen = seen.reshape(-1, shape[-1] if shape else 1)
+        whole = seen[:, :1].bool().to(dtype).expand_as(seen)
+        if self.shape[-1] != seen.shape[1] or not torch.equal(seen, whole):
+            return None
+        lead = self.out.shape[:3]
+        mat = push(self.out.reshape(lead.numel(), *self.shape)).reshape(*lead, -1)
+        found = TableProduct(mat, None, shape, self.is_own)
+        found.used = seen[:, 0].bool()
+        return found
 
 
 @batch_sum.register

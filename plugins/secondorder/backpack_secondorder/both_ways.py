@@ -12,11 +12,14 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from backpack_products import AffineProduct, LookupProduct, SampleProduct
 from backpack_products.product import SumProduct
 from backpack_secondorder.factors import (
     StructureError,
     WeightSharing,
+    kept_input_covariance,
     kronecker_factors,
+    parameter_order,
     weight_of,
 )
 from backpack_secondorder.kronecker import KroneckerFactors
@@ -27,11 +30,33 @@ from backpack_secondorder.matrix import Number
 def kronecker_factors_sum(product: SumProduct, sharing: WeightSharing = "kfc") -> KroneckerFactors:
     """Those of uses in both orders, by :func:`both_ways`; of other sums there are none."""
     parts: list[KroneckerFactors] = []
+    is_table = any(isinstance(part, LookupProduct) for part in product.parts)
+    factors = factors_of_table if is_table else kronecker_factors
     if len(product.shape) > 1:
         with suppress(StructureError):  # of one use, which the error of the sum explains
-            parts += [kronecker_factors(p.placed_as(product), sharing) for p in product.parts]
+            parts += [factors(part.placed_as(product), sharing) for part in product.parts]
     found = both_ways(parts, weight_of(product))
     return kronecker_factors.definition(product, sharing) if found is None else found
+
+
+def factors_of_table(product: SampleProduct, sharing: WeightSharing) -> KroneckerFactors:
+    """Factors of one use of a table of which other uses look up rows: diagonal in the rows.
+
+    At a look-up, that factor is diagonal by itself. As a matrix that gives logits, the table has
+    the covariance of all pairs of logits, ``[num, num]``, of which the diagonal is taken. So the
+    block between the entries of one row stays in Kronecker form, and nothing is stored between two
+    rows of a vocabulary.
+    """
+    if not isinstance(product, AffineProduct) or product.inp is None or product.sizes[0] > 1:
+        found = kronecker_factors(product, sharing)
+        return found.with_factors([found[0], *map(_diagonal, found[1:])])
+    order = parameter_order(product)
+    if order.positions is not None:  # it is used transposed: its rows are at the inputs
+        outer, inner = kronecker_factors(product, sharing)
+        return KroneckerFactors([outer, _diagonal(inner)], order)
+    out = product.out if sharing == "expand" else product.out.sum(2, keepdim=True)
+    logits = out.square().sum((0, 1, 2, 3))
+    return KroneckerFactors([logits, kept_input_covariance(product, sharing)], order)
 
 
 def both_ways(parts: Sequence[KroneckerFactors], weight: Number) -> KroneckerFactors | None:
@@ -68,10 +93,10 @@ def both_ways(parts: Sequence[KroneckerFactors], weight: Number) -> KroneckerFac
     ranks = [(n.flatten()[:2].tolist(), len(n) != parts[0].order.shape[0]) for n in (here, there)]
     is_first = ranks[0] <= ranks[1]
     straight, turned = parts if is_first else parts[::-1]
-    outer, inner, columns, data = (_full(factor) for factor in (*straight, *turned))
+    (outer, inner), (columns, data) = straight, turned
     share = 1 / torch.as_tensor(weight, device=outer.device)
     share = torch.where(share.isfinite(), share, 0.0).to(outer.dtype)  # zero of no samples
-    factors = [outer + weight * data, inner + share * columns]
+    factors = [_added(outer, weight * data), _added(inner, share * columns)]
     return KroneckerFactors(factors, straight.order, weight, parts)
 
 
@@ -124,5 +149,13 @@ def _larger(first: Number, second: Number) -> Number:
     return first if first > second else second
 
 
-def _full(factor: Tensor) -> Tensor:
-    return torch.diag_embed(factor) if factor.dim() == 1 else factor
+def _added(first: Tensor, second: Tensor) -> Tensor:
+    """The sum of factors, of which diagonal ones are vectors."""
+    if first.dim() == second.dim():
+        return first + second
+    full = [torch.diag_embed(f) if f.dim() == 1 else f for f in (first, second)]
+    return full[0] + full[1]
+
+
+def _diagonal(factor: Tensor) -> Tensor:
+    return factor if factor.dim() == 1 else factor.diagonal()

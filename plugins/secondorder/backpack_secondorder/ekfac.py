@@ -57,7 +57,7 @@ class OfCorrected(OfEigenbasis):
             extension.subsampling,
             extension.savefield,
             extension.fallback or extension.fail_mode,
-            basis=known,
+            basis={parameter: matrix.eigenbasis() for parameter, matrix in known.items()},
         )
 
 

@@ -13,10 +13,10 @@ from torch.autograd.graph import Node
 from backpack_core import Reading, View
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.nodes import name_of
-from backpack_core.graph.order import behind
 from backpack_core.tuning import column_budget
 from backpack_interplay.leaves import nonlinear_between
 from backpack_operations.bare import BareRule
+from backpack_operations.order import behind
 from backpack_products import AffineRule, Columns, ParametricRule
 from backpack_products.affine import AffineProduct
 from backpack_products.columns import ApartColumns, Root

@@ -106,6 +106,11 @@ class KFAC(FactorsExtension, SampledExtension):
       loss (``1/N`` for a mean); ``A`` is an average over samples.
     - tables (``Embedding``): the same for inputs that are unit vectors, so ``A`` is diagonal, a
       vector ``[num]``; features come first, as for other weights.
+    - tables that are added to all samples (``h + self.positions``, ``[1, T, D]``, or rows of one):
+      the same, since every position looks up one row. Features lie on the last axis.
+    - tables of which rows are looked up, and that give logits as well (tied embeddings): the
+      factors of both uses as below, with the diagonal in the rows. Nothing is stored between two
+      rows of a vocabulary.
     - biases, and vectors that a layer is linear in (``LayerNorm``): ``[B]``, the block itself.
 
     With positions ``s`` that share the weight (pixels, tokens), ``weight_sharing`` chooses between

@@ -24,6 +24,7 @@ from backpack_operations.nodes import is_linear, shape_of
 from backpack_products import AffineRule, ElementwiseRule, ParametricRule
 from backpack_products.affine import AffineProduct
 from backpack_products.contractions import flattened
+from backpack_products.derivatives import second_order
 from backpack_products.extensions import as_subsampling
 from backpack_products.loss import with_hessian
 from backpack_secondorder.factors import WeightSharing, kept_input_covariance, parameter_order
@@ -101,7 +102,8 @@ class BatchAveraged(Propagator):
             average = quantity * (slope.T @ (slope / max(1, len(slope))))
             return {0: _plus(average, self._residual(rule, view))}
         live = [position for position, edge in enumerate(view.call.edges) if edge is not None]
-        samples = view.subsample([0]) if rule.jacobian_is_constant and view.batch_size else view
+        is_constant = second_order(rule).jacobian_is_constant and view.batch_size
+        samples = view.subsample([0]) if is_constant else view
         result = {}
         for position in live:
             width = view.stored.inputs[position].shape[1:].numel()
@@ -112,7 +114,7 @@ class BatchAveraged(Propagator):
 
     def _residual(self, rule: LayerRule, view: View) -> Tensor | None:
         """``Σ_n Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²``, shape ``[D, D]``; ``None`` for zero."""
-        if self.modify is None or rule.hessian_is_zero:
+        if self.modify is None or second_order(rule).hessian_is_zero:
             return None
         require_one_input(rule, view)
         diagonal = diagonal_residual(rule, view)

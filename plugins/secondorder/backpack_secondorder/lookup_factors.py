@@ -12,8 +12,9 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from backpack_products import LookupProduct
+from backpack_products import LookupProduct, SampleProduct
 from backpack_products.operations import square_sum
+from backpack_products.scale import TableProduct
 from backpack_secondorder import covariances
 from backpack_secondorder.eigenbasis import KroneckerEigenbasis
 from backpack_secondorder.factors import WeightSharing, eigenvalues_in, kronecker_factors
@@ -48,6 +49,40 @@ def eigenvalues_in_lookup(product: LookupProduct, basis: KroneckerEigenbasis) ->
     return square_sum(rotated).T.reshape(basis.values.shape)
 
 
+@kronecker_factors.register
+def kronecker_factors_table(
+    product: TableProduct, sharing: WeightSharing = "kfc"
+) -> KroneckerFactors:
+    """Those of ``Embedding(positions)``, of a table that is added to all samples.
+
+    Each position looks up one row, so ``A = 1/N Σ_n Σ_k e eᵀ`` is the identity (of rows that are
+    not added, zero), and ``B`` is shared by all rows.
+    """
+    return KroneckerFactors(kronecker_factors_lookup(lookups(product), sharing), _order(product))
+
+
+@eigenvalues_in.register
+def eigenvalues_in_table(product: TableProduct, basis: KroneckerEigenbasis) -> Tensor:
+    """Those of the look-ups."""
+    return eigenvalues_in_lookup(lookups(product), basis)
+
+
+def lookups(product: TableProduct) -> LookupProduct:
+    """The look-ups that an added table stands for."""
+    (columns, samples, uses), dim = product.out.shape[:3], product.shape[-1]
+    num = product.shape.numel() // dim
+    out = product.out.reshape(columns, samples, uses, num, dim)
+    rows = torch.arange(num, device=out.device)
+    if product.used is not None:
+        rows = product.used.nonzero().flatten().to(out.device)
+        out = out[..., rows, :]
+    is_own = product.is_own
+    is_own = None if is_own is None else is_own.repeat_interleave(len(rows), 1)
+    row = rows.repeat(uses).expand(samples, uses * len(rows))
+    found = LookupProduct(out.flatten(2, 3), row, torch.Size((num, dim)), is_own)
+    return found.placed_as(product)
+
+
 def _inputs(product: LookupProduct, sharing: WeightSharing) -> Tensor:
     """``A``, computed once for a call: chunks of columns share the same inputs."""
     key = ("lookups", product.name, product.row.shape, sharing, product.like.dtype)
@@ -74,7 +109,7 @@ def _count(product: LookupProduct, sharing: WeightSharing) -> Tensor:
     return means.T @ means / max(1, samples)
 
 
-def _order(product: LookupProduct) -> ParameterOrder:
+def _order(product: SampleProduct) -> ParameterOrder:
     """The order with features first, as for other weights; a table stores its rows first."""
     numbers = torch.arange(product.shape.numel(), device=product.like.device)
-    return ParameterOrder.of(product, numbers.reshape(product.shape).T.flatten())
+    return ParameterOrder.of(product, numbers.reshape(-1, product.shape[-1]).T.flatten())

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from backpack_core.graph.nodes import is_leaf, refuse
-from backpack_core.graph.order import consumers_first, reached
 from backpack_core.record.call import Edge, site_at
 from backpack_core.record.view import View
 from backpack_operations import bridge, nodes
 from backpack_operations.alignment import Place
+from backpack_operations.order import consumers_first, reached
 from backpack_operations.own_pass import beside_pass
 from backpack_secondorder.torch_errors import explained
 

@@ -17,11 +17,11 @@ from backpack_core.contract.propagator import loss_behind_a_loss
 from backpack_core.engine.active import suspended
 from backpack_core.engine.losses import nothing_arrived
 from backpack_core.errors import UnsupportedError
-from backpack_core.graph.order import behind
 from backpack_core.record.call import SITES, Call, Edge
 from backpack_core.values import without_autocast
 from backpack_operations.bridge import agree
 from backpack_operations.nodes import is_function
+from backpack_operations.order import behind
 from backpack_products import HessianLossRule
 from backpack_products.contractions import flattened
 from backpack_products.transposition import somewhere

@@ -18,6 +18,7 @@ from backpack_core import View
 from backpack_core.contract.extension import FailMode
 from backpack_core.errors import SampleMixingError, ShapeError, UsageError
 from backpack_core.graph.nodes import refuse
+from backpack_products.derivatives import second_order
 from backpack_products.extensions import as_subsampling
 from backpack_products.merging import Refused
 from backpack_secondorder.operators import (
@@ -291,7 +292,7 @@ class _OfResiduals(CollectingReading):
                 "residual for each of them, which PCHMP is made of: call model.eval(), or use "
                 "GGNMP or HMP, which exist here."
             )
-        is_curved = not (rule.transparent or rule.hessian_is_zero)
+        is_curved = not (rule.transparent or second_order(rule).hessian_is_zero)
         if is_curved and not rule.is_loss:
             rule.check(view)
         if rule.is_loss or is_curved:

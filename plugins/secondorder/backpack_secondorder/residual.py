@@ -12,7 +12,7 @@ from torch import Tensor
 from backpack_core import LayerRule, View
 from backpack_core.errors import UnsupportedError
 from backpack_products import Columns, ElementwiseRule
-from backpack_products.derivatives import second_derivative_mat_prod
+from backpack_products.derivatives import second_derivative_mat_prod, second_order
 from backpack_secondorder.linalg import eigh
 
 Residual: TypeAlias = Literal["exact", "clip", "abs"]
@@ -30,7 +30,7 @@ def require_one_input(rule: LayerRule, view: View) -> None:
         UnsupportedError: Its second derivatives in these, or mixed ones, are not known.
     """
     live = live_inputs(view)
-    if not rule.hessian_is_zero and any(live):
+    if not second_order(rule).hessian_is_zero and any(live):
         which = f"{len(live)} inputs at once" if len(live) > 1 else f"its input {live[0]}"
         raise UnsupportedError(
             f"{view.path} is nonlinear in {which}, and {type(rule).__name__} knows second "
@@ -46,7 +46,7 @@ def diagonal_residual(rule: LayerRule, view: View) -> Tensor | None:
     assert grad is not None
     if isinstance(rule, ElementwiseRule):
         return rule.second_derivative(view) * grad
-    if not rule.hessian_is_diagonal:
+    if not second_order(rule).hessian_is_diagonal:
         return None
     ones = torch.ones_like(view.input).unsqueeze(0)
     return second_derivative_mat_prod(rule, view, grad, ones).squeeze(0)

@@ -26,6 +26,7 @@ from backpack_operations.alignment import Crossing
 from backpack_products import Columns, ElementwiseRule, ParametricRule
 from backpack_products.columns import ApartColumns, Root
 from backpack_products.contractions import flattened, slices
+from backpack_products.derivatives import second_order
 from backpack_products.loss import with_hessian
 from backpack_secondorder.hessian import Factored, Hessian
 from backpack_secondorder.hessian_reading import HessianReading, Use
@@ -105,7 +106,7 @@ class SignedSqrt(Propagator):
         if len(live) > 1:
             require_one_input(rule, view)
         quantity = self.rooted(quantity)
-        if self.leaves_out and not (rule.hessian_is_zero or view.positions):
+        if self.leaves_out and not (second_order(rule).hessian_is_zero or view.positions):
             error = needs_one_entry(view, "it is nonlinear")
             quantity = Missing.of(error, leaves_behind(view)).beside(quantity)
         if quantity.columns is None:
@@ -120,7 +121,7 @@ class SignedSqrt(Propagator):
     def residual(self, rule: LayerRule, view: View) -> dict[int, Hessian]:
         """``Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²`` of a nonlinear call."""
         live = live_inputs(view)
-        if rule.hessian_is_zero or not live:
+        if second_order(rule).hessian_is_zero or not live:
             return {}
         if self.leaves_out and not view.positions:
             return {}  # which has been noted where the Hessian went through
@@ -321,7 +322,7 @@ def _pushed(rule: LayerRule, view: View, mat: Tensor, position: int) -> Tensor:
 
 def _may_factor(diagonal: Tensor | None, rule: LayerRule, view: View, position: int) -> bool:
     """Whether all samples have the same Jacobian, and it fits into memory."""
-    if diagonal is None or not rule.jacobian_is_constant or not view.batch_size:
+    if diagonal is None or not second_order(rule).jacobian_is_constant or not view.batch_size:
         return False
     tensor = view.stored.inputs[position]
     entries = diagonal.shape[1:].numel() * tensor.shape[1:].numel()

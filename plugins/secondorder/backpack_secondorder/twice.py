@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
-from backpack_core.graph.order import behind
 from backpack_interplay.checkpoints import unpacking_again
+from backpack_operations.order import behind
 from backpack_secondorder.fused_attention import NAMES, of_fused_attention
+from backpack_secondorder.statistics_again import of_batch_norm, of_layer_norm
 
 Place: TypeAlias = Tensor | GradientEdge
 Grads: TypeAlias = tuple[Tensor | None, ...]
@@ -93,5 +94,7 @@ def _weight_norm(node: Any, arrived: Tensor | None, *others: Tensor | None) -> G
 
 FORMULAS: dict[str, Callable[..., Grads]] = {
     "WeightNormInterfaceBackward0": _weight_norm,
+    "NativeLayerNormBackwardBackward0": of_layer_norm,
+    "NativeBatchNormBackwardBackward0": of_batch_norm,
     **dict.fromkeys(NAMES, of_fused_attention),
 }

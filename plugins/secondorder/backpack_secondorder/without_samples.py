@@ -15,9 +15,9 @@ from torch.autograd.graph import Node
 from backpack_core import View
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.nodes import is_leaf, refuse
-from backpack_core.graph.order import children_of, reached
 from backpack_operations import nodes
 from backpack_operations.alignment import Crossing
+from backpack_operations.order import children_of, reached
 from backpack_products.columns import Root
 from backpack_secondorder.hessian import Hessian
 

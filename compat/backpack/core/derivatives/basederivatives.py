@@ -27,6 +27,7 @@ from backpack_compat.views import (
     rule_for,
 )
 from backpack_products import derivatives
+from backpack_products.derivatives import second_order
 from backpack_products.operations import batch_sum, dense
 
 Subsampling = Sequence[int] | None
@@ -101,11 +102,11 @@ class BaseDerivatives(ABC):  # noqa: B024 - as its users know it
 
     def hessian_is_zero(self, module: Module) -> bool:
         """Whether ``∂²output/∂input²`` vanishes."""
-        return rule_for(module).hessian_is_zero and not mixes_samples(module)
+        return second_order(rule_for(module)).hessian_is_zero and not mixes_samples(module)
 
     def hessian_is_diagonal(self, module: Module) -> bool:
         """Whether ``∂²output_o/∂input_i∂input_j`` vanishes unless ``o = i = j``."""
-        return rule_for(module).hessian_is_diagonal and not mixes_samples(module)
+        return second_order(rule_for(module)).hessian_is_diagonal and not mixes_samples(module)
 
     @in_backward_mode
     def hessian_diagonal(self, module: Module, g_in: Grads, g_out: Grads) -> Tensor:

@@ -1,0 +1,54 @@
+"""What a step is given: tensors among its arguments, and what tells them from others."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from backpack_capture import _torch
+from backpack_capture.engine import Asked
+
+
+def plain_tensors(args: tuple[Any, ...]) -> list[Tensor] | None:
+    """Arguments that are tensors, each another one; ``None`` if they are not."""
+    for arg in args:
+        if type(arg) is not Tensor:
+            return None
+    return [*args] if len({*map(id, args)}) == len(args) else None
+
+
+def key_of(tensor: Tensor) -> Hashable:
+    """What tells tensors from others: all but their numbers."""
+    return (
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.requires_grad,
+        _torch.keys_of(tensor),
+        type(tensor),
+    )
+
+
+def reason_against(asked: Asked, given: Sequence[Tensor]) -> str | None:
+    """Why steps with such arguments are not recorded."""
+    if asked.check == "always":
+        return 'check="always" measures every pass'
+    for tensor in given:
+        if type(tensor) is not Tensor:
+            return f"an argument is a {type(tensor).__name__}"
+        if _torch.is_foreign(tensor):
+            return (
+                f"an argument is on {tensor.device}, {tensor.layout}: only dense tensors on a CPU, "
+                "or on the current CUDA device"
+            )
+        if tensor.requires_grad:
+            return "an argument wants a gradient"
+    return None
+
+
+def shown_of(given: Sequence[Tensor]) -> str:
+    """Types and shapes, for a report."""
+    shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in given]
+    return ", ".join(shown) or "no tensors"

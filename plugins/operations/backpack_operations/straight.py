@@ -1,0 +1,117 @@
+"""Visits where every call has its samples on axis 0 and a rule that speaks for it.
+
+Operations may lie between calls, and what does not fit into memory goes through at once. A plan
+says that a graph is so; ``visits.py`` has what others need.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from backpack_core.contract.propagator import Propagator
+from backpack_core.engine.schedule import NOTHING, Waiting
+from backpack_core.engine.traversal import Traversal, Visit
+from backpack_core.errors import OverwrittenInputError
+from backpack_core.record.call import Edge, Site
+from backpack_core.record.view import View
+from backpack_operations.survey import GraphSurvey
+from backpack_operations.viewed import below
+
+if TYPE_CHECKING:
+    from backpack_operations.own_order import Chunks  # which makes traversals
+
+
+class StraightTraversal(Traversal):
+    """What happens when a call is visited by its rule, and has its samples on axis 0."""
+
+    survey: GraphSurvey
+
+    def arrive(self, visit: Visit) -> Any:
+        """Also from nodes."""
+        view, waiting = visit.view, visit.arrived.own
+        if visit.arrived.wide is not None or view.axis:
+            propagator = self.groups[visit.lane].propagator
+            waiting = self._at_output(propagator, visit.site, view, visit.arrived)
+        return visit.carrier.arrive(view, waiting)
+
+    def _at_output(self, propagator: Propagator, site: Site, view: View, arrived: Waiting) -> Any:
+        """What arrived, as a quantity at the call's output with samples in front."""
+        wide, own = propagator.narrow(arrived.wide), arrived.own
+        return wide if own is None else propagator.merge(own, wide)
+
+    def send(self, visit: Visit, quantity: Any, whole: Any) -> None:
+        """Also carry through at once what does not fit, and send the rest."""
+        site = visit.site
+        if site.layout is None and not visit.view.axis:  # else what is below has another shape
+            if self.groups[visit.lane].propagator.sheds_everywhere or site.call.rule.is_loss:
+                whole = self._shed(visit, whole)
+            if whole is not quantity:
+                visit = visit._replace(arrived=NOTHING)
+        self.send_rest(visit, whole)
+
+    def send_rest(self, visit: Visit, quantity: Any) -> None:
+        """Send a quantity on to the inputs of the call."""
+        try:
+            super().send(visit, quantity, quantity)
+        except OverwrittenInputError:
+            # Autograd kept its own copy: go through the node that made the output.
+            self._send_below(visit.lane, visit.site, quantity, visit.arrived)
+
+    def _send_below(self, lane: int, site: Site, quantity: Any, arrived: Waiting) -> None:
+        """Go on through the node that made the output."""
+        restarts = self.groups[lane].propagator.starts_everywhere and site.layout is None
+        if arrived == NOTHING or restarts:  # at a view, it would have the shape of that
+            self.schedule.deliver(lane, below(site), own=quantity)
+        else:
+            self.schedule.deliver(lane, below(site), *arrived)
+
+    def residuals(self, visit: Visit) -> dict[int, Any]:
+        """What does not fit of it is carried through; chunks leave it to those before them."""
+        chunks: Chunks | None = self.schedule.chunks
+        if chunks is None:
+            return {}
+        found = super().residuals(visit)
+        lane, site, view, *_ = visit
+        propagator = self.groups[lane].propagator
+        size = chunks.size(lane, view.device.type) if found else None
+        if size is None:
+            return found
+        for position, new in found.items():
+            edge = site.call.edges[position]
+            assert edge is not None
+            found[position], parts = propagator.shed(None, view, new, size, self._is_rooted(edge))
+            for part in parts:
+                deliver = partial(_deliver, lane=lane, edge=edge, own=part)
+                chunks.carry(lane, site.edge.node, deliver)
+        return found
+
+    def _shed(self, visit: Visit, quantity: Any) -> Any:
+        """Carry through at once what does not fit; returns the rest."""
+        chunks: Chunks | None = self.schedule.chunks
+        lane, site, view, *_ = visit
+        size = None if chunks is None else chunks.size(lane, view.device.type)
+        if chunks is None or size is None:
+            return quantity
+        call, propagator = site.call, self.groups[lane].propagator
+        goes_inside = call in self.survey.opened and not call.rule.is_loss
+        edges = (below(site),) if goes_inside else call.edges
+        is_rooted = any(edge is not None and self._is_rooted(edge) for edge in edges)
+        kept, parts = propagator.shed(call.rule, view, quantity, size, is_rooted)
+        apart = visit._replace(arrived=NOTHING)
+        for part in parts:
+            send = partial(_send_part, visit=apart, quantity=part)
+            chunks.carry(lane, site.edge.node, send)
+        return kept
+
+    def _is_rooted(self, edge: Edge) -> bool:
+        """Whether what goes to an edge has to be in the form of ``Propagator.rooted``."""
+        return self.survey.is_shared or self.survey.site_at(edge) is None
+
+
+def _deliver(to: StraightTraversal, lane: int, edge: Edge, own: Any) -> None:
+    to.schedule.deliver(lane, edge, own=own)
+
+
+def _send_part(by: StraightTraversal, visit: Visit, quantity: Any) -> None:
+    by.send_rest(visit, quantity)

@@ -1,0 +1,202 @@
+"""Private steps that ``capture`` of ``backpack-capture`` records: whole batches as one graph.
+
+What is drawn, counted and checked runs as always. A graph holds forward pass, loss, and clipped
+sums. Batches differ in size, and a graph is of one size: so a batch is filled up with copies of its
+last sample, whose gradients have the weight zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
+from math import ceil, sqrt
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from backpack_core.errors import UsageError
+from backpack_core.record.structure import map_tensors
+from backpack_privacy.sums import FIELD, Pass, Told
+
+if TYPE_CHECKING:
+    from backpack_privacy.private import Private
+
+_WIDTH = 1.5  # of the steps between sizes, in standard deviations of the size
+
+
+class CapturedPass(Pass):
+    """One whose block belongs to the captured step."""
+
+    is_watched = False  # hooks run in passes of the engine alone, where ``_Seen`` looks
+
+    @property
+    def rows(self) -> int:
+        """How many the batch has."""
+        return len(self._draw.rows)
+
+    def begin(self, told: Told, normaliser: Any, is_wrapped: bool) -> None:
+        """The captured step enters the block."""
+
+    def take(self, norms: Mapping[str, Tensor]) -> None:
+        """Take the norms of the samples; those of copies are behind.
+
+        Args:
+            norms: For each group, shape ``[N]``.
+        """
+        self._norms = {name: found[: self._draw.units] for name, found in norms.items()}
+
+
+class _Given:
+    """What differs from step to step: arguments and results of a step, not settings of it."""
+
+    __slots__ = ("bounds", "norms", "real")
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        """Hold nothing."""
+        self.bounds: Tensor | None = None  # one for each group
+        self.real: Tensor | None = None  # whether a row is no copy; shape [N]
+        self.norms: dict[str, Tensor] = {}
+
+
+class CapturedSteps:
+    """A function of a batch that takes a private step, captured."""
+
+    def __init__(
+        self, private: Private, function: Callable[..., Any], make: Callable[..., Any]
+    ) -> None:
+        """Store the parts.
+
+        Args:
+            private: The training.
+            function: Returns the loss of a batch.
+            make: Makes a captured step.
+
+        Raises:
+            UsageError: The training has users, or ``DistributedDataParallel``.
+        """
+        if private.loader.has_users:
+            raise UsageError(
+                "users= says for each batch which rows belong to whom, and a captured step is the "
+                "same for all batches. Write private.step(lossfunc(model(inputs), targets))."
+            )
+        if private.model is not private._inner:
+            raise UsageError(
+                "DistributedDataParallel exchanges gradients in the backward pass, which is not "
+                "part of a captured step. Give make_private(...) the model itself; sums are added "
+                "up over processes in any case."
+            )
+        self._private, self._function, self._make = private, function, make
+        loader = private.loader
+        is_even = loader.sampler.rate is None and loader.most is None
+        self._tile = 1 if is_even else ceil(_WIDTH * sqrt(loader.batch_size))
+        self._steps: dict[Any, Callable[..., Any]] = {}
+        self._given = _Given()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> bool:
+        """Run a batch as the loader has shown it.
+
+        Args:
+            args: The function's arguments. Tensors as long as the batch have a row for each sample.
+            kwargs: Those by name.
+
+        Returns:
+            Whether the optimizer took a step, as of ``private.step``.
+        """
+        private = self._private
+        with private.recording(kind=CapturedPass):
+            begun = private._pass
+            assert isinstance(begun, CapturedPass)
+            rows = begun.rows
+            size = -(-rows // self._tile) * self._tile
+            args, kwargs = map_tensors((args, kwargs), partial(_filled, rows, size))
+            bounds = torch.tensor([*private.clipping.bounds.values()], dtype=torch.float64)
+            real = torch.arange(size, device=next(iter(private._named.values())).device) < rows
+            _, norms = self._step(size)(bounds, real, *args, **kwargs)
+            self._given.forget()
+            begun.take(norms)
+        if not private.is_complete:
+            return False
+        private.optimizer.step()
+        return True
+
+    def _step(self, size: int) -> Callable[..., Any]:
+        """The captured step for batches of one size, as far as settings depend on it."""
+        private, function, given = self._private, self._function, self._given
+        normaliser = size if private._normaliser == "samples" else private._normaliser
+        if normaliser not in self._steps:
+
+            def step(bounds: Tensor, real: Tensor, *args: Any, **kwargs: Any) -> Any:
+                given.bounds, given.real = bounds, real
+                return function(*args, **kwargs)
+
+            modules = [m for m in (private._inner, private.lossfunc) if isinstance(m, Module)]
+            extension = self._extension(normaliser)
+            found = partial(_Seen, private.watched, given)
+            self._steps[normaliser] = self._make(
+                *(step, *modules, extension), gradient="none", observer=found
+            )
+        return self._steps[normaliser]
+
+    def _extension(self, normaliser: Any) -> Any:
+        from backpack_core.extensions import ClippedSumGrad  # loads the plugins
+
+        given, clipping = self._given, self._private.clipping
+        groups = self._private._sums.group_of
+        places = {name: place for place, name in enumerate(clipping.bounds)}
+
+        def group_of(parameter: Tensor, module: Module | None) -> str:
+            return groups(parameter, module)
+
+        def weights(norms: Mapping[Hashable, Tensor]) -> dict[Hashable, Tensor]:
+            assert given.bounds is not None
+            assert given.real is not None
+            given.norms = {str(name): found.detach() for name, found in norms.items()}
+            found = {}
+            for name, norm in norms.items():
+                _check_rows(len(norm), len(given.real))
+                bound: Any = given.bounds[places[str(name)]]
+                found[name] = clipping.weights(norm, bound) * given.real
+            return found
+
+        return ClippedSumGrad(
+            torch.inf, group_of, savefield=FIELD, normaliser=normaliser, weights=weights
+        )
+
+
+def _check_rows(seen: int, shown: int) -> None:
+    if seen != shown:
+        raise UsageError(
+            f"The function was given {shown} rows, copies of the last one included, and {seen} "
+            "samples took part in the backward pass. Give the model the whole batch as it is: "
+            "samples that are left out, repeated or put together are not those that the accounting "
+            "supposes."
+        )
+
+
+class _Seen:
+    """Observes passes of the engine, after which what was watched is checked."""
+
+    def __init__(self, watched: Callable[[], None], given: _Given) -> None:
+        self._watched, self._given = watched, given
+
+    def __call__(self, view: Any) -> None:
+        """Nothing: norms come at the end."""
+
+    def found(self) -> dict[str, Tensor]:
+        """The norms of all rows, for each group."""
+        self._watched()
+        norms, self._given.norms = self._given.norms, {}
+        return norms
+
+
+def _filled(rows: int, size: int, tensor: Tensor) -> Tensor:
+    """A tensor with ``rows`` rows with copies of the last one behind, to ``size`` rows."""
+    if size == rows or not tensor.dim() or len(tensor) != rows:
+        return tensor
+    copies = tensor[-1:].expand(size - rows, *tensor.shape[1:])
+    return torch.cat([tensor, copies])

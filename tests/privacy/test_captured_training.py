@@ -1,0 +1,122 @@
+"""Private training by captured steps: that of the engine, at a fixed seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from backpack_capture import capture
+from backpack_core.errors import UsageError
+from backpack_core.extensions import BatchGrad
+from backpack_privacy import AdaptiveClipping, Clipping
+from tests.privacy.problems import difference, privately
+
+EPOCHS = 6
+
+
+def trained(is_captured: bool, net: str = "perceptron", **options: Any) -> Any:
+    private, model, lossfunc = privately(net, noise_multiplier=0.7, **options)
+    step = capture(lambda x, y: lossfunc(model(x), y), private)
+    took = []
+    for _ in range(EPOCHS):
+        for x, y in private.loader:
+            took.append(step(x, y) if is_captured else private.step(lossfunc(model(x), y)))
+    return private, model, took, step
+
+
+def replays(step: Any) -> int:
+    forms = [f for s in step._steps for fs in s._forms.values() for f in fs]
+    return sum(f.graph.replays for f in forms if f.graph)
+
+
+def mean(out: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(out, y)
+
+
+def bounded(norms: Tensor, bound: float) -> Tensor:
+    return bound / (bound + norms)
+
+
+OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "sum": lambda: {"lossfunc": nn.CrossEntropyLoss(reduction="sum")},
+    "layers": lambda: {"clipping": Clipping(0.5, "per_layer", "automatic")},
+    "own weights": lambda: {"clipping": Clipping(0.5, weights=bounded)},
+    "adaptive": lambda: {"clipping": AdaptiveClipping(0.5, count_noise=5.0)},
+    "function": lambda: {"lossfunc": mean, "normaliser": "samples"},
+}
+
+
+LONG = {"sum", "own weights"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long) if n in LONG else n for n in OPTIONS]
+)
+def test_equal_batches_are_those_of_the_engine(name: str) -> None:
+    """Bit by bit: parameters, norms, bounds, and what was spent."""
+    right, other, took, _ = trained(False, sampling="shuffled", **OPTIONS[name]())
+    ours, model, found, step = trained(True, sampling="shuffled", **OPTIONS[name]())
+    assert found == took
+    assert difference(model, other) == 0
+    same(ours, right, 0.0)
+    assert replays(step) >= 10, step.report()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_rows": 3},
+        *(pytest.param(o, marks=pytest.mark.long) for o in ({}, {"normaliser": "samples"})),
+    ],
+)
+def test_batches_of_other_sizes_are_filled_up(options: dict[str, Any]) -> None:
+    """By copies, which are not in the sums: equal to rounding, with a few graphs."""
+    more = {"lossfunc": mean} if "normaliser" in options else {}
+    right, other, took, _ = trained(False, **options, **more)
+    ours, model, found, step = trained(True, **options, **more)
+    assert found == took
+    assert difference(model, other) < 1e-12
+    same(ours, right, 1e-12)
+    assert replays(step) >= 4, step.report()
+
+
+def same(ours: Any, right: Any, bound: float) -> None:
+    assert ours.epsilon(1e-3) == right.epsilon(1e-3)
+    assert ours.clipping.bounds == pytest.approx(right.clipping.bounds, rel=bound, abs=0.0)
+    for record, wanted in zip(ours.records, right.records, strict=True):
+        for name, norms in wanted.norms.items():
+            torch.testing.assert_close(record.norms[name], norms, rtol=bound, atol=0.0)
+
+
+def test_what_captured_training_refuses() -> None:
+    private, model, lossfunc = privately(users=[*range(6)] * 2)
+    with pytest.raises(UsageError, match="users= says for each batch which rows belong to whom"):
+        capture(lambda x, y: lossfunc(model(x), y), private)
+    private, model, lossfunc = privately()
+    with pytest.raises(UsageError, match="Private decides what its passes compute"):
+        capture(lambda x, y: lossfunc(model(x), y), private, BatchGrad())
+    step = capture(lambda x, y: lossfunc(model(x), y), private)
+    with pytest.raises(UsageError, match=r"No batch of private\.loader is waiting"):
+        step(torch.rand(4, 5), torch.randint(3, (4,)))
+
+
+@pytest.mark.filterwarnings("ignore:A captured step runs by the engine")
+def test_what_is_checked_is_checked_in_captured_steps() -> None:
+    """Runs of the model, rows that were left out, and buffers that change."""
+
+    def twice(x: Tensor, y: Tensor) -> Tensor:
+        return lossfunc(model(x), y) + lossfunc(model(x), y)
+
+    def less(x: Tensor, y: Tensor) -> Tensor:
+        return lossfunc(model(x[1:]), y[1:])
+
+    for function, message in ((twice, "2 runs of the model"), (less, "took part in the backward")):
+        private, model, lossfunc = privately(sampling="shuffled")
+        step, batch = capture(function, private), next(iter(private.loader))
+        with pytest.raises(UsageError, match=message):
+            step(*batch)
