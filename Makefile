@@ -30,7 +30,7 @@ PYTHON_GUARD := import sys; sys.version_info >= (3, 11) or sys.exit( \
 # Further arguments for the tests and the benchmarks.
 ARGS ?=
 
-.PHONY: help env env-models models docs docs-quick demo test coverage lint format types bench-env bench support build clean
+.PHONY: help env env-models models docs docs-quick demo test coverage lint format types bench-env bench support build certify clean
 
 help: ## list the targets
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
@@ -133,6 +133,19 @@ docs-quick: $(DOCS_STAMP) ## build the site without running the gallery (seconds
 
 build: $(STAMP) ## build sdist and wheel of every distribution into dist/
 	$(foreach folder,$(DISTRIBUTIONS),$(BIN)/python -m build --no-isolation --outdir dist $(folder) &&) true
+
+# Distributions that declare plugins, and the tests that judge their classes.
+CERTIFIED := $(filter-out plugins/products plugins/capture plugins/privacy plugins/attribution plugins/optimizers,\
+	$(filter plugins/%,$(DISTRIBUTIONS)))
+JUDGES := tests/conformance tests/architectures/test_transformers_rules.py
+
+certify: export PYTEST_ADDOPTS := -n auto
+certify: export OMP_NUM_THREADS := 1
+certify: $(MODELS_STAMP) ## build dist/ anew, and put a certificate into the wheel of each plugin
+	rm -rf dist
+	$(MAKE) build
+	$(BIN)/backpack certify $(CERTIFIED) $(JUDGES:%=--tests %) --wheel dist
+	rm -f plugins/*/*/backpack-certificate.json
 
 clean: ## remove the environment and everything generated
 	rm -rf docs/_build docs/api docs/gallery

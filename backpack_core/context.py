@@ -101,7 +101,7 @@ class backpack:
         Raises:
             NotAnExtensionError: One of the extensions is a class, or no extension at all.
             UsageError: Two extensions save under one name, the hook cannot be called, ``check`` or
-                ``gradient`` is none of the words, or something in ``beside`` is no tensor with a
+                ``gradient`` is none of the words, or something in ``beside`` is not a tensor with a
                 graph.
         """
         for extension in extensions:

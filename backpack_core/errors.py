@@ -67,7 +67,7 @@ class UsageError(BackpackError, ValueError):
 
 
 class NotAnExtensionError(UsageError, TypeError):
-    """``backpack(...)`` was given something that is no extension instance."""
+    """``backpack(...)`` was given something that is not an instance of an extension."""
 
 
 class NotExtendedError(BackpackError, RuntimeError):

@@ -47,7 +47,7 @@ def extend(module: M, *, debug: bool = False, batch_axis: int | Mapping[str, int
         The same object.
 
     Raises:
-        UsageError: The argument is no module, or ``batch_axis`` names no axis or no part of it.
+        UsageError: The argument is not a module, or ``batch_axis`` names no axis or no part of it.
     """
     given: object = module
     if not isinstance(given, Module):

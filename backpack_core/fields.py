@@ -66,7 +66,7 @@ def quantities(model: Module) -> Mapping[str, Fields]:
         A mapping of names, as in ``named_parameters``, to objects with the fields as attributes.
 
     Raises:
-        UsageError: It is no module.
+        UsageError: It is not a module.
     """
     given: object = model
     if not isinstance(given, Module):

@@ -28,7 +28,7 @@ def set_memory_budget(size: int) -> None:
         size: Number of bytes. Smaller saves memory, down to one product per sample and column.
 
     Raises:
-        UsageError: It is no number, or not positive.
+        UsageError: It is not a number, or not positive.
     """
     global _budget
     given: object = size

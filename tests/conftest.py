@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -96,7 +97,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 @pytest.fixture(autouse=True)
 def _double_precision() -> Iterator[None]:
-    """With a fixed seed, and the same numbers on every device."""
+    """With a fixed seed, and the same numbers on every device.
+
+    And warnings that come once per process come once per test: a fixture for each of the two would
+    cost the whole suite seconds.
+    """
+    warned.clear()
     before, device = torch.get_default_dtype(), torch.get_default_device()
     torch.set_default_dtype(torch.float64)
     if device.type == "cpu":
@@ -131,13 +137,22 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         assert not left_behind(before)
 
 
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """What the library logs."""
+    lines: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("backpack_core")
+    before = logger.level
+    logger.addHandler(listener)
+    logger.setLevel(logging.INFO)
+    yield lines
+    logger.removeHandler(listener)
+    logger.setLevel(before)
+
+
 @pytest.fixture(autouse=True)
 def plugins_of_a_test() -> None:
     """What is installed is loaded, also where the test before forgot all plugins."""
     plugins.ensure_loaded()
-
-
-@pytest.fixture(autouse=True)
-def _warnings_are_fresh() -> None:
-    """Warnings that come once per process come once per test."""
-    warned.clear()

@@ -280,18 +280,22 @@ def update(
 
 @app.command()
 def certify(
-    folder: Annotated[
-        Path, typer.Argument(help="With the pyproject.toml of a plugin's package.")
-    ] = Path(),
+    folders: Annotated[
+        list[Path] | None,
+        typer.Argument(help="With the pyproject.toml of a plugin's package; default: this one."),
+    ] = None,
     tests: Annotated[
         list[Path] | None,
         typer.Option("--tests", help="What pytest runs; default: what the package says."),
     ] = None,
     wheel: Annotated[
-        Path | None, typer.Option("--wheel", help="Write it into a wheel that is built, too.")
+        Path | None,
+        typer.Option("--wheel", help="Write it into a wheel, too, or into those of a folder."),
     ] = None,
 ) -> None:
     """Run a package's tests, and write what the kit found into a certificate beside its code.
+
+    Of several packages, the tests run once.
 
     Build backends ship it with the package. `backpack plugins` shows it, and says when code or
     versions have changed since.
@@ -301,9 +305,9 @@ def certify(
     from backpack_core.cli import output
     from backpack_core.cli.certificate import read
     from backpack_core.cli.certify import certify as run
-    from backpack_core.cli.certify import into_wheel
+    from backpack_core.cli.certify import into_wheel, into_wheels
 
-    written = run(folder, tests or ())
+    written = run(*(folders or [Path()]), tests=tests or ())
     for path in written:
         found = read(path)
         assert found is not None
@@ -311,7 +315,10 @@ def certify(
         output.say(f"{number} checks passed in {len(found.checks)} cases. Wrote {path}.")
         if found.unchecked:
             output.say(f"No case builds the classes of {', '.join(found.unchecked)}.")
-    if wheel is not None:
+    if wheel is not None and wheel.is_dir():
+        names = ", ".join(path.name for path in into_wheels(wheel, written))
+        output.say(f"Wrote them into {names}.")
+    elif wheel is not None:
         into_wheel(wheel, written)
         output.say(f"Wrote it into {wheel}.")
 

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -86,22 +87,27 @@ def _home(folder: Path, top: str) -> Path:
     )
 
 
-def certify(folder: Path, tests: Iterable[Path] = ()) -> list[Path]:
-    """Run the tests of a package, and write a certificate beside its code.
+def certify(*folders: Path, tests: Iterable[Path] = ()) -> list[Path]:
+    """Run the tests of packages, and write a certificate beside the code of each.
 
     Args:
-        folder: Where its ``pyproject.toml`` is.
-        tests: What pytest runs; default: what the package says itself.
+        folders: Where their ``pyproject.toml`` are. The tests run once, for all of them.
+        tests: What pytest runs; default: what the first package says itself.
 
     Returns:
-        The certificates, one for each package of the distribution.
+        The certificates, one for each package of a distribution.
 
     Raises:
         UsageError: There is nothing to check.
         BackpackError: A test fails.
     """
-    own = project(folder)
-    found = _run(folder.resolve(), own, [str(path.resolve()) for path in tests])
+    own = [project(folder) for folder in folders]
+    found = _run(folders[0].resolve(), own, [str(path.resolve()) for path in tests])
+    return [path for each in own for path in _certified(each, found)]
+
+
+def _certified(own: Project, found: list[Any]) -> list[Path]:
+    """Write what was found into the certificates of one distribution."""
     checks: dict[str, dict[str, str]] = {}
     for _, case, check, status, _ in found:
         checks.setdefault(case, {})[check] = status
@@ -128,9 +134,10 @@ def text_of(certificate: Certificate) -> str:
     return json.dumps(asdict(certificate), indent=1, sort_keys=True) + "\n"
 
 
-def _run(folder: Path, own: Project, tests: list[str]) -> list[Any]:
-    """What the kit's checks reported, from a process of their own, which has this folder's code."""
-    parents = [str(home.resolve().parent) for home in own.homes]
+def _run(folder: Path, own: list[Project], tests: list[str]) -> list[Any]:
+    """What the kit's checks reported, from a process of their own, which has the packages' code."""
+    parents = [str(home.resolve().parent) for each in own for home in each.homes]
+    names = " and ".join(each.name for each in own)
     before = os.environ.get("PYTHONPATH")
     path = os.pathsep.join(dict.fromkeys([*parents, *filter(None, [before])]))
     with tempfile.TemporaryDirectory() as place_for:
@@ -148,11 +155,41 @@ def _run(folder: Path, own: Project, tests: list[str]) -> list[Any]:
         )
         if result.returncode:
             raise BackpackError(
-                f"{own.name} gets no certificate, since its tests fail:\n"
+                f"There is no certificate for {names}, because tests fail:\n"
                 + (result.stdout + result.stderr).strip()[-3000:]
             )
         found: list[Any] = json.loads(ledger.read_text("utf-8"))
     return found
+
+
+def into_wheels(folder: Path, certificates: Iterable[Path]) -> list[Path]:
+    """Write each certificate into the wheel of its distribution.
+
+    Args:
+        folder: With the wheels.
+        certificates: As :func:`certify` wrote them.
+
+    Returns:
+        The wheels.
+
+    Raises:
+        UsageError: A wheel is missing, or there are several, or one holds other code.
+    """
+    found: dict[Path, list[Path]] = {}
+    for path in certificates:
+        made = read(path)
+        assert made is not None
+        name = re.sub(r"[-_.]+", "_", made.distribution)
+        wheels = sorted(folder.glob(f"{name}-*.whl"))
+        if len(wheels) != 1:
+            raise UsageError(
+                f"{str(folder)!r} has {len(wheels)} wheels of {made.distribution}: it takes one. "
+                "Build it with `python -m build`, into a folder that has no earlier ones."
+            )
+        found.setdefault(wheels[0], []).append(path)
+    for wheel, paths in found.items():
+        into_wheel(wheel, paths)
+    return [*found]
 
 
 def into_wheel(wheel: Path, certificates: Iterable[Path]) -> None:

@@ -10,6 +10,8 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
+from pluggy import PluginValidationError
+
 from backpack_core.contract.bases import vet
 from backpack_core.discovery import Provenance
 from backpack_core.errors import (
@@ -55,12 +57,22 @@ def enter(obj: Any, provenance: Provenance) -> None:
     if source and provenance.distribution:
         add_library_folder(source)
     try:
-        manager.register(obj, _key(provenance))
+        _hand_over(obj, provenance)
         registry.add(_collect(obj), provenance)
         _settle(obj)
     except BaseException:
         withdraw(provenance)
         raise
+
+
+def _hand_over(obj: Any, provenance: Provenance) -> None:
+    try:
+        manager.register(obj, _key(provenance))
+    except PluginValidationError as error:
+        raise PluginError(
+            f"A hook of {provenance} is not written as its specification: {error}. Write it as "
+            "backpack_core.plugins.hookspecs has it."
+        ) from error
 
 
 def _settle(obj: Any) -> None:

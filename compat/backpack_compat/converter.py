@@ -56,7 +56,7 @@ def convert(module: Module, debug: bool = False) -> GraphModule:
     stays; ``h += x`` is not such an operation to ``torch.fx``, which sees ``h = h + x``.
 
     Args:
-        module: The network. It is left as it is; parameters are shared, not copied.
+        module: The network. It does not change; parameters are shared, not copied.
         debug: Log what is converted.
 
     Returns:

@@ -145,7 +145,7 @@ def affine_rule_for(module: Module) -> AffineRule:
     rule = rule_for(module)
     if not isinstance(rule, AffineRule):
         raise UnsupportedError(
-            f"{type(module).__name__} has no unfolded input: it is no affine layer."
+            f"{type(module).__name__} has no unfolded input: it is not an affine layer."
         )
     return rule
 

@@ -32,6 +32,7 @@ from backpack_data.state import over_batches
 from backpack_data.states import States
 from backpack_data.weights import Weights, joint
 from backpack_interplay.compiled import uncompiled
+from backpack_products.fingerprint import Fingerprint, fingerprint
 from backpack_products.merging import OverBatches, declaration
 
 Loss = Callable[[Any, Any], Tensor]
@@ -105,7 +106,7 @@ def accumulate(
     require_result(device, dtype)
     if not extensions:
         raise UsageError("accumulate(...) needs an extension: what should be computed?")
-    backpack(*extensions)  # refuses what is no extension
+    backpack(*extensions)  # refuses what is not an extension
     for extension in extensions:
         over_batches(extension, "its value over a data set")
     if isinstance(model, DistributedDataParallel):
@@ -161,8 +162,11 @@ class _Run:
         # Hooks that step an optimizer must not run in this pass.
         self.is_hooked = any(getattr(p, "_post_accumulate_grad_hooks", None) for p in self.trained)
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.plugins: Fingerprint = {}
 
     def __call__(self, extensions: Sequence[Extension]) -> Quantities:
+        modules = [m for m in (self.model, self.lossfunc) if isinstance(m, Module)]
+        self.plugins = fingerprint(modules, extensions)
         firsts = [declaration(extension).first_pass(extension) for extension in extensions]
         known: list[dict[Tensor, Any]] = [{} for _ in extensions]
         if any(first is not None for first in firsts):
@@ -185,7 +189,8 @@ class _Run:
         shapes = {path: p.shape for path, p in self.model.named_parameters()}
         over = {e.savefield: e.over_batches for e in extensions}
         own = {field: way for field, way in over.items() if isinstance(way, OverBatches)}
-        return Quantities(dict(result), shapes, kinds, result.batches, result.normaliser, own)
+        numbers = result.batches, result.normaliser
+        return Quantities(dict(result), shapes, kinds, *numbers, own, self.plugins)
 
     def _pass(self, number: int, extensions: Sequence[Extension]) -> Quantities:
         """One pass over the loader."""
@@ -193,14 +198,16 @@ class _Run:
         states = States.over(self.model, readers)
         if self.captured is not None:
             self.captured.begin()
-        done = 0 if self.checkpoint is None else self.checkpoint.begin(number, states)
+        begin = None if self.checkpoint is None else self.checkpoint.begin
+        done = 0 if begin is None else begin(number, states, self.plugins)
         kept, heartbeat = Kept(self.loader), Heartbeat(self.group, self.timeout)
         in_step = InStep(self.group if self.is_sharded else None, heartbeat)
         with heartbeat.told(), in_step.told():
+            heartbeat.compare(self.plugins)
             self._batches(number, done, readers, states, kept, heartbeat, in_step)
         heartbeat.wait()
         if self.group is not None:
-            states = reduce(states, self.group, self.gather)
+            states = reduce(states, self.group, self.gather, self.plugins)
         if not states.batches:
             raise UsageError(
                 "The loader gave no batch: there is nothing to compute. Give what can be gone "
@@ -284,7 +291,7 @@ class _Run:
             given = (self.normaliser(inputs, targets),)
         known = readers
         if given is not None:
-            joint(given)  # refuses what is no number
+            joint(given)  # refuses what is not a number
             readers = [declaration(e).of_batch(e, *given) for e in readers]
         with _same_gradients([*self.model.parameters(), *self.of_loss]):
             if self.captured is not None:

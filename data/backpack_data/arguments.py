@@ -13,7 +13,7 @@ from backpack_core.errors import UsageError
 
 
 def require_model(model: object, lossfunc: object) -> None:
-    """Raise where the first argument is no model, but the loss, for example."""
+    """Raise where the first argument is not a model, but the loss, for example."""
     if isinstance(lossfunc, type):
         raise UsageError(f"The loss is the class {lossfunc.__name__}: write {lossfunc.__name__}().")
     if isinstance(model, Module) and any(True for _ in model.parameters()):

@@ -17,6 +17,7 @@ from backpack_data.shards import carriers, has_shards, placed
 from backpack_data.state import listed, over_batches
 from backpack_data.states import States
 from backpack_data.weights import Weights, joint
+from backpack_products.fingerprint import fingerprint
 from backpack_products.merging import declaration
 
 
@@ -71,8 +72,8 @@ class combined:
         if "observer" in options:
             raise UsageError("combined(...) observes passes itself: it takes no observer.")
         if normaliser != "loss":
-            joint((normaliser,))  # refuses what is no number
-        backpack(*extensions, **options)  # refuses what is no extension, or no option
+            joint((normaliser,))  # refuses what is not a number
+        backpack(*extensions, **options)  # refuses what is not an extension or an option
         for extension in extensions:
             if over_batches(extension, "its value over several batches").first_pass(extension):
                 raise UnsupportedError(
@@ -219,7 +220,8 @@ def _store(
 ) -> None:
     """Store the values of states on the parameters, combined over a group if there is one."""
     if group is not None:
-        states = reduce(states, group, gather)
+        plugins = fingerprint([model], states.extensions)
+        states = reduce(states, group, gather, plugins)
     parameters = carriers(model)
     for path, extension, value in states.values():
         parameter, *_ = parameters[path]

@@ -18,6 +18,7 @@ from backpack_core.record.structure import iter_tensors
 from backpack_data import files
 from backpack_data.shards import local
 from backpack_data.states import States
+from backpack_products.fingerprint import Fingerprint, agreed
 
 
 class Checkpoint:
@@ -65,11 +66,12 @@ class Checkpoint:
         kept = buffers.keys() & self._about.keys() if self._about else buffers.keys()
         self._print.update({name: buffers[name] for name in sorted(kept)})
 
-    def begin(self, number: int, states: States) -> int:
+    def begin(self, number: int, states: States, plugins: Fingerprint) -> int:
         """Restore the states of a pass, and return how many of its batches are done.
 
         Raises:
-            UsageError: The file belongs to another model, to another loss, or to other extensions.
+            UsageError: The file belongs to another model, to another loss, to other extensions, or
+                to other plugins.
         """
         asked = [_settings(extension) for extension in states.extensions]
         mine = {**self._print, f"extensions {number}": asked}
@@ -77,7 +79,8 @@ class Checkpoint:
         if found:
             wanted = {key: mine[key] for key in found}
             raise self._other(f"it has {json.dumps(found)}, and asked for is {json.dumps(wanted)}")
-        self._about.update(mine)
+        agreed({str(self._path): self._about.get("plugins", {}), "this run": plugins})
+        self._about.update(mine, plugins=plugins)
         prefix = f"{number}:"
         if f"numbers {number}" in self._about:
             own = {k[len(prefix) :]: t for k, t in self._tensors.items() if k.startswith(prefix)}

@@ -14,12 +14,15 @@ from backpack_data.processes import FAILED, LostProcessError, failed
 from backpack_data.state import LINEAR, State
 from backpack_data.states import Place, States
 from backpack_data.weights import require_proportional
+from backpack_products.fingerprint import Fingerprint, agreed
 from backpack_products.merging import declaration
 
 Name = tuple[Place, str]  # place, and part of the value
 
 
-def reduce(states: States, group: distributed.ProcessGroup, gather: bool) -> States:
+def reduce(
+    states: States, group: distributed.ProcessGroup, gather: bool, plugins: Fingerprint
+) -> States:
     """Combine the states of all ranks of a group; every rank gets the result.
 
     Sums and averages go in one buffer for each dtype.
@@ -28,13 +31,14 @@ def reduce(states: States, group: distributed.ProcessGroup, gather: bool) -> Sta
         states: Those of this rank; they are not changed.
         group: The processes.
         gather: Whether values per sample are gathered, or stay on their rank.
+        plugins: Which compute here.
 
     Raises:
         LostProcessError: Another process has ended.
-        UsageError: Ranks differ in extensions, parameters or shapes.
+        UsageError: Ranks differ in plugins, extensions, parameters or shapes.
     """
     try:
-        return _reduce(states, group, gather)
+        return _reduce(states, group, gather, plugins)
     except (RuntimeError, distributed.DistBackendError) as error:
         if isinstance(error, BackpackError):
             raise
@@ -43,10 +47,11 @@ def reduce(states: States, group: distributed.ProcessGroup, gather: bool) -> Sta
         ) from error
 
 
-def _reduce(states: States, group: distributed.ProcessGroup, gather: bool) -> States:
-    found = _told((states.numbers(), _described(states)), group)
+def _reduce(states: States, group: Any, gather: bool, plugins: Fingerprint) -> States:
+    found = _told((states.numbers(), _described(states), plugins), group)
+    agreed({f"The results of rank {rank}": own for rank, (*_, own) in enumerate(found)})
     total = States(states.extensions, states.shapes)
-    for numbers, _ in found:
+    for numbers, *_ in found:
         if not numbers["batches"]:
             continue
         if total.batches:
@@ -65,7 +70,7 @@ def _reduce(states: States, group: distributed.ProcessGroup, gather: bool) -> St
             total.table[place].samples += samples
     for state in total.table.values():
         state.normaliser = total.normaliser
-    kinds = {name: kind for _, described in found for name, kind in described.items()}
+    kinds = {name: kind for _, described, _ in found for name, kind in described.items()}
     _add_up(states, total, kinds, group)
     _put_beside(states, total, kinds, group, gather)
     return total
@@ -127,7 +132,7 @@ def _add_up(states: States, total: States, kinds: dict[Name, Any], group: Any) -
 def _put_beside(
     states: States, total: States, kinds: dict[Name, Any], group: Any, gather: bool
 ) -> None:
-    """Combine everything that is no sum: gather values per sample, compare what must agree."""
+    """Combine everything that is not a sum: gather values per sample, compare what must agree."""
     for name in sorted(name for name, kind in kinds.items() if kind[0] not in LINEAR):
         (place, key), (way, *_) = name, kinds[name]
         own = states.table[place].tensors.get(key, []) if place in states.table else []

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from torch import distributed
 
 from backpack_core.errors import BackpackError, UsageError
 from backpack_data.shards import largest_of
+from backpack_products.fingerprint import Fingerprint, agreed
 
 T = TypeVar("T")
 _runs = itertools.count()
@@ -56,6 +59,26 @@ class Heartbeat:
             for rank in self._ranks:
                 self._hear(rank)
             self._looked = time.monotonic()
+
+    def compare(self, plugins: Fingerprint) -> None:
+        """See that all processes compute with the same plugins.
+
+        Raises:
+            UsageError: The first process computes with others.
+        """
+        if self._group is None:
+            return
+        first = self._ranks[0]
+        key = f"{self._name}/plugins"
+        if self._rank == first:
+            self._store.set(key, json.dumps(plugins))
+            return
+        try:
+            self._store.wait([key], timedelta(seconds=self._timeout))
+            said = json.loads(self._store.get(key))
+        except (RuntimeError, ValueError) as error:
+            raise self._lost([first]) from error
+        agreed({f"The results of rank {first}": said, f"those of rank {self._rank}": plugins})
 
     @contextmanager
     def told(self) -> Iterator[None]:

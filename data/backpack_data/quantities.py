@@ -17,6 +17,7 @@ from backpack_core.plugins.loading import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_data import files
 from backpack_data.shards import whole
+from backpack_products.fingerprint import Fingerprint, Marked, agreed
 from backpack_products.merging import OverBatches, declaration
 
 Place = tuple[str, str]
@@ -32,6 +33,8 @@ class Quantities(Mapping[Place, Any]):
     Attributes:
         batches: How many batches there were.
         normaliser: What the loss of all samples divides by; ``None`` for a sum.
+        plugins: Which plugins computed them, see :mod:`backpack_products.fingerprint`; empty if
+            that is not known.
     """
 
     __array_ufunc__ = None  # so that ``numpy_scalar * quantities`` calls __rmul__
@@ -44,6 +47,7 @@ class Quantities(Mapping[Place, Any]):
         batches: int = 0,
         normaliser: float | None = None,
         over: Mapping[str, OverBatches] | None = None,
+        plugins: Fingerprint | None = None,
     ) -> None:
         """Store them.
 
@@ -55,11 +59,12 @@ class Quantities(Mapping[Place, Any]):
             normaliser: See the class.
             over: Declarations for values that are not tensors, by field; default: those of the
                 installed extensions.
+            plugins: See the class.
         """
         self._shapes, self._kinds, self._over = dict(shapes), dict(kinds), dict(over or {})
         ordered = ((path, field) for path in self._shapes for field in self._kinds)
         self._values = {place: values[place] for place in ordered if place in values}
-        self.batches, self.normaliser = batches, normaliser
+        self.batches, self.normaliser, self.plugins = batches, normaliser, dict(plugins or {})
 
     def __getitem__(self, place: Place) -> Any:
         """The value of a parameter in a field: ``found["0.weight", "kfac"]``."""
@@ -79,21 +84,22 @@ class Quantities(Mapping[Place, Any]):
         """How many values there are."""
         return len(self._values)
 
-    def field(self, name: str) -> dict[str, Any]:
-        """The values of one field, by path.
+    def field(self, name: str) -> Marked[Any]:
+        """The values of one field, by path, with the fingerprint of their plugins.
 
         Raises:
             KeyError: There is no such field.
         """
         if name not in self._kinds:
             raise KeyError(f"{name!r} is none of the fields {sorted(self._kinds)}.")
-        return {path: value for (path, own), value in self.items() if own == name}
+        found = {path: value for (path, own), value in self.items() if own == name}
+        return Marked(found, self.plugins)
 
     # Arithmetic ----------------------------------------------------------------------------------
 
     def _map(self, function: Callable[[Place, Any], Any]) -> Quantities:
         values = {place: function(place, value) for place, value in self.items()}
-        about = self._shapes, self._kinds, self.batches, self.normaliser, self._over
+        about = self._shapes, self._kinds, self.batches, self.normaliser, self._over, self.plugins
         return Quantities(values, *about)
 
     def _declared(self, field: str) -> OverBatches:
@@ -104,13 +110,15 @@ class Quantities(Mapping[Place, Any]):
         """Value by value.
 
         Raises:
-            UsageError: The other quantities have other parameters or fields.
+            UsageError: The other quantities have other parameters or fields, or were computed by
+                other plugins.
         """
         if not isinstance(other, Quantities):
             return NotImplemented
         if self.keys() != other.keys():
             missing = sorted(self.keys() ^ other.keys())[:3]
             raise UsageError(f"Only one of both has values for {missing}: they cannot be added.")
+        agreed({"These quantities": self.plugins, "those added to them": other.plugins})
         return self._map(lambda place, value: value + other[place])
 
     def __mul__(self, factor: float) -> Quantities:
@@ -179,6 +187,7 @@ class Quantities(Mapping[Place, Any]):
             "kinds": self._kinds,
             "batches": self.batches,
             "normaliser": self.normaliser,
+            "plugins": self.plugins,
         }
         files.write(Path(path), "quantities", self.tensors(), about)
 
@@ -203,7 +212,8 @@ class Quantities(Mapping[Place, Any]):
             else:
                 over = declaration(_kind(about["kinds"][place[1]]))
                 values[place] = over.put_together(found, shapes[place[0]])
-        return cls(values, shapes, about["kinds"], about["batches"], about["normaliser"])
+        numbers = about["batches"], about["normaliser"]
+        return cls(values, shapes, about["kinds"], *numbers, plugins=about["plugins"])
 
     def summary(self) -> str:
         """A table: parameter, field, kind, shapes, and the norm of each value."""

@@ -98,8 +98,8 @@ PAGES = (
     Page(
         "data",
         "backpack_data",
-        "Quantities of several batches, and of several processes.",
-        ("backpack_data",),
+        "Quantities of several batches, and of several processes; and which plugins computed them.",
+        ("backpack_data", "backpack_products.fingerprint"),
     ),
     Page(
         "capture",

@@ -7,7 +7,6 @@ store opens, has all that it had before, and every row is what was appended.
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from backpack_attribution import GradientStore
+from tests.forks import start
 
 EACH, BATCH, WIDTH = 150, 4, 1000  # batches for each kill, samples of a batch, numbers of a sample
 
@@ -35,12 +35,6 @@ def work(folder: Path, samples: int) -> None:
             todo = [names[n] for n in store.missing(names)]
             if todo:
                 store.append(todo, {"w": torch.stack([*map(row, todo)])})
-
-
-def start(folder: Path, samples: int) -> subprocess.Popen[bytes]:
-    command = "import sys; from pathlib import Path; from tests.attribution.crash import work; "
-    command += "work(Path(sys.argv[1]), int(sys.argv[2]))"
-    return subprocess.Popen([sys.executable, "-c", command, str(folder), str(samples)])
 
 
 def stored(folder: Path) -> set[int | str]:
@@ -63,20 +57,23 @@ def crash(parent: Path, kills: int, seed: int) -> int:
     folder, samples = parent / "store", EACH * BATCH * kills
     draw, hits, before = random.Random(seed), 0, set[int | str]()
     for _ in range(kills):
-        process, stop = start(folder, samples), time.monotonic() + 60
-        while process.poll() is None and time.monotonic() < stop:
+        process, stop = start(work, folder, samples), time.monotonic() + 60
+        while process.is_alive() and time.monotonic() < stop:
             if len([*folder.glob("*.safetensors")]) > len(before) // (2 * BATCH):
                 break
             time.sleep(0.01)
         time.sleep(draw.random() * 0.1)
         process.kill()
-        if process.wait() == 0:
+        process.join()
+        if process.exitcode == 0:
             break
         now = stored(folder)
         assert before <= now
         hits += now > before
         before = now
-    assert start(folder, samples).wait() == 0
+    last = start(work, folder, samples)
+    last.join()
+    assert last.exitcode == 0
     assert stored(folder) == {*range(samples)}
     assert not [*folder.glob(".*.safetensors.*")]
     return hits

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch import distributed, nn
 from backpack_attribution import GradientStore, Influence, fill, influence
 from backpack_firstorder import Projection
 from tests.attribution.problems import loader, tied, tokens
+from tests.forks import run_ranks
 
 METHODS: dict[str, Any] = {
     "dot": lambda: "dot",
@@ -41,15 +40,13 @@ def scores(rank: int, ranks: int, folder: Path) -> dict[str, Any]:
 
 def start(ranks: int, folder: Path) -> None:
     """Run :func:`scores` in processes; each saves what it found."""
-    command = [sys.executable, "-m", "tests.attribution.ranks", str(folder), str(ranks)]
-    running = [subprocess.Popen([*command, str(rank)]) for rank in range(ranks)]
-    assert [process.wait(timeout=200) for process in running] == [0] * ranks
+    run_ranks(work, folder, ranks, ranks=ranks)
 
 
-if __name__ == "__main__":
+def work(rank: int, path: Path, ranks: int) -> None:
+    """What one process does."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
-    path, ranks, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     distributed.init_process_group(
         "gloo", init_method=f"file://{path}/meeting-{ranks}", rank=rank, world_size=ranks
     )

@@ -357,7 +357,6 @@ def test_second_derivatives_of_a_converted_network() -> None:
     assert_close(net.first.weight.diag_h, diagonal)
 
 
-def test_debug(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO", logger="backpack_core"):
-        convert(Net(lambda x: F.relu(x)), debug=True)
-    assert "ReLU 'relu0'" in caplog.text
+def test_debug(logged: list[str]) -> None:
+    convert(Net(lambda x: F.relu(x)), debug=True)
+    assert "ReLU 'relu0'" in " ".join(logged)

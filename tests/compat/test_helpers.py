@@ -33,6 +33,7 @@ from backpack_compat import namesakes
 from backpack_core.cli import doctor
 from backpack_core.errors import BackpackWarning, MissingPluginError
 from tests.oracle import assert_close
+from tests.plugins.sick import loaded_here
 
 
 def factors() -> list[Tensor]:
@@ -271,6 +272,8 @@ def test_both_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_doctor_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What this distribution says through its entry point; plugins are judged elsewhere."""
     monkeypatch.setattr(namesakes, "_version", lambda name: "1.7.1")
+    monkeypatch.setattr(doctor, "load_isolated", loaded_here)
     found = [f for f in doctor.examine().findings if "backpack-for-pytorch" in f.who]
     assert [f.severity for f in found] == ["warning"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import pickle
-import subprocess
 import sys
 
 import pytest
@@ -21,6 +20,7 @@ from backpack_core import Extension
 from backpack_core import extensions as core
 from backpack_products import FirstOrderExtension
 from tests.compat.names import names
+from tests.forks import python
 
 TOP = ["backpack", "extend", "disable", "extensions", "memory_cleanup", "hook_store_io",
        "convert_module_to_backpack"]  # fmt: skip
@@ -56,8 +56,7 @@ def test_top_level() -> None:
 @pytest.mark.parametrize("module", ["core.derivatives.conv2d", "extensions.secondorder.hbp.linear"])
 def test_submodules_import_in_a_fresh_process(module: str) -> None:
     code = f"import backpack.{module} as found; print(found.__name__)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == f"backpack.{module}"
+    assert python(code).strip() == f"backpack.{module}"
 
 
 @pytest.mark.parametrize("name", sorted(DERIVATIVES))

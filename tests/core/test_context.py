@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import pytest
@@ -190,11 +189,10 @@ def test_one_extension_with_two_settings() -> None:
         assert torch.equal(p.grad_batch, p.of_all[:1])  # type: ignore[attr-defined]
 
 
-def test_debug_logs_every_call(caplog: pytest.LogCaptureFixture) -> None:
+def test_debug_logs_every_call(logged: list[str]) -> None:
     problem = classification(mlp(), (3,))
-    with caplog.at_level(logging.INFO, logger="backpack_core"):
-        problem.run(BatchGrad(), debug=True)
-    lines = [record.getMessage() for record in caplog.records]
+    problem.run(BatchGrad(), debug=True)
+    lines = logged
     assert len(lines) == 4
     assert lines[1] == (
         "Linear '2': output [3, 3], rule LinearRule of backpack-plugin-layers "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import logging
 import pickle
 from typing import Any
 
@@ -80,14 +79,9 @@ def test_unextend_keeps_hooks_of_the_user() -> None:
     assert seen == [0, 1]
 
 
-def test_extend_logs_what_it_extends(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="backpack_core"):
-        extend(mlp(), debug=True)
-    assert [r.getMessage() for r in caplog.records] == [
-        "extend: Linear '0'",
-        "extend: Tanh '1'",
-        "extend: Linear '2'",
-    ]
+def test_extend_logs_what_it_extends(logged: list[str]) -> None:
+    extend(mlp(), debug=True)
+    assert logged == ["extend: Linear '0'", "extend: Tanh '1'", "extend: Linear '2'"]
 
 
 @pytest.mark.parametrize("trained", [True, False])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -19,6 +16,7 @@ from backpack_core.extensions import BatchGrad
 from backpack_core.record import storage
 from backpack_core.record.storage import Storage
 from backpack_interplay.storage import Interplay
+from tests.forks import python
 
 
 class Twice(nn.Module):
@@ -131,15 +129,7 @@ def test_a_library_that_is_blocked_gives_none() -> None:
         "ensure_loaded()\n"
         "print(type(storage()) is Storage)\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", source],
-        env={**os.environ, "BACKPACK_BLOCK_PLUGINS": "backpack-interplay"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    assert result.stdout.strip() == "True"
+    assert python(source, BACKPACK_BLOCK_PLUGINS="backpack-interplay").strip() == "True"
 
 
 class Counting(Storage):

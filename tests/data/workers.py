@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -34,6 +32,7 @@ from backpack_core.extensions import (
 )
 from backpack_data import Quantities, Weights, accumulate, all_reduce, combined
 from backpack_secondorder.over_data import GGN, Fisher, Hessian
+from tests import forks
 from tests.data.problems import DETERMINISTIC, batches, data, loss, net
 
 SHARES = {1: [7], 2: [5, 2], 4: [3, 1, 1, 2]}  # of samples, by number of ranks
@@ -300,10 +299,14 @@ unreadable = partial(without_weight, "reading")
 def start(name: str, folder: Path, ranks: int) -> list[tuple[int, str]]:
     """Run a function on some processes; exit status and error output of each."""
     store = folder / f"store-{name}-{len(list(folder.glob('store-*')))}"
-    command = [sys.executable, "-m", "tests.data.workers", name, str(folder), str(ranks)]
-    said = subprocess.run([*command, str(store)], stdout=subprocess.PIPE, text=True, check=True)
-    errors = [_errors_of(folder, rank).read_text() for rank in range(ranks)]
-    return list(zip(json.loads(said.stdout), errors, strict=True))
+    started = [
+        forks.start(run_rank, name, folder, rank, ranks, str(store)) for rank in range(ranks)
+    ]
+    found = []
+    for rank, process in enumerate(started):
+        process.join()
+        found.append((process.exitcode or 0, _errors_of(folder, rank).read_text()))
+    return found
 
 
 def _errors_of(folder: Path, rank: int) -> Path:
@@ -331,18 +334,3 @@ def run_rank(name: str, folder: Path, rank: int, ranks: int, store: str) -> None
     # the interpreter, and abort the process where one lets go of a tensor then.
     sys.stderr.flush()
     os._exit(status)
-
-
-def main() -> None:
-    """Import torch once, for all ranks, and print the exit status of each."""
-    name, folder, ranks, store = sys.argv[1:]
-    children = []
-    for rank in range(int(ranks)):
-        children.append(os.fork())
-        if not children[-1]:
-            run_rank(name, Path(folder), rank, int(ranks), store)
-    print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(c, 0)[1]) for c in children]))
-
-
-if __name__ == "__main__":
-    main()

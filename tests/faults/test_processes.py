@@ -19,6 +19,7 @@ from backpack_core.errors import UsageError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from tests import oracle
 from tests.cases import Problem
+from tests.forks import run_ranks
 
 pytestmark = pytest.mark.skipif(
     not distributed.is_available(), reason="this torch was built without torch.distributed"
@@ -110,4 +111,4 @@ def _average(rank: int, **options: Any) -> None:
 
 
 def test_shared_gradients_are_averaged(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_train, (str(tmp_path / "store"),), nprocs=2)
+    run_ranks(_train, str(tmp_path / "store"))

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import distributed, multiprocessing
+from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from backpack_core.errors import UsageError
 from backpack_optimizers import EKFAC, KFAC, GaussNewton, LevenbergMarquardt
 from backpack_optimizers.processes import shared_out
+from tests.forks import run_ranks
 from tests.optimizers.problems import closure_of, problem, train, values
 
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -96,7 +97,7 @@ def test_two_processes_are_one_on_the_joined_batch() -> None:
     train(optimizer, model, lossfunc, x[:6], y[:6], 2)
     wanted["wrapped", "mean"] = values(model)
     with tempfile.TemporaryDirectory() as folder:
-        multiprocessing.spawn(work, (folder,), nprocs=2)
+        run_ranks(work, folder)
         results = [torch.load(Path(folder) / f"{rank}.pt") for rank in range(2)]
     for found, said in results:
         for case, value in wanted.items():

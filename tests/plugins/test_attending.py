@@ -14,7 +14,7 @@ from backpack_core import View, backpack, extend, hookimpl
 from backpack_core.contract.observer import Observer
 from backpack_core.extensions import BatchGrad
 from backpack_core.testing.isolation import temporary_plugin
-from tests.plugins.test_imports import python
+from tests.forks import python
 
 
 class Noting(Observer):

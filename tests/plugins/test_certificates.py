@@ -18,7 +18,7 @@ from backpack_core import discovery, plugins
 from backpack_core.cli import certificate, listing, scaffold
 from backpack_core.cli.app import app
 from backpack_core.cli.certificate import Certificate, digest, file_of, installed, read
-from backpack_core.cli.certify import certify, into_wheel, project, text_of
+from backpack_core.cli.certify import certify, into_wheel, into_wheels, project, text_of
 from backpack_core.cli.doctor import _certificates
 from backpack_core.cli.hatch import Certify
 from backpack_core.discovery import discover
@@ -156,6 +156,11 @@ def test_a_package_proves_itself(package: Path) -> None:
     file_of(home).write_text(text_of(Certificate(**{**json.loads(inside), "code": digest(home)})))
     with pytest.raises(UsageError, match="holds other code than what was certified"):
         into_wheel(wheel, [file_of(home)])
+    with pytest.raises(UsageError, match="holds other code than what was certified"):
+        into_wheels(wheel.parent, [file_of(home)])
+    (wheel.parent / "backpack_plugin_proved-0.2.0-py3-none-any.whl").touch()
+    with pytest.raises(UsageError, match="has 2 wheels of backpack-plugin-proved: it takes one"):
+        into_wheels(wheel.parent, [file_of(home)])
 
 
 @pytest.mark.long
@@ -163,7 +168,7 @@ def test_a_package_that_fails_gets_none(package: Path) -> None:
     (test,) = (package / "tests").glob("test_*.py")
     checks = test.read_text()
     test.write_text("def test_nothing():\n    assert False\n")
-    with pytest.raises(BackpackError, match="gets no certificate, since its tests fail"):
+    with pytest.raises(BackpackError, match=r"no certificate for \S+proved, because tests fail"):
         certify(package)
     test.write_text("def test_nothing():\n    pass\n")
     with pytest.raises(UsageError, match="No check of the kit ran for a class of"):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.metadata import entry_points
 
 import pytest
 
+from tests.forks import python
 from tests.plugins.test_rooms import (
     APPLICATIONS,
     FAMILIES,
@@ -17,20 +15,6 @@ from tests.plugins.test_rooms import (
     WITH_ENTRY_POINTS,
     tier_of,
 )
-
-
-def python(source: str, **environment: str) -> str:
-    """Run a script in a process of its own; its standard output."""
-    result = subprocess.run(
-        [sys.executable, "-c", source],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stdout
 
 
 @pytest.mark.parametrize("package", [name for name in PACKAGES if name not in APPLICATIONS])

@@ -78,7 +78,7 @@ def tier_of(package: str) -> set[str]:
 OPEN = {
     "backpack_products": (
         "affine apart column_propagator columns contractions derivatives elementwise extensions "
-        "factors lookup loss merging operations parametric product recycled rows scale "
+        "factors fingerprint lookup loss merging operations parametric product recycled rows scale "
         "transposition tuning values",
         "regrouping",
     ),

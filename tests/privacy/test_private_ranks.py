@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import distributed
 
-from tests.privacy.worker import RUNS, STEPS, train
+from tests.forks import run_ranks
+from tests.privacy.worker import RUNS, STEPS, train, work
 
 pytestmark = pytest.mark.skipif(
     not distributed.is_available(), reason="this torch was built without torch.distributed"
@@ -26,12 +25,7 @@ MESSAGES = (
 
 def test_two_processes_are_one(tmp_path: Path) -> None:
     """With noise once; as they are, as replicas, as shards; with batches that are empty in one."""
-    module, paths = "tests.privacy.worker", [str(tmp_path / "store"), str(tmp_path)]
-    commands = [[sys.executable, "-m", module, str(rank), "2", *paths] for rank in range(2)]
-    started = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-    for process in started:
-        _, error = process.communicate(timeout=120)
-        assert process.returncode == 0, error
+    run_ranks(work, 2, tmp_path)
     expected = {adaptive: train("plain", 1, adaptive) for adaptive in (True, False)}
     for rank in range(2):
         runs, refusals = torch.load(tmp_path / f"{rank}.pt")

@@ -1,12 +1,8 @@
-"""One of several processes that train privately; it writes where it ended.
-
-``python -m tests.privacy.worker RANK WORLD FILE FOLDER``
-"""
+"""One of several processes that train privately; it writes where it ended."""
 
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -83,17 +79,13 @@ def refusals(rank: int, world: int) -> list[str]:
     return [*found, refused(model, data)]
 
 
-def main() -> None:
-    rank, world, store, folder = int(sys.argv[1]), int(sys.argv[2]), *map(Path, sys.argv[3:])
+def work(rank: int, world: int, folder: Path) -> None:
+    """What one process does."""
     torch.set_default_dtype(torch.float64)
     distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
     )
     found = [train(how, world, adaptive) for how, adaptive in RUNS]
     torch.save([found, refusals(rank, world)], folder / f"{rank}.pt")
     distributed.barrier()
     os._exit(0)  # threads of gloo may outlive the interpreter
-
-
-if __name__ == "__main__":
-    main()

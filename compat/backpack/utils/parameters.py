@@ -16,13 +16,13 @@ def vector_to_parameter_list(vec: Tensor, parameters: Iterable[Tensor]) -> list[
 
     Args:
         vec: The vector, as from ``torch.nn.utils.parameters_to_vector``.
-        parameters: Tensors of the wanted shapes. They are left as they are.
+        parameters: Tensors of the wanted shapes. They do not change.
 
     Returns:
         One tensor for each parameter.
 
     Raises:
-        TypeError: ``vec`` is no tensor.
+        TypeError: ``vec`` is not a tensor.
     """
     if not isinstance(vec, Tensor):
         raise TypeError(f"expected Tensor, but got: {typename(vec)}")

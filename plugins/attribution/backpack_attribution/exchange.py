@@ -77,7 +77,7 @@ def write_bergson(
     }
     write_json(folder / "info.json", info)
     # Bergson's queries ask how gradients were made: without projections and preconditioners of its
-    # own, which leaves rows as they are. JSON is YAML, too.
+    # own, which does not change rows. JSON is YAML, too.
     write_json(folder / "processor_config.yaml", _PROCESSOR)
     for name in ("normalizers", "hessians", "hessians_eigen"):
         atomically(folder / f"{name}.pth", lambda path: torch.save({}, path))

@@ -17,6 +17,7 @@ from backpack_attribution.run import Identities, Run
 from backpack_attribution.store import GradientStore
 from backpack_core.errors import ShapeError
 from backpack_firstorder import Projection
+from backpack_products.fingerprint import Marked, agreed_on_ranks, fingerprint_of
 
 
 def fill(
@@ -37,7 +38,7 @@ def fill(
     not computed again.
 
     Args:
-        store: Where they go; shards are written as they are full, and at the end.
+        store: Where they go; a shard is written once it is full, and the last one at the end.
         model: The trained model, in evaluation mode.
         lossfunc: As for :func:`~backpack_attribution.influence`.
         loader: Batches, the same in every pass over it.
@@ -50,8 +51,15 @@ def fill(
 
     Returns:
         The store.
+
+    Raises:
+        UsageError: What is stored was computed by other plugins, or processes differ in theirs.
     """
     problem = Problem(model, lossfunc, batch)
+    plugins = problem.plugins()
+    if process_group is not None:
+        agreed_on_ranks(plugins, process_group)
+    store.computed_by(plugins)
     run = Run(problem, problem, loader, (), progress, process_group)
     names = run.names(loader, identities, is_shared=True)
     first = 0
@@ -106,4 +114,4 @@ def preconditioned(store: GradientStore, queries: Gradients, damping: float = 0.
         query = forms.dense(value)
         flat = inverse_product(moments[name], query.flatten(1).cpu(), damping)
         found[name] = flat.reshape(query.shape)
-    return found
+    return Marked(found, fingerprint_of(queries))

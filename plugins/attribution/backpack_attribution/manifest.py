@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from backpack_attribution.disk import UNFINISHED, VERSION, write_json
 from backpack_core.errors import ShapeError, UsageError
+from backpack_products.fingerprint import Fingerprint, agreed
 
 NAME = "store.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -26,12 +27,14 @@ class Manifest:
         rank: Of the factors that matrices are stored as; ``None`` where they are stored whole.
         about: What the user said about the gradients.
         shapes: The shape of each part for one sample; empty before the first row.
+        plugins: Which plugins compute the gradients; empty if that is not known.
     """
 
     dtype: str
     rank: int | None
     about: dict[str, Any]
     shapes: dict[str, list[int]]
+    plugins: Fingerprint = field(default_factory=dict)
 
     @classmethod
     def opened(
@@ -105,6 +108,20 @@ class Manifest:
         """Put it into the folder."""
         write_json(folder / NAME, {"version": VERSION, **asdict(self)})
 
+    def with_plugins(self, folder: Path, plugins: Fingerprint) -> Manifest:
+        """With the plugins that compute the first rows, which compute all that follow.
+
+        Raises:
+            UsageError: The rows that are stored were computed by others.
+        """
+        known = self if self.plugins else Manifest.read(folder) or self
+        agreed({f"The rows of {folder}": known.plugins, "those of this process": plugins})
+        if known.plugins:
+            return known
+        known = replace(known, plugins=plugins)
+        known.write(folder)
+        return known
+
     def with_shapes(self, folder: Path, shapes: dict[str, list[int]]) -> Manifest:
         """With the shapes of the first rows, which are those of all that follow.
 
@@ -114,7 +131,7 @@ class Manifest:
         # Another process may have fixed them meanwhile.
         known = self if self.shapes else Manifest.read(folder) or self
         if not known.shapes:
-            known = replace(self, shapes=shapes)
+            known = replace(known, shapes=shapes)
             known.write(folder)
         wanted = known.shapes
         if shapes != wanted:

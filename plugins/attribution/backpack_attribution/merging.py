@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from backpack_attribution.disk import UNFINISHED
@@ -12,12 +13,13 @@ from backpack_attribution.identities import checked
 from backpack_attribution.manifest import Manifest
 from backpack_attribution.store import GradientStore
 from backpack_core.errors import UsageError
+from backpack_products.fingerprint import agreed
 
 
 def merge_stores(folders: Iterable[str | Path], into: str | Path) -> GradientStore:
     """One store of the rows of several, such as those that ranks wrote on machines of their own.
 
-    Shards are copied as they are. Ranks that share a folder need no merging.
+    Shards are copied unchanged. Ranks that share a folder need no merging.
 
     Args:
         folders: Stores with the same settings, parts and shapes.
@@ -27,8 +29,11 @@ def merge_stores(folders: Iterable[str | Path], into: str | Path) -> GradientSto
         UsageError: Settings differ, a sample is in two of them, or the folder exists.
     """
     sources, target = [GradientStore(folder) for folder in folders], Path(into)
-    manifests = [Manifest.read(source.folder) for source in sources]
-    if not sources or any(manifest != manifests[0] for manifest in manifests):
+    found = [Manifest.read(source.folder) for source in sources]
+    manifests = [manifest for manifest in found if manifest is not None]
+    agreed({str(s.folder): m.plugins for s, m in zip(sources, manifests, strict=True)})
+    settings = [replace(manifest, plugins={}) for manifest in manifests]
+    if not sources or any(each != settings[0] for each in settings):
         raise UsageError(
             "Stores are merged if their settings, parts and shapes are the same. Got "
             f"{[*map(str, sources)] or 'none'}."

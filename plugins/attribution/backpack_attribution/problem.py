@@ -16,6 +16,7 @@ from backpack_core import Extension, backpack, extend, is_extended, unextend
 from backpack_core.errors import UsageError
 from backpack_core.extensions import BatchGrad
 from backpack_firstorder import SampleGradients
+from backpack_products.fingerprint import Fingerprint, fingerprint
 
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
 Split: TypeAlias = Callable[[Any], tuple[Any, Any]]
@@ -56,6 +57,11 @@ class Problem:
     def device(self) -> torch.device:
         """Where the parameters are."""
         return next(iter(self.parameters.values())).device
+
+    def plugins(self) -> Fingerprint:
+        """The plugins that compute the gradients."""
+        modules = [m for m in (self.model, self._summed) if isinstance(m, Module)]
+        return fingerprint(modules, [BatchGrad])
 
     def with_loss(self, lossfunc: Loss | None) -> Problem:
         """The same model with another loss, if one is given."""
@@ -101,7 +107,7 @@ class Problem:
     def consume(self, batch: Any, consumer: Callable[[str, SampleGradients], object]) -> None:
         """Hand the gradients of a batch to a function, one parameter's at a time.
 
-        ``.grad`` stays as it is.
+        ``.grad`` does not change.
 
         Args:
             batch: Of the loader.
@@ -212,7 +218,7 @@ def _some(value: Any, samples: int, part: slice) -> Any:
 
 
 def _summed(lossfunc: Loss) -> Loss:
-    """A loss module that sums where the given one averages; others as they are."""
+    """A loss module that sums where the given one averages; others are returned unchanged."""
     if isinstance(lossfunc, Module) and getattr(lossfunc, "reduction", None) == "mean":
         found: Any = copy.deepcopy(lossfunc)
         found.reduction = "sum"

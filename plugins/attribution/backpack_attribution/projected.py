@@ -16,6 +16,7 @@ from backpack_attribution.run import Run, on_cpu
 from backpack_core.errors import UsageError
 from backpack_core.extensions import ProjectedGrad
 from backpack_firstorder import Projection
+from backpack_products.fingerprint import Marked
 
 Kind: TypeAlias = Literal["kronecker", "gaussian", "rademacher", "sparse"]
 
@@ -37,11 +38,12 @@ def project(
         batch: Makes ``(inputs, targets)`` of what the loader gives.
 
     Returns:
-        ``[M, dim]`` for each parameter.
+        ``[M, dim]`` for each parameter, with the fingerprint of the plugins that computed them.
     """
     problem = Problem(model, lossfunc, batch)
     with problem.extended():
-        return _joined([projections_of(problem, item, projection) for item in loader])
+        found = _joined([projections_of(problem, item, projection) for item in loader])
+        return Marked(found, problem.plugins())
 
 
 def projections_of(problem: Problem, batch: Any, projection: Projection) -> dict[str, Tensor]:
@@ -133,7 +135,7 @@ class TRAK(Method):
 
         Args:
             dim: Numbers for each sample.
-            checkpoints: State dictionaries, or files of them; default: the model as it is.
+            checkpoints: State dictionaries, or files of them; default: the present model.
             kind: See :class:`~backpack_core.extensions.ProjectedGrad`.
             seed: Of the first checkpoint's projection; the others have the next ones.
             damping: As a share of the mean eigenvalue of ``ΦᵀΦ``; zero in the paper.

@@ -75,8 +75,8 @@ class Scores:
         """The same scores in another order, or some of them.
 
         Args:
-            train: Identities of the rows; default: all, as they are.
-            queries: Identities of the columns; default: all, as they are.
+            train: Identities of the rows; default: all, in their order.
+            queries: Identities of the columns; default: all, in their order.
 
         Raises:
             UsageError: There is no such identity.

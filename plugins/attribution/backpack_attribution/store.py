@@ -18,6 +18,7 @@ from backpack_attribution.manifest import DTYPES, Manifest
 from backpack_attribution.scores import Found, Scores, require_count
 from backpack_attribution.shard import Block, Shards
 from backpack_core.errors import ShapeError, UsageError
+from backpack_products.fingerprint import Fingerprint, agreed, fingerprint_of
 
 if TYPE_CHECKING:
     import pyarrow
@@ -128,6 +129,20 @@ class GradientStore:
     def missing(self, identities: Sequence[Identity]) -> list[int]:
         """Places of the identities that are not stored: empty where a batch is done."""
         return [place for place, name in enumerate(identities) if name not in self]
+
+    def computed_by(self, plugins: Fingerprint) -> None:
+        """Compare the plugins that compute now with those that computed what is stored.
+
+        A store without a fingerprint takes this one. :func:`~backpack_attribution.fill` does so by
+        itself; call it before rows that you compute are appended.
+
+        Args:
+            plugins: What :func:`backpack_products.fingerprint.fingerprint` says of the model.
+
+        Raises:
+            UsageError: They are others.
+        """
+        self._manifest = self._manifest.with_plugins(self.folder, plugins)
 
     # Writing ----------------------------------------------------------------------------------
 
@@ -242,8 +257,9 @@ class GradientStore:
 
         Raises:
             ShapeError: A query does not fit the part.
+            UsageError: The queries were computed by other plugins than the rows.
         """
-        count = forms.count_of(queries, self.shapes)
+        count = self._count_of(queries)
         names = checked(range(count) if names is None else names, count)
         product = forms.cosines if cosine else forms.inner
         parts = [product(block.gradients, queries) for block in self.blocks()]
@@ -273,9 +289,10 @@ class GradientStore:
 
         Raises:
             ShapeError: A query does not fit the part.
-            UsageError: ``k`` is not a positive integer.
+            UsageError: ``k`` is not a positive integer, or the queries were computed by other
+                plugins than the rows.
         """
-        count = forms.count_of(queries, self.shapes)
+        count = self._count_of(queries)
         require_count(k)
         values, places, done = torch.zeros(count, 0), torch.zeros(count, 0, dtype=torch.long), 0
         product = forms.cosines if cosine else forms.inner
@@ -289,6 +306,12 @@ class GradientStore:
             places = places.gather(1, kept)
         known = self.identities
         return Found(values, [[known[n] for n in row] for row in places.tolist()])
+
+    def _count_of(self, queries: Mapping[str, Value]) -> int:
+        """How many queries there are; they have to be of the plugins of the rows."""
+        asked = fingerprint_of(queries)
+        agreed({f"The rows of {self.folder}": self._manifest.plugins, "the queries": asked})
+        return forms.count_of(queries, self.shapes)
 
     def index(self) -> dict[str, list[Any]]:
         """Where each sample is: columns ``identity``, ``shard`` (a file name) and ``row``."""

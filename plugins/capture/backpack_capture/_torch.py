@@ -101,7 +101,7 @@ def recorded_as_operations(is_recurrent: bool) -> Iterator[None]:
 
     Args:
         is_recurrent: Whether there are recurrent layers, of which mkldnn and cuDNN would make one
-            operation each, with buffers that are no tensors.
+            operation each, with buffers that are not tensors.
     """
     libraries = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
     if is_recurrent:

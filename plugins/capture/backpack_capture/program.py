@@ -37,7 +37,7 @@ class Operation:
         function: The overload that was called.
         args: Its arguments, with a :class:`Ref` in the place of each tensor.
         kwargs: Those by name.
-        outs: The numbers of what it returned; ``None`` for what is no tensor.
+        outs: The numbers of what it returned; ``None`` for what is not a tensor.
         is_single: Whether it returned one value, not several.
         writes: The values that it overwrites.
         is_random: Whether it draws random numbers.
@@ -155,7 +155,7 @@ def refs_in(value: Any) -> Iterator[Ref]:
 
 
 def replaced(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Nested arguments with something else in the place of each that is no container."""
+    """Nested arguments with something else in the place of each that is not a container."""
     if isinstance(value, (list, tuple)) and not isinstance(value, Ref):
         return [replaced(item, function) for item in value]
     if isinstance(value, dict):

@@ -261,12 +261,12 @@ def _reason_against(func: Any, types: Any) -> str | None:
         return f"it calls {name}, of which only its author knows what it does"
     if name == "aten::mkldnn_rnn_layer":
         return (
-            "its LSTM runs by mkldnn, whose buffers are no tensors that could be kept: call the "
+            "its LSTM runs by mkldnn, whose buffers are not tensors that could be kept: call the "
             "step inside of torch.backends.mkldnn.flags(enabled=False)"
         )
     if name.startswith("aten::_cudnn_rnn"):
         return (
-            "its recurrent layer runs by cuDNN, whose buffers are no tensors that could be kept: "
+            "its recurrent layer runs by cuDNN, whose buffers are not tensors that could be kept: "
             "call the step inside of torch.backends.cudnn.flags(enabled=False)"
         )
     if name.removeprefix("aten::") in _REFUSED:

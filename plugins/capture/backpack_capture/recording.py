@@ -91,7 +91,7 @@ def record(
     if outcome.was_measured:
         return outcome, NotYet("every pass is measured: the structure is not trusted")
     if reason is not None or graph is None:
-        return outcome, Refused(reason or "a result is no value of tensors")
+        return outcome, Refused(reason or "a result does not consist of tensors")
     return outcome, graph
 
 

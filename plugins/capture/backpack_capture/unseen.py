@@ -1,4 +1,4 @@
-"""Reads of numbers that are no operation of torch, and so pass by a recorder.
+"""Reads of numbers that are not operations of torch, and so pass by a recorder.
 
 While a step is recorded, their methods are others.
 """

@@ -91,7 +91,7 @@ def see_divisors(divisors: Any) -> Divisors | None:
     """Return an argument ``divisors``.
 
     Raises:
-        UsageError: It is no mapping from names to divisors.
+        UsageError: It is not a mapping from names to divisors.
     """
     if divisors is not None and not isinstance(divisors, Mapping):
         raise UsageError(

@@ -45,7 +45,7 @@ def _placed(term: SampleProduct, product: SampleProduct) -> SampleProduct:
 
 @OpenFunction
 def plain(product: SampleProduct) -> SampleProduct:
-    """The same product as a term; default: as it is."""
+    """The same product as a term; default: unchanged."""
     return product
 
 

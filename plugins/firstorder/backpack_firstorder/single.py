@@ -16,7 +16,7 @@ from backpack_products.values import at_least_single, is_half
 
 
 def in_single(product: SampleProduct) -> SampleProduct:
-    """Cast a product in half precision to single precision; others stay as they are."""
+    """Cast a product in half precision to single precision; others do not change."""
     if not is_half(product.like.dtype):
         return product
     if "single" not in product.results:

@@ -25,10 +25,10 @@ def drawn(p: Tensor, samples: int) -> Tensor:
         samples: How many draws.
 
     Returns:
-        Shape ``[M, samples]``; some class where a probability is no number.
+        Shape ``[M, samples]``; some class where a probability is not a number.
     """
     if p.device.type != "cpu":
-        # A device ends the process where a probability is no number, and a look would be a wait.
+        # A device ends the process where a probability is not a number, and a look would be a wait.
         known = p.isfinite().all(1, keepdim=True)
         return torch.multinomial(p.where(known, torch.ones_like(p)), samples, replacement=True)
     count, classes = p.shape

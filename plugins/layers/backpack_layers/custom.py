@@ -21,7 +21,7 @@ from backpack_products.parametric import ParametricRule
 
 
 class SumModuleRule(SecondOrderRule):
-    """``y = Σ_i x_i``: every input receives the columns as they are."""
+    """``y = Σ_i x_i``: every input receives the same columns."""
 
     module_types = (SumModule,)
     hessian_is_zero = True

@@ -119,7 +119,7 @@ class GaussNewton(GroupedOptimizer):
             The loss before the step.
 
         Raises:
-            UsageError: These are no batches; the loss is not finite; or as for
+            UsageError: These are not batches; the loss is not finite; or as for
                 :class:`backpack_secondorder.over_data.GGN`.
         """
         if batches is None or callable(batches) or not isinstance(batches, Iterable):

@@ -10,9 +10,20 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.errors import UsageError
+from backpack_core.plugins.registry import registry
+from backpack_products.fingerprint import (
+    Marked,
+    agreed,
+    as_tensor,
+    fingerprint,
+    fingerprint_of,
+    from_tensor,
+)
 from backpack_secondorder.kronecker import as_matrix, matrix_from_state
 from backpack_secondorder.linear import LinearOperator
 from backpack_secondorder.matrix import CurvatureMatrix, Number
+
+_PLUGINS = "plugins"  # beside the names of tensors, which have a slash
 
 
 class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
@@ -21,6 +32,10 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
     A mapping from names of parameters to their matrices, in the order of the rows. ``+``, multiples
     and moving averages go block by block; vectors come in the forms of
     :mod:`~backpack_secondorder.linear`.
+
+    Attributes:
+        plugins: Which plugins computed it, see :mod:`backpack_products.fingerprint`; empty if that
+            is not known. Matrices of different plugins are not added.
     """
 
     __array_ufunc__ = None
@@ -29,7 +44,8 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
         """Store the matrices.
 
         Args:
-            blocks: A matrix for each parameter, or a tensor in its shape for a diagonal.
+            blocks: A matrix for each parameter, or a tensor in its shape for a diagonal. What
+                ``found.field(...)`` of a run over data gives says which plugins computed it.
 
         Raises:
             UsageError: There are no blocks, their keys are not names, or a block is neither a
@@ -45,6 +61,7 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
             )
         self._blocks = {name: as_matrix(value) for name, value in blocks.items()}
         self.shapes = tuple(block.order.shape for block in self._blocks.values())
+        self.plugins = fingerprint_of(blocks)
 
     @classmethod
     def of(cls, model: Module, field: str) -> BlockDiagonal:
@@ -72,7 +89,9 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
                         "extension that stores it, or freeze the parameter."
                     )
                 blocks[name] = getattr(parameter, field)
-        return cls(blocks)
+        kinds = [c.value for claims in registry.extensions.values() for c in claims]
+        kinds = [kind for kind in kinds if getattr(kind, "savefield", None) == field]
+        return cls(Marked(blocks, fingerprint([model], kinds)))
 
     def __getitem__(self, name: str) -> CurvatureMatrix:
         """The block of a parameter."""
@@ -120,7 +139,8 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
 
     def map(self, function: Callable[[Any], CurvatureMatrix | Tensor]) -> BlockDiagonal:
         """A function of every block: ``blocks.map(lambda block: block.inverse(0.1))``."""
-        return BlockDiagonal({name: function(block) for name, block in self.items()})
+        found = {name: function(block) for name, block in self.items()}
+        return BlockDiagonal(Marked(found, self.plugins))
 
     def inverse(self, damping: Number = 0.0) -> BlockDiagonal:
         """The inverse of every block, after damping of its form."""
@@ -165,7 +185,7 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
 
     def state_dict(self) -> dict[str, Tensor]:
         """Everything as tensors, for ``torch.save`` or safetensors."""
-        found: dict[str, Tensor] = {}
+        found = {_PLUGINS: as_tensor(self.plugins)}
         for place, (name, block) in enumerate(self.items()):
             tensors = {**block.state_dict(), "place": torch.tensor(place, device="cpu")}
             found.update((f"{name}/{key}", tensor) for key, tensor in tensors.items())
@@ -179,7 +199,10 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
             UsageError: The state is not that of a block-diagonal matrix.
         """
         parts: dict[str, dict[str, Tensor]] = {}
+        plugins = from_tensor(state[_PLUGINS]) if _PLUGINS in state else {}
         for full, tensor in state.items():
+            if full == _PLUGINS:
+                continue
             name, _, key = full.rpartition("/")
             parts.setdefault(name, {})[key] = tensor
         strange = [name for name, part in parts.items() if "place" not in part]
@@ -189,7 +212,7 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
                 "it. The state of a single matrix is for matrix_from_state."
             )
         names = sorted(parts, key=lambda name: int(parts[name]["place"]))
-        return cls({name: matrix_from_state(parts[name]) for name in names})
+        return cls(Marked({name: matrix_from_state(parts[name]) for name in names}, plugins))
 
     def __mul__(self, scalar: Number) -> BlockDiagonal:
         """Block by block."""
@@ -218,7 +241,9 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
                 "Block-diagonal matrices are added if they are over the same parameters, in one "
                 f"order: {[*self]}. Got {names}."
             )
-        return BlockDiagonal({n: function(self[n], other[n]) for n in self})
+        results = {"This matrix": self.plugins, "the other one": other.plugins}
+        plugins = agreed(results, is_one_quantity=False)
+        return BlockDiagonal(Marked({n: function(self[n], other[n]) for n in self}, plugins))
 
     def __repr__(self) -> str:
         """Names and blocks."""

@@ -197,7 +197,7 @@ def _in_parts(uses: Sequence[Use]) -> Iterator[list[Use]]:
 def _halves(use: Use) -> tuple[Hessian, Hessian]:
     """Split a Hessian into what can be read as a diagonal, and what has to become columns.
 
-    An affine layer reads a diagonal ``d`` as it is. If it shares no positions, the diagonal of
+    An affine layer reads a diagonal ``d`` unchanged. If it shares no positions, the diagonal of
     every form but the columns is enough.
     """
     rule, view, _, hessian, *_ = use

@@ -290,7 +290,7 @@ class CurvatureMatrix(ABC):
         return self.scaled(scalar)
 
     def __imul__(self: Matrix, scalar: Number) -> Matrix:
-        """Not in place: what others hold stays as it is."""
+        """Not in place: what others hold does not change."""
         return self.scaled(scalar)
 
     def __truediv__(self: Matrix, scalar: Number) -> Matrix:
@@ -302,7 +302,7 @@ class CurvatureMatrix(ABC):
         return self.plus(other)
 
     def __iadd__(self: Matrix, other: Matrix) -> Matrix:
-        """Not in place: what others hold stays as it is."""
+        """Not in place: what others hold does not change."""
         return self.plus(other)
 
     def __radd__(self: Matrix, other: Any) -> Matrix:

@@ -80,7 +80,7 @@ def eigen(block: Tensor, is_measured: bool) -> tuple[Tensor, Tensor]:
 
 
 def modified(values: Tensor, modify: Residual) -> Tensor:
-    """Eigenvalues as they are, or with negative ones set to zero or made positive."""
+    """Eigenvalues unchanged, or with negative ones set to zero or made positive."""
     if modify == "exact":
         return values
     return values.clamp(min=0) if modify == "clip" else values.abs()

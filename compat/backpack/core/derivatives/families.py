@@ -118,7 +118,7 @@ class AdaptivePoolingDerivatives(PoolingDerivatives):
         """Raise unless there is an average pooling with a fixed kernel that does the same.
 
         Raises:
-            UnsupportedError: The input has another number of axes, or its size is no multiple of
+            UnsupportedError: The input has another number of axes, or its size is not a multiple of
                 the output's.
         """
         sizes, wanted = self._spatial_sizes(module)

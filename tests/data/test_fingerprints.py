@@ -1,0 +1,211 @@
+"""Results say which plugins computed them, and those of different plugins are not mixed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+
+from backpack_attribution import GradientStore, fill, merge_stores, project
+from backpack_core import Extension, LayerRule
+from backpack_core.errors import UsageError
+from backpack_core.extensions import KFAC, BatchGrad, DiagGGNExact, SumGradSquared
+from backpack_core.testing.isolation import temporary_plugin
+from backpack_data import Quantities, accumulate
+from backpack_firstorder import Projection
+from backpack_products import fingerprint as module
+from backpack_products.fingerprint import Fingerprint, Marked, agreed, fingerprint
+from backpack_secondorder.blocks import BlockDiagonal
+from tests import forks
+
+MODEL = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
+LOSS = nn.CrossEntropyLoss()
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    return [(torch.randn(4, 3), torch.tensor([0, 1, 1, 0])) for _ in range(2)]
+
+
+def found(**options: Any) -> Quantities:
+    return accumulate(MODEL, LOSS, batches(), KFAC(), DiagGGNExact(), progress=False, **options)
+
+
+def changed(plugins: Fingerprint) -> Fingerprint:
+    """As of another release of the layers."""
+    return {**plugins, "backpack-plugin-layers": "0.2.0 0123456789ab"}
+
+
+@pytest.fixture
+def update(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Has the code of all plugins be another one from now on."""
+    return lambda: monkeypatch.setattr(module, "_digest", lambda home: "0123456789ab")
+
+
+DIFFERENT = r"were computed by different plugins: .*backpack-plugin-layers: 0\.\S+ \S+ and 0\."
+
+
+def test_it_lists_what_takes_part() -> None:
+    own = fingerprint([MODEL, LOSS], [BatchGrad()])
+    assert {"backpack-core", "backpack-products", "backpack-plugin-layers"} <= own.keys()
+    assert "backpack-plugin-firstorder" in own
+    assert not {"backpack-plugin-secondorder", "backpack-plugin-transformers"} & own.keys()
+    assert fingerprint([MODEL], [DiagGGNExact]).keys() - own.keys() == {
+        "backpack-plugin-secondorder"
+    }
+    assert all(len(said.split()) == 2 for said in own.values())
+
+
+class Twice(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+class TwiceRule(LayerRule):
+    module_types = (Twice,)
+
+    def _jac_t_mat_prod(self, view: Any, mat: Tensor) -> Tensor:
+        return 2 * mat
+
+
+def test_a_class_of_nobody_counts_by_its_source() -> None:
+    class Own(Extension):
+        savefield = "own"
+
+    net = nn.Sequential(Twice())
+    without = fingerprint([net], [Own])
+    (name,) = (name for name in without if name.endswith("Own"))
+    assert len(without[name]) == 12
+    with temporary_plugin(TwiceRule):
+        assert any(name.endswith("TwiceRule") for name in fingerprint([net]))
+    assert without == fingerprint([net], [Own])
+
+
+def test_quantities(tmp_path: Path) -> None:
+    first, second = found(), found()
+    assert first.plugins == fingerprint([MODEL, LOSS], [KFAC(), DiagGGNExact()])
+    assert (0.5 * (first + second)).plugins == first.plugins
+    first.save(tmp_path / "first")
+    loaded = Quantities.load(tmp_path / "first")
+    assert loaded.plugins == first.plugins
+    second.plugins = changed(second.plugins)
+    for mix in (
+        lambda: loaded + second,
+        lambda: loaded.moving_average(second, 0.5),
+        lambda: BlockDiagonal(loaded.field("kfac")) + BlockDiagonal(second.field("kfac")),
+    ):
+        with pytest.raises(UsageError, match=DIFFERENT):
+            mix()
+
+
+def test_who_knows_may_mix(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = fingerprint([MODEL])
+    with pytest.raises(UsageError, match="BACKPACK_MIX_PLUGINS=1"):
+        agreed({"a": own, "b": changed(own)})
+    monkeypatch.setenv("BACKPACK_MIX_PLUGINS", "1")
+    assert agreed({"a": own, "b": changed(own)}) == own
+    monkeypatch.setenv("BACKPACK_MIX_PLUGINS", "0")
+    with pytest.raises(UsageError, match="a and b were"):
+        agreed({"a": own, "nobody": {}, "b": changed(own)})
+    assert agreed({"a": {}, "b": own}) == own
+    assert agreed({}) == {}
+
+
+def test_who_is_missing_is_named() -> None:
+    own = fingerprint([MODEL])
+    with pytest.raises(UsageError, match="mine: none and 1 2") as caught:
+        agreed({"a": own, "b": {**own, "mine": "1 2"}})
+    assert "layers" not in str(caught.value)
+
+
+def test_factors(update: Any, tmp_path: Path) -> None:
+    blocks = BlockDiagonal(found().field("kfac"))
+    state = blocks.state_dict()
+    torch.save(state, tmp_path / "blocks.pt")
+    loaded = BlockDiagonal.from_state_dict(torch.load(tmp_path / "blocks.pt", weights_only=True))
+    assert loaded.plugins == blocks.plugins != {}
+    assert list(loaded) == list(blocks)
+    assert (loaded + blocks).inverse(0.1).plugins == blocks.plugins
+    update()
+    again = BlockDiagonal(found().field("kfac"))
+    with pytest.raises(UsageError, match=f"This matrix and the other one {DIFFERENT}"):
+        loaded.moving_average(again, 0.5)
+    by_hand = BlockDiagonal({name: torch.ones(block.order.shape) for name, block in again.items()})
+    assert by_hand.plugins == {}
+    assert by_hand.map(lambda block: block).plugins == {}
+
+
+def test_a_sum_of_two_quantities() -> None:
+    """Who takes part may differ, but not in its code."""
+    both = accumulate(MODEL, LOSS, batches(), KFAC(), SumGradSquared(), progress=False)
+    first = BlockDiagonal(Marked(both.field("kfac"), fingerprint([MODEL], [KFAC])))
+    second = BlockDiagonal(
+        Marked(both.field("sum_grad_squared"), fingerprint([MODEL], [BatchGrad]))
+    )
+    assert (first.map(diagonal) + second).plugins == {**first.plugins, **second.plugins}
+    second.plugins = changed(second.plugins)
+    with pytest.raises(UsageError, match=DIFFERENT):
+        first.map(diagonal) + second
+
+
+def diagonal(block: Any) -> Tensor:
+    found: Tensor = block.diagonal()
+    return found.reshape(block.order.shape)
+
+
+def test_state_files(update: Any, tmp_path: Path) -> None:
+    found(state_file=tmp_path / "state")
+    found(state_file=tmp_path / "state")
+    update()
+    with pytest.raises(UsageError, match=rf"state and this run {DIFFERENT}"):
+        found(state_file=tmp_path / "state")
+
+
+def test_gradients(update: Any, tmp_path: Path) -> None:
+    projection = Projection(4)
+    folders = [tmp_path / name for name in ("first", "second")]
+    fill(GradientStore(folders[0]), MODEL, LOSS, batches()[:1], projection, progress=False)
+    store = GradientStore(folders[0])
+    queries = project(MODEL, LOSS, batches(), projection)
+    assert len(store.search(queries, 2).identities) == 8
+    fill(store, MODEL, LOSS, batches(), projection, progress=False)
+    assert len(GradientStore(folders[0])) == 8
+    update()
+    with pytest.raises(UsageError, match=DIFFERENT):
+        fill(store, MODEL, LOSS, batches(), projection, progress=False)
+    later = project(MODEL, LOSS, batches(), projection)
+    for ask in (store.search, store.scores):
+        with pytest.raises(UsageError, match=f"first and the queries {DIFFERENT}"):
+            ask(later)
+        ask(dict(later))  # of nobody knows whom
+    second = GradientStore(folders[1])
+    fill(second, MODEL, LOSS, batches(), projection, progress=False, identities="content")
+    with pytest.raises(UsageError, match=f"first and .*second {DIFFERENT}"):
+        merge_stores(folders, tmp_path / "both")
+
+
+def rank_of_two(rank: int, folder: Path) -> None:
+    """A process that computes with plugins of its own."""
+    torch.set_default_dtype(torch.float64)
+    distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    if rank:
+        module._digest = lambda home: "0123456789ab"  # type: ignore[assignment]
+    try:
+        found(process_group=distributed.group.WORLD)
+    except Exception as error:
+        (folder / f"{rank}").write_text(f"{type(error).__name__}: {error}")
+    distributed.barrier()
+
+
+@pytest.mark.skipif(
+    not distributed.is_available(), reason="this torch was built without torch.distributed"
+)
+def test_ranks_compare_before_they_compute(tmp_path: Path) -> None:
+    forks.run_ranks(rank_of_two, tmp_path)
+    for rank in range(2):
+        said = (tmp_path / f"{rank}").read_text()
+        assert "rank 0 and those of rank 1 were computed by different plugins" in said
+        assert "backpack-core" in said
