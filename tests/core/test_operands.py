@@ -25,7 +25,7 @@ from backpack_products.affine import AffineProduct
 from backpack_products.columns import ApartColumns, Root
 from backpack_products.lookup import LookupProduct
 from backpack_products.product import DenseProduct, SampleProduct, SumProduct
-from backpack_products.scale import ScaleProduct
+from backpack_products.scale import ScaleProduct, TableProduct
 from tests import oracle
 from tests.cases import Net, Problem, classification
 
@@ -51,6 +51,7 @@ FORMS = {
     "affine": AffineProduct,
     "scale": ScaleProduct,
     "lookup": LookupProduct,
+    "table": TableProduct,
     "formed": DenseProduct,
     "sum": SumProduct,
 }
@@ -91,7 +92,7 @@ CASES: dict[str, tuple[Forward, dict[str, tuple[int, ...]], str]] = {
     "gain_of_positions": (lambda net, x: net.w * x, _parameters(1, T, D), "scale"),
     "gain_of_one_axis": (lambda net, x: net.w * x, _parameters(T, 1), "formed"),
     "single_gain": (lambda net, x: net.w * x, _parameters(1), "formed"),
-    "table": (lambda net, x: x + net.w, _parameters(1, T, D), "formed"),
+    "table": (lambda net, x: x + net.w, _parameters(1, T, D), "table"),
     "embedding": (lambda net, x: F.embedding(_tokens(x), net.w), _parameters(5, 2), "lookup"),
     "padded": (
         lambda net, x: F.embedding(_tokens(x), net.w, padding_idx=2),

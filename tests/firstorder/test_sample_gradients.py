@@ -180,6 +180,20 @@ def map_of(projection: Projection, name: str, shape: torch.Size) -> Tensor:
     return SampleGradients.from_dense(units).project(projection, name)
 
 
+def test_vectors_that_fit_keep_their_inner_products() -> None:
+    first, other = torch.randn(3, 7), torch.randn(2, 7)
+    projection = Projection(9)
+
+    def projected(vectors: Tensor, name: str) -> Tensor:
+        return SampleGradients.from_dense(vectors).project(projection, name)
+
+    close(projected(first, "b") @ projected(other, "b").T, first @ other.T)
+    # With those of another parameter they have none in expectation: signs are independent.
+    ones = torch.ones(1, 7)
+    met = [projected(ones, "b") @ projected(ones, f"c{n}").T for n in range(200)]
+    assert torch.cat(met).mean().abs() < 4 * (7 / 200) ** 0.5
+
+
 # Pairs of forms -----------------------------------------------------------------------------------
 
 ROWS, COLUMNS = 8, 6

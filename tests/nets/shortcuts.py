@@ -137,7 +137,7 @@ SHORTCUTS: dict[str, Shortcut] = {
         within=_VERSIONS,
     ),
     _VERSIONS: Shortcut(
-        {f"{place}.{name}": {} for place in _OPEN for name in ("_versions", "_found")}
+        {f"{place}.{name}": {} for place in _OPEN for name in ("_versions", "_chosen")}
     ),
     "several from one formation": Shortcut(
         {f"{_PRODUCTS}.affine.read_together": lambda product: {}}, within=_VERSIONS

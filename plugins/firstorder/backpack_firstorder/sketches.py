@@ -81,13 +81,20 @@ class Sketch(ABC):
 
 
 class Kronecker(Sketch):
-    """``P_R ⊗ P_C`` of signs (as LoGra's initial matrices, Choe et al., 2024, arXiv:2405.13954)."""
+    """``P_R ⊗ P_C`` of signs (as LoGra's initial matrices, Choe et al., 2024, arXiv:2405.13954).
+
+    A vector that fits keeps its entries, each with a random sign, which makes inner products exact.
+    """
 
     def __init__(self, kind: str, name: str, seed: int, shape: tuple[int, int], dim: int) -> None:
         super().__init__(kind, name, seed, shape, dim)
-        self.sizes = even_factors(dim, shape)
+        self._fits = shape[1] == 1 and shape[0] <= dim
+        self.sizes = (dim, 1) if self._fits else even_factors(dim, shape)
 
     def _rows(self, rows: Tensor, like: Tensor) -> Tensor:
+        if self._fits:
+            sign = signs(self.key("entries"), rows).to(like.dtype).unsqueeze(1)
+            return like.new_zeros(len(rows), self.dim).scatter_(1, rows.unsqueeze(1), sign)
         places = places_of(rows, self.sizes[0])
         return signs(self.key("rows"), places).div_(sqrt(self.sizes[0])).to(like.dtype)
 
