@@ -94,6 +94,10 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and write it down."""
         kwargs = kwargs or {}
+        if func is aten.expand.default and isinstance(args[0], float):
+            # Torch hands the number of a formula over as a number, where it was saved as a tensor.
+            self.refusal = self.refusal or "it expands a number that autograd has saved"
+            args = (torch.tensor(args[0], dtype=torch.float64), *args[1:])
         if func._schema.name.startswith("profiler::"):
             return func(*args, **kwargs)  # a range that record_function names
         if self.refusal is None:
