@@ -23,6 +23,7 @@ def single_precision():
     [
         *("demo", "extension_hook", "custom_module", "laplace_two_moons", "natural_gradient"),
         pytest.param("private_digits", marks=pytest.mark.long),
+        pytest.param("private_adapters", marks=pytest.mark.long),
     ],
 )
 def test_example(name, capsys):

@@ -42,7 +42,7 @@ class CapturedBatches:
         except ImportError as error:
             raise UsageError(
                 "capture=True needs a library that is not installed. Run "
-                "`pip install backpack-capture`, or leave capture= out."
+                "`pip install 'backpack-data[capture]'`, or leave capture= out."
             ) from error
         if any(p._post_accumulate_grad_hooks for p in model.parameters()):
             raise UsageError(

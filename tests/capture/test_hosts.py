@@ -107,7 +107,7 @@ def test_over_data_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         accumulate(model, nn.CrossEntropyLoss(), data, BatchGrad(), capture=True)
     handle.remove()
     monkeypatch.setitem(sys.modules, "backpack_capture", None)
-    with pytest.raises(UsageError, match="pip install backpack-capture"):
+    with pytest.raises(UsageError, match=r"pip install 'backpack-data\[capture\]'"):
         accumulate(model, nn.CrossEntropyLoss(), data, BatchGrad(), capture=True)
 
 

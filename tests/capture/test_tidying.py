@@ -13,6 +13,7 @@ from backpack_capture.program import Program
 from backpack_capture.recorder import Recorder
 from backpack_capture.tidying import tidy
 from backpack_capture.unseen import seen_by
+from backpack_capture.views import with_direct_views as direct
 
 WEIGHT = torch.rand(3, 3)
 Function = Callable[[Tensor], Sequence[Tensor]]
@@ -32,7 +33,7 @@ def check(function: Function, size: int | None = None) -> str:
     torch.manual_seed(0)
     program = recorded(function, torch.rand(3, 3))
     before = len(program.operations)
-    code = code_of(tidy(program), {id(WEIGHT): "weight"})
+    code = code_of(direct(tidy(program)), {id(WEIGHT): "weight"})
     assert size is None or len(program.operations) == size, code.text
     assert len(program.operations) <= before
     for _ in range(2):
@@ -77,7 +78,7 @@ def test_equal_results_have_memory_of_their_own() -> None:
         return [x * 2, x * 2]
 
     program = recorded(function, torch.rand(3, 3))
-    first, second = code_of(tidy(program), {}).run(torch.rand(3, 3))
+    first, second = code_of(direct(tidy(program)), {}).run(torch.rand(3, 3))
     assert first.data_ptr() != second.data_ptr()
 
 
@@ -163,7 +164,7 @@ def test_a_constant_result_is_new_each_time() -> None:
     def function(x: Tensor) -> Sequence[Tensor]:
         return [torch.tensor([1.0, 2.0]), torch.ones_like(x), torch.zeros(2)]
 
-    run = code_of(tidy(recorded(function, torch.rand(3, 3))), {}).run
+    run = code_of(direct(tidy(recorded(function, torch.rand(3, 3)))), {}).run
     for result in run(torch.rand(3, 3)):
         result.fill_(7)
     assert not any((result == 7).any() for result in run(torch.rand(3, 3)))
@@ -201,9 +202,21 @@ def test_a_read_is_compared(read: str) -> None:
         return [x + 1]
 
     x = torch.rand(3, 3)
-    run = code_of(tidy(recorded(function, x)), {}).run
+    run = code_of(direct(tidy(recorded(function, x))), {}).run
     if read != "tolist":
         assert torch.equal(run(x)[0], x + 1)
     if read == "item":
         with pytest.raises(AnotherAnswer):
             run(x + 1)
+
+
+def test_views_of_views_are_views_of_the_memory() -> None:
+    def function(x: Tensor) -> Sequence[Tensor]:
+        y = x @ x
+        column = y.unsqueeze(0).reshape(1, 3, 1, 3).squeeze(2).transpose(1, 2)[0, 1:]
+        y.mul_(2)  # seen by all of them
+        return column + 1, y.view(9).view(3, 3), y.t().t().reshape(9), y
+
+    text = check(function)
+    assert "unsqueeze" not in text
+    assert text.count("as_strided") == 1

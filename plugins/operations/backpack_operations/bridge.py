@@ -22,6 +22,7 @@ from backpack_core.graph.nodes import described, is_leaf, refuse
 from backpack_core.record.storage import storage
 from backpack_operations import nodes
 from backpack_operations._torch import metadata_of, quiet_vmap
+from backpack_operations.fused import of_columns
 from backpack_products.values import is_symbolic, largest, rounding_unit
 
 Mats = dict[int, Tensor]  # [V, *shape] by output of a node, or by position of an edge behind it
@@ -92,6 +93,9 @@ def push_unsummed(node: Node, mats: Mats) -> Mats:
     formula = _formula(node, list(mats))
     is_single = torch.is_grad_enabled() and nodes.loses_statistics(node)
     with storage().reading(node):  # autograd reads it after us
+        many = of_columns(node, dict(zip(mats, columns, strict=True)))
+        if many is not None:
+            return many
         if is_single and len(columns[0]):
             return _one_by_one(formula, columns)
         if nodes.is_vmap_exact(node):

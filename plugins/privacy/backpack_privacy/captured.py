@@ -18,6 +18,7 @@ from torch.nn import Module
 
 from backpack_core.errors import UsageError
 from backpack_core.record.structure import map_tensors
+from backpack_privacy.shards import is_shard
 from backpack_privacy.sums import FIELD, Pass, Told
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class CapturedSteps:
             make: Makes a captured step.
 
         Raises:
-            UsageError: The training has users, or ``DistributedDataParallel``.
+            UsageError: The training has users, ``DistributedDataParallel``, or shards.
         """
         if private.loader.has_users:
             raise UsageError(
@@ -91,6 +92,11 @@ class CapturedSteps:
                 "up over processes in any case."
             )
         self._private, self._function, self._make = private, function, make
+        if any(map(is_shard, private._named.values())):
+            raise UsageError(
+                "fully_shard gathers parameters while layers run, which is not part of a captured "
+                "step. Write private.step(lossfunc(model(inputs), targets))."
+            )
         loader = private.loader
         is_even = loader.sampler.rate is None and loader.most is None
         self._tile = 1 if is_even else ceil(_WIDTH * sqrt(loader.batch_size))

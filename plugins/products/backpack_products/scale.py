@@ -10,9 +10,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from backpack_products.contractions import slices
 from backpack_products.factors import FactorProduct
 from backpack_products.operations import batch_sum, dense, is_formed
 from backpack_products.product import SampleProduct, misfit
+from backpack_products.tuning import CACHE
 
 
 class ScaleProduct(FactorProduct):
@@ -117,7 +119,8 @@ def batch_sum_scale(product: ScaleProduct) -> Tensor:
 
 
 def _summed(out: Tensor, inp: Tensor, axes: tuple[int, ...]) -> Tensor:
-    """``Σ out[v] ⊙ inp`` over some axes, column by column: at once it takes ten times as long."""
-    if out.shape[0] < 2:
-        return (out * inp).sum([1 + axis for axis in axes])
-    return torch.stack([(column * inp).sum(axes) for column in out])
+    """``Σ out[v] ⊙ inp`` over some axes, in pieces that stay in the cache: ten times as fast."""
+    within = [1 + axis for axis in axes]
+    few = max(1, CACHE // max(1, out[:1].nbytes))
+    pieces = [(out[some] * inp).sum(within) for some in slices(len(out), few)]
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
