@@ -38,7 +38,7 @@ CELLS = ("dot products", "KFAC fit", "EKFAC fit", "EKFAC scores", "stored projec
 def model_of(name: str) -> Module:
     """The model with Linear in the place of Conv1D; only linear layers in blocks are trained."""
     torch.manual_seed(0)
-    model = MODELS[name]().eval()
+    model: Any = MODELS[name]().eval()
     for module in [*model.modules()]:
         for key, child in [*module.named_children()]:
             if type(child).__name__ == "Conv1D":
@@ -46,12 +46,12 @@ def model_of(name: str) -> Module:
                 linear.weight.data = child.weight.data.T.contiguous()
                 linear.bias.data = child.bias.data
                 setattr(module, key, linear)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
+    model.requires_grad_(False)
     for layer in layers_of(model):
         model.get_submodule(layer).requires_grad_(True)
     model.config.use_cache = False
-    return model
+    found: Module = model
+    return found
 
 
 def layers_of(model: Module) -> list[str]:
