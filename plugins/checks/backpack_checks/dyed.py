@@ -285,15 +285,15 @@ def _mixed(where: str, arrived: Dye, is_part: bool) -> SampleMixingError:
         is_part: Whether the tensor has fewer entries than there are samples.
     """
     cause = (
-        "probably by an operation over axis 0. Call model.eval() if that is a batch normalisation, "
-        "take the operation over other axes, or say where samples are: extend(model, "
-        "batch_axis=...)."
+        "probably by an operation over axis 0. Take it over other axes, or say which rows are one "
+        "sample (backpack(..., samples=index)) or which axis has the samples (extend(model, "
+        "batch_axis=...))."
     )
     if is_part:
         cause = (
             "since rows of one tensor count as different samples, or by an operation over axis 0. "
             "Pass copies (.clone()) of rows that are steps of one sample, and take the operation "
-            "over other axes (model.eval() if it is a batch normalisation)."
+            "over other axes."
         )
     return SampleMixingError(
         f"{_between(where, arrived)}, samples of the batch influence each other, {cause}"
