@@ -168,6 +168,7 @@ _OTHERS: dict[str, list[RuleCase]] = {
         _case("Pad", _known("Pad"), ((1, 1),), _drawn(2, 2)),
         _case("Slicing", _known("Slicing"), ((slice(None), 0),), _drawn(2, 2)),
         _case("ReduceTuple", _known("ReduceTuple"), (), lambda n: (_drawn(2, times=2)(n),)),
+        _case("Perturbation", _known("Perturbation"), ((2,), torch.zeros(0)), _drawn(2)),
         _case("A module without a rule", WithoutRule, (), _drawn(2)),
     ],
 }
