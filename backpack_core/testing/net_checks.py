@@ -23,6 +23,7 @@ from backpack_core.testing.extensions_run import (
     no_calls_left,
 )
 from backpack_core.testing.nets import TWICE, Nets
+from backpack_core.testing.network import ScaledLoss
 from backpack_core.testing.reference import Reference
 
 
@@ -186,7 +187,7 @@ def residual(nets: Nets) -> None:
 def loss_scaled(nets: Nets) -> None:
     """``0.25 * loss``: everything scales as the loss does."""
     whole = nets.problem().reference
-    scaled = Reference(whole.net, whole.arguments, lambda x: 0.25 * whole.loss(x))
+    scaled = Reference(whole.net, whole.arguments, ScaledLoss(whole.loss, 0.25))
     nets.judge(reference=scaled, scale=0.25)
 
 

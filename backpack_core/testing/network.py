@@ -119,6 +119,19 @@ class BoundLoss(Module):
         return value
 
 
+class ScaledLoss(Module):
+    """``factor`` times a loss; oracles of authors read both attributes."""
+
+    def __init__(self, loss: Any, factor: float) -> None:
+        super().__init__()
+        self.loss, self.factor, self.reduction = loss, factor, loss.reduction
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[N, C] →`` a number."""
+        value: Tensor = self.loss(x) * self.factor
+        return value
+
+
 class AffineMapRule(AffineRule):
     """The rule of :class:`Mix` and :class:`Readout`."""
 
