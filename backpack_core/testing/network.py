@@ -10,6 +10,7 @@ numbers for each sample. ``SoftmaxLoss`` has a Hessian that is neither constant 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
