@@ -33,12 +33,17 @@ RANGES = {
 }
 
 
-@pytest.fixture(params=[True, False], ids=["double", "scaled"], autouse=True)
+@pytest.fixture(params=["double", "looked at", "scaled"], autouse=True)
 def has_double(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether there is double precision for the squares of numbers that have less."""
-    if not request.param:
+    """Whether there is double precision for the squares of numbers that have less.
+
+    With it, squares of few numbers are not tried in single precision first; here they may be.
+    """
+    if request.param == "scaled":
         monkeypatch.setattr(scaled, "wider", lambda like: None)
-    return bool(request.param)
+    elif request.param == "looked at":
+        monkeypatch.setattr(scaled, "_FEW", 1)
+    return bool(request.param != "scaled")
 
 
 def product_norm(out: Tensor, inp: Rows) -> Tensor:

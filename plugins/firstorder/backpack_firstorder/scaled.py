@@ -29,6 +29,8 @@ _SINGLE_ONLY = {"mps"}
 _LEAST, _MOST = 1e-24, 1e37
 # So many numbers are added up in single precision, to six digits.
 _ADDED = 2**18
+# Of fewer numbers, squares in double precision take less time than the look.
+_FEW = 2**16
 
 
 class Norm(NamedTuple):
@@ -142,7 +144,7 @@ def vector_norm(mat: Tensor, lead: int) -> Norm:
 
 def _squares_in_range(flat: Tensor) -> Tensor | None:
     """``Σ_k flat[..., k]²`` from single precision; ``None`` if a square may be out of range."""
-    if not flat.numel() or not may_look(flat):
+    if flat.numel() < _FEW or not may_look(flat):
         return None
     norms = [torch.linalg.vector_norm(some, dim=-1) for some in flat.split(_ADDED, -1)]
     squares = reduce(torch.add, (norm.double().square_() for norm in norms))
