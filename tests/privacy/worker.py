@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,11 @@ def work(rank: int, world: int, folder: Path) -> None:
     """What one process does."""
     torch.set_default_dtype(torch.float64)
     distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=60),  # a process that waits for another fails, and does not hang
     )
     found = [train(how, world, adaptive) for how, adaptive in RUNS]
     torch.save([found, refusals(rank, world)], folder / f"{rank}.pt")

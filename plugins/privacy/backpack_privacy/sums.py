@@ -86,6 +86,9 @@ class Sums:
         Raises:
             UsageError: Other samples took part than were drawn.
         """
+        sums = {p: vars(p)[FIELD] for p in self._groups if FIELD in vars(p)}
+        for found in sums.values():
+            _check_precision(found)  # in every process, or the others would wait for this one
         if not draw.units:  # the model ran for other processes
             self.is_complete = True
             return
@@ -97,14 +100,11 @@ class Sums:
                 "Give the model the whole batch as it is: samples that are left out, repeated or "
                 "put together are not those that the accounting supposes."
             )
-        for parameter in self._groups:
-            found = getattr(parameter, FIELD, None)
-            if found is not None:
-                _check_precision(found)
-                known = self._totals.get(parameter)
-                # The first part is taken as it is: a zero to add it to would be written and read.
-                wide = found.to(torch.promote_types(found.dtype, torch.float32))
-                self._totals[parameter] = wide if known is None else known.add_(wide)
+        for parameter, found in sums.items():
+            known = self._totals.get(parameter)
+            # The first part is taken as it is: a zero to add it to would be written and read.
+            wide = found.to(torch.promote_types(found.dtype, torch.float32))
+            self._totals[parameter] = wide if known is None else known.add_(wide)
         for name, norms in seen.items():
             self.norms[name] = torch.cat([self.norms[name].to(norms), norms])
         self.is_complete, self.is_partial = draw.is_last, not draw.is_last
