@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from operator import attrgetter
 from threading import Lock, local
 from types import FrameType
 from typing import Any
@@ -156,9 +155,6 @@ def is_distributed(module: Module | None = None) -> bool:
     """Whether the forward pass of a DistributedDataParallel is running, or is about to."""
     running = getattr(DistributedDataParallel, "_active_ddp_module", None)
     return running is not None or isinstance(module, DistributedDataParallel)
-
-
-VERSION = attrgetter("_version")
 
 
 def version_of(tensor: Tensor) -> int:

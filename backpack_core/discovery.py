@@ -298,9 +298,7 @@ def _users(declared: Iterable[Declaration]) -> dict[str, frozenset[str]]:
 
     reached = {user: behind(user, set()) for user in requires}
     return {
-        own: frozenset().union(
-            *({u, *names[u]} for u, required in reached.items() if own in required)
-        )
+        own: frozenset().union(*({u, *names[u]} for u, needs in reached.items() if own in needs))
         for own in requires
     }
 

@@ -198,8 +198,7 @@ def _call(
     args, kwargs, inputs, outputs = kept
     parameters: int | tuple[str, ...]
     if traits.is_whole and not module._modules:
-        owned, computed = {**module._parameters, **module._buffers}, NOTHING
-        parameters = len(module._parameters)
+        (owned, parameters), computed = tensors_of(module), NOTHING
     else:
         owned, parameters, computed = _tensors(module, resolved, of)
     detached = tuple(map(Tensor.detach, outputs))
@@ -228,11 +227,9 @@ def _call(
 
 
 def _attach(call: Call, index: int, output: Tensor, node: Any, base: Tensor | None) -> None:
-    output_nr, metadata = output.output_nr, node.metadata
-    if SITES not in metadata:
-        metadata[SITES] = {}
-    metadata[SITES][output_nr] = call, index  # an output has one call at most
-    hook = OutputHook(call, index, output_nr)
+    # An output has one call at most.
+    node.metadata.setdefault(SITES, {})[output.output_nr] = call, index
+    hook = OutputHook(call, index, output.output_nr)
     hook.hooks = weakref.ref(hook_first(output, node, hook))
     if base is not None:
         attach_viewed(call, index, output, base)

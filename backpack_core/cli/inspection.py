@@ -40,7 +40,7 @@ def report(plugin: Plugin) -> Report:
 def _missing_types(rule: type[LayerRule], result: Report) -> Iterator[str]:
     """What is wrong with ``module_types``, once the packages that it names were imported.
 
-    A library that is not installed is no slip: it is noted.
+    A library that is not installed is not a slip: it is noted.
     """
     for name in rule.module_types:
         package = name.rpartition(".")[0] if isinstance(name, str) else ""

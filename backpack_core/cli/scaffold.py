@@ -68,7 +68,7 @@ def check_name(name: str) -> str:
     """The name without ``backpack-plugin-``, as package indexes spell it.
 
     Raises:
-        UsageError: It is no name of a package.
+        UsageError: It is not the name of a package.
     """
     short = name.replace("_", "-").removeprefix("backpack-plugin-")
     if short in _TAKEN:
@@ -76,7 +76,7 @@ def check_name(name: str) -> str:
     if not _NAME.fullmatch(short) or keyword.iskeyword(short):
         raise UsageError(
             "The name of a plugin has lower-case letters, digits and single hyphens, starts with "
-            f"a letter, and is no word of Python's. Got {name!r}."
+            f"a letter, and is not a word of Python's. Got {name!r}."
         )
     return short
 

@@ -27,6 +27,7 @@ from backpack_core.discovery import choose
 from backpack_core.errors import BackpackError, UsageError, nearest
 from backpack_core.extending import extend
 from backpack_core.plugins.registry import Resolved, registry
+from backpack_core.testing.quantities import quantity_of
 from backpack_core.testing.traits import has_second_derivative
 from backpack_products.affine import AffineProduct
 from backpack_products.extensions import FirstOrderExtension
@@ -260,7 +261,7 @@ def judge(module: Module, resolved: Resolved, extension: type[Extension]) -> tup
     parameters = {n for n, p in module.named_parameters(recurse=False) if p.requires_grad}
     if isinstance(rule, LossRule):
         return ("-" if issubclass(extension, FirstOrderExtension) else "rule"), ""
-    if needs == "second derivative" and not _has_second_derivative(resolved):
+    if needs == "second derivative" and not has_second_derivative(rule):
         return "refused", _NO_SECOND
     names = rule.parameter_names(module) if isinstance(rule, ParametricRule) else ()
     covered = {name for name in names if _is_trained(module, name)}
@@ -284,12 +285,7 @@ def _is_trained(module: Module, name: str) -> bool:
 
 def _needs(extension: type[Extension]) -> str:
     """What a layer must offer, from the conformance kit's table of quantities."""
-    try:
-        from backpack_core.testing.quantities import quantity_of
-    except ImportError:
-        known = None
-    else:
-        known = quantity_of(extension)
+    known = quantity_of(extension)
     if known is not None:
         return known.needs
     return "gradient" if issubclass(extension, FirstOrderExtension) else "curvature"
@@ -308,14 +304,7 @@ def _has_residual(resolved: Resolved, module: Module, needs: str) -> bool:
     rule = resolved.rule
     if needs != "second derivative" or resolved.is_fallback or rule.is_loss:
         return True
-    return _has_second_derivative(resolved) and not _mixes_samples(rule, module)
-
-
-def _has_second_derivative(resolved: Resolved) -> bool:
-    rule = resolved.rule
-    if resolved.is_fallback:
-        return False
-    return has_second_derivative(rule)
+    return has_second_derivative(rule) and not _mixes_samples(rule, module)
 
 
 def _has_structure(rule: LayerRule, module: Module, names: set[str]) -> bool:

@@ -56,7 +56,6 @@ class Context:
             autograd, or by whoever saw the call of ``backward()``.
         history: How many passes took a plan that was made before, made one, or could not, and why.
         announced: The passes whose ``backward()`` was seen and has not returned, innermost last.
-        is_idle: Whether nothing happens at a visit, as in an empty block.
         seen: What came up: whether modules took part, whether a pass that was seen is under way,
             and ``"measured"`` if a pass looked at more than was asked for, to be trusted later. A
             context that is made of this one shares it.
@@ -79,12 +78,11 @@ class Context:
     announced: list[Any] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
     history: Counter[str] = field(default_factory=Counter)
-    is_idle: bool = field(init=False)
 
-    def __post_init__(self) -> None:
-        """See what there is to do."""
-        asks = self.extension_hook, self.observer, self.debug
-        self.is_idle = not (self.extensions or any(asks))
+    @cached_property
+    def is_idle(self) -> bool:
+        """Whether nothing happens at a visit, as in an empty block."""
+        return not (self.extensions or self.extension_hook or self.observer or self.debug)
 
     @cached_property
     def asked(self) -> tuple[object, ...]:

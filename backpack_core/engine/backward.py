@@ -8,7 +8,6 @@ node between calls, and each call and node is passed once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import chain
 from typing import Any
 
@@ -207,9 +206,7 @@ class BackwardPass:
         """
         survey = self.survey
         site = survey.sites.get((call, index))
-        if site is None or survey.trained[call]:
-            return False
-        if not survey.is_straight and self.between.is_watched(site):
+        if site is None or survey.trained[call] or self.between.is_watched(site):
             return False
         self._let_go(call)
         return True
@@ -263,17 +260,12 @@ class BackwardPass:
         is_last = len(call.stored.outputs) == 1  # another output may be visited yet
         if is_last:
             self._kept.pop(call, None)
-        if self._keeps_graph:
+        if self.context.retain_graph or keeps_graph():
             return
         if is_last:
             call.release()
         else:
             self._release_last.append(call)
-
-    @cached_property
-    def _keeps_graph(self) -> bool:
-        """Whether the graph outlives the pass; known once that runs."""
-        return self.context.retain_graph or keeps_graph()
 
     # The end -------------------------------------------------------------------------------------
 

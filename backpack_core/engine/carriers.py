@@ -28,9 +28,8 @@ class RuleCarrier(Carrier):
         self._propagator = self.speaker = group.propagator
         self._needs = group.needs
         self._survey = survey
-        is_guarded = not survey.is_planned
-        self._products = _asked(group.propagator, "products", is_guarded)
-        self._propagate = _asked(group.propagator, "propagate", is_guarded)
+        self._products = _asked(group.propagator, "products")
+        self._propagate = _asked(group.propagator, "propagate")
 
     def starts(self, view: View) -> bool:
         """It does not: the propagator has a quantity at a loss."""
@@ -123,10 +122,10 @@ def _at_leaf(reading: Reading, own: Trained) -> Reading:
     return found.placed_as(reading)
 
 
-def _asked(propagator: Propagator, method: str, is_guarded: bool) -> Callable[..., Any]:
+def _asked(propagator: Propagator, method: str) -> Callable[..., Any]:
     """A method of a rule, a view, and more; what a base class does needs nobody to watch it."""
     own: Callable[..., Any] = getattr(propagator, method)
-    if not is_guarded or is_of_base(own):
+    if is_of_base(own):
         return own
     return lambda rule, view, *given: ask(view, propagator, method, rule, view, *given)
 

@@ -143,7 +143,7 @@ class Sink(ABC):
 
     def _read(self, extension: Extension, view: View, complete: list[Uses]) -> list[Any]:
         """What an extension reads at each parameter; ``None`` where it leaves it out."""
-        guard = guard_of(view) if view.is_checked else None
+        guard = guard_of(view)
         seen = [] if guard is None else guard.before(view, ())
         values: list[Any] = []
         for parameter, uses in complete:

@@ -95,9 +95,8 @@ class Traversal:
             whole: The same, in the form in which uses of a parameter are added.
         """
         lane, site, view, carrier, _ = visit
-        trained = self.survey.trained[site.call]
-        if self.groups[lane].extensions and (trained or carrier.gives_values):
-            self.read(lane, view, carrier, whole, trained)
+        if self.groups[lane].extensions:
+            self.read(lane, view, carrier, whole, self.survey.trained[site.call])
 
     def send(self, visit: Visit, quantity: Any, whole: Any) -> None:
         """Send the quantity on to the inputs of the call; see :meth:`look` for the arguments."""
@@ -129,8 +128,6 @@ class Traversal:
         """What comes into being at a call, by position."""
         call = visit.site.call
         found = self.groups[visit.lane].propagator.residual(call.rule, visit.view)
-        if not found:
-            return found
         return {place: new for place, new in found.items() if call.edges[place] is not None}
 
     def carrier(self, lane: int, view: View) -> Carrier:

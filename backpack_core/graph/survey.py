@@ -59,8 +59,6 @@ class Survey:
         shards: What a process holds of parameters that calls use whole, by these.
         structure: What tells it from other graphs, once somebody has asked.
         is_planned: Whether all of this is known from an earlier pass.
-        is_straight: Whether a plan says that every call has a rule that sends on what arrives, and
-            its samples on axis 0.
         is_measured: Whether the pass is measured, so that rules may look at values.
     """
 
@@ -79,7 +77,6 @@ class Survey:
     shards: dict[Tensor, Tensor] = field(default_factory=dict)
     structure: tuple[object, ...] | None = None
     is_planned: bool = False
-    is_straight: bool = False
     is_measured: bool = True
 
     def site_at(self, edge: Edge) -> Site | None:
@@ -121,7 +118,7 @@ class Survey:
     def view(self, site: Site, kept: Kept, grad: Tensor | None = None) -> View:
         """What rules see at an output, with the gradient there and what calls have computed."""
         call, index, (node, *_), _ = site
-        axis, positions = (0, 1) if self.is_straight else self.place_of(site)
+        axis, positions = self.place_of(site)
         known = kept.setdefault(call, {})
         view = View(call, index, grad, node, axis, known, positions, self.batch_size)
         view.is_checked = not self.is_planned
@@ -138,11 +135,6 @@ class Survey:
         A loss matters only where something starts, and is checked there.
         """
         return not call.rule.is_loss and (call not in self.opened or bool(self.trained[call]))
-
-    def is_read(self, parameter: Tensor) -> bool:
-        """Whether a call reads a parameter off."""
-        use = self.uses.get(id(parameter))
-        return use is not None and use.count > 0
 
     @property
     def is_readable(self) -> bool:

@@ -58,14 +58,12 @@ class Plan:
 
     Attributes:
         steps: What happens at each output of a call, losses first.
-        reads_inside: Whether a rule has parameters that are read inside of its module.
         batch_size: The number that stands for the number of samples.
         numbers: What lies between calls, as its library numbers it; ``None`` if only calls count.
         kept: What it keeps for observers of passes, by their class.
     """
 
     steps: tuple[Step, ...]
-    reads_inside: bool
     batch_size: int
     numbers: Any
     kept: dict[type, Any] = field(compare=False, default_factory=dict)
@@ -95,14 +93,7 @@ class Plan:
             to, names = [number.get(edge, 0) for edge in edges], survey.trained[call]
             is_opened = call in survey.opened
             steps.append(Step(call.path, tuple([n for n, *_ in names]), is_opened, tuple(to)))
-        reads_inside = any(call.rule.reads_inside for call in calls)
-        return cls(tuple(steps), reads_inside, structure.lengths[survey.batch_size], numbers)
-
-    @property
-    def is_straight(self) -> bool:
-        """Whether rules send on all that arrives, and every call has its samples on axis 0."""
-        is_opened = any(step.is_opened for step in self.steps)
-        return self.numbers is None and not (is_opened or self.reads_inside)
+        return cls(tuple(steps), structure.lengths[survey.batch_size], numbers)
 
     @property
     def counts(self) -> bool:
@@ -133,7 +124,6 @@ class Planned(NamedTuple):
     def fill(self, survey: Survey, structure: Structure) -> None:
         """Have a survey know what it would find out by itself, but for what lies between calls."""
         survey.is_planned, survey.sites = True, structure.sites
-        survey.is_straight = self.plan.is_straight
         survey.batch_size = self.batch_size
         trained, uses = survey.trained, survey.uses
         stored = [call.stored for call, _ in structure.sites]

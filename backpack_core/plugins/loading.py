@@ -180,7 +180,7 @@ def prefer(distribution: str, *keys: Any) -> None:
             extension, or the name of an entry point. Default: everything.
 
     Raises:
-        UsageError: A name is no string, or a key is neither a name nor a class.
+        UsageError: A name is not a string, or a key is neither a name nor a class.
     """
     if not isinstance(distribution, str) or not all(isinstance(k, (str, type)) for k in keys):
         raise UsageError(

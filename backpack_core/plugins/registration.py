@@ -87,7 +87,7 @@ def _collect(obj: Any) -> list[Contribution]:
     returned_by: dict[str, Any] = {} if own_hook is None else {own_hook: [obj]}
     for caller in manager.get_hookcallers(obj) or ():
         if not caller.has_spec():
-            raise PluginError(f"{caller.name} is no hook. The hooks are {', '.join(hook_names())}.")
+            raise PluginError(f"{caller.name} is not a hook. The hooks are {', '.join(hook_names())}.")
         if caller.name in hookspecs.OF_PASSES:
             returned_by[caller.name] = ()
             continue
@@ -100,12 +100,8 @@ def _collect(obj: Any) -> list[Contribution]:
             f"{obj!r} provides nothing: name a class derived from LayerRule, Extension or "
             "Propagator, or a module with functions marked by backpack_core.hookimpl."
         )
-    return [
-        c
-        for hook, items in returned_by.items()
-        for item in items
-        for c in contributions(hook, item)
-    ]
+    pairs = [(hook, item) for hook, items in returned_by.items() for item in items]
+    return [each for pair in pairs for each in contributions(*pair)]
 
 
 def declared_api(obj: Any) -> set[int]:

@@ -254,12 +254,6 @@ def attach_viewed(call: Call, index: int, output: Tensor, base: Tensor) -> None:
     table.setdefault(base.output_nr, []).append((call, index, layout))
 
 
-def calls_at(node: Node) -> list[Call]:
-    """The calls that are recorded on the outputs of a node."""
-    table: Any = node.metadata.get(SITES)  # type: ignore[attr-defined]
-    return [call for call, _ in table.values()] if table else []
-
-
 def is_noted(node: Node) -> bool:
     """Whether a call is recorded at an output of a node, or at a view of one."""
     noted: Any = node.metadata

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core._torch import VERSION, Node, base_of, version_of, versions_of
+from backpack_core._torch import Node, base_of, version_of, versions_of
 from backpack_core.record.call import SITES, Edge, edge_of, site_at
 
 _STRIDED = torch.strided
@@ -44,10 +44,7 @@ class Execution(dict[str, Any]):
             self.update(kwargs)
         self.tensors = tensors
         self.edges = tuple(map(edge_of, tensors))
-        try:
-            self.versions = [*map(VERSION, tensors)]
-        except RuntimeError:  # of an inference tensor
-            self.versions = versions_of(tensors)
+        self.versions = versions_of(tensors)
         self.is_recorded = False
         self.computed: dict[str, Tensor] | None = None
 

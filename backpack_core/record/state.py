@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core._torch import VERSION, versions_of
+from backpack_core._torch import versions_of
 from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE
 
 Owned = dict[str, tuple[Tensor, int]]  # tensors, and how often each was changed in place, by name
@@ -69,7 +69,7 @@ def noted_of(
     """Versions of outputs and of a module's tensors, and which of the latter need no gradient."""
     frozen: list[str] = []
     try:
-        versions = [*map(VERSION, outputs)]
+        versions = [output._version for output in outputs]
         for name, tensor in owned.items():
             if tensor is not None:
                 versions.append(tensor._version)
@@ -89,7 +89,8 @@ def _nested(module: Module, name: str) -> Tensor | None:
     return found if isinstance(found, Tensor) else None
 
 
-_PLAIN = (int, float, bool, str, type(None), torch.dtype)
+_PLAIN = (int, float, bool, str, type(None), type(...), torch.dtype)
+_ENDS = attrgetter("start", "stop", "step")
 _OF_ALL = frozenset(vars(Module())) - {"training"}
 TRAITS_ATTRIBUTE = "_backpack_traits"
 OUR_ATTRIBUTES = (TRAITS_ATTRIBUTE, OWNER_ATTRIBUTE, PATH_ATTRIBUTE)
@@ -97,9 +98,13 @@ OUR_ATTRIBUTES = (TRAITS_ATTRIBUTE, OWNER_ATTRIBUTE, PATH_ATTRIBUTE)
 
 def _is_plain(value: Any) -> bool:
     """Whether a value holds no tensor: a stored output would hold its own call."""
-    if isinstance(value, (tuple, list)):
-        return all(map(_is_plain, value))
+    if isinstance(value, (tuple, list, slice)):
+        return all(map(_is_plain, _parts(value)))
     return isinstance(value, _PLAIN)
+
+
+def _parts(value: Any) -> Any:
+    return _ENDS(value) if isinstance(value, slice) else value
 
 
 def settings_of(module: Module) -> Settings:
@@ -121,7 +126,8 @@ def settings_of(module: Module) -> Settings:
 
 def _as_key(value: Any) -> Any:
     """A value with its type, in a form that can be hashed."""
-    return type(value), tuple(map(_as_key, value)) if isinstance(value, (tuple, list)) else value
+    is_made_of_others = isinstance(value, (tuple, list, slice))
+    return type(value), tuple(map(_as_key, _parts(value))) if is_made_of_others else value
 
 
 class Traits:

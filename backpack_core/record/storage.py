@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core._torch import Node
+from backpack_core._torch import Node, version_of
 from backpack_core.errors import MissingPluginError, OverwrittenInputError
 from backpack_core.record.call import Stored
 from backpack_core.record.run import Run
@@ -187,10 +187,7 @@ def read(view: View, slot: int, what: str) -> Tensor:
     else:
         stored = view.stored
         tensor = (*stored.inputs, *stored.outputs)[slot]
-        try:
-            is_changed = tensor._version != stored.versions[slot]
-        except RuntimeError:  # of an inference tensor, which says nothing
-            is_changed = stored.versions[slot] != 0
+        is_changed = version_of(tensor) != stored.versions[slot]
     if is_changed:
         raise OverwrittenInputError(
             f"{view.path}: its {what} was changed in place after it was stored, so derivatives "

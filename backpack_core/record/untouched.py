@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core._torch import memories_of
+from backpack_core._torch import memories_of, memory_of
 from backpack_core.record.call import NOTHING
 from backpack_core.record.structure import map_tensors
 from backpack_core.record.view import View
@@ -116,21 +116,19 @@ def owned(value: Any, view: View) -> Any:
             value[:] = [owned(item, view) for item in value]
         is_plain = isinstance(value, (tuple, dict))
         return map_tensors(value, lambda tensor: owned(tensor, view)) if is_plain else value
-    taken = view.memories
-    if taken is None or view.taken is not None:  # else more tensors were unpacked since
-        taken = memories(view)
-    memory = value.untyped_storage()._cdata
+    taken, memory = memories(view), memory_of(value)
     if memory in taken:
         value = value.clone()
-        memory = value.untyped_storage()._cdata
+        memory = memory_of(value)
     taken.add(memory)
     return value
 
 
 def memories(view: View) -> set[int]:
     """The memory of what rules were shown at a visit, and of earlier results."""
-    # It has the memory of results of earlier columns, too.
-    taken: set[int] = view.kept.setdefault(_TAKEN, set())
-    taken |= memories_of(shown_by(view))
-    view.memories = taken
+    taken = view.memories
+    if taken is None or view.taken is not None:  # else more tensors were unpacked since
+        # It has the memory of results of earlier columns, too.
+        taken = view.memories = view.kept.setdefault(_TAKEN, set())
+        taken |= memories_of(shown_by(view))
     return taken

@@ -50,7 +50,7 @@ class LossRun:
         given = layer.arguments(samples, dtype)
         run = execute(layer, given.map(strided) if spread else given, dtype=dtype)
         if not isinstance(run.rule, HessianLossRule):
-            raise CheckFailure(f"{type(run.rule).__name__} is no HessianLossRule.")
+            raise CheckFailure(f"{type(run.rule).__name__} is not a HessianLossRule.")
         self.case, self.rule, self.leaf, self.value = case, run.rule, run.live[0], run.output
         self.view = run.view
         self.view = self.times(1.0)

@@ -55,7 +55,7 @@ class Quantity:
         """Look at what was given.
 
         Raises:
-            UsageError: The oracle is no function, or nothing has such needs: then an extension
+            UsageError: The oracle is not a function, or nothing has such needs: then an extension
                 could raise on every net, and pass.
         """
         if not callable(self.expected):
@@ -70,7 +70,7 @@ class Quantity:
         """The tensor to compare."""
         found = value if self.observed is None else self.observed(value, reference, name)
         if not isinstance(found, Tensor):
-            raise UsageError(f"The value for {name!r} is no tensor but {type(found).__name__}.")
+            raise UsageError(f"The value for {name!r} is not a tensor but {type(found).__name__}.")
         return found
 
 

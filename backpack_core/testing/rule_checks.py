@@ -262,7 +262,7 @@ def affine_weight(run: Execution) -> None:
         given, numbers = _affine_product(run, name)
         arranged = given.to_parameter(numbers)
         once = arranged.shape == given.shape and arranged.unique().numel() == numbers.numel()
-        require(once, f"The arrangement of {name!r} is no permutation of its entries.")
+        require(once, f"The arrangement of {name!r} is not a permutation of its entries.")
         several = given.to_parameter(torch.stack([numbers, 2 * numbers])[None])
         same = torch.equal(several, torch.stack([arranged, 2 * arranged])[None])
         require(same, f"The arrangement of {name!r} changes with axes in front.")

@@ -12,7 +12,7 @@ from backpack_core import backpack, disable, extend, memory_budget, set_memory_b
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.errors import ReleasedIOError, UsageError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
-from backpack_core.record.call import calls_at
+from backpack_operations.order import calls_at
 from tests import oracle
 from tests.cases import Net, Problem, classification, mlp
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from backpack_core import backpack, extend
 from backpack_core.engine.traversal import Traversal
 from backpack_core.extensions import BatchGrad, DiagGGNExact
-from backpack_core.record.call import calls_at
+from backpack_operations.order import calls_at
 
 
 class Tabled(nn.Module):

@@ -27,7 +27,11 @@ from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
 from backpack_core.plan import plan as plans_file
 from backpack_core.plan.plan import plans
 from backpack_core.plugins.registry import registry
+from backpack_layers.modules import Slicing
+from backpack_operations.between import Operations
 from backpack_operations.own_order import Chunks
+from backpack_operations.straight import StraightTraversal
+from backpack_operations.visits import GraphTraversal
 
 pytestmark = pytest.mark.plans
 SAMPLES = 3
@@ -229,6 +233,64 @@ def test_operations_that_differ_by_what_they_saved(first: Any, then: Any) -> Non
 
     assert run([first] * BEFORE) == "right"
     assert run([first] * BEFORE + [then]) == run([then])
+
+
+def _attention() -> nn.Module:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.MultiheadAttention(4, 2, batch_first=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.unsqueeze(1)
+            found: Tensor = self.layer(x, x, x, need_weights=False)[0]
+            return found.squeeze(1)
+
+    return extend(Attention())
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (_model, StraightTraversal),
+        (_attention, GraphTraversal),  # parameters are read inside of it
+        (lambda: extend(nn.Sequential(nn.Linear(4, 4), Scaled())), GraphTraversal),
+    ],
+    ids=["layers", "read inside", "used by operations"],
+)
+def test_only_straight_graphs_are_visited_without_questions(
+    make: Callable[[], nn.Module], kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds, traversal = list[type](), Operations.traversal
+
+    def noted(self: Operations, *given: Any) -> StraightTraversal:
+        found = traversal(self, *given)
+        kinds.append(type(found))
+        return found
+
+    monkeypatch.setattr(Operations, "traversal", noted)
+    _warm(make())
+    assert kinds[0] is GraphTraversal
+    assert kinds[-1] is kind
+
+
+def test_an_index_that_is_set_anew() -> None:
+    """It is a setting: of the pass that ran with it, and in the key."""
+    index = Slicing((slice(None), slice(0, 4)))
+    model = extend(nn.Sequential(nn.Linear(4, 6), index, nn.Linear(4, 4)))
+    _warm(model, BatchGrad(), DiagGGNExact())
+    lossfunc, inputs = extend(nn.MSELoss(reduction="sum")), torch.randn(SAMPLES, 4)
+    loss = lossfunc(model(inputs), torch.zeros(SAMPLES, 4))
+    with backpack(DiagGGNExact()):
+        lossfunc(model(inputs), torch.zeros(SAMPLES, 4)).backward()
+        expected = vars(model[0].weight)["diag_ggn_exact"].clone()
+    index.slice_info = (slice(None), slice(2, 6))
+    with backpack(DiagGGNExact()):
+        loss.backward()
+    torch.testing.assert_close(vars(model[0].weight)["diag_ggn_exact"], expected)
+    index.slice_info = (torch.tensor([1, 0, 2]), slice(2, 6))
+    with pytest.raises(BackpackError, match="touches the batch axis"):
+        _step(model, BatchGrad(), DiagGGNExact())
 
 
 def test_columns_go_in_as_many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:

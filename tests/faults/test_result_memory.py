@@ -75,6 +75,12 @@ def _branches() -> Net:
     return Net(lambda net, x: net.c(net.a(x) + net.b(x)), **parts)
 
 
+def _normed_branches() -> Net:
+    """Two offsets with the same columns at their outputs."""
+    parts = {"a": nn.LayerNorm(4), "b": nn.LayerNorm(4), "c": nn.Linear(4, 3)}
+    return Net(lambda net, x: net.c(net.a(net.d(x)) + net.b(x.tanh())), **parts, d=nn.Linear(4, 4))
+
+
 def _tied() -> Net:
     net = Net(lambda net, x: net.b(net.a(x)), a=nn.Linear(3, 3), b=nn.Linear(3, 3))
     net.b.weight = net.a.weight
@@ -111,6 +117,7 @@ NETS: dict[str, Make] = {
     "mlp": lambda: (mlp(), (3,)),
     "biases": lambda: (nn.Sequential(*mlp(), nn.Identity()), (3,)),
     "branches": lambda: (_branches(), (3,)),
+    "normed branches": lambda: (_normed_branches(), (4,)),
     "tied": lambda: (_tied(), (3,)),
     "own": lambda: (_own(), (3,)),
     "normalised": lambda: (

@@ -56,6 +56,6 @@ def _order(found: BackwardPass, options: Options) -> dict[Node, int] | None:
     is_distributed = any(call.run.is_distributed for call in survey.trained)
     if is_distributed or leaves_to_narrow(survey, options, found.roots) is None:
         return None
-    order = ranks(site.edge.node)
+    order, read = ranks(site.edge.node), survey.parameters()
     leaves = (node for node in order if isinstance(node, LeafNode))
-    return order if all(survey.is_read(leaf.variable) for leaf in leaves) else None
+    return order if all(id(leaf.variable) in read for leaf in leaves) else None

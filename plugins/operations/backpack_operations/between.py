@@ -138,6 +138,8 @@ class Operations(Between[GraphSurvey]):
         survey.seen = dict.fromkeys([(node, ()) for node in structure.between])
         survey.alignment.batch_size = survey.batch_size
         if numbers is None:
+            reads_inside = any(call.rule.reads_inside for call, _ in survey.sites)
+            survey.is_straight = not (survey.opened or reads_inside)
             return
         if numbers.alignment is not None:
             numbers.alignment.fill(survey, structure)
@@ -195,7 +197,7 @@ class Operations(Between[GraphSurvey]):
         survey = self.survey
         if survey.leaves or survey.viewed or survey.alignment.apart:
             return True
-        return not survey.alignment.positions_of(site)
+        return not (survey.is_straight or survey.alignment.positions_of(site))
 
     def reach(
         self,

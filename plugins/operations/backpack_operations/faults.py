@@ -155,7 +155,7 @@ def ragged(call: Call) -> BackpackError:
     return ShapeError(
         f"{call.path} received several inputs of the model that were joined, of different lengths, "
         "and nothing says whether each of them is one sample's: give the loss one entry for each. "
-        "If one of them is no list of samples (a memory that all share), give it to a module by "
+        "If one of them is not a list of samples (a memory that all share), give it to a module by "
         "itself."
     )
 

@@ -6,10 +6,10 @@ Autograd has such an order, but does not tell it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from backpack_core._torch import Node
-from backpack_core.record.call import calls_at
+from backpack_core.record.call import SITES, Call
 
 T = TypeVar("T")
 
@@ -42,6 +42,12 @@ def behind(starts: Iterable[Node | None]) -> set[Node]:
 def children_of(node: Node) -> list[Node]:
     """The nodes that a node sends gradients to."""
     return [child for child, _ in node.next_functions if child is not None]
+
+
+def calls_at(node: Node) -> list[Call]:
+    """The calls that are recorded on the outputs of a node."""
+    noted: Any = node.metadata
+    return [call for call, _ in noted.get(SITES, {}).values()]
 
 
 def consumers_first(starts: Iterable[T], further: Callable[[T], Sequence[T]]) -> list[T]:

@@ -76,7 +76,7 @@ def _of_bare(parameter: Tensor, node: Node, survey: GraphSurvey) -> tuple[str, s
         )
     elif lost:
         advice = (
-            f"{lost} is no extended part of its model: it was put there, or wrapped, after "
+            f"{lost} is not an extended part of its model: it was put there, or wrapped, after "
             "extend(model), or unextended. Call extend(model) again."
         )
     else:

@@ -66,6 +66,8 @@ class GraphSurvey(Survey):
         are_moved: Whether rows may be other samples than those of the model's input; ``None``
             before anybody asked.
         has_read: Whether numbers in tensors were compared, to tell where samples are.
+        is_straight: Whether a plan says that every call has a rule that sends on what arrives, and
+            its samples on axis 0.
     """
 
     beside: frozenset[tuple[Node, int]] = frozenset()
@@ -92,6 +94,7 @@ class GraphSurvey(Survey):
     numbers: dict[tuple[Node, int], Tensor | None] = field(default_factory=dict)
     are_moved: bool | None = None
     has_read: bool = False
+    is_straight: bool = False
 
     @property
     def why_unusual(self) -> str:
@@ -131,6 +134,8 @@ class GraphSurvey(Survey):
 
     def place_of(self, site: Site) -> tuple[int, int]:
         """As alignment and rules say."""
+        if self.is_straight:
+            return 0, 1
         axis, alignment = self.axes.get((site.call, site.index), 0), self.alignment
         is_usual = site.layout is None and not (alignment.positions or alignment.faults)
         return axis, 1 if is_usual else alignment.positions_of(site, axis)

@@ -75,7 +75,7 @@ def refuse_unknown_normaliser(
         extensions: Those that need it.
 
     Raises:
-        UsageError: It is no weighted sum of extended losses.
+        UsageError: It is not a weighted sum of extended losses.
     """
     if not extensions:
         return

@@ -1,4 +1,4 @@
-"""Every use of torch's private interface in this package. Imports torch only."""
+"""Every use of torch's private interface in this package. Imports torch, and core's."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from backpack_core._torch import peek_transform
 
 
 def is_symbolic(tensor: Tensor) -> bool:
@@ -28,7 +30,7 @@ def is_at_hand(tensor: Tensor) -> bool:
         and tensor.is_cpu
         and not torch.is_grad_enabled()
         and (mode is None or getattr(mode, "reads_are_assumptions", False))
-        and torch._C._functorch.peek_interpreter_stack() is None
+        and peek_transform() is None
         and not is_symbolic(tensor)
     )
 

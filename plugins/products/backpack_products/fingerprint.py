@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from importlib_metadata import PackageNotFoundError, version
 from torch import Tensor, distributed
 from torch.nn import Module
 
 from backpack_core import Extension
-from backpack_core.cli.certificate import digest, home_of
+from backpack_core.cli.certificate import digest, home_of, installed
 from backpack_core.errors import UsageError
 from backpack_core.plugins.loading import ensure_loaded, known_plugins
 from backpack_core.plugins.registry import registry
@@ -50,8 +49,8 @@ def fingerprint(
         by its name, with a digest of its source.
     """
     ensure_loaded()
-    known = {p.value.partition(":")[0].partition(".")[0].strip(): p for p in known_plugins()}
-    found = {name: _code(package, _version(name)) for package, name in _UNDER_ALL.items()}
+    known = {plugin.package: plugin for plugin in known_plugins()}
+    found = {name: _code(package, installed(name)) for package, name in _UNDER_ALL.items()}
     for part in dict.fromkeys(_parts(modules, [*extensions])):
         package = part.__module__.partition(".")[0]
         if package in known:
@@ -76,14 +75,6 @@ def _parts(modules: Iterable[Module], extensions: list[Any]) -> Iterator[Any]:
 def _code(package: str, release: str) -> str:
     home = home_of(package)
     return f"{release} {'unknown code' if home is None else _digest(home)}".strip()
-
-
-@cache
-def _version(distribution: str) -> str:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return ""
 
 
 @cache
