@@ -212,6 +212,16 @@ def test_an_extended_model_stays_extended() -> None:
     assert is_extended(lossfunc)
 
 
+@pytest.mark.parametrize("method", ["dot", "cosine", "logra"])
+def test_what_others_stored_on_parameters_stays(problem, method) -> None:
+    model, train, queries = problem
+    fields = "grad_batch", "grad_inner", "projected_grad"
+    for parameter in model.parameters():
+        vars(parameter).update(dict.fromkeys(fields, "own"))
+    influence(model, nn.CrossEntropyLoss(), loader(train, 3), loader(queries, 2), method)
+    assert all(vars(p) == dict.fromkeys(fields, "own") for p in model.parameters())
+
+
 # Used badly ---------------------------------------------------------------------------------------
 
 

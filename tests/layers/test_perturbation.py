@@ -310,6 +310,8 @@ class TestRefusals:
         for given, message in (
             ((net, "1"), "no module at '1'"),
             ((net,), "takes paths"),
+            ((net, ["0"]), "takes paths"),
+            ((net, net[0]), "takes paths"),  # type: ignore[index]
             ((nn.Linear(2, 2), ""), "extended model"),
         ):
             with pytest.raises(UsageError, match=message), perturb(*given):

@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from backpack_attribution import forms
 from backpack_attribution.forms import Gradients
-from backpack_attribution.problem import Problem
+from backpack_attribution.problem import FIELD, Problem
 from backpack_attribution.run import Run, on_cpu
 from backpack_core.errors import UsageError
 from backpack_core.extensions import GradInner
@@ -202,8 +202,8 @@ def products_of(
             parts.append(gradients.inner(queries[name]))
 
     if norms is None:
-        found = problem.compute(batch, GradInner(lambda name, shape: queries.get(name)))
-        parts = [*found.values()]
+        inner = GradInner(lambda name, shape: queries.get(name), savefield=FIELD)
+        parts = [*problem.compute(batch, inner).values()]
     else:
         problem.consume(batch, add)
     if not parts:

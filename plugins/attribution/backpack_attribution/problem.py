@@ -21,6 +21,8 @@ from backpack_products.fingerprint import Fingerprint, fingerprint
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
 Split: TypeAlias = Callable[[Any], tuple[Any, Any]]
 
+FIELD = "attribution"  # what a pass of ours leaves on parameters, until it is taken
+
 
 class Problem:
     """A model, a loss, and how a batch is read.
@@ -114,18 +116,23 @@ class Problem:
             consumer: Called with the name of each parameter and its ``[N, *θ]`` during the backward
                 pass, which holds no other.
         """
-        self.compute(batch, BatchGrad(form="product", consumer=consumer))
+        self.compute(batch, BatchGrad(savefield=FIELD, form="product", consumer=consumer))
 
     def compute(self, batch: Any, extension: Extension) -> dict[str, Any]:
-        """What an extension finds for a batch, by parameter; nothing is left on these."""
+        """What an extension finds for a batch, by parameter; nothing is left on these.
+
+        Args:
+            batch: Of the loader.
+            extension: Saved under ``FIELD``, so that what others stored stays.
+        """
         with torch.enable_grad():
             loss = self.loss(batch)
             with backpack(extension, gradient="none"):
                 loss.backward()
         found: dict[str, Any] = {}
         for name, parameter in self.parameters.items():
-            if extension.savefield in vars(parameter):
-                found[name] = vars(parameter).pop(extension.savefield)
+            if FIELD in vars(parameter):
+                found[name] = vars(parameter).pop(FIELD)
         return found
 
     def gradients(self, batch: Any) -> dict[str, Value]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_attribution.methods import Checkpoint, Method, at_checkpoint, joined
-from backpack_attribution.problem import Loss, Problem, Split
+from backpack_attribution.problem import FIELD, Loss, Problem, Split
 from backpack_attribution.run import Run, on_cpu
 from backpack_core.errors import UsageError
 from backpack_core.extensions import ProjectedGrad
@@ -49,7 +49,7 @@ def project(
 def projections_of(problem: Problem, batch: Any, projection: Projection) -> dict[str, Tensor]:
     """Projected gradients of a batch, ``[N, dim]`` for each parameter."""
     settings = projection.dim, projection.kind, projection.seed
-    return problem.compute(batch, ProjectedGrad(*settings))
+    return problem.compute(batch, ProjectedGrad(*settings, savefield=FIELD))
 
 
 def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

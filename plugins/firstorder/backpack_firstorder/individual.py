@@ -50,8 +50,9 @@ class BatchGrad(FirstOrderExtension):
     sum over its tokens. ``SampleGradients`` have ``N · T`` entries then, those of the first sample
     first. A token's share is the term of its position at every use of the parameter: the gradient
     of a copy that this position alone uses. Position ``t`` is the one at index ``t`` of the axes
-    between samples and features of what the module received. A parameter that has no such
-    positions, or whose uses have different numbers of them, raises.
+    that hold neither samples nor features, of what the module received (of a convolution, of what
+    it returned). A parameter that has no such positions, or whose uses have different numbers of
+    them, raises.
 
     Exact for every net whose samples do not influence each other (Dangel et al., 2020, BackPACK,
     ICLR, section 2.2).

@@ -34,9 +34,9 @@ def as_per(value: Any) -> Per:
 def entries_of(product: SampleProduct, per: Per) -> tuple[SampleProduct, tuple[int, ...]]:
     """A product with whatever has a gradient of its own as a sample, and the shape ``[N(, T)]``.
 
-    Position ``t`` is the one at index ``t`` of the axes between samples and features, of what the
-    module received; several axes are counted in the order of memory. Several uses of a parameter
-    add up token by token.
+    Position ``t`` is the one at index ``t`` of the axes that hold neither samples nor features, of
+    what the module received (of a convolution, of what it returned); several axes are counted in
+    the order of memory. Several uses of a parameter add up token by token.
 
     Args:
         product: Of all samples, ``[1, N, *θ]``.

@@ -158,8 +158,9 @@ class Perturbations(Mapping[str, Any]):
             )
         made, number = self._made[path], self._count[path]
         self._count[path] += 1
-        new = Perturbation(received.shape[not self._each :], received)
-        if number == len(made) or not _is_like(made[number].value, new.value):
+        shape = received.shape[not self._each :]
+        if number == len(made) or not _fits(made[number].value, shape, received):
+            new = Perturbation(shape, received)
             new.__dict__[PATH_ATTRIBUTE] = path
             made[number : number + 1] = [extend(new)]
         perturbation = made[number]
@@ -169,9 +170,8 @@ class Perturbations(Mapping[str, Any]):
         return result
 
 
-def _is_like(mine: Tensor, other: Tensor) -> bool:
-    same = mine.dtype == other.dtype and mine.device == other.device
-    return same and mine.shape == other.shape
+def _fits(known: Tensor, shape: torch.Size, like: Tensor) -> bool:
+    return known.shape == shape and known.dtype == like.dtype and known.device == like.device
 
 
 @contextmanager
@@ -243,7 +243,7 @@ def _modules(model: Module, paths: tuple[str, ...], at: str) -> dict[str, Module
         raise UsageError(f'perturb takes at="input" or at="output". Got {at!r}.')
     if not is_extended(model):
         raise UsageError("perturb takes an extended model: write perturb(extend(model), ...).")
-    if not paths:
+    if not paths or not all(isinstance(path, str) for path in paths):
         raise UsageError('perturb takes paths of modules, as in perturb(model, "0", "2").')
     known = dict(model.named_modules())
     for path in paths:
