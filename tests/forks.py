@@ -2,7 +2,7 @@
 
 Two servers, which start when they are first asked. One has imported torch alone, and runs scripts
 as a fresh interpreter would. One has imported this library, too, and runs functions, as ranks of a
-group.
+group. No wait is without a limit: a process that hangs fails its test, and the tests go on.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from multiprocessing.context import ForkServerContext, ForkServerProcess
 from pathlib import Path
@@ -24,13 +27,16 @@ import torch.multiprocessing
 # Of a library, only what any process of it imports.
 PRELOADED = ["torch.distributed.fsdp", "backpack_core.extensions", "backpack_data"]
 
+LIMIT = 300  # seconds that a process may take
+
 SERVER = """
-import json, os, sys, torch
+import json, os, signal, sys, torch
 assert not [name for name in sys.modules if name.startswith("backpack")]
 for line in sys.stdin:
-    source, environment, files = json.loads(line)
+    source, environment, files, limit = json.loads(line)
     child = os.fork()
     if not child:
+        signal.alarm(limit)
         for number, name in enumerate(files, 1):
             os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), number)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -49,18 +55,33 @@ def _server() -> subprocess.Popen[str]:
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
-def python(source: str, **environment: str) -> str:
-    """Run a script in a process of its own that has imported torch; its standard output."""
+def python(source: str, limit: int = LIMIT, **environment: str) -> str:
+    """Run a script in a process of its own that has imported torch; its standard output.
+
+    Args:
+        source: The script.
+        limit: Seconds that it may take.
+        environment: Variables, beside those of this process.
+
+    Raises:
+        AssertionError: The script failed, or took longer; or the server has ended.
+    """
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
         said, errors = (Path(folder) / name for name in ("out", "err"))
-        files = str(said), str(errors)
-        server.stdin.write(json.dumps([source, {**os.environ, **environment}, files]) + "\n")
-        server.stdin.flush()
-        status = int(server.stdout.readline())
-        assert status == 0, errors.read_text()
+        asked = source, {**os.environ, **environment}, (str(said), str(errors)), limit
+        with suppress(BrokenPipeError):
+            server.stdin.write(json.dumps(asked) + "\n")
+            server.stdin.flush()
+        answer = server.stdout.readline()
+        if not answer:
+            _server.cache_clear()
+            raise AssertionError(f"The server has ended with {server.wait(10)}; see its errors.")
+        status = int(answer)
+        ended = f"took {limit} seconds" if status == -signal.SIGALRM else f"ended with {status}"
+        assert status == 0, f"The script {ended}: {errors.read_text()}"
         return said.read_text()
 
 
@@ -78,11 +99,29 @@ def start(function: Callable[..., object], *arguments: Any) -> ForkServerProcess
     return process
 
 
-def run_ranks(function: Callable[..., object], *arguments: Any, ranks: int = 2) -> None:
+def run_ranks(
+    function: Callable[..., object], *arguments: Any, ranks: int = 2, limit: float = LIMIT
+) -> None:
     """Run a function in several processes, which it is told the number of first.
+
+    Args:
+        function: Of a module.
+        arguments: What it is told next.
+        ranks: How many processes.
+        limit: Seconds that they may take.
 
     Raises:
         Exception: Whatever one of them raises.
+        TimeoutError: They took longer.
     """
     _context()
-    torch.multiprocessing.start_processes(function, arguments, ranks, start_method="forkserver")
+    started = torch.multiprocessing.start_processes(
+        function, arguments, ranks, join=False, start_method="forkserver"
+    )
+    end = time.monotonic() + limit
+    while not started.join(timeout=max(0.0, end - time.monotonic())):
+        if time.monotonic() >= end:
+            waiting = [rank for rank, each in enumerate(started.processes) if each.is_alive()]
+            for each in started.processes:
+                each.kill()
+            raise TimeoutError(f"Ranks {waiting} were not through after {limit} seconds.")

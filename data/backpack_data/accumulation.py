@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
-from warnings import catch_warnings, filterwarnings
 
 import torch
 from torch import Tensor, distributed
@@ -15,13 +13,13 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-from backpack_core import Extension, backpack, extend, is_extended, unextend
+from backpack_core import Extension, backpack
 from backpack_core.engine.active import Check
-from backpack_core.errors import BackpackWarning, UsageError
-from backpack_core.record.owner import OWNER_ATTRIBUTE
+from backpack_core.errors import UsageError
 from backpack_core.record.structure import map_tensors
 from backpack_data.arguments import require_kinds, require_model, require_result
 from backpack_data.batches import Batch, Kept, made_by, output_of, split
+from backpack_data.borrowed import extended, same_gradients
 from backpack_data.captured import CapturedBatches
 from backpack_data.checkpoint import Checkpoint, file_of_rank
 from backpack_data.exchange import reduce
@@ -122,7 +120,7 @@ def accumulate(
             "The model is sharded (fully_shard): its parameters are gathered anew in every pass, "
             "which is part of no captured step. Leave capture= out."
         )
-    with _extended(model, lossfunc):
+    with extended(model, lossfunc):
         run = _Run(model, lossfunc, loader, batch, normaliser, progress, check)
         run.group, run.gather, run.timeout = process_group, gather, timeout
         run.is_sharded = is_sharded
@@ -198,12 +196,12 @@ class _Run:
         states = States.over(self.model, readers)
         if self.captured is not None:
             self.captured.begin()
-        begin = None if self.checkpoint is None else self.checkpoint.begin
-        done = 0 if begin is None else begin(number, states, self.plugins)
         kept, heartbeat = Kept(self.loader), Heartbeat(self.group, self.timeout)
         in_step = InStep(self.group if self.is_sharded else None, heartbeat)
         with heartbeat.told(), in_step.told():
             heartbeat.compare(self.plugins)
+            begin = None if self.checkpoint is None else self.checkpoint.begin
+            done = 0 if begin is None else begin(number, states, self.plugins)
             self._batches(number, done, readers, states, kept, heartbeat, in_step)
         heartbeat.wait()
         if self.group is not None:
@@ -293,7 +291,7 @@ class _Run:
         if given is not None:
             joint(given)  # refuses what is not a number
             readers = [declaration(e).of_batch(e, *given) for e in readers]
-        with _same_gradients([*self.model.parameters(), *self.of_loss]):
+        with same_gradients([*self.model.parameters(), *self.of_loss]):
             if self.captured is not None:
                 is_alike = all(e is old for e, old in zip(readers, known, strict=True))
                 key = None if is_alike else given
@@ -313,43 +311,3 @@ class _Run:
             else:
                 loss.backward()
         return weights
-
-
-@contextmanager
-def _same_gradients(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Restores ``.grad`` after the block, where autograd cannot be told to leave it out."""
-    before = [(parameter, parameter.grad) for parameter in parameters]
-    for parameter, _ in before:
-        parameter.grad = None
-    try:
-        with catch_warnings():
-            filterwarnings("ignore", "Autograd computes every gradient", BackpackWarning)
-            yield
-    finally:
-        for parameter, gradient in before:
-            parameter.grad = gradient
-
-
-class _extended:
-    """Extends model and loss inside the block, and restores them after it."""
-
-    def __init__(self, *modules: Any) -> None:
-        self._modules = [m for m in modules if isinstance(m, Module) and not is_extended(m)]
-        self._before: list[tuple[Module, dict[str, int]]] = []  # parts that are extended, and axes
-
-    def __enter__(self) -> None:
-        for module in self._modules:
-            axes: dict[str, int] = {}
-            for path, part in module.named_modules():
-                owner = part.__dict__.get(OWNER_ATTRIBUTE)
-                if owner is not None and owner.module is part:
-                    self._before.append((part, owner.axes))
-                    known = owner.axes.items()
-                    axes |= {".".join(filter(None, (path, own))): axis for own, axis in known}
-            extend(module, batch_axis=axes)
-
-    def __exit__(self, *exc: object) -> None:
-        for module in self._modules:
-            unextend(module)
-        for part, axes in self._before:
-            extend(part, batch_axis=axes)

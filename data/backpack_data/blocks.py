@@ -150,7 +150,8 @@ class combined:
         step = make(function, self._model, *self._readers, observer=observer, **self._options)
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            returned, found = step(*args, **kwargs)
+            with reported(self._group):
+                returned, found = step(*args, **kwargs)
             self._add(Weights.of(found))
             return returned
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from backpack_attribution import GradientStore
-from tests.forks import start
+from tests.forks import LIMIT, start
 
 EACH, BATCH, WIDTH = 150, 4, 1000  # batches for each kill, samples of a batch, numbers of a sample
 
@@ -72,7 +72,7 @@ def crash(parent: Path, kills: int, seed: int) -> int:
         hits += now > before
         before = now
     last = start(work, folder, samples)
-    last.join()
+    last.join(LIMIT)
     assert last.exitcode == 0
     assert stored(folder) == {*range(samples)}
     assert not [*folder.glob(".*.safetensors.*")]

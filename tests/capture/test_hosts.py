@@ -184,6 +184,44 @@ def _trained(name: str, parts: int, is_captured: bool) -> Any:
     return losses, [p.detach() for p in model.parameters()], optimizer.damping, step
 
 
+class Late(nn.Module):
+    """A layer joins later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.later, self.last = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        self.is_late = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        return self.last(self.later(hidden) if self.is_late else hidden)
+
+
+def test_a_layer_that_joins_later_is_corrected_too() -> None:
+    """Its eigenvectors come, and later ones go to where the graph reads them."""
+    (weights, _), (ours, step) = (_with_a_late_layer(way) for way in (False, True))
+    same(ours, weights)
+    assert replays(step) >= 8, step.report()
+
+
+def _with_a_late_layer(is_captured: bool) -> Any:
+    torch.manual_seed(1)
+    model, lossfunc = extend(Late()), extend(nn.CrossEntropyLoss())
+    optimizer = EKFAC(model, lr=0.05, inverses_every=4)
+    step = capture(lambda x, y: lossfunc(model(x), y), lossfunc, optimizer)
+    for number, (x, y) in enumerate(batches([5] * 26)):
+        torch.manual_seed(number)
+        model.is_late = number >= 6
+        optimizer.zero_grad()
+        if is_captured:
+            step(x, y)
+        else:
+            with optimizer.curvature():
+                lossfunc(model(x), y).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()], step
+
+
 def test_hosts_decide_what_is_computed() -> None:
     model, lossfunc = extend(mlp()), extend(nn.CrossEntropyLoss())
     optimizer = KFAC(model)

@@ -210,6 +210,14 @@ def test_a_read_is_compared(read: str) -> None:
             run(x + 1)
 
 
+def test_views_of_another_kind_stay() -> None:
+    def function(x: Tensor) -> Sequence[Tensor]:
+        y, z = x @ x, torch.complex(x, x + 1)
+        return y.view(torch.int64) + 1, torch.view_as_real(z) * 2, z.conj() + z, z.conj().imag + 1
+
+    check(function)
+
+
 def test_views_of_views_are_views_of_the_memory() -> None:
     def function(x: Tensor) -> Sequence[Tensor]:
         y = x @ x

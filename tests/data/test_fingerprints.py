@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 
-from backpack_attribution import GradientStore, fill, merge_stores, project
+from backpack_attribution import GradientStore, fill, merge_stores, preconditioned, project
 from backpack_core import Extension, LayerRule
 from backpack_core.errors import UsageError
 from backpack_core.extensions import KFAC, BatchGrad, DiagGGNExact, SumGradSquared
@@ -177,7 +178,7 @@ def test_gradients(update: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=DIFFERENT):
         fill(store, MODEL, LOSS, batches(), projection, progress=False)
     later = project(MODEL, LOSS, batches(), projection)
-    for ask in (store.search, store.scores):
+    for ask in (store.search, store.scores, partial(preconditioned, store)):
         with pytest.raises(UsageError, match=f"first and the queries {DIFFERENT}"):
             ask(later)
         ask(dict(later))  # of nobody knows whom

@@ -154,13 +154,15 @@ def test_a_killed_rank_is_named_and_the_rest_goes_on(name: str, tmp_path: Path):
         "without_weight_combined",
         "without_weight_reduced",
         "unreadable",
+        "other_state",
     ],
 )
 def test_all_ranks_learn_what_has_failed_on_one(name: str, tmp_path: Path):
     """At once, and not when they have waited for ten minutes."""
     (first, told), (second, said) = start(name, tmp_path, 2)
     assert first == second == 1, (told, said)
-    cause = "Error" if name == "unreadable" else "which are zero in this one"
+    causes = {"unreadable": "Error", "other_state": "is the state of another run"}
+    cause = causes.get(name, "which are zero in this one")
     assert cause in said
     assert "Rank" not in said
     assert "LostProcessError: Rank 1 failed" in told

@@ -289,6 +289,20 @@ def without_weight(ways: str, folder: Path, rank: int, ranks: int) -> None:
         (folder / f"{ways}-{rank}.seconds").write_text(str(time.monotonic() - begun))
 
 
+def other_state(folder: Path, rank: int, ranks: int) -> None:
+    """The last rank has the state of another run; it says so, and all learn it."""
+    begun, pairs = time.monotonic(), batches(*data(6), 2, 2, 2)
+    state = folder / "state"
+    if rank == ranks - 1:
+        file = folder / f"state-{rank}"
+        accumulate(net(), loss(), pairs, KFAC(), state_file=file, progress=False)
+    options: dict[str, Any] = {"process_group": distributed.group.WORLD, "progress": False}
+    try:
+        accumulate(net(), loss(), pairs, Variance(), state_file=state, **options)
+    finally:
+        (folder / f"state-{rank}.seconds").write_text(str(time.monotonic() - begun))
+
+
 without_weight_accumulated = partial(without_weight, "accumulated")
 without_weight_in_shards = partial(without_weight, "shards")
 without_weight_combined = partial(without_weight, "combined")

@@ -7,11 +7,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
+from backpack_core.errors import BackpackError
 from backpack_privacy import make_private
 from tests.privacy.problems import loader_of, perceptron
 
@@ -46,6 +48,14 @@ def stepping(
     loss: Callable[[Loop, Tensor, Tensor], Tensor],
 ) -> Callable[[Loop, Tensor, Tensor], Any]:
     return lambda loop, x, y: loop.private.step(loss(loop, x, y))
+
+
+def check_refused(misuse: tuple[Callable[[], Any], str], *more: type[Exception]) -> None:
+    """It raises, and the message has what is said beside it."""
+    call, message = misuse
+    with pytest.raises((BackpackError, *more)) as caught:
+        call()
+    assert message in str(caught.value)
 
 
 well = stepping(Loop.loss)

@@ -14,6 +14,7 @@ from backpack_capture import capture
 from backpack_core.errors import UsageError
 from backpack_core.extensions import BatchGrad
 from backpack_privacy import AdaptiveClipping, Clipping
+from backpack_privacy.captured import _Copies
 from tests.privacy.problems import difference, privately
 
 EPOCHS = 6
@@ -83,6 +84,40 @@ def test_batches_of_other_sizes_are_filled_up(options: dict[str, Any]) -> None:
     assert difference(model, other) < 1e-12
     same(ours, right, 1e-12)
     assert replays(step) >= 4, step.report()
+
+
+def test_batches_are_not_filled_up_beyond_max_rows() -> None:
+    private, model, lossfunc = privately(max_rows=2, noise_multiplier=0.7)
+    sizes = set()
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        sizes.add(len(x))
+        return lossfunc(model(x), y)
+
+    step = capture(function, private)
+    for x, y in private.loader:
+        step(x, y)
+    assert sizes == {2}
+
+
+def test_arguments_that_are_as_long_as_a_batch_by_chance() -> None:
+    x, weights = torch.rand(5, 3), torch.rand(4)
+    copies = _Copies()
+    for _ in range(2):
+        found, other = copies.behind((x, {"weights": weights}), 5, 6)
+        assert len(found) == 6
+        assert torch.equal(found[5], x[4])
+        assert other["weights"] is weights
+        found, other = copies.behind((x[:4], {"weights": weights}), 4, 6)
+        assert len(found) == 6
+        assert other["weights"] is weights
+    copies = _Copies()
+    assert len(copies.behind((x[:4], weights), 4, 6)[1]) == 6
+    with pytest.raises(UsageError, match=r"shape \[4\] came with 5 rows"):
+        copies.behind((x, weights), 5, 6)
+    copies = _Copies()
+    for rows in (4, 5):  # nothing is filled up
+        assert copies.behind((x[:rows], weights), rows, rows)[1] is weights
 
 
 def same(ours: Any, right: Any, bound: float) -> None:

@@ -176,6 +176,32 @@ def test_a_gradient_scaler() -> None:
     assert scaler.get_scale() == 2.0**9
 
 
+class Stopped(torch.optim.SGD):
+    """Its first step runs out of memory."""
+
+    is_done = False
+
+    def step(self, closure: Any = None) -> Any:
+        if not self.is_done:
+            self.is_done = True
+            raise torch.OutOfMemoryError
+        return super().step(closure)
+
+
+def test_after_a_step_that_failed_in_a_scaler_plain_gradients_are_refused() -> None:
+    private, model, lossfunc = privately(optimizer=lambda p: Stopped(p, lr=0.1), checks=0)
+    x, y = next(iter(private.loader))
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(torch.OutOfMemoryError):
+        private.step(lossfunc(model(x), y), scaler=torch.amp.GradScaler("cpu"))
+    private.optimizer.zero_grad()
+    lossfunc(model(x), y).backward()
+    with pytest.raises(UsageError, match="plain gradient"):
+        private.optimizer.step()
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p, old)
+
+
 def test_empty_batches_have_their_steps_after_one_that_a_scaler_left_out() -> None:
     """Also where they wait for it, since the loop asks for batches ahead of time."""
     private, model, lossfunc = privately(size=1, noise_multiplier=1.0, checks=0)

@@ -20,6 +20,11 @@ MESSAGES = (
     "Leave max_rows out",
     "over a mesh of shape [1, 2]",
     "Leave param_dtype out",
+    "batch_size differs between processes",
+    "The number of weights differs between processes",
+    "len(loader.dataset) differs between processes",
+    "",  # one of the processes has samples that reach the layer
+    "has received noise alone",
 )
 
 
@@ -37,3 +42,4 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
                 assert (a - b).abs().max() < 1e-12
         for message, said in zip(MESSAGES, refusals, strict=True):
             assert message in said
+            assert bool(message) == bool(said)

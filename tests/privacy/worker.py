@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import distributed, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Subset, TensorDataset
 
 from backpack_core.errors import UsageError
 from backpack_privacy import AdaptiveClipping, Clipping, make_private
@@ -54,9 +55,28 @@ def train(how: str, world: int, adaptive: bool) -> tuple[list[torch.Tensor], int
     return [p.detach() for p in found], seen
 
 
-def refused(model: nn.Module, data: Any, **options: Any) -> str:
-    """What is said of a model, when it is made private or in the first step."""
-    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), loader_of(data, 1)
+class Gated(nn.Module):
+    """A layer that only large inputs reach."""
+
+    def __init__(self, bound: float) -> None:
+        super().__init__()
+        self.layer, self.gated, self.bound = nn.Linear(5, 3), nn.Linear(5, 3, bias=False), bound
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + self.gated(torch.relu(x - self.bound))
+
+
+def gated(bound: float) -> str:
+    """What is said of a layer that samples of the second process reach, or none."""
+    torch.manual_seed(0)
+    x = torch.arange(12.0).remainder(2).unsqueeze(1).repeat(1, 5)  # every second sample is its own
+    data = TensorDataset(x, torch.arange(12) % 3)
+    return refused(Gated(bound), data, size=2, checks=2, sampling="shuffled")
+
+
+def refused(model: nn.Module, data: Any, size: int = 1, **options: Any) -> str:
+    """What is said of a model, when it is made private or in the first steps."""
+    optimizer, loader = torch.optim.SGD(model.parameters(), lr=0.1), loader_of(data, size)
     settings: dict[str, Any] = {"noise_multiplier": 1.0, "max_norm": 1.0, **options}
     lossfunc = nn.CrossEntropyLoss(reduction="sum")
     try:
@@ -77,7 +97,10 @@ def refusals(rank: int, world: int) -> list[str]:
     found.append(refused(fully_shard(make("tied")[0], mesh=mesh), data))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     model = fully_shard(make("tied")[0], mesh=init_device_mesh("cpu", (world,)), mp_policy=policy)
-    return [*found, refused(model, data)]
+    found += [refused(model, data), refused(*make("tied"), size=1 + rank)]
+    found.append(refused(nn.Linear(4, 7 + rank), data))
+    found.append(refused(make("tied")[0], Subset(data, range(10 + rank))))
+    return [*found, gated(0.5), gated(1.5)]
 
 
 def work(rank: int, world: int, folder: Path) -> None:

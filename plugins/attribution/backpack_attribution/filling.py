@@ -102,7 +102,11 @@ def preconditioned(store: GradientStore, queries: Gradients, damping: float = 0.
         store: Small parts pay here: projected gradients.
         queries: For each part a tensor ``[M, *θ]``.
         damping: ``λ`` as a share of the mean eigenvalue of each part's ``F``.
+
+    Raises:
+        UsageError: The queries were computed by other plugins than the rows.
     """
+    store.count_of(queries)
     moments: dict[str, Tensor] = {}
     for block in store.blocks():
         for name in queries:

@@ -259,7 +259,7 @@ class GradientStore:
             ShapeError: A query does not fit the part.
             UsageError: The queries were computed by other plugins than the rows.
         """
-        count = self._count_of(queries)
+        count = self.count_of(queries)
         names = checked(range(count) if names is None else names, count)
         product = forms.cosines if cosine else forms.inner
         parts = [product(block.gradients, queries) for block in self.blocks()]
@@ -292,7 +292,7 @@ class GradientStore:
             UsageError: ``k`` is not a positive integer, or the queries were computed by other
                 plugins than the rows.
         """
-        count = self._count_of(queries)
+        count = self.count_of(queries)
         require_count(k)
         values, places, done = torch.zeros(count, 0), torch.zeros(count, 0, dtype=torch.long), 0
         product = forms.cosines if cosine else forms.inner
@@ -307,8 +307,16 @@ class GradientStore:
         known = self.identities
         return Found(values, [[known[n] for n in row] for row in places.tolist()])
 
-    def _count_of(self, queries: Mapping[str, Value]) -> int:
-        """How many queries there are; they have to be of the plugins of the rows."""
+    def count_of(self, queries: Mapping[str, Value]) -> int:
+        """How many queries there are, if they fit the rows.
+
+        Args:
+            queries: For each part a tensor ``[M, *θ]``.
+
+        Raises:
+            UsageError: They were computed by other plugins.
+            ShapeError: They have other parts or shapes.
+        """
         asked = fingerprint_of(queries)
         agreed({f"The rows of {self.folder}": self._manifest.plugins, "the queries": asked})
         return forms.count_of(queries, self.shapes)

@@ -181,14 +181,16 @@ class Graph:
         try:
             with without_gradients():
                 if not any(map(torch.is_autocast_enabled, DEVICES)):
-                    return self._run(*given)
-                with ExitStack() as modes:
-                    for device in DEVICES:
-                        modes.enter_context(torch.autocast(device, enabled=False))
-                    return self._run(*given)
+                    found = self._run(*given)
+                else:
+                    with ExitStack() as modes:
+                        for device in DEVICES:
+                            modes.enter_context(torch.autocast(device, enabled=False))
+                        found = self._run(*given)
         finally:
-            self._times.append(perf_counter() - start)
             drop()
+        self._times.append(perf_counter() - start)  # of runs that came to their end
+        return found
 
     def deliver(self, tensors: Sequence[Tensor]) -> Any:
         """Store results; returns what the step returned."""

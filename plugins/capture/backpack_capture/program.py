@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 # What these operations return is not written yet.
@@ -22,11 +23,12 @@ class Ref(NamedTuple):
 
 
 class Geometry(NamedTuple):
-    """Where the entries of a tensor lie in its memory."""
+    """Where the entries of a tensor lie in its memory, and what they are."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +99,7 @@ class Program:
         filled: What operations gave that fill a tensor of the shape of another one.
         steps: What is done, in order.
         large: Shapes of large results of operations that can write into memory that is there.
-        geometry: Where values lie that operations made.
+        geometry: Where values lie that operations made; not those that negate what lies there.
         outs: The results.
         fields: Which of them are fields of parameters.
         roots: For each value, that whose memory it shares.

@@ -241,10 +241,10 @@ class Recorder(TorchDispatchMode):
         if known is not None:
             return known
         number = self._enter(value, roots.get(_memory(value)))
-        if value.layout is torch.strided:
+        if value.layout is torch.strided and not value.is_conj() and not value.is_neg():
             shape, stride = tuple(value.shape), tuple(value.stride())
             offset = int(value.storage_offset())
-            self.program.geometry[number] = Geometry(shape, stride, offset)
+            self.program.geometry[number] = Geometry(shape, stride, offset, value.dtype)
         return number
 
 

@@ -56,16 +56,18 @@ def _viewed(program: Program, step: Step, made: set[int]) -> int | None:
         return None
     (number,), geometry = step.made, program.geometry
     root = program.roots[number]
-    return number if root in made and {number, root} <= geometry.keys() else None
+    if root not in made or not {number, root} <= geometry.keys():
+        return None
+    return number if geometry[number].dtype == geometry[root].dtype else None
 
 
 def _view(root: int, of: Geometry, geometry: Geometry, number: int) -> Operation:
     """A view of a tensor, by the operation that is easiest to read."""
-    shape, stride, offset = geometry
+    shape, stride, offset, dtype = geometry
     is_dense = stride == _dense(shape) and of.stride == _dense(of.shape) and offset == of.offset
     function: Any = aten.as_strided.default
     more: list[Any] = [[*shape], [*stride], offset]
-    if len(shape) == 2 and geometry == Geometry(of.shape[::-1], of.stride[::-1], of.offset):
+    if len(shape) == 2 and geometry == Geometry(of.shape[::-1], of.stride[::-1], of.offset, dtype):
         function, more = aten.t.default, []
     elif is_dense and torch.Size(shape).numel() == torch.Size(of.shape).numel():
         function, more = aten.view.default, more[:1]

@@ -37,7 +37,7 @@ class EKFAC(FactoredOptimizer):
             settings: As there.
         """
         self._bases: dict[Tensor, KroneckerEigenbasis] = {}
-        self._read: dict[Tensor, tuple[KroneckerEigenbasis, KroneckerEigenbasis]] = {}
+        self._placed: dict[Tensor, KroneckerEigenbasis] = {}
         super().__init__(*args, **settings)
 
     def _tables(self) -> dict[str, dict[Tensor, Any]]:
@@ -45,25 +45,19 @@ class EKFAC(FactoredOptimizer):
 
     def _extensions(self) -> Sequence[Extension]:
         extensions = super()._extensions()
-        if self.steps % self._factors_every or not self._bases:
+        if self.steps % self._factors_every or not self._placed:
             return extensions
-        return [*extensions, EigenvaluesOfSome(self._in_place(), field=CORRECTED, **self._reading)]
+        return [*extensions, EigenvaluesOfSome(self._placed, field=CORRECTED, **self._reading)]
 
-    def _in_place(self) -> dict[Tensor, KroneckerEigenbasis]:
-        """The bases with vectors in memory of their own, which captured steps find again."""
-        for parameter, basis in self._bases.items():
-            source, copy = self._read.get(parameter, (None, None))
-            if source is None or copy is None:
-                vectors = [None if v is None else v.clone() for v in basis.vectors]
-                copy = KroneckerEigenbasis(vectors, basis.values, basis.order)
-            elif any(
-                new is not old for new, old in zip(basis.vectors, source.vectors, strict=True)
-            ):
-                for old, new in zip(copy.vectors, basis.vectors, strict=True):
-                    if old is not None and new is not None:
-                        old.copy_(new)
-            self._read[parameter] = basis, copy
-        return {parameter: copy for parameter, (_, copy) in self._read.items()}
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """See the base class."""
+        super().load_state_dict(state_dict)
+        self._place()
+
+    def _place(self) -> None:
+        """Put new vectors where captured steps find them again: in memory of their own."""
+        known = self._placed
+        self._placed = {p: copied(basis, known.get(p)) for p, basis in self._bases.items()}
 
     def _fold(self, found: Mapping[str, Factors]) -> None:
         self._average(found.get(FIELD, {}))
@@ -83,6 +77,7 @@ class EKFAC(FactoredOptimizer):
             assert isinstance(basis, KroneckerEigenbasis)
             before = self._bases.get(parameter)
             self._bases[parameter] = basis if before is None else turned(before, basis)
+        self._place()
 
     def _solved(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
         basis = self._bases.get(parameter)
@@ -95,6 +90,21 @@ class EKFAC(FactoredOptimizer):
         if basis is None:
             return torch.zeros_like(vector)
         return (basis @ vector.to(basis.dtype)).to(vector.dtype)
+
+
+def copied(basis: KroneckerEigenbasis, into: KroneckerEigenbasis | None) -> KroneckerEigenbasis:
+    """A copy of the vectors, in the memory of another one that has such vectors."""
+    if into is None or _forms(into) != _forms(basis):
+        vectors = [None if v is None else v.clone() for v in basis.vectors]
+        return KroneckerEigenbasis(vectors, basis.values, basis.order)
+    for old, new in zip(into.vectors, basis.vectors, strict=True):
+        if old is not None and new is not None:
+            old.copy_(new)
+    return into
+
+
+def _forms(basis: KroneckerEigenbasis) -> list[Any]:
+    return [v if v is None else (v.shape, v.dtype, v.device) for v in basis.vectors]
 
 
 def turned(before: KroneckerEigenbasis, basis: KroneckerEigenbasis) -> KroneckerEigenbasis:

@@ -267,6 +267,8 @@ class FactoredOptimizer(GroupedOptimizer):
         """Take the passes since the last step into the averages, and invert if that is due."""
         is_due = self.steps % self._factors_every == 0
         if (is_due or self._group is not None) and not self._joined.passes:
+            if self._group is not None:
+                processes.require_alike([], self._group)  # others would wait for this one
             raise UsageError(
                 f"Step {self.steps + 1} needs what passes leave, and no pass with a sample ran in "
                 "a block of this optimizer since the last step: write with "

@@ -193,7 +193,7 @@ class CapturedPasses:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run a pass; returns what the user's function does."""
         extensions = self._extensions()
-        key = *map(type, extensions), *map(id, self._total().parameters)
+        key = *map(_kind, extensions), *map(id, self._total().parameters)
         if key not in self._steps:
             self._steps[key] = self._make(*extensions, observer=Weights), extensions
         step, extensions = self._steps[key]
@@ -202,6 +202,12 @@ class CapturedPasses:
             returned, found = step(*args, **kwargs)
             add(Weights.of(found))
         return returned
+
+
+def _kind(extension: Extension) -> Any:
+    """What tells extensions apart: the class, and the bases that it reads in."""
+    bases = getattr(extension, "basis", None) or {}
+    return type(extension), *[id(basis) for _, basis in bases.values()]
 
 
 def _taken(parameters: Sequence[Tensor], field: str) -> Factors:

@@ -34,7 +34,7 @@ def join(total: Joined, parameters: Sequence[Tensor], group: distributed.Process
     parts += [p.grad * scale for p in with_gradient if p.grad is not None]
     for _, _, matrix in matrices:
         parts += _as_sums(matrix, scale)
-    _require_alike([part.numel() for part in parts], group)
+    require_alike([part.numel() for part in parts], group)
     sums = iter(_reduced(parts, group))
     weight = float(next(sums))
     divisor = 1.0 if total.weight is None else weight
@@ -83,8 +83,8 @@ def _reduced(parts: Sequence[Tensor], group: distributed.ProcessGroup) -> list[T
     return [piece.to(p.dtype).reshape(p.shape) for piece, p in zip(pieces, parts, strict=True)]
 
 
-def _require_alike(sizes: list[int], group: distributed.ProcessGroup) -> None:
-    """Raise unless all processes exchange tensors of the same sizes.
+def require_alike(sizes: Sequence[int], group: distributed.ProcessGroup) -> None:
+    """Raise, in all processes, unless all of them exchange tensors of the same sizes.
 
     Raises:
         UsageError: They do not: some parameters were reached on one of them only.

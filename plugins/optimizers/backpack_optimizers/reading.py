@@ -110,7 +110,6 @@ class EigenvaluesOfSome(EKFAC):  # type: ignore[misc]
         super().__init__(
             mc_samples, weight_sharing, savefield=field, fail_mode="silent", basis=basis
         )
-        self._known = {id(parameter) for parameter in basis}
 
     def read(self, product: SampleProduct) -> KroneckerEigenbasis:
         """The eigenvalues.
@@ -118,7 +117,8 @@ class EigenvaluesOfSome(EKFAC):  # type: ignore[misc]
         Raises:
             UnsupportedError: The parameter has no eigenvectors; it is left out.
         """
-        if id(getattr(product.module, product.name, None)) not in self._known:
+        known = self.basis or {}
+        if id(getattr(product.module, product.name, None)) not in known:
             raise UnsupportedError("The parameter has no eigenvectors.")
         found: KroneckerEigenbasis = super().read(product)
         return found

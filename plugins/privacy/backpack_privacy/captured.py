@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.errors import UsageError
-from backpack_core.record.structure import map_tensors
+from backpack_core.record.structure import map_tensors, placed_tensors
 from backpack_privacy.shards import is_shard
 from backpack_privacy.sums import FIELD, Pass, Told
 
@@ -97,11 +97,12 @@ class CapturedSteps:
                 "fully_shard gathers parameters while layers run, which is not part of a captured "
                 "step. Write private.step(lossfunc(model(inputs), targets))."
             )
-        loader = private.loader
+        loader, world = private.loader, private._release.processes.world
         is_even = loader.sampler.rate is None and loader.most is None
-        self._tile = 1 if is_even else ceil(_WIDTH * sqrt(loader.batch_size))
+        self._tile = 1 if is_even else ceil(_WIDTH * sqrt(loader.sampler.expected / world))
+        self._most = loader.most
         self._steps: dict[Any, Callable[..., Any]] = {}
-        self._given = _Given()
+        self._given, self._copies = _Given(), _Copies()
 
     def __call__(self, *args: Any, **kwargs: Any) -> bool:
         """Run a batch as the loader has shown it.
@@ -118,17 +119,24 @@ class CapturedSteps:
             begun = private._pass
             assert isinstance(begun, CapturedPass)
             rows = begun.rows
-            size = -(-rows // self._tile) * self._tile
-            args, kwargs = map_tensors((args, kwargs), partial(_filled, rows, size))
+            size = self._size(rows)
+            args, kwargs = self._copies.behind((args, kwargs), rows, size)
             bounds = torch.tensor([*private.clipping.bounds.values()], dtype=torch.float64)
             real = torch.arange(size, device=next(iter(private._named.values())).device) < rows
-            _, norms = self._step(size)(bounds, real, *args, **kwargs)
-            self._given.forget()
+            try:
+                _, norms = self._step(size)(bounds, real, *args, **kwargs)
+            finally:
+                self._given.forget()
             begun.take(norms)
         if not private.is_complete:
             return False
         private.optimizer.step()
         return True
+
+    def _size(self, rows: int) -> int:
+        """To how many rows a batch is filled up: to few sizes, and not beyond ``max_rows``."""
+        size = -(-rows // self._tile) * self._tile
+        return size if self._most is None else min(size, self._most)
 
     def _step(self, size: int) -> Callable[..., Any]:
         """The captured step for batches of one size, as far as settings depend on it."""
@@ -200,9 +208,43 @@ class _Seen:
         return norms
 
 
-def _filled(rows: int, size: int, tensor: Tensor) -> Tensor:
-    """A tensor with ``rows`` rows with copies of the last one behind, to ``size`` rows."""
-    if size == rows or not tensor.dim() or len(tensor) != rows:
-        return tensor
-    copies = tensor[-1:].expand(size - rows, *tensor.shape[1:])
-    return torch.cat([tensor, copies])
+class _Copies:
+    """Fills up tensors that have a row for each sample, which is seen by their length.
+
+    Another one, such as weights of classes, may be as long as a batch by chance. By its place, it
+    is told from those with rows as soon as it is not.
+    """
+
+    def __init__(self) -> None:
+        self._filled, self._others = set[tuple[int, ...]](), set[tuple[int, ...]]()
+
+    def behind(self, given: Any, rows: int, size: int) -> Any:
+        """Arguments with copies of the last row behind, to ``size`` rows.
+
+        Raises:
+            UsageError: One that was filled up has another length than the batch now.
+        """
+        places = iter([path for path, _ in placed_tensors(given)])
+
+        def filled(tensor: Tensor) -> Tensor:
+            place = next(places)
+            if not tensor.dim() or len(tensor) != rows:
+                self._others.add(place)
+            if place in self._others & self._filled:
+                raise UsageError(_chance(tensor, rows))
+            if size == rows or place in self._others:
+                return tensor
+            self._filled.add(place)
+            copies = tensor[-1:].expand(size - rows, *tensor.shape[1:])
+            return torch.cat([tensor, copies])
+
+        return map_tensors(given, filled)
+
+
+def _chance(tensor: Tensor, rows: int) -> str:
+    return (
+        f"An argument of shape {[*tensor.shape]} came with {rows} rows. In a batch before, it was "
+        "as long as the batch, and was filled up as if it had a row for each sample, which may "
+        "have changed the gradients of all. Give rows alone to the function, and have it refer to "
+        "other tensors by name."
+    )

@@ -124,8 +124,11 @@ def make_private(
     _check_count("checks", checks, 0)
     processes, random = Processes(process_group), source(seed)
     is_sharded = check_shards(inner, named, processes.world, max_rows)
-    processes.check_same(inner.named_parameters())
-    units = Units(len(loader.dataset), users, max_records)  # type: ignore[arg-type]
+    records, parameters = len(loader.dataset), dict(inner.named_parameters())  # type: ignore[arg-type]
+    sizes = {"The number of weights": sum(p.numel() for p in parameters.values())}
+    sizes |= {"len(loader.dataset)": records, "batch_size": loader.batch_size or 0}
+    processes.check_same(parameters, sizes)
+    units = Units(records, users, max_records)
     sampler = _sampler(sampling, units.count, loader.batch_size, processes)
     counted = Accountant(accountant)
     steps = None if epochs is None else epochs * sampler.steps

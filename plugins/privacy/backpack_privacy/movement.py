@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from backpack_core.errors import UsageError
+from backpack_privacy.processes import Processes
 from backpack_privacy.shards import local
 from backpack_privacy.sums import Sums
 
@@ -20,15 +21,22 @@ _TOLERANCE = 1e-2
 class Movement:
     """Compares each step with that of a copy of the optimizer on a copy of the parameters."""
 
-    def __init__(self, optimizer: Optimizer, named: Mapping[str, Tensor], steps: int) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        named: Mapping[str, Tensor],
+        steps: int,
+        processes: Processes,
+    ) -> None:
         """Store what is watched.
 
         Args:
             optimizer: The user's.
             named: The trained parameters.
             steps: In how many steps.
+            processes: Which train together: each has samples, and perhaps shards, of its own.
         """
-        self._optimizer, self._named = optimizer, named
+        self._optimizer, self._named, self._processes = optimizer, named, processes
         self._left = self._steps = steps
         self._still = set(named)  # have not moved so far
         self._noise_only = set(named)  # no sample's gradient has reached them so far
@@ -86,14 +94,27 @@ class Movement:
             missed = (found - expected).double().norm()
             if not missed <= _TOLERANCE * (expected - before).double().norm():
                 raise UsageError(_otherwise(name, float(moved), float(missed)))
-            if moved or not found.numel():  # a process may hold nothing of a small parameter
+            if moved or not parameter.numel():
                 self._still.discard(name)
             before.copy_(found)
         self._expected = {}
         self._left -= 1
         if not self._left:
             self._before = {}
+            self._hear()
             self._judge()
+
+    def _hear(self) -> None:
+        """Add what the other processes have seen, so that all of them raise, or none."""
+        seen = [[name not in of for name in self._named] for of in (self._still, self._noise_only)]
+        seen.append([self._has_samples] * len(self._named))
+        device = next(iter(self._named.values())).device
+        counts = torch.tensor(seen, dtype=torch.float32, device=device)
+        self._processes.add_up([counts])
+        moved, reached, samples = counts.bool().tolist()
+        self._still = {name for name, is_so in zip(self._named, moved, strict=True) if not is_so}
+        self._noise_only = {n for n, is_so in zip(self._named, reached, strict=True) if not is_so}
+        self._has_samples = any(samples)
 
     def _judge(self) -> None:
         if self._still:

@@ -74,7 +74,7 @@ class Private(Spending):
         self._named = check_optimizer(inner, optimizer)
         self._sums = Sums(self._named, self.clipping, inner)
         release.check()
-        self._movement = Movement(optimizer, self._named, checks)
+        self._movement = Movement(optimizer, self._named, checks, release.processes)
         self._buffers = Buffers(inner, public_buffers)
         self._waiting = Waiting()
         self._pass: Pass | None = None
@@ -129,7 +129,11 @@ class Private(Spending):
     def _step_with(self, scaler: Any, scale: float) -> bool:
         before = self.steps
         self._fill(scale, is_looked_at=True)
-        scaler.step(self.optimizer)  # leaves the parameters alone if there is an infinite number
+        self._is_filled = True
+        try:
+            scaler.step(self.optimizer)  # leaves parameters alone if there is an infinite number
+        finally:
+            self._is_filled = False  # or the step after one that failed would be a plain one
         scaler.update()
         if self.steps > before:
             return True
@@ -237,7 +241,7 @@ class Private(Spending):
         """Steps of noise, as for every batch, with no sample in this process."""
         for _ in range(count):
             self._budget.check(self.steps)
-            check_no_gradient(self._named)
+            check_pass(self._inner, self._named)  # as in processes that have samples
             self._sums.is_complete = True
             self.optimizer.step()
 
@@ -278,7 +282,6 @@ class Private(Spending):
             check_finite(gradients)
         for parameter, gradient in zip(self._named.values(), gradients, strict=True):
             parameter.grad = placed_as(gradient.mul_(scale), parameter)
-        self._is_filled = True
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Count the step, and look whether parameters moved as they should."""
@@ -290,7 +293,6 @@ class Private(Spending):
         for parameter in self._named.values():
             parameter.grad = None
         self._release.finish(self._sums)
-        self._is_filled = False
         self._sums.forget()
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,28 +45,39 @@ class Processes:
             for tensor, part in zip(some, flat.split([t.numel() for t in some]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
-    def check_same(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
-        """Refuse models that differ between processes, before sums over them are taken.
+    def check_same(self, parameters: Mapping[str, Tensor], sizes: Mapping[str, int]) -> None:
+        """Refuse models and data that differ between processes, before sums over them are taken.
 
         Args:
             parameters: All of the model, by name. Of sharded ones there is one.
+            sizes: Numbers of the model and of the sampling, by name.
 
         Raises:
             UsageError: They differ, in each process.
         """
         if self.world == 1:
             return
-        for name, parameter in parameters:
-            if is_shard(parameter):
-                continue
-            found = torch.stack([parameter.detach(), -parameter.detach()])
-            distributed.all_reduce(found, distributed.ReduceOp.MAX, group=self._group)
-            if not torch.equal(found[0], -found[1]):
+        device = next(iter(parameters.values())).device
+        for name, size in sizes.items():
+            if self._is_another(torch.tensor(size, device=device)):
+                raise UsageError(
+                    f"{name} differs between processes, and sums over them, or the rates at which "
+                    "samples are drawn, would be others than supposed. Give each process the same "
+                    "model and batch_size, and the whole data set, of which it takes its share."
+                )
+        for name, parameter in parameters.items():
+            if not is_shard(parameter) and self._is_another(parameter.detach()):
                 raise UsageError(
                     f"The parameter {name} differs between processes, and sums of gradients of "
                     "different models would train none of them. Use DistributedDataParallel, or "
                     "make the model with the same seed or checkpoint in each process."
                 )
+
+    def _is_another(self, own: Tensor) -> bool:
+        """Whether a tensor differs between processes."""
+        found = torch.stack([own, -own])
+        distributed.all_reduce(found, distributed.ReduceOp.MAX, group=self._group)
+        return not torch.equal(found[0], -found[1])
 
 
 def alone(model: Module) -> Module:

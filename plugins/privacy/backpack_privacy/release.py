@@ -73,6 +73,7 @@ class Release:
         clipping: The bounds.
         noise_multiplier: Standard deviation of the noise, relative to the sensitivity.
         accountant: What was spent.
+        processes: Which train together.
         records: Of the last thousand steps.
         steps: How many were taken.
     """
@@ -89,7 +90,7 @@ class Release:
         """Store the parts."""
         self.clipping, self.noise_multiplier = clipping, noise_multiplier
         self.accountant, self.records, self.steps = accountant, deque[Record](maxlen=1000), 0
-        self._sampler, self._source, self._processes = sampler, source, processes
+        self._sampler, self._source, self.processes = sampler, source, processes
         self._is_new_epoch = True
 
     def __repr__(self) -> str:
@@ -116,11 +117,11 @@ class Release:
         """The sums over processes with noise, divided by the expected number of samples."""
         multiplier = self.clipping.noise_multiplier(self.noise_multiplier)
         found = [total.clone() for total in sums.totals().values()]
-        if self._processes.rank == 0 and multiplier:
+        if self.processes.rank == 0 and multiplier:
             for total in found:
                 noise = self._source.normal(total)
                 total.add_(noise, alpha=multiplier * self.clipping.sensitivity)
-        self._processes.add_up(found)
+        self.processes.add_up(found)
         return [total.div_(self._sampler.expected) for total in found]
 
     def finish(self, sums: Sums) -> None:
@@ -140,10 +141,10 @@ class Release:
         """Tell the clipping which share of the samples was within the bounds, with noise."""
         counts = {n: centred_count(norms[n], c) for n, c in self.clipping.bounds.items()}
         noisy = torch.tensor([*counts.values()], dtype=torch.float64)
-        if self._processes.rank == 0 and self.noise_multiplier:
+        if self.processes.rank == 0 and self.noise_multiplier:
             noisy += deviation * self._source.normal(noisy)
         noisy = noisy.to(next(iter(norms.values())).device)
-        self._processes.add_up([noisy])
+        self.processes.add_up([noisy])
         shares = (noisy / self._sampler.expected + 0.5).tolist()
         self.clipping.after(dict(zip(counts, shares, strict=True)))
 
