@@ -87,7 +87,9 @@ def _collect(obj: Any) -> list[Contribution]:
     returned_by: dict[str, Any] = {} if own_hook is None else {own_hook: [obj]}
     for caller in manager.get_hookcallers(obj) or ():
         if not caller.has_spec():
-            raise PluginError(f"{caller.name} is not a hook. The hooks are {', '.join(hook_names())}.")
+            raise PluginError(
+                f"{caller.name} is not a hook. The hooks are {', '.join(hook_names())}."
+            )
         if caller.name in hookspecs.OF_PASSES:
             returned_by[caller.name] = ()
             continue
