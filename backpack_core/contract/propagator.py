@@ -172,14 +172,20 @@ class Propagator(ABC):
         """What arrived at an autograd node, when its gradients are known. Default: unchanged."""
         return quantities
 
-    def widen(self, quantity: Any, batch_size: int) -> Any:
+    def widen(self, quantity: Any, size: int, entries: Sequence[int] | None = None) -> Any:
         """A quantity of the chosen samples as one of the whole batch, which autograd nodes need.
 
         :meth:`narrow` is the reverse. Only for propagators with ``subsampling``.
+
+        Args:
+            quantity: Of the chosen samples.
+            size: How long axis 0 is for the whole batch.
+            entries: Those of axis 0 that the quantity has, where samples have several; ``None`` for
+                ``subsampling``.
         """
         return quantity
 
-    def split_positions(self, quantity: Any, turns: Tensor) -> Any:
+    def split_positions(self, quantity: Any, owners: Tensor | None, samples: int) -> Any:
         """The quantity at a loss that has several entries of axis 0 for each sample.
 
         The entries of one sample get columns of their own. Only for propagators with
@@ -187,7 +193,8 @@ class Propagator(ABC):
 
         Args:
             quantity: At the loss.
-            turns: Which entries of axis 0 share a column, ``[K, R]``; no two are of one sample.
+            owners: The sample of each entry of axis 0, ``[R]``; ``None`` if all may be of one.
+            samples: How many samples there are.
         """
         return quantity
 
@@ -204,8 +211,8 @@ class Propagator(ABC):
         """The reverse of :meth:`take_apart`; ``positions`` is zero at a tensor without samples."""
         return quantity
 
-    def narrow(self, quantity: Any) -> Any:
-        """A quantity of the whole batch as one of the chosen samples."""
+    def narrow(self, quantity: Any, entries: Sequence[int] | None = None) -> Any:
+        """A quantity of the whole batch as one of the chosen samples; see :meth:`widen`."""
         return quantity
 
     def map(self, quantity: Any, function: Callable[[Tensor], Tensor]) -> Any:

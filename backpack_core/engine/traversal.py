@@ -17,7 +17,7 @@ from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Sink
 from backpack_core.graph.parameters import Trained
 from backpack_core.plugins.registry import registry
-from backpack_core.record.call import Site
+from backpack_core.record.call import Edge, Site
 from backpack_core.record.view import View
 
 
@@ -65,7 +65,7 @@ class Traversal:
         propagator = group.propagator
         try:
             if view.positions and propagator.subsampling is not None:
-                view = view.subsample(propagator.subsampling)
+                view = view.of_samples(propagator.subsampling)
             carrier = self._carriers.get(lane) or self.carrier(lane, view)
             this = Visit(lane, site, view, carrier, self.schedule.take(lane, site))
             quantity = self.arrive(this)
@@ -106,7 +106,11 @@ class Traversal:
         for position, arriving in self.sent(visit, whole).items():
             edge = edges[position]
             if edge is not None:
-                self.schedule.deliver(visit.lane, edge, own=arriving)
+                self.hand_on(visit, edge, arriving)
+
+    def hand_on(self, visit: Visit, edge: Edge, quantity: Any) -> None:
+        """Deliver what a call sends, of the samples that take part."""
+        self.schedule.deliver(visit.lane, edge, own=quantity)
 
     def sent(self, visit: Visit, quantity: Any) -> dict[int, Any]:
         """What goes to the inputs of the call, by position."""

@@ -40,6 +40,8 @@ class View:
         is_reached: Whether a gradient arrived: autograd leaves some gradients undefined that are
             zero.
         positions: How many entries of axis 0 each sample has; zero where axis 0 holds no samples.
+        owners: The sample of each entry of axis 0, counted among those that are shown, where each
+            has several or none; ``None`` if they stand side by side, or it is not known.
         samples: How many samples the backward pass has, wherever the call has them.
         is_measured: Whether rules may look at values, to refuse some: on an accelerator, to look is
             to wait. It is so in the passes that are measured, and outside of passes.
@@ -82,6 +84,7 @@ class View:
         self.is_reached = True
         self.inner: Tensor | None = None
         self.positions = positions
+        self.owners: Tensor | None = None
         self.samples = samples
         self.is_measured = True
         self._whole: View | None = None
@@ -280,20 +283,48 @@ class View:
         if indices is None:
             return self
         size = self.batch_size
+        self._require_within(indices, size)
+        known = range(size) if self.indices is None else self.indices
+        return self._picked(tuple(known[i] for i in indices))
+
+    def _picked(self, indices: tuple[int, ...]) -> View:
+        view = copy(self)
+        view.kept, view._tensors, view._columns, view._whole = {}, {}, [], self.full
+        view.indices = indices
+        view._pick = as_index(view.indices, self.stored.outputs[self.index].device)
+        whole = self.full.grad_output
+        view.grad_output = None if whole is None else view._cut(whole)
+        return view
+
+    def of_samples(self, samples: Sequence[int] | None) -> View:
+        """The same call with some samples only, each with all of its entries of axis 0.
+
+        Args:
+            samples: Their numbers, repeated ones included; ``None`` for all.
+
+        Raises:
+            UsageError: A number is out of range.
+        """
+        if samples is None or self.positions == 1:
+            return self.subsample(samples)
+        self._require_within(samples, self.samples)
+        owners = self.owners
+        if owners is None:
+            owners = torch.arange(self.samples, device="cpu").repeat_interleave(self.positions)
+        found = [(owners == n % self.samples).nonzero().flatten() for n in samples]
+        view = self._picked(tuple(torch.cat(found).tolist()))
+        view.owners = torch.arange(len(samples), device="cpu").repeat_interleave(
+            torch.tensor([*map(len, found)], device="cpu")
+        )
+        return view
+
+    def _require_within(self, indices: Sequence[int], size: int) -> None:
         bad = [i for i in indices if not -size <= i < size]
         if bad:
             raise UsageError(
                 f"subsampling asks for sample {bad[0]}, but {self.path} saw a batch of {size} "
                 f"samples: use indices from 0 to {size - 1}."
             )
-        known = range(size) if self.indices is None else self.indices
-        view = copy(self)
-        view.kept, view._tensors, view._columns, view._whole = {}, {}, [], self.full
-        view.indices = tuple(known[i] for i in indices)
-        view._pick = as_index(view.indices, self.stored.outputs[self.index].device)
-        whole = self.full.grad_output
-        view.grad_output = None if whole is None else view._cut(whole)
-        return view
 
     def once(self, key: str, compute: Callable[[], T]) -> T:
         """A value that depends on the call alone, computed once for all columns.

@@ -214,13 +214,10 @@ def test_a_quantity_that_cannot_be_kept_apart() -> None:
         Run(("looked_up", "module"), 3, by_position).backward(KFRA())
 
 
-def test_merged_samples_cannot_be_chosen() -> None:
-    words = r"Linear 'inner' received 4 entries of each sample .* subsampling=... cannot"
-    with pytest.raises(ShapeError, match=words):
-        Run(("plain", "merged"), 3, by_position).backward(BatchGrad(subsampling=[1]))
+CHOSEN_IN = [("table", "module"), ("looked_up", "linear"), ("plain", "merged")]
 
 
-@pytest.mark.parametrize("net", [("table", "module"), ("looked_up", "linear")], ids="-".join)
+@pytest.mark.parametrize("net", CHOSEN_IN, ids="-".join)
 @pytest.mark.parametrize("chosen", [[1], [2, 0], [1, 1]])
 def test_chosen_samples(net: tuple[str, str], chosen: list[int]) -> None:
     run = Run(net, 3, by_position)

@@ -317,10 +317,15 @@ def test_some_of_the_samples(name: str, chosen: list[int]) -> None:
         oracle.assert_close(p.diag_ggn_exact_batch, diagonals[chosen])
 
 
-def test_a_loss_of_several_rows_of_a_sample_does_not_choose() -> None:
+@pytest.mark.parametrize("chosen", [[0], [2, 0], [1, 1]])
+def test_some_of_the_samples_of_a_loss_of_several_rows(chosen: list[int]) -> None:
     told = Told("perceptron", INDICES["no multiple"], "mean", is_module=True)
-    with pytest.raises(ShapeError, match=r"several entries of a sample.*choose from the result"):
-        told.run(BatchGrad(subsampling=[0]))
+    told.run(BatchGrad(subsampling=chosen), BatchDiagGGNExact(subsampling=chosen))
+    for p, grads, diagonals in zip(
+        told.parameters, told.gradients(), told.ggn_diagonals(), strict=True
+    ):
+        oracle.assert_close(p.grad_batch, grads[chosen])
+        oracle.assert_close(p.diag_ggn_exact_batch, diagonals[chosen])
 
 
 def test_products_with_the_whole_hessian_ask_for_no_samples() -> None:

@@ -160,9 +160,12 @@ def test_the_only_sample_lies_wherever_it_does() -> None:
     _check("turned", 1, subsampling=[0])
 
 
-def test_chosen_samples_that_may_lie_anywhere() -> None:
-    with pytest.raises(BridgeError, match="where the samples of subsampling lie"):
-        _make("turned").run(DiagHessian(subsampling=[0]))
+@pytest.mark.parametrize("chosen", [[0], [2, 0, 2]])
+def test_chosen_samples_that_may_lie_anywhere(chosen: list[int]) -> None:
+    problem = _make("turned")
+    expected = _expected("turned")
+    problem.run(BatchDiagHessian(subsampling=chosen))
+    problem.compare("diag_h_batch", [d[chosen] for d in expected])
 
 
 @pytest.mark.parametrize("name", ["in place", "gate", "softmax", "eager attention"])

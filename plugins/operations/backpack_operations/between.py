@@ -26,6 +26,7 @@ from backpack_operations.crossings import Crossings
 from backpack_operations.late import refuse_late_uses, refuse_unmet
 from backpack_operations.numbers import Loose, Numbered
 from backpack_operations.own_order import Chunks
+from backpack_operations.owners import entries_of_losses
 from backpack_operations.paths import fault_in, nonlinear
 from backpack_operations.straight import StraightTraversal
 from backpack_operations.survey import GraphSurvey
@@ -92,12 +93,18 @@ class Operations(Between[GraphSurvey]):
         self._walked += edges
         can_keep_apart = all(propagator.keeps_apart for propagator in self.asked)
         align(survey.alignment, survey, self._walked, can_keep_apart)
+        self._note_entries()
         refusals.refuse_misaligned(survey, survey.alignment, self.asked)
         add_leaves(survey)
         if survey.sites and survey.bare:
             if context.groups and self._is_first:
                 refusals.refuse_loss_alone(survey, context.extensions)
             refusals.refuse_bare(survey, context.extensions)
+
+    def _note_entries(self) -> None:
+        """Note whose the rows of losses are, if samples are to be chosen there."""
+        if any(propagator.subsampling is not None for propagator in self.asked):
+            self.survey.entries = entries_of_losses(self.survey)
 
     def refuse_terms(
         self,
@@ -146,6 +153,7 @@ class Operations(Between[GraphSurvey]):
         if numbers.loose is not None:
             numbers.loose.fill(survey, structure)
         add_leaves(survey)
+        self._note_entries()
 
     # Visits ---------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +47,55 @@ def of_data(
     return _Data(data, run, samples, depth, items, is_readable).numbers()
 
 
+class Picked(NamedTuple):
+    """Rows that are some of those of another tensor.
+
+    Attributes:
+        numbers: The sample of each, by the first row that is equal.
+        is_clear: Whether equal rows are of one sample, everywhere.
+        may_be_in_order: Whether they may be as many rows of each sample, one sample after the other.
+    """
+
+    numbers: Numbers
+    is_clear: bool
+    may_be_in_order: bool
+
+
+def picked_from(whole: Tensor, data: Tensor, owners: Tensor, axes: int) -> Picked | None:
+    """Rows that were picked from a tensor; ``None`` if any is none of its rows, or all are equal.
+
+    Args:
+        whole: The tensor.
+        data: The rows.
+        owners: The sample of each entry of axis 0 of the tensor.
+        axes: How many of its first axes tell rows apart.
+    """
+    line = whole.shape[axes:]
+    lead = data.shape[: data.dim() - len(line)]
+    if not lead or data.shape[len(lead) :] != line or not data.numel() or not whole.numel():
+        return None
+    known, seen = whole.reshape(-1, line.numel()), data.reshape(-1, line.numel())
+    if bool((seen == seen[:1]).all()) or not bool((known == seen[:1]).all(1).any()):
+        return None
+    _, kinds = torch.cat([known, seen]).unique(dim=0, return_inverse=True)
+    of_known, of_seen = kinds.cpu().split([len(known), len(seen)])
+    owners = owners.repeat_interleave(len(known) // len(owners))
+    nobody, count = int(owners.max()) + 1, int(kinds.max()) + 1
+    first = torch.full((count,), nobody, device="cpu").scatter_reduce(0, of_known, owners, "amin")
+    last = torch.full((count,), -1, device="cpu").scatter_reduce(0, of_known, owners, "amax")
+    if bool((last[of_seen] < 0).any()):
+        return None
+    has = torch.zeros(nobody, count, dtype=torch.bool, device="cpu")
+    has[owners, of_known] = True
+    share, rest = divmod(len(seen), nobody)
+    in_order = torch.arange(nobody, device="cpu").repeat_interleave(share)
+    return Picked(
+        first[of_seen].reshape(*lead, *[1] * len(line)),
+        bool((first == last)[of_seen].all()),
+        not rest and bool(has[in_order, of_seen].all()),
+    )
+
+
 class _Data:
     """Data, beside what the model received."""
 
@@ -82,6 +132,7 @@ class _Data:
         if found is None and self._is_readable:
             found = self._of_copy()
             found = self._of_joined() if found is None else found
+            found = self._of_rows() if found is None else found
         return self._of_lengths() if found is None and self._groups else found
 
     def _of_item(self) -> Numbers | None:
@@ -143,6 +194,27 @@ class _Data:
                 ):
                     return self._of_items(group, axis)
         return None
+
+    def _of_rows(self) -> Numbers | None:
+        """Of rows that an index, a mask or an order has picked."""
+        for picked in self.picks():
+            if picked.is_clear and self._received.is_floating_point():
+                return picked.numbers
+        return None
+
+    def picks(self) -> Iterator[Picked]:
+        """The readings by which every row of it is one of what the model received."""
+        if not self._is_readable or self._run.axis or not self._shape:
+            return
+        for given, rows in self._told:
+            whole = given.tensor()
+            if whole is None or not self._is_like(whole) or len(rows) != len(whole):
+                continue
+            for axes in range(1, 1 + whole.dim()):
+                found = picked_from(whole, self._received, rows, axes)
+                if found is not None:
+                    yield found
+                    break
 
     def _of_lengths(self) -> Numbers | None:
         """Of what was made of the items, as far as lengths tell one reading."""

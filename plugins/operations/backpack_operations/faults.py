@@ -160,11 +160,10 @@ def ragged(call: Call) -> BackpackError:
     )
 
 
-def merged_samples(call: Call, positions: int) -> BackpackError:
-    """Samples cannot be chosen if each has several entries of axis 0."""
-    several = f"{positions} entries of each sample" if positions else "several entries of a sample"
+def whose_entries(call: Call) -> BackpackError:
+    """Samples cannot be chosen if nothing says which entries they have."""
     return ShapeError(
-        f"{call.path} received {several} on axis 0, so that "
-        "subsampling=... cannot choose samples there: leave it out, and choose from the result; "
-        "or keep positions as an extra dimension, [N, T, D]."
+        f"{call.path} received several entries of each sample on axis 0, and it is not known whose "
+        "each of them is, so that subsampling=... cannot choose samples there: leave it out, and "
+        "choose from the result; or keep positions as an extra dimension, [N, T, D]."
     )

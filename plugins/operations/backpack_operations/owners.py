@@ -433,13 +433,16 @@ class Owners:
         return along(rows, axis, shape)
 
 
-def turns_of(survey: GraphSurvey, loss: Call) -> Tensor:
-    """Which rows that a loss received share a column, ``[K, R]``; no two are of one sample."""
-    edge, rows = loss.edges[0], torch.arange(loss.stored.inputs[0].shape[0], device="cpu")
-    owners = None if edge is None else Owners(survey).rows(*edge[:2])
-    if owners is None:  # all may be of one sample
-        return rows == rows[:, None]
-    order, counts = owners.argsort(stable=True), owners.bincount()
-    count, turns = int(counts.max()), torch.empty_like(owners)
-    turns[order] = rows - (counts.cumsum(0) - counts)[owners[order]]
-    return turns == torch.arange(count, device="cpu")[:, None]
+def entries_of_losses(survey: GraphSurvey) -> dict[tuple[Call, int], Tensor]:
+    """The sample of each row that a loss received, where samples have several and it is known."""
+    losses = [site for site in survey.alignment.faults if site[0].rule.is_loss]
+    found = {site: owners_at(survey, site[0]) for site in losses}
+    return {site: owners for site, owners in found.items() if owners is not None}
+
+
+def owners_at(survey: GraphSurvey, loss: Call) -> Tensor | None:
+    """The sample of each row that a loss received, ``[R]``; ``None`` if it is not known."""
+    edge = loss.edges[0]
+    if survey.batch_size == 1:
+        return torch.zeros(loss.stored.inputs[0].shape[:1], dtype=torch.long, device="cpu")
+    return None if edge is None else Owners(survey).rows(*edge[:2])

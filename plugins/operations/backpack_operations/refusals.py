@@ -67,6 +67,13 @@ def _of_bare(parameter: Tensor, node: Node, survey: GraphSurvey) -> tuple[str, s
         kind = class_of(use.call.module).__name__
         advice = f"Write a layer rule for {kind}, or freeze the parameter."
         return f"No layer rule covers {use.name!r} of {use.call.path}", advice
+    if use is not None and use.count and not nodes.is_compiled(node):
+        return (
+            f"The operation {name_of(node)!r} uses {use.name!r} of {use.call.path} besides the "
+            "module itself (the model returns a derivative of itself, by "
+            "torch.autograd.grad(..., create_graph=True), or a weight is tied)",
+            "Use an extension that follows operations, as KFAC, DiagGGNExact and BatchGrad do.",
+        )
     lost = _not_extended(parameter, [call.module for call, _ in survey.sites])
     if nodes.is_compiled(node):
         advice = (
@@ -132,14 +139,12 @@ def refuse_misaligned(
                     raise faults.permuted(call)
                 is_known &= not owners.received_elsewhere(call)
                 is_known |= bool(is_owned)
-            is_split = positions > 1 and propagator.subsampling is not None
             if not propagator.keeps_apart or not is_known:
                 raise fault
-            if is_split:
-                is_picked = survey.received[call, index] % alignment.batch_size
-                if is_picked and not survey.is_told:
-                    raise fault
-                raise faults.merged_samples(call, 0 if survey.is_told else positions)
+            is_chosen = call.rule.is_loss and propagator.subsampling is not None
+            is_chosen &= propagator.travels or propagator.only_at_losses
+            if is_chosen and positions > 1 and (call, index) not in survey.entries:
+                raise faults.whose_entries(call)
         if alignment.beside and propagator.keeps_apart:
             raise _beside(survey, *alignment.beside[0])
 

@@ -56,13 +56,14 @@ class StraightTraversal(Traversal):
             super().send(visit, quantity, quantity)
         except OverwrittenInputError:
             # Autograd kept its own copy: go through the node that made the output.
-            self._send_below(visit.lane, visit.site, quantity, visit.arrived)
+            self._send_below(visit, quantity)
 
-    def _send_below(self, lane: int, site: Site, quantity: Any, arrived: Waiting) -> None:
+    def _send_below(self, visit: Visit, quantity: Any) -> None:
         """Go on through the node that made the output."""
+        lane, site, *_, arrived = visit
         restarts = self.groups[lane].propagator.starts_everywhere and site.layout is None
         if arrived == NOTHING or restarts:  # at a view, it would have the shape of that
-            self.schedule.deliver(lane, below(site), own=quantity)
+            self.hand_on(visit, below(site), quantity)
         else:
             self.schedule.deliver(lane, below(site), *arrived)
 
@@ -82,8 +83,8 @@ class StraightTraversal(Traversal):
             assert edge is not None
             found[position], parts = propagator.shed(None, view, new, size, self._is_rooted(edge))
             for part in parts:
-                deliver = partial(_deliver, lane=lane, edge=edge, own=part)
-                chunks.carry(lane, site.edge.node, deliver)
+                hand_on = partial(_hand_on, visit=visit, edge=edge, quantity=part)
+                chunks.carry(lane, site.edge.node, hand_on)
         return found
 
     def _shed(self, visit: Visit, quantity: Any) -> Any:
@@ -109,8 +110,8 @@ class StraightTraversal(Traversal):
         return self.survey.is_shared or self.survey.site_at(edge) is None
 
 
-def _deliver(to: StraightTraversal, lane: int, edge: Edge, own: Any) -> None:
-    to.schedule.deliver(lane, edge, own=own)
+def _hand_on(by: StraightTraversal, visit: Visit, edge: Edge, quantity: Any) -> None:
+    by.hand_on(visit, edge, quantity)
 
 
 def _send_part(by: StraightTraversal, visit: Visit, quantity: Any) -> None:

@@ -15,8 +15,9 @@ from backpack_core._torch import Node
 from backpack_core.errors import BackpackError
 from backpack_core.graph.parameters import Trained, complex_parameter
 from backpack_core.graph.survey import Survey
-from backpack_core.record.call import Call, Edge, Layout, Site, site_at, viewed_at
+from backpack_core.record.call import Call, Edge, Kept, Layout, Site, site_at, viewed_at
 from backpack_core.record.owner import results_handed_over
+from backpack_core.record.view import View
 from backpack_operations._torch import CopyNode
 from backpack_operations.alignment import Alignment
 from backpack_operations.order import reached
@@ -62,6 +63,8 @@ class GraphSurvey(Survey):
         regions: What calls lie in.
         owned: How operations inside of calls use parameters that these own: by nodes and positions.
         seen: Nodes between calls, and what they lie in, in order.
+        entries: The sample of each row that a loss received, where samples have several and some
+            are chosen.
         numbers: The samples that entries belong to, where somebody asked; see ``owners.py``.
         are_moved: Whether rows may be other samples than those of the model's input; ``None``
             before anybody asked.
@@ -91,6 +94,7 @@ class GraphSurvey(Survey):
     regions: dict[Call, Region] = field(default_factory=dict)
     owned: dict[Call, list[tuple[Node, int, Tensor]]] = field(default_factory=dict)
     seen: dict[tuple[Node, Region], None] = field(default_factory=dict)
+    entries: dict[tuple[Call, int], Tensor] = field(default_factory=dict)
     numbers: dict[tuple[Node, int], Tensor | None] = field(default_factory=dict)
     are_moved: bool | None = None
     has_read: bool = False
@@ -139,6 +143,16 @@ class GraphSurvey(Survey):
         axis, alignment = self.axes.get((site.call, site.index), 0), self.alignment
         is_usual = site.layout is None and not (alignment.positions or alignment.faults)
         return axis, 1 if is_usual else alignment.positions_of(site, axis)
+
+    def view(self, site: Site, kept: Kept, grad: Tensor | None = None) -> View:
+        """Also with whose the rows are, of a loss, or where they are in no order."""
+        view = super().view(site, kept, grad)
+        if site[:2] in self.entries:
+            view.owners = self.entries[site[:2]]
+        elif self.alignment.owned and not (view.positions or self.alignment.is_apart(site.edge)):
+            owned = self.alignment.owned_of(site)
+            view.owners = None if owned is None else owned.int().argmax(0)
+        return view
 
     def sources(self, node: Node) -> list[str]:
         """Also through other operations."""

@@ -19,11 +19,11 @@ from backpack_core.engine.traversal import Visit
 from backpack_core.errors import InternalError, OverwrittenInputError, SampleMixingError
 from backpack_core.graph.parameters import Trained
 from backpack_core.plugins.registry import registry
-from backpack_core.record.call import Site
+from backpack_core.record.call import Edge, Site
 from backpack_core.record.view import View
 from backpack_operations.bare import BareRule
 from backpack_operations.inside import Later, read_here
-from backpack_operations.owners import turns_of
+from backpack_operations.owners import owners_at
 from backpack_operations.straight import StraightTraversal
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.viewed import below, look_back, look_through
@@ -44,8 +44,30 @@ class GraphTraversal(StraightTraversal):
         lane, site, view, *_ = visit
         quantity, propagator = super().arrive(visit), self.groups[lane].propagator
         if view.positions > 1 and site.call.rule.is_loss and propagator.travels:
-            return propagator.split_positions(quantity, turns_of(self.survey, site.call))
+            if (chosen := propagator.subsampling) is not None:
+                return propagator.split_positions(quantity, view.owners, len(chosen))
+            owners = owners_at(self.survey, site.call)
+            return propagator.split_positions(quantity, owners, self.survey.batch_size)
         return quantity
+
+    def hand_on(self, visit: Visit, edge: Edge, quantity: Any) -> None:
+        """For the whole batch, where the samples that take part have not one entry each."""
+        is_whole = self.groups[visit.lane].propagator.subsampling is None
+        if is_whole or visit.view.positions == 1:
+            super().hand_on(visit, edge, quantity)
+        else:
+            self.schedule.deliver(visit.lane, edge, wide=self._widened(visit, quantity))
+
+    def _widened(self, visit: Visit, quantity: Any) -> Any:
+        """A quantity at a call for the whole batch."""
+        view, propagator = visit.view, self.groups[visit.lane].propagator
+        if view.positions > 1:
+            owners = view.full.owners
+            entries = view.samples * view.positions if owners is None else len(owners)
+            return propagator.widen(quantity, entries, view.indices)
+        if not view.positions and not self._alignment.is_apart(visit.site.edge):
+            return quantity  # nothing was left out
+        return propagator.widen(quantity, self.survey.batch_size)
 
     def look(self, visit: Visit, quantity: Any, whole: Any) -> None:
         """Also see that samples are apart, and send what is kept so; some reads are put off."""
@@ -58,16 +80,16 @@ class GraphTraversal(StraightTraversal):
         else:
             super().look(visit, quantity, whole)
         if self._alignment.apart and self._sends_apart(lane, site):
-            self._send_apart(lane, site, view, carrier, quantity)
+            self._send_apart(visit, quantity)
 
     def send_rest(self, visit: Visit, quantity: Any) -> None:
         """Send a quantity on to the inputs of the call, or into the graph inside it."""
-        lane, site, view, carrier, arrived = visit
+        lane, site, view, carrier, _ = visit
         call, propagator = site.call, self.groups[lane].propagator
         goes_inside = call in self.survey.opened
         is_rule = not carrier.gives_values
         if is_rule and (propagator.starts_everywhere if call.rule.is_loss else goes_inside):
-            self._send_below(lane, site, quantity, arrived)
+            self._send_below(visit, quantity)
             return
         if not any(call.edges):
             return
@@ -77,7 +99,7 @@ class GraphTraversal(StraightTraversal):
         try:
             inputs = self.sent(visit, quantity)
         except OverwrittenInputError:
-            self._send_below(lane, site, quantity, arrived)
+            self._send_below(visit, quantity)
             return
         for position, arriving in inputs.items():
             edge = call.edges[position]
@@ -86,11 +108,11 @@ class GraphTraversal(StraightTraversal):
             is_apart = edge is not None and self._alignment.is_apart(edge)
             if edge is not None and not (is_sent and is_apart):
                 if view.positions:
-                    self.schedule.deliver(lane, edge, own=arriving)
+                    self.hand_on(visit, edge, arriving)
                 elif not self._alignment.is_apart(site.edge):
                     self.schedule.deliver(lane, edge, wide=arriving)  # nothing was left out
                 else:
-                    wide = propagator.widen(arriving, self.survey.batch_size)
+                    wide = self._widened(visit, arriving)
                     entries = self._alignment.entries_at(edge)
                     self.schedule.deliver(lane, edge, wide=propagator.put_together(wide, entries))
 
@@ -135,7 +157,8 @@ class GraphTraversal(StraightTraversal):
         if view.axis:
             wide = propagator.map(wide, lambda mat: mat.movedim(1 + view.axis, 1))
         if view.positions or self._alignment.is_apart(site.edge):
-            wide = propagator.narrow(wide)  # else samples lie elsewhere
+            # Else samples lie elsewhere.
+            wide = propagator.narrow(wide, view.indices if view.positions > 1 else None)
         return wide if own is None else propagator.merge(own, wide)
 
     def _of_samples(self, view: View, propagator: Propagator, quantity: Any) -> Any:
@@ -156,10 +179,9 @@ class GraphTraversal(StraightTraversal):
         ends = alignment.is_apart(site.edge) and not self.groups[lane].propagator.travels
         return any(edge is not None and (ends or alignment.is_apart(edge)) for edge in call.edges)
 
-    def _send_apart(
-        self, lane: int, site: Site, view: View, carrier: Carrier, quantity: Any
-    ) -> None:
+    def _send_apart(self, visit: Visit, quantity: Any) -> None:
         """Send what is kept apart by sample to the inputs that have none."""
+        lane, site, view, carrier, _ = visit
         propagator, call = self.groups[lane].propagator, site.call
         if not propagator.keeps_apart or quantity is None:
             return
@@ -167,15 +189,15 @@ class GraphTraversal(StraightTraversal):
             if propagator.travels:
                 return
             if site.layout is None:
-                self.schedule.deliver(lane, below(site), own=quantity)
+                self.hand_on(visit, below(site), quantity)
             else:
-                wide = propagator.widen(quantity, self.survey.batch_size)
+                wide = self._widened(visit, quantity)
                 wide = propagator.map(wide, partial(look_back, site.layout))
                 self.schedule.deliver(lane, below(site), wide=wide)
             return
         if view.positions:  # of all samples: inputs without any cannot be cut
-            view, wide = view.full, propagator.widen(quantity, self.survey.batch_size)
-            quantity = propagator.take_apart(wide, view.positions)
+            quantity = propagator.take_apart(self._widened(visit, quantity), view.positions)
+            view = view.full
         else:
             quantity = self._of_samples(view, propagator, quantity)
         is_wide = bool(view.positions)

@@ -19,8 +19,8 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
-from backpack_products.apart import owned_by, put_together, taken_apart
-from backpack_products.columns import ApartColumns, Columns, OwnedColumns, Root
+from backpack_products.apart import owned_by, put_together
+from backpack_products.columns import ApartColumns, Columns, OwnedColumns, Root, split_positions
 from backpack_products.parametric import ParametricRule
 from backpack_products.product import SampleProduct
 
@@ -88,13 +88,13 @@ class ColumnPropagator(Propagator):
         """Add blocks of the same root."""
         return first.merge(second)
 
-    def widen(self, quantity: Columns, batch_size: int) -> Columns:
+    def widen(self, quantity: Columns, size: int, entries: Sequence[int] | None = None) -> Columns:
         """Zeros for samples that were left out."""
-        return quantity.widened(self.subsampling, batch_size)
+        return quantity.widened(self.subsampling if entries is None else entries, size)
 
-    def narrow(self, quantity: Columns) -> Columns:
+    def narrow(self, quantity: Columns, entries: Sequence[int] | None = None) -> Columns:
         """The chosen samples."""
-        return quantity.chosen(self.subsampling)
+        return quantity.chosen(self.subsampling if entries is None else entries)
 
     def cross(
         self, node: Node, quantities: dict[int, Columns], there: Any
@@ -119,13 +119,9 @@ class ColumnPropagator(Propagator):
         """The samples in one column again; raises if one reaches another."""
         return Columns({r: put_together(mat, positions) for r, mat in quantity.blocks.items()})
 
-    def split_positions(self, quantity: Columns, turns: Tensor) -> Columns:
+    def split_positions(self, quantity: Columns, owners: Tensor | None, samples: int) -> Columns:
         """Columns of their own for the entries of one sample, zeros at the others."""
-        blocks = {
-            Root(root.name, None, root.scale, turns): taken_apart(mat, turns).flatten(0, 1)
-            for root, mat in quantity.blocks.items()
-        }
-        return Columns(blocks)
+        return split_positions(quantity, owners, samples)
 
     def map(self, quantity: Columns, function: Callable[[Tensor], Tensor]) -> Columns:
         """Apply the function to all columns at once."""

@@ -6,7 +6,8 @@ before anything is squared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -104,23 +105,30 @@ class Columns:
             blocks[root] = blocks[root] + block if root in blocks else block
         return self.like(blocks)
 
-    def cut(self, size: int) -> tuple[Columns, list[Columns]]:
-        """At most ``size`` of the columns, and the others in sets of about that size."""
-        count = sum(self.sizes.values())
-        *others, last = self.chunks(even_size(count, size)) if count > size else [self]
+    def cut(self, size: int, turns: int = 1) -> tuple[Columns, list[Columns]]:
+        """At most ``size`` of the columns, and the others in sets of about that size.
+
+        Args:
+            size: How many, for one of the turns.
+            turns: How often all are there, see :meth:`repeated`.
+        """
+        count = sum(self.sizes.values()) // turns
+        *others, last = self.chunks(even_size(count, size), turns) if count > size else [self]
         return last, others
 
-    def chunks(self, size: int) -> list[Columns]:
-        """The columns in sets of at most ``size``, each with roots of its own."""
+    def chunks(self, size: int, turns: int = 1) -> list[Columns]:
+        """The columns in sets of at most ``size``, each with roots of its own; see :meth:`cut`."""
         result: list[Columns] = []
         for root, block in self.blocks.items():
-            for start in range(0, len(block), size):
+            by_turn = block.unflatten(0, (turns, len(block) // turns))
+            for start in range(0, by_turn.shape[1], size):
                 window = slice(start, start + size)
                 signs = None if root.signs is None else root.signs[window]
-                result.append(self.like({Root(root.name, signs, root.scale): block[window]}))
+                part = by_turn[:, window].flatten(0, 1)
+                result.append(self.like({Root(root.name, signs, root.scale): part}))
         return result
 
-    def widened(self, chosen: tuple[int, ...] | None, batch_size: int) -> Columns:
+    def widened(self, chosen: Sequence[int] | None, batch_size: int) -> Columns:
         """Columns ``[V, n, *]`` of chosen samples as columns of the whole batch, zero elsewhere.
 
         A sample that was chosen several times may have other columns each time (drawn ones have),
@@ -137,7 +145,7 @@ class Columns:
 
         return self.like({root: widen(mat) for root, mat in self.blocks.items()})
 
-    def chosen(self, chosen: tuple[int, ...] | None) -> Columns:
+    def chosen(self, chosen: Sequence[int] | None) -> Columns:
         """The reverse of :meth:`widened`."""
         if chosen is None:
             return self
@@ -150,6 +158,19 @@ class Columns:
             return found.transpose(0, 1)
 
         return self.like({root: pick(mat) for root, mat in self.blocks.items()})
+
+    def repeated(self, chosen: Sequence[int]) -> Columns:
+        """Columns of the whole batch, as often as one of some samples is chosen.
+
+        What :meth:`chosen` takes of them is that of these samples; who is not among them counts
+        nowhere.
+        """
+        turns = most_often(chosen)
+        blocks: dict[Root, Tensor] = {}
+        for root, mat in self.blocks.items():
+            signs = None if root.signs is None else root.signs[:, [*chosen]]
+            blocks[Root(root.name, signs, root.scale)] = mat.repeat(turns, *[1] * (mat.dim() - 1))
+        return Columns(blocks)
 
 
 class ApartColumns(Columns):
@@ -204,6 +225,41 @@ class OwnedColumns(ApartColumns):
         return ApartColumns(self.blocks)
 
 
+def split_positions(columns: Columns, owners: Tensor | None, samples: int) -> Columns:
+    """Columns of rows as columns of samples: rows of one sample get columns of their own.
+
+    Args:
+        columns: ``[V, R, *]``.
+        owners: The sample of each row, ``[R]``; ``None`` if all may be of one.
+        samples: How many samples there are.
+
+    Returns:
+        ``[V · K, R, *]``, with a sign for each sample.
+    """
+    turns, owned = _turns(owners, columns.mat.shape[1], samples)
+    blocks: dict[Root, Tensor] = {}
+    for root, mat in columns.blocks.items():
+        signs = root.signs
+        if signs is not None:
+            shown, own = (mask.to(signs.device, signs.dtype) for mask in (turns, owned))
+            signs = torch.einsum("vr,kr,nr->vkn", signs, shown, own).flatten(0, 1)
+        blocks[Root(root.name, signs, root.scale, turns)] = taken_apart(mat, turns).flatten(0, 1)
+    return Columns(blocks)
+
+
+def _turns(owners: Tensor | None, count: int, samples: int) -> tuple[Tensor, Tensor]:
+    """Which rows share a column, ``[K, R]``, and which each sample may have, ``[N, R]``."""
+    rows = torch.arange(count, device="cpu")
+    if owners is None:
+        return rows == rows[:, None], torch.ones(samples, count, dtype=torch.bool, device="cpu")
+    owners = owners.cpu()
+    order, counts = owners.argsort(stable=True), owners.bincount()
+    turns = torch.empty_like(owners)
+    turns[order] = rows - (counts.cumsum(0) - counts)[owners[order]]
+    sets = torch.arange(int(counts.max()) if count else 1, device="cpu")
+    return turns == sets[:, None], owners == torch.arange(samples, device="cpu")[:, None]
+
+
 def require_one_form(first: Columns, second: Columns) -> None:
     """See that both are kept apart by sample, or none: a tensor is one or the other.
 
@@ -217,7 +273,12 @@ def require_one_form(first: Columns, second: Columns) -> None:
         raise InternalError("Columns of every sample apart met columns of all samples.")
 
 
-def _occurrences(chosen: tuple[int, ...], batch_size: int) -> list[int]:
+def most_often(chosen: Sequence[int]) -> int:
+    """How often the most frequent of some samples is chosen."""
+    return max(Counter(chosen).values(), default=1)
+
+
+def _occurrences(chosen: Sequence[int], batch_size: int) -> list[int]:
     """How often each number occurs before: ``(3, 1, 3) → [0, 0, 1]``."""
     seen: dict[int, int] = {}
     found = []

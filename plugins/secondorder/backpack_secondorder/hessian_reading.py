@@ -31,6 +31,7 @@ class Use(NamedTuple):
     """One use of a parameter: a layer that is linear in it, with the Hessian at its output.
 
     Attributes:
+        samples: How many samples take part.
         computed: The leaf that is asked for, if the layer's parameter is another, and what carries
             columns back to it.
         formed: What the columns of each root are there, if the computation has lost its graph.
@@ -40,6 +41,7 @@ class Use(NamedTuple):
     view: View
     name: str
     hessian: Hessian
+    samples: int
     computed: tuple[Tensor, Callable[[Tensor], Tensor]] | None = None
     formed: Mapping[Root, SampleProduct] | None = None
 
@@ -60,6 +62,8 @@ class Use(NamedTuple):
             product = self.rule.apart_product(self.view, self.name, columns)
         else:
             product = self.rule.param_product(self.view, self.name, columns.mat)
+        if self.view.positions > 1:
+            product = product.of_samples(self.samples, self.view.kept)
         product.roots = columns.sizes
         return product if self.computed is None else ComputedProduct(product, *self.computed)
 
@@ -144,7 +148,7 @@ class HessianReading(Reading):
                     total = add(total, diagonal_square_sum(product, per_sample))
         if total is None:
             view = self._uses[0].view
-            lead = (view.batch_size,) if per_sample else ()
+            lead = (self._uses[0].samples,) if per_sample else ()
             total = torch.zeros(*lead, *self.shape, dtype=view.dtype, device=view.device)
         return total
 

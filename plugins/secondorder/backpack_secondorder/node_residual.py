@@ -15,7 +15,7 @@ from backpack_core.tuning import column_budget, memory_budget
 from backpack_operations import nodes
 from backpack_operations.alignment import Crossing, Place
 from backpack_products import Columns
-from backpack_products.columns import Root
+from backpack_products.columns import Root, most_often
 from backpack_products.contractions import slices
 from backpack_secondorder.hessian import Hessian
 from backpack_secondorder.node_derivative import (
@@ -45,9 +45,6 @@ class NodeResidual:
             derivative: ``R`` as a linear map.
             there: Where samples lie.
             subsampling: Those that take part; ``None`` for all.
-
-        Raises:
-            BridgeError: Some are to be chosen, and it is not known where they lie.
         """
         self._derivative, self._batch_size = derivative, there.batch_size
         self._subsampling = subsampling
@@ -55,12 +52,6 @@ class NodeResidual:
         # As many rows as there are samples may be those of one: they are where they were picked.
         is_owned = there.owned or any(isinstance(n, Tensor) for n in there.behind.values())
         self._samples = self._batch_size if not is_owned and self._is_known() else 1
-        if self._samples != self._batch_size and subsampling is not None:
-            raise refuse(
-                derivative.node,
-                "it is nonlinear, and it is not known where the samples of subsampling lie there",
-                "Leave subsampling out, or give the model those samples only.",
-            )
 
     def _is_known(self) -> bool:
         """Whether samples are in front in all operands, or in one and rows meet only their like."""
@@ -174,19 +165,21 @@ class NodeResidual:
         return tensor.reshape(self._samples, tensor.numel() // max(1, self._samples))
 
     def _sent(self, mats: dict[Place, Tensor], signs: Tensor) -> Part:
-        """Columns ``[V, N, D]`` at operands as columns in the shapes of the operands."""
-        chosen = None
+        """Columns ``[V, N, D]`` at operands as columns in the shapes of the operands.
+
+        Of all samples, as often as one of them is chosen: who reads takes those that are.
+        """
+        signs, turns = signs.expand(-1, self._batch_size), 1
         if self._subsampling is not None:
             chosen = [n % self._batch_size for n in self._subsampling]
-            signs = signs[:, chosen]
-        root = Root("residual", signs.expand(-1, self._batch_size) if chosen is None else signs)
+            signs, turns = signs[:, chosen], most_often(chosen)
+        root = Root("residual", signs)
         branched = frozenset([root] if len(mats) > 1 else [])
         part = []
         for place, mat in mats.items():
-            columns = Columns({root: mat if chosen is None else mat[:, chosen]})
-            columns = columns.widened(self._subsampling, self._batch_size)
-            shape = (-1, *nodes.shape_of(*place))
-            columns = columns.like({r: m.reshape(shape) for r, m in columns.blocks.items()})
+            shape = nodes.shape_of(*place)
+            whole = mat.reshape(-1, *shape).repeat(turns, *[1] * len(shape))
+            columns = Columns({root: whole})
             position = self._derivative.positions[place][0]
             part.append((position, Hessian(columns, branched=branched)))
         return part

@@ -302,7 +302,7 @@ def _term(view: View, multiply: Callable[[Tensor], Tensor]) -> Term:
         x, dtype = x.to(view.dtype), x.dtype
         if view.indices is None:
             return multiply(x).to(dtype)
-        chosen = torch.tensor(view.indices, device=x.device)
+        chosen = torch.tensor(view.indices, device=x.device, dtype=torch.long)
         return torch.zeros_like(x).index_add(0, chosen, multiply(x[chosen])).to(dtype)
 
     return Term(edge_at_input(view), like.detach(), of_samples)

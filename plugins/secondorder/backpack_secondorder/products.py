@@ -238,7 +238,7 @@ class CollectingReading(GraphReading):
         """Keep losses apart from layers."""
         if view.call.rule.is_loss:
             view.call.rule.check(view)
-            self._losses.append(view.subsample(self._subsampling))
+            self._losses.append(view.of_samples(self._subsampling))
         elif view.is_reached:
             self._others.append(view)
 
@@ -296,7 +296,7 @@ class _OfResiduals(CollectingReading):
         if is_curved and not rule.is_loss:
             rule.check(view)
         if rule.is_loss or is_curved:
-            view = view.subsample(self._subsampling)
+            view = view.of_samples(self._subsampling)
             self._terms += positive_term(rule, view, self._modify)
 
     def results(self, graph: LossGraph) -> dict[Tensor, BlockProduct]:
@@ -304,5 +304,11 @@ class _OfResiduals(CollectingReading):
         self._require_losses("PCHMP")
         for node in graph.nonlinear():
             why = "it is not known to be linear, and the positive-curvature Hessian needs that"
-            raise refuse(node, why)
+            raise refuse(
+                node,
+                why,
+                "Use HMP or GGNMP, if the model returns a derivative of itself "
+                "(torch.autograd.grad(..., create_graph=True)); else move the operation into a "
+                "module and give it a layer rule.",
+            )
         return self._stored(CurvatureOperator(graph, self._terms), graph)

@@ -8,7 +8,6 @@ elementwise function is diagonal, and stays diagonal through further elementwise
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from backpack_core.tuning import memory_budget
 from backpack_operations import nodes
 from backpack_operations.alignment import Crossing
 from backpack_products import Columns, ElementwiseRule, ParametricRule
-from backpack_products.columns import ApartColumns, Root
+from backpack_products.columns import ApartColumns, Root, most_often, split_positions
 from backpack_products.contractions import flattened, slices
 from backpack_products.derivatives import second_order
 from backpack_products.loss import with_hessian
@@ -45,8 +44,7 @@ from backpack_secondorder.without_samples import (
     coupled,
     couples_nothing,
     leaves_behind,
-    needs_one_entry,
-    require_one_entry,
+    needs_samples,
 )
 
 
@@ -89,15 +87,13 @@ class SignedSqrt(Propagator):
     def arrive(self, rule: LayerRule, view: View, waiting: Hessian | None) -> Hessian | None:
         """Cast to the dtype of the gradient: under autocast, neighbouring layers differ."""
         found: Hessian | None = super().arrive(rule, view, waiting)
-        if found is not None and not rule.is_loss and view.positions > 1:
-            require_one_entry(view, found, "it has several")
         return None if found is None else found.with_rows_formed().to(view.dtype)
 
     def propagate(self, rule: LayerRule, view: View, quantity: Hessian) -> dict[int, Hessian]:
         """``J_xᵀ H J_x``; for several inputs only as columns, which keep the mixed terms."""
         is_apart = quantity.is_apart
         if is_apart and view.positions:
-            require_one_entry(view, quantity, "an input of it has none")
+            raise needs_samples(view, "an input of it has none")
         if isinstance(rule, ElementwiseRule) and not is_apart:
             return {0: quantity.scaled(rule.derivative(view))}
         live = live_inputs(view)
@@ -106,8 +102,8 @@ class SignedSqrt(Propagator):
         if len(live) > 1:
             require_one_input(rule, view)
         quantity = self.rooted(quantity)
-        if self.leaves_out and not (second_order(rule).hessian_is_zero or view.positions):
-            error = needs_one_entry(view, "it is nonlinear")
+        if self.leaves_out and not (second_order(rule).hessian_is_zero or _has_samples(view)):
+            error = needs_samples(view, "it is nonlinear")
             quantity = Missing.of(error, leaves_behind(view)).beside(quantity)
         if quantity.columns is None:
             return {}
@@ -120,13 +116,35 @@ class SignedSqrt(Propagator):
 
     def residual(self, rule: LayerRule, view: View) -> dict[int, Hessian]:
         """``Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²`` of a nonlinear call."""
+        found = self._residual_of_rows(rule, view)
+        if view.positions == 1:
+            return found
+        return {place: self._of_samples(view, quantity) for place, quantity in found.items()}
+
+    def _of_samples(self, view: View, quantity: Hessian) -> Hessian:
+        """The Hessian of each row as that of each sample: those of one get columns of their own.
+
+        Where rows are in no order, all are there, as often as a sample is chosen.
+        """
+        owners, chosen = view.owners, self.subsampling
+        samples = view.samples if chosen is None or not view.positions else len(chosen)
+        if owners is None:
+            owners = torch.arange(samples, device="cpu").repeat_interleave(view.positions)
+        found = self.split_positions(quantity.as_columns(), owners, samples).columns
+        if found is not None and chosen is not None and not view.positions:
+            found = found.repeated([n % samples for n in chosen])
+        return self.rooted(Hessian(found))
+
+    def _residual_of_rows(self, rule: LayerRule, view: View) -> dict[int, Hessian]:
+        """The same, with a sample for each entry of axis 0."""
         live = live_inputs(view)
         if second_order(rule).hessian_is_zero or not live:
             return {}
-        if self.leaves_out and not view.positions:
+        if self.leaves_out and not _has_samples(view):
             return {}  # which has been noted where the Hessian went through
         require_one_input(rule, view)
-        require_one_entry(view, Hessian(), "it is nonlinear")
+        if not _has_samples(view):
+            raise needs_samples(view, "it is nonlinear")
         diagonal = diagonal_residual(rule, view)
         if diagonal is not None:
             return {live[0]: Hessian(diagonal=diagonal)}
@@ -139,7 +157,9 @@ class SignedSqrt(Propagator):
         self, rule: ParametricRule, view: View, names: Sequence[str], quantity: Hessian
     ) -> list[HessianReading]:
         """The Hessian, to be read at the parameters."""
-        return [HessianReading([Use(rule, view, name, quantity)]) for name in names]
+        count = view.samples if self.subsampling is None else len(self.subsampling)
+        count = view.batch_size if view.positions == 1 else count
+        return [HessianReading([Use(rule, view, name, quantity, count)]) for name in names]
 
     def merge(self, first: Hessian, second: Hessian) -> Hessian:
         """Add columns root by root; diagonals and blocks are from different roots, so they add."""
@@ -165,6 +185,12 @@ class SignedSqrt(Propagator):
                 return quantity, ()
             last, others = quantity.columns.cut(size)
             return Hessian(last), map(Hessian, others)
+        if rule is None and quantity.formed > size:
+            assert quantity.columns is not None  # of several rows of a sample
+            chosen = None if view.positions else self.subsampling
+            turns = 1 if chosen is None else most_often([n % view.samples for n in chosen])
+            last, others = quantity.columns.cut(size, turns)
+            return self.rooted(Hessian(last)), (self.rooted(Hessian(other)) for other in others)
         if rule is None:
             stays = quantity.rows is None and not (is_rooted and quantity.unformed > size)
         elif quantity.formed + quantity.unformed <= size:
@@ -222,8 +248,7 @@ class SignedSqrt(Propagator):
         """Zero, at an operand of an operation; columns, where the root has something to say."""
         is_apart, count = position in there.apart, 0
         if isinstance(root, Missing):
-            chosen = Counter(n % there.batch_size for n in self.subsampling or (0,))
-            count = max(chosen.values())
+            count = most_often([n % there.batch_size for n in self.subsampling or (0,)])
         if not (is_apart or count):
             return Hessian()
         child, number = node.next_functions[position]
@@ -246,34 +271,24 @@ class SignedSqrt(Propagator):
             return quantity
         return replace(quantity, columns=self._of_columns.put_together(quantity.columns, positions))
 
-    def split_positions(self, quantity: Hessian, turns: Tensor) -> Hessian:
-        """Each position of a sample in turn, zeros at the others.
-
-        Raises:
-            UnsupportedError: Columns have signs, which are those of positions.
-        """
+    def split_positions(self, quantity: Hessian, owners: Tensor | None, samples: int) -> Hessian:
+        """Each position of a sample in turn, zeros at the others."""
         assert quantity.columns is not None
-        if any(root.signs is not None for root in quantity.columns.blocks):
-            raise UnsupportedError(
-                "The Hessian of the loss is not known to be positive semi-definite, and the loss "
-                "received several entries of each sample on axis 0: keep positions as an extra "
-                "dimension, CrossEntropyLoss takes [N, C, T]."
-            )
-        return Hessian(self._of_columns.split_positions(quantity.columns, turns))
+        return Hessian(split_positions(quantity.columns, owners, samples))
 
-    def widen(self, quantity: Hessian, batch_size: int) -> Hessian:
+    def widen(self, quantity: Hessian, size: int, entries: Sequence[int] | None = None) -> Hessian:
         """Zeros for the samples that were left out."""
         if self.subsampling is None or quantity.as_columns().columns is None:
             return quantity
         formed = quantity.as_columns()
         assert formed.columns is not None
-        return replace(formed, columns=formed.columns.widened(self.subsampling, batch_size))
+        return replace(formed, columns=self._of_columns.widen(formed.columns, size, entries))
 
-    def narrow(self, quantity: Hessian) -> Hessian:
+    def narrow(self, quantity: Hessian, entries: Sequence[int] | None = None) -> Hessian:
         """Keep the chosen samples only."""
         if self.subsampling is None or quantity.columns is None:
             return quantity
-        return replace(quantity, columns=quantity.columns.chosen(self.subsampling))
+        return replace(quantity, columns=self._of_columns.narrow(quantity.columns, entries))
 
     def map(self, quantity: Hessian, function: Callable[[Tensor], Tensor]) -> Hessian:
         """Apply the function to everything as columns."""
@@ -310,6 +325,11 @@ def _prefers_block(quantity: Hessian, view: View, position: int) -> bool:
     width = quantity.formed + quantity.unformed
     width -= 0 if quantity.block is None else len(quantity.block)
     return quantity.block is not None or width > size_out + size_in
+
+
+def _has_samples(view: View) -> bool:
+    """Whether it is known which rows of a call are whose."""
+    return bool(view.positions) or view.owners is not None
 
 
 def _pushed(rule: LayerRule, view: View, mat: Tensor, position: int) -> Tensor:

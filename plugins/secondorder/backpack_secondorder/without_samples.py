@@ -113,8 +113,9 @@ def couples_nothing(node: Node, there: Crossing, is_apart: bool) -> bool:
     if coupled(node):
         raise refuse(
             node,
-            "it multiplies a tensor without samples with one that depends on the same parameter, "
-            "so the loss has second derivatives in both together, which are not carried",
+            "both of its factors depend on one parameter, as where the model returns a derivative "
+            "of itself (torch.autograd.grad(..., create_graph=True)) or a weight is tied, and the "
+            "second derivative in both together is not carried",
             _INSTEAD,
         )
     return True
@@ -124,20 +125,10 @@ def _leaves(starts: list[Node]) -> list[Node]:
     return [found for found in reached(starts, children_of) if is_leaf(found)]
 
 
-def require_one_entry(view: View, quantity: Hessian, what: str) -> None:
-    """Raise where a call has no samples on axis 0, or several entries of each.
-
-    Raises:
-        UnsupportedError: It does.
-    """
-    if view.positions != 1 or quantity.is_apart:
-        raise needs_one_entry(view, what)
-
-
-def needs_one_entry(view: View, what: str) -> UnsupportedError:
-    """The error of :func:`require_one_entry`."""
+def needs_samples(view: View, what: str) -> UnsupportedError:
+    """The error where a call has no samples on axis 0, or not one after the other."""
     return UnsupportedError(
-        f"The Hessian at {view.path} needs samples on axis 0, one entry each, where {what}: "
+        f"The Hessian at {view.path} needs samples on axis 0, one after the other, where {what}: "
         "keep positions as an extra dimension, [N, T, D], and leave samples=... of backpack(...) "
         f"out, if you gave it. {_INSTEAD}"
     )
