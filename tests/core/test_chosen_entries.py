@@ -265,7 +265,7 @@ class Shuffle(torch.autograd.Function):
 @pytest.mark.parametrize("extension", [DiagGGNExact, HMP])
 def test_entries_of_which_nothing_is_known(extension: Any) -> None:
     net, x = extend(nn.Linear(D, C)), torch.randn(N, T, D)
-    logits = Shuffle.apply(net(x))
+    logits: Tensor = Shuffle.apply(net(x))  # type: ignore[no-untyped-call]
     loss = extend(nn.CrossEntropyLoss())(logits, torch.arange(N * T) % C)
     with (
         pytest.raises(ShapeError, match=r"whose each of them is.* leave it out, and choose"),

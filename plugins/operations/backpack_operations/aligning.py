@@ -10,10 +10,9 @@ from collections.abc import Container
 
 from torch import Tensor
 
-from backpack_core._torch import Node, has_memory, memory_of
+from backpack_core._torch import Node
 from backpack_core.errors import BackpackError
 from backpack_core.record.call import Call, Edge, Site
-from backpack_core.record.owner import owner_of
 from backpack_core.record.view import View
 from backpack_operations import faults, nodes
 from backpack_operations.alignment import Alignment
@@ -21,7 +20,7 @@ from backpack_operations.alignment_walk import Walk
 from backpack_operations.batch import declared_axis, is_doubtful
 from backpack_operations.of_weights import Origins
 from backpack_operations.order import children_of
-from backpack_operations.owners import Owners
+from backpack_operations.owners import Owners, is_of_buffers
 from backpack_operations.paths import inside
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_inside
@@ -49,6 +48,7 @@ def align(
     if tables and (data := _lone_tables(survey, roots)):
         tables -= data
         _take_for_tables(survey, tables)
+    survey.unclear = {call for call, _ in survey.received if owners.is_unclear(call)} - tables
     for place, size in survey.received.items():
         is_moved = owners.are_moved and owners.received_moved(place[0])
         is_other = size != survey.batch_size or _is_declared(survey, place[0])
@@ -122,7 +122,7 @@ def _is_table(survey: GraphSurvey, owners: Owners, site: Site) -> bool:
     if any(edge is not None for edge in call.edges) or owners.of_input(call) is not None:
         return False
     is_small = call.stored.outputs[site.index].nbytes * survey.batch_size <= survey.widest
-    return is_small or _is_of_buffers(call)
+    return is_small or is_of_buffers(call)
 
 
 def _take_for_tables(survey: GraphSurvey, calls: Container[Call]) -> None:
@@ -149,12 +149,6 @@ def _lone_tables(survey: GraphSurvey, roots: list[Edge]) -> set[Call]:
             seen.add(node)
             todo += children_of(node)
     return found
-
-
-def _is_of_buffers(call: Call) -> bool:
-    """Whether a call received only buffers of the model, as a net of coordinates does."""
-    memories = set(map(memory_of, filter(has_memory, owner_of(call.module).buffers())))
-    return bool(memories) and all(memory_of(t) in memories for t in call.stored.inputs)
 
 
 def _refusal_of_rows(survey: GraphSurvey, call: Call, index: int) -> BackpackError | None:

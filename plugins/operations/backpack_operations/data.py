@@ -47,18 +47,30 @@ def of_data(
     return _Data(data, run, samples, depth, items, is_readable).numbers()
 
 
+def is_unclear(data: Tensor, run: Run, samples: Tensor) -> bool:
+    """Whether rows were picked unevenly from what a model received, and it is not known whose.
+
+    Args:
+        data: What a module received, of which :func:`of_data` knows nothing.
+        run: The run.
+        samples: The sample of each row that the model received.
+    """
+    return _Data(data, run, samples, None, None, is_readable=True).is_unclear()
+
+
 class Picked(NamedTuple):
     """Rows that are some of those of another tensor.
 
     Attributes:
         numbers: The sample of each, by the first row that is equal.
         is_clear: Whether equal rows are of one sample, everywhere.
-        may_be_in_order: Whether they may be as many rows of each sample, one sample after the other.
+        is_out_of_order: Whether they are in the order of the tensor, and cannot be as many rows of
+            each sample.
     """
 
     numbers: Numbers
     is_clear: bool
-    may_be_in_order: bool
+    is_out_of_order: bool
 
 
 def picked_from(whole: Tensor, data: Tensor, owners: Tensor, axes: int) -> Picked | None:
@@ -85,15 +97,27 @@ def picked_from(whole: Tensor, data: Tensor, owners: Tensor, axes: int) -> Picke
     last = torch.full((count,), -1, device="cpu").scatter_reduce(0, of_known, owners, "amax")
     if bool((last[of_seen] < 0).any()):
         return None
-    has = torch.zeros(nobody, count, dtype=torch.bool, device="cpu")
-    has[owners, of_known] = True
-    share, rest = divmod(len(seen), nobody)
-    in_order = torch.arange(nobody, device="cpu").repeat_interleave(share)
-    return Picked(
-        first[of_seen].reshape(*lead, *[1] * len(line)),
-        bool((first == last)[of_seen].all()),
-        not rest and bool(has[in_order, of_seen].all()),
-    )
+    numbers = first[of_seen].reshape(*lead, *[1] * len(line))
+    is_clear = bool((first == last)[of_seen].all())
+    return Picked(numbers, is_clear, _are_out_of_order(of_known, of_seen, owners))
+
+
+def _are_out_of_order(known: Tensor, seen: Tensor, owners: Tensor) -> bool:
+    """Whether rows stand in the order of those they were picked from, but not evenly.
+
+    Args:
+        known: Which rows are equal, of those that they were picked from.
+        seen: The same, of themselves.
+        owners: The sample of each of the former.
+    """
+    samples, left = int(owners.max()) + 1, iter(known.tolist())
+    if not all(kind in left for kind in seen.tolist()):
+        return False
+    share, rest = divmod(len(seen), samples)
+    has = torch.zeros(samples, int(known.max()) + 1, dtype=torch.bool, device="cpu")
+    has[owners, known] = True
+    in_order = torch.arange(samples, device="cpu").repeat_interleave(share)
+    return bool(rest) or not bool(has[in_order, seen].all())
 
 
 class _Data:
@@ -196,13 +220,17 @@ class _Data:
         return None
 
     def _of_rows(self) -> Numbers | None:
-        """Of rows that an index, a mask or an order has picked."""
-        for picked in self.picks():
-            if picked.is_clear and self._received.is_floating_point():
+        """Of rows that an index, a mask or an order has picked; a table may have equal integers."""
+        for picked in self._picks() if self._received.is_floating_point() else ():
+            if picked.is_clear:
                 return picked.numbers
         return None
 
-    def picks(self) -> Iterator[Picked]:
+    def is_unclear(self) -> bool:
+        """Whether rows were picked unevenly, and equal ones of several samples hide whose."""
+        return any(picked.is_out_of_order for picked in self._picks())
+
+    def _picks(self) -> Iterator[Picked]:
         """The readings by which every row of it is one of what the model received."""
         if not self._is_readable or self._run.axis or not self._shape:
             return

@@ -160,6 +160,15 @@ def ragged(call: Call) -> BackpackError:
     )
 
 
+def unclear_rows(call: Call) -> BackpackError:
+    """Data were picked before the first layer, and equal rows of several samples hide whose."""
+    return ShapeError(
+        f"{call.path} received rows that were picked from what the model received, not as many of "
+        "each sample, and equal rows of several samples hide whose they are: pick behind the "
+        "module, layer(x)[mask] in the place of layer(x[mask])."
+    )
+
+
 def whose_entries(call: Call) -> BackpackError:
     """Samples cannot be chosen if nothing says which entries they have."""
     return ShapeError(

@@ -12,15 +12,15 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from backpack_core._torch import Node, has_memory
+from backpack_core._torch import Node, has_memory, memory_of
 from backpack_core.graph.nodes import is_leaf
 from backpack_core.record.call import Call, Edge, Site
-from backpack_core.record.owner import is_parameter
+from backpack_core.record.owner import is_parameter, owner_of
 from backpack_core.record.run import Run
 from backpack_operations import nodes
 from backpack_operations.alignment import Place
 from backpack_operations.batch import declared_axis, is_doubtful
-from backpack_operations.data import is_packed, of_data
+from backpack_operations.data import is_packed, is_unclear, of_data
 from backpack_operations.moves import Given, Numbers, Shape, along, are_elsewhere, made
 from backpack_operations.of_weights import Origins
 from backpack_operations.survey import GraphSurvey, edges_behind
@@ -115,9 +115,20 @@ class Owners:
             stored, is_other = call.stored.inputs, bool(declared_axis(call))
             is_other |= self._survey.told is not None or self._survey.depth is not None
             is_first = call.receives_input > 1 and stored[0].shape[:1] == self._samples.shape
-            is_known = not stored or (is_first and not is_other)
+            is_known = not stored or (is_first and not is_other) or is_of_buffers(call)
             self._data[call] = None if is_known else self._of_tensor(stored[0], call)
         return self._data[call]
+
+    def is_unclear(self, call: Call) -> bool:
+        """Whether a module received rows that were picked from data, and it is not known whose."""
+        is_other = call.is_released or call.rule.is_loss or any(call.edges[:1])
+        is_other |= not call.is_readable or is_of_buffers(call) or not call.stored.inputs
+        if is_other or self._survey.is_told or self._survey.depth is not None:
+            return False
+        data = call.stored.inputs[0]
+        is_usual = call.receives_input > 1 and data.shape[:1] == self._samples.shape
+        is_usual |= self.of_input(call) is not None
+        return not is_usual and is_unclear(data, call.run, self._samples)
 
     def _moves(self, node: Node) -> bool:
         operation, size = nodes.operation_of(node), self._survey.batch_size
@@ -431,6 +442,12 @@ class Owners:
         if not is_known or shape[axis : axis + 1] != (len(rows),):
             return None
         return along(rows, axis, shape)
+
+
+def is_of_buffers(call: Call) -> bool:
+    """Whether a call received only buffers of the model, as a net of coordinates does."""
+    memories = set(map(memory_of, filter(has_memory, owner_of(call.module).buffers())))
+    return bool(memories) and all(memory_of(t) in memories for t in call.stored.inputs)
 
 
 def entries_of_losses(survey: GraphSurvey) -> dict[tuple[Call, int], Tensor]:

@@ -120,6 +120,8 @@ def refuse_misaligned(
     for propagator in propagators:
         if not propagator.per_sample:
             continue
+        for call in survey.unclear:
+            raise faults.unclear_rows(call)
         for (call, index), fault in alignment.faults.items():
             if propagator.only_at_losses and not call.rule.is_loss:
                 continue

@@ -68,6 +68,7 @@ class GraphSurvey(Survey):
         numbers: The samples that entries belong to, where somebody asked; see ``owners.py``.
         are_moved: Whether rows may be other samples than those of the model's input; ``None``
             before anybody asked.
+        unclear: Calls that received rows picked from data, of which it is not known whose they are.
         has_read: Whether numbers in tensors were compared, to tell where samples are.
         is_straight: Whether a plan says that every call has a rule that sends on what arrives, and
             its samples on axis 0.
@@ -97,6 +98,7 @@ class GraphSurvey(Survey):
     entries: dict[tuple[Call, int], Tensor] = field(default_factory=dict)
     numbers: dict[tuple[Node, int], Tensor | None] = field(default_factory=dict)
     are_moved: bool | None = None
+    unclear: set[Call] = field(default_factory=set)
     has_read: bool = False
     is_straight: bool = False
 

@@ -105,8 +105,8 @@ class SignedSqrt(Propagator):
         if self.leaves_out and not (second_order(rule).hessian_is_zero or _has_samples(view)):
             error = needs_samples(view, "it is nonlinear")
             quantity = Missing.of(error, leaves_behind(view)).beside(quantity)
-        if quantity.columns is None:
-            return {}
+        if quantity.columns is None:  # something has to arrive there
+            return {position: Hessian() for position in live}
         products = rule.jac_t_mat_prod(view, quantity.columns.flat)
         return {
             i: Hessian(quantity.columns.split(p), branched=quantity.branched)
