@@ -305,7 +305,8 @@ class View:
         Raises:
             UsageError: A number is out of range.
         """
-        if samples is None or self.positions == 1:
+        is_usual = self.positions == 1 and self.samples in (0, self.batch_size)
+        if samples is None or is_usual:
             return self.subsample(samples)
         self._require_within(samples, self.samples)
         owners = self.owners

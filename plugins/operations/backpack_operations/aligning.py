@@ -48,7 +48,8 @@ def align(
     if tables and (data := _lone_tables(survey, roots)):
         tables -= data
         _take_for_tables(survey, tables)
-    survey.unclear = {call for call, _ in survey.received if owners.is_unclear(call)} - tables
+    others = (call for call, _ in survey.received if call not in tables)
+    survey.unclear = set(filter(owners.is_unclear, others))
     for place, size in survey.received.items():
         is_moved = owners.are_moved and owners.received_moved(place[0])
         is_other = size != survey.batch_size or _is_declared(survey, place[0])

@@ -127,7 +127,9 @@ class Owners:
             return False
         data = call.stored.inputs[0]
         is_usual = call.receives_input > 1 and data.shape[:1] == self._samples.shape
-        is_usual |= self.of_input(call) is not None
+        # Another number of rows is nowhere taken for as many of each sample.
+        is_usual |= self.of_input(call) is not None or not data.dim()
+        is_usual |= bool(data.shape[:1].numel() % max(1, len(self._samples)))
         return not is_usual and is_unclear(data, call.run, self._samples)
 
     def _moves(self, node: Node) -> bool:
@@ -462,4 +464,10 @@ def owners_at(survey: GraphSurvey, loss: Call) -> Tensor | None:
     edge = loss.edges[0]
     if survey.batch_size == 1:
         return torch.zeros(loss.stored.inputs[0].shape[:1], dtype=torch.long, device="cpu")
-    return None if edge is None else Owners(survey).rows(*edge[:2])
+    if edge is None:
+        return None
+    found, alignment = Owners(survey).rows(*edge[:2]), survey.alignment
+    positions = alignment.entries_at(edge) if found is None else 0
+    if isinstance(positions, int) and positions:  # side by side, as they are read at layers
+        return torch.arange(survey.batch_size, device="cpu").repeat_interleave(positions)
+    return found

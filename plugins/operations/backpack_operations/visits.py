@@ -52,8 +52,12 @@ class GraphTraversal(StraightTraversal):
 
     def hand_on(self, visit: Visit, edge: Edge, quantity: Any) -> None:
         """For the whole batch, where the samples that take part have not one entry each."""
-        is_whole = self.groups[visit.lane].propagator.subsampling is None
-        if is_whole or visit.view.positions == 1:
+        to, is_whole = None, self.groups[visit.lane].propagator.subsampling is None
+        if not is_whole:
+            to = self.survey.site_at(edge)
+        # One entry each at both ends; what an output is a view of has another shape.
+        is_usual = to is None or bool(to.layout) or self.survey.place_of(to)[1] == 1
+        if is_whole or (is_usual and visit.view.positions == 1):
             super().hand_on(visit, edge, quantity)
         else:
             self.schedule.deliver(visit.lane, edge, wide=self._widened(visit, quantity))
