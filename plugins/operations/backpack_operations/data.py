@@ -228,6 +228,8 @@ class _Data:
 
     def is_unclear(self) -> bool:
         """Whether rows were picked unevenly, and equal ones of several samples hide whose."""
+        if not any(len(given.shape) > len(self._shape) for given, _ in self._told):
+            return False  # a pick by a mask merges axes
         return any(picked.is_out_of_order for picked in self._picks())
 
     def _picks(self) -> Iterator[Picked]:

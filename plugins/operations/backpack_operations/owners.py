@@ -466,8 +466,14 @@ def owners_at(survey: GraphSurvey, loss: Call) -> Tensor | None:
         return torch.zeros(loss.stored.inputs[0].shape[:1], dtype=torch.long, device="cpu")
     if edge is None:
         return None
-    found, alignment = Owners(survey).rows(*edge[:2]), survey.alignment
-    positions = alignment.entries_at(edge) if found is None else 0
-    if isinstance(positions, int) and positions:  # side by side, as they are read at layers
-        return torch.arange(survey.batch_size, device="cpu").repeat_interleave(positions)
+    found, samples = Owners(survey).rows(*edge[:2]), survey.batch_size
+    if found is None and any(_is_of_layer(site, edge) for site in survey.sites.values()):
+        positions = survey.alignment.entries_at(edge)
+        if isinstance(positions, int) and positions:  # side by side, as the layer is read
+            return torch.arange(samples, device="cpu").repeat_interleave(positions)
     return found
+
+
+def _is_of_layer(site: Site, edge: Edge) -> bool:
+    is_read = not (site.call.goes_inside or site.call.rule.is_loss)
+    return is_read and site.edge[:2] == edge[:2]

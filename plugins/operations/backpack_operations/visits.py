@@ -52,15 +52,16 @@ class GraphTraversal(StraightTraversal):
 
     def hand_on(self, visit: Visit, edge: Edge, quantity: Any) -> None:
         """For the whole batch, where the samples that take part have not one entry each."""
-        to, is_whole = None, self.groups[visit.lane].propagator.subsampling is None
-        if not is_whole:
-            to = self.survey.site_at(edge)
-        # One entry each at both ends; what an output is a view of has another shape.
-        is_usual = to is None or bool(to.layout) or self.survey.place_of(to)[1] == 1
-        if is_whole or (is_usual and visit.view.positions == 1):
+        propagator, view = self.groups[visit.lane].propagator, visit.view
+        if propagator.subsampling is None or (view.positions == 1 and self._has_one_entry(edge)):
             super().hand_on(visit, edge, quantity)
         else:
             self.schedule.deliver(visit.lane, edge, wide=self._widened(visit, quantity))
+
+    def _has_one_entry(self, edge: Edge) -> bool:
+        """Whether samples have one entry each there; what outputs are views of is another shape."""
+        to = self.survey.site_at(edge)
+        return to is None or to.layout is not None or self.survey.place_of(to)[1] == 1
 
     def _widened(self, visit: Visit, quantity: Any) -> Any:
         """A quantity at a call for the whole batch."""
