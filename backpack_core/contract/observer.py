@@ -41,6 +41,16 @@ class Observer:
         """
         return True
 
+    def drive(self, run: Any, planned: Any, structure: Any) -> Driver | None:
+        """What takes over the visits of a pass that goes by a plan; ``None`` for the engine.
+
+        Args:
+            run: The pass, of which nothing is surveyed yet.
+            planned: The :class:`~backpack_core.plan.plan.Planned` that it goes by.
+            structure: Its :class:`~backpack_core.plan.structure.Structure`.
+        """
+        return None
+
     def begin(self, run: Any) -> None:
         """The graph is known. More groups may travel: they are appended to ``run.groups``."""
 
@@ -79,6 +89,39 @@ class Observer:
 
     def stored(self, run: Any) -> None:
         """All results are stored."""
+
+
+class Driver(ABC):
+    """Takes over the visits of a pass.
+
+    Attributes:
+        is_alone: Whether the engine visits nothing besides, so that nothing has to be surveyed.
+    """
+
+    is_alone: bool = True
+
+    @abstractmethod
+    def wants(self, call: Any, index: int) -> bool:
+        """Whether it visits an output of a call; others are let go."""
+
+    @abstractmethod
+    def reach(self, run: Any, site: Any, grads: Sequence[Tensor | None], others: Any) -> None:
+        """Autograd has reached an output; see :meth:`~backpack_core.engine.between.Between.reach`.
+
+        Args:
+            run: The pass.
+            site: The output.
+            grads: The gradients that autograd goes on with at its node.
+            others: Hooks of the user's on the tensor, if its gradient was changed.
+        """
+
+    @abstractmethod
+    def end(self, run: Any) -> None:
+        """Autograd is through.
+
+        Raises:
+            InternalError: It did not get to an output that was to be visited.
+        """
 
 
 class Sharer(ABC):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from backpack_core._torch import keeps_graph
-from backpack_core.contract.observer import Options
+from backpack_core.contract.observer import Driver, Options
 from backpack_core.engine import losses
 from backpack_core.engine.active import Context
 from backpack_core.engine.attending import (
@@ -46,6 +47,8 @@ class BackwardPass:
         roots: What ``backward()`` was called on, or where the pass was first seen.
         gradients: What comes in at each of the roots, where that is known.
         given: What ``backward()`` was called on, and what comes in there, where that is known.
+        options: What else it was told.
+        driver: What visits calls in the place of the engine, if anything does.
         survey: What is known about the graph.
         between: What lies between its calls.
         groups: What travels: the context's groups, and what observers add.
@@ -75,6 +78,7 @@ class BackwardPass:
         is_part: bool = False,
         gradients: Sequence[Tensor | None] = (),
         given: Sequence[tuple[Any, Tensor | None]] = (),
+        options: Options = MappingProxyType({}),
     ) -> None:
         """Look around, before autograd goes anywhere.
 
@@ -85,12 +89,15 @@ class BackwardPass:
             is_part: Whether it belongs to that, as a re-entrant checkpoint does.
             gradients: What comes in at each of the roots, where that is known.
             given: What ``backward()`` was called on, and what comes in there, where that is known.
+            options: What else it was told.
 
         Raises:
             BackpackError: Something that was asked for does not exist in this graph.
         """
         self.context = context
         self.roots, self.gradients, self.given = [*roots], gradients, given
+        self.options = options
+        self.driver: Driver | None = None
         self.visiting: View | None = None
         self.is_running = self.is_alone = False
         self.is_differentiable = self.only_reads = False
@@ -133,13 +140,29 @@ class BackwardPass:
     def _take_plan(self, planning: Planning) -> bool:
         """Go by the plan of an earlier pass, if there is a settled one."""
         context, survey = self.context, self.survey
-        known = planning.take(self.observers)
-        if known is None:
+        known, structure = planning.take(self.observers), planning.structure
+        if known is None or structure is None:
             return False
-        self.between.attend(self)
+        drivers = [observer.drive(self, known, structure) for observer in self.observers]
+        self.driver = next((driver for driver in drivers if driver is not None), None)
+        if self.is_driven:
+            survey.is_planned, survey.sites = True, structure.sites
+            survey.batch_size, used = known.batch_size, structure.parameters
+            calls = [call for call, _ in structure.sites if not call.rule.is_loss]
+        else:
+            planning.fill(known)
+            self.between.attend(self)
+            calls = [call for call, own in survey.trained.items() if own]
+            used = [use.parameter for use in survey.uses.values()]
         context.seen.update(["ran", "trained"])
-        clear(survey, context.extensions, self.sink.new, context.keeps_results, known)
+        keeps = context.keeps_results
+        clear(survey, calls, used, context.extensions, self.sink.new, keeps, known)
         return True
+
+    @property
+    def is_driven(self) -> bool:
+        """Whether something else than the engine does all visits."""
+        return self.driver is not None and self.driver.is_alone
 
     def _look_around(self, edges: list[Edge]) -> None:
         """Walk the graph behind some edges, and raise for what cannot be right there."""
@@ -158,7 +181,8 @@ class BackwardPass:
         self.between.attend(self)
         if is_first and self._clears:
             keeps = self.context.keeps_results
-            clear(survey, self.context.extensions, self.sink.new, keeps)
+            used = [use.parameter for use in survey.uses.values()]
+            clear(survey, survey.trained, used, self.context.extensions, self.sink.new, keeps)
 
     def _begin_observing(self) -> None:
         """Have observers add to what travels, now that the graph is known."""
@@ -177,7 +201,7 @@ class BackwardPass:
         self._after = overriding(self.observers, "after")
         asks = self._before, self._after, self.context.whole, self._divided
         travel = [g.propagator.travels or g.has_overrides for g in self.groups]
-        self.only_reads = not (any(asks) or any(travel))
+        self.only_reads = self.is_driven or not (any(asks) or any(travel))
 
     def is_carried(self, given: Options, gradients: Sequence[Tensor | None]) -> bool:
         """Whether an observer does all visits, and autograd need not go.
@@ -206,10 +230,24 @@ class BackwardPass:
         """
         survey = self.survey
         site = survey.sites.get((call, index))
-        if site is None or survey.trained[call] or self.between.is_watched(site):
+        if site is None:
             return False
-        self._let_go(call)
-        return True
+        if self.driver is not None and self.driver.is_alone:
+            is_wanted = self.driver.wants(call, index)
+        else:
+            is_wanted = bool(survey.trained[call]) or self.between.is_watched(site)
+        if not is_wanted:
+            self.let_go(call)
+        return not is_wanted
+
+    def reach(
+        self, site: Site, grads: Sequence[Tensor | None], changed_by: Sequence[Any] | None
+    ) -> None:
+        """Autograd has reached an output of a call; see :meth:`Between.reach`."""
+        if self.driver is None or (site.call, site.index) not in self.survey.sites:
+            self.between.reach(self, site, grads, changed_by)
+        else:
+            self.driver.reach(self, site, grads, changed_by)
 
     def visit(self, site: Site, grad: Tensor | None, changed_by: Sequence[Any] | None) -> None:
         """Everything that happens at one output of one call.
@@ -244,7 +282,7 @@ class BackwardPass:
         for look in self._after:
             look(view)
         self.visiting = None
-        self._let_go(call)
+        self.let_go(call)
 
     def view(self, site: Site, grad: Tensor | None) -> View:
         """What rules see at an output."""
@@ -255,7 +293,7 @@ class BackwardPass:
         view.is_reached = is_reached
         return view
 
-    def _let_go(self, call: Call) -> None:
+    def let_go(self, call: Call) -> None:
         """Free what no other visit needs."""
         is_last = len(call.stored.outputs) == 1  # another output may be visited yet
         if is_last:
@@ -295,6 +333,8 @@ class BackwardPass:
     def _end(self) -> None:
         """Read what autograd did not get to, see that all went well, and store what waited."""
         self.between.end(self)
+        if self.driver is not None:
+            self.driver.end(self)
         self.traversal.see_end()
         self.sink.see_end()
         for observer in self.observers:

@@ -15,6 +15,7 @@ from torch.nn import Module
 
 from backpack_core.contract.extension import Extension
 from backpack_core.graph.survey import Survey
+from backpack_core.record.call import Call
 from backpack_core.record.owner import owners_of
 from backpack_core.record.storage import storage
 from backpack_core.replaced import replaced
@@ -25,6 +26,8 @@ _last: WeakKeyDictionary[Module, tuple[Hashable, list[str]]] = WeakKeyDictionary
 
 def clear(
     survey: Survey,
+    calls: Iterable[Call],
+    used: Iterable[Tensor],
     extensions: Iterable[Extension],
     new: Collection[int],
     keeps: bool,
@@ -34,6 +37,8 @@ def clear(
 
     Args:
         survey: What is known about the graph.
+        calls: Those of the models.
+        used: The parameters that are read now.
         extensions: What was asked for.
         new: Parameters with results of passes that are under way, by ``id``.
         keeps: Whether memory of results is not written again.
@@ -41,14 +46,14 @@ def clear(
             that are used now have results.
     """
     fields = [extension.savefield for extension in extensions]
-    models = owners_of(call.module for call, own in survey.trained.items() if plan is None or own)
+    models = owners_of(call.module for call in calls)
     before = [_last.get(model, (None, ())) for model in models]
     for model in models:
         _last[model] = plan, fields
     # What is offered and not taken would only take space.
     offers = not keeps and all(fields == known for _, known in before)
     if offers and len(models) == 1 and plan is not None and before[0][0] is plan:
-        parameters: Iterable[Tensor | None] = [use.parameter for use in survey.uses.values()]
+        parameters: Iterable[Tensor | None] = used
     else:
         survey.shards.update(storage().shards_in(models))
         modules = chain(*(model.modules() for model in models))

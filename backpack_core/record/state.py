@@ -124,6 +124,12 @@ def settings_of(module: Module) -> Settings:
     return _settings.setdefault(key, Settings(tuple(known), tuple(known.values())))
 
 
+def own_attributes(module: Module, settings: Settings) -> dict[str, Any]:
+    """The attributes of a module that are neither torch's, nor ours, nor settings."""
+    known, table = {*settings.names, *OUR_ATTRIBUTES, "training"}, module.__dict__
+    return {name: table[name] for name in table.keys() - _OF_ALL - known}
+
+
 def _as_key(value: Any) -> Any:
     """A value with its type, in a form that can be hashed."""
     is_made_of_others = isinstance(value, (tuple, list, slice))

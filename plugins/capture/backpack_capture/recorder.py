@@ -241,11 +241,15 @@ class Recorder(TorchDispatchMode):
         if known is not None:
             return known
         number = self._enter(value, roots.get(_memory(value)))
-        if value.layout is torch.strided and not value.is_conj() and not value.is_neg():
-            shape, stride = tuple(value.shape), tuple(value.stride())
-            offset = int(value.storage_offset())
-            self.program.geometry[number] = Geometry(shape, stride, offset, value.dtype)
+        self.note_geometry(number, value)
         return number
+
+    def note_geometry(self, number: int, tensor: Tensor) -> None:
+        """Note where the entries of a tensor lie."""
+        if tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg():
+            shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+            offset = int(tensor.storage_offset())
+            self.program.geometry[number] = Geometry(shape, stride, offset, tensor.dtype)
 
 
 def _caller() -> str:
