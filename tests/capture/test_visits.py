@@ -247,7 +247,7 @@ def test_settings() -> None:
         {"gradient": "none"},
         {"debug": True},
     ],
-    ids=str,
+    ids=lambda options: next(iter(options)),
 )
 def test_what_the_engine_does(options: dict[str, Any]) -> None:
     ours = Twin(NETS["mlp"].make())
@@ -322,7 +322,11 @@ def test_code_of_others_is_called() -> None:
 def test_a_broken_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bases, "_ONLY_COMPUTING", bases._ONLY_COMPUTING | {"tests", __name__})
     ours, Counting.count = Twin(NETS["mlp"].make()), 60
-    with pytest.raises(PluginCodeError, match="only computes"):
+
+    def steps() -> None:
         for _ in range(40):
             ours.step(NETS["mlp"].draw(4), Counting())
             Counting.count += 5
+
+    with pytest.raises(PluginCodeError, match="only computes"):
+        steps()

@@ -36,6 +36,7 @@ from backpack_core.engine.losses import changed_gradient
 from backpack_core.errors import InternalError, OverwrittenInputError, PluginCodeError
 from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Call, Site
+from backpack_products.recycled import drop
 
 
 class Entry:
@@ -125,6 +126,7 @@ class Recording(Driver):
             recorder.refusal = "calls are visited in another order than that of autograd"
         self._turns.append(turn_of(site))
         self._alike.append(alike(site.call))  # before it is released
+        drop()  # memory that only this pass could write to
         with seen_by(recorder), recorder:
             run.between.reach(run, site, grads, others)
             self._note(run)
@@ -305,10 +307,10 @@ class Compared(Repeated):
             who = f"{type(site.call.rule).__module__}, or {type(extensions[0]).__module__},"
             self._entry.recorded, self._entry.refusal = None, "it computes something else now"
             raise PluginCodeError(
-                f"{site.call.path}: the plugin {who} has said that it only computes, so that the same "
-                "operations serve every pass of one structure, and computed something else than "
-                f"before. {self._entry.uses} passes may be wrong. Take declare_only_computes() out of "
-                'the plugin, or write check="always".'
+                f"{site.call.path}: the plugin {who} has said that it only computes, so that the "
+                "same operations serve every pass of one structure, and computed something else "
+                f"than before. {self._entry.uses} passes may be wrong. Take "
+                'declare_only_computes() out of the plugin, or write check="always".'
             )
 
 
