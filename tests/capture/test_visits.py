@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import backpack_core.extensions as known
-from backpack_capture import visits
+from backpack_capture import repeated, visits
 from backpack_capture.nested import Apart
 from backpack_core import backpack, extend
 from backpack_core.contract import bases
@@ -117,9 +117,9 @@ def random_nets() -> list[range]:
 @pytest.mark.parametrize("seeds", random_nets(), ids=str)
 def test_random_nets_repeat(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     nets = set[int]()
-    begin = visits.Repeated.__init__
+    begin = repeated.Repeated.__init__
     monkeypatch.setattr(
-        visits.Repeated, "__init__", lambda self, *what: (nets.add(seed), begin(self, *what))[1]
+        repeated.Repeated, "__init__", lambda self, *what: (nets.add(seed), begin(self, *what))[1]
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -18,6 +18,7 @@ from backpack_capture.tidying import tidy
 from backpack_capture.unseen import seen_by, states_of_generators
 from backpack_capture.views import with_direct_views
 from backpack_capture.visited import (
+    Entry,
     Recorded,
     Slot,
     Store,
@@ -37,24 +38,6 @@ from backpack_core.errors import InternalError, OverwrittenInputError, PluginCod
 from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Call, Site
 from backpack_products.recycled import drop
-
-
-class Entry:
-    """What is known of passes by one plan, with extensions of some settings.
-
-    Attributes:
-        form: The settings.
-        passes: How many there were.
-        uses: How many of them used the recording.
-        recorded: The recording, once there is one.
-        refusal: Why there will be none; empty otherwise.
-    """
-
-    def __init__(self, form: Any) -> None:
-        self.form = form
-        self.passes = self.uses = 0
-        self.recorded: Recorded | None = None
-        self.refusal = ""
 
 
 class _VisitRecorder(Recorder):

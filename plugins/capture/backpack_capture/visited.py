@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from math import inf
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from backpack_capture._torch import keys_of
-from backpack_capture.code import Code
-from backpack_capture.nested import Apart
 from backpack_core import memory_budget
 from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Call, Site
 from backpack_core.record.state import own_attributes
+
+if TYPE_CHECKING:  # what a recording needs is imported when there is one
+    from backpack_capture.code import Code
+    from backpack_capture.nested import Apart
 
 _ONE: Final = (Tensor, Parameter)
 _AT_VISITS: Final = ("gradient", "saved")
@@ -84,6 +86,24 @@ class Recorded(NamedTuple):
     world: tuple[Any, ...]
     attributes: dict[int, dict[str, Any]]
     is_random: bool
+
+
+class Entry:
+    """What is known of passes by one plan, with extensions of some settings.
+
+    Attributes:
+        form: The settings.
+        passes: How many there were.
+        uses: How many of them used the recording.
+        recorded: The recording, once there is one.
+        refusal: Why there will be none; empty otherwise.
+    """
+
+    def __init__(self, form: Any) -> None:
+        self.form = form
+        self.passes = self.uses = 0
+        self.recorded: Recorded | None = None
+        self.refusal = ""
 
 
 def attributes_of(structure: Structure) -> dict[int, dict[str, Any]]:

@@ -13,8 +13,7 @@ from typing import Any, Final
 
 from backpack_capture._torch import is_ordinary
 from backpack_capture.nested import is_plain
-from backpack_capture.repeated import Compared, Entry, Recording, Repeated
-from backpack_capture.visited import attributes_of, given_to
+from backpack_capture.visited import Entry, attributes_of, given_to
 from backpack_core.contract.bases import only_computes
 from backpack_core.contract.observer import Driver, Observer
 from backpack_core.contract.operation import Operation
@@ -41,6 +40,8 @@ class Visits(Observer):
         entry.passes += 1
         if entry.passes < FIRST:
             return None
+        from backpack_capture.repeated import Compared, Recording, Repeated
+
         if entry.recorded is None:
             return Recording(run, structure, entry) if _may_record(entry, run, structure) else None
         given = given_to(entry.recorded, structure)
