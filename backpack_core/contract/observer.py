@@ -7,7 +7,7 @@ Libraries return an observer from the hook ``backpack_run``. What the arguments 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -95,14 +95,11 @@ class Driver(ABC):
     """Takes over the visits of a pass.
 
     Attributes:
-        is_alone: Whether the engine visits nothing besides, so that nothing has to be surveyed.
+        outputs: The outputs of calls that it visits; others are let go, and nothing is surveyed.
+            ``None`` if the engine visits calls besides.
     """
 
-    is_alone: bool = True
-
-    @abstractmethod
-    def wants(self, call: Any, index: int) -> bool:
-        """Whether it visits an output of a call; others are let go."""
+    outputs: Container[tuple[Any, int]] | None = None
 
     @abstractmethod
     def reach(self, run: Any, site: Any, grads: Sequence[Tensor | None], others: Any) -> None:

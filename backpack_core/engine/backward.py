@@ -7,7 +7,7 @@ node between calls, and each call and node is passed once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import Any
@@ -49,6 +49,7 @@ class BackwardPass:
         given: What ``backward()`` was called on, and what comes in there, where that is known.
         options: What else it was told.
         driver: What visits calls in the place of the engine, if anything does.
+        driven: The outputs that it visits, if it does all visits.
         survey: What is known about the graph.
         between: What lies between its calls.
         groups: What travels: the context's groups, and what observers add.
@@ -98,6 +99,7 @@ class BackwardPass:
         self.roots, self.gradients, self.given = [*roots], gradients, given
         self.options = options
         self.driver: Driver | None = None
+        self.driven: Container[tuple[Call, int]] | None = None
         self.visiting: View | None = None
         self.is_running = self.is_alone = False
         self.is_differentiable = self.only_reads = False
@@ -145,24 +147,20 @@ class BackwardPass:
             return False
         drivers = [observer.drive(self, known, structure) for observer in self.observers]
         self.driver = next((driver for driver in drivers if driver is not None), None)
-        if self.is_driven:
+        self.driven = None if self.driver is None else self.driver.outputs
+        if self.driven is not None:
             survey.is_planned, survey.sites = True, structure.sites
             survey.batch_size, used = known.batch_size, structure.parameters
             calls = [call for call, _ in structure.sites if not call.rule.is_loss]
         else:
-            planning.fill(known)
+            known.fill(survey, structure)
+            self.between.fill(known.plan.numbers, structure)
             self.between.attend(self)
             calls = [call for call, own in survey.trained.items() if own]
             used = [use.parameter for use in survey.uses.values()]
         context.seen.update(["ran", "trained"])
-        keeps = context.keeps_results
-        clear(survey, calls, used, context.extensions, self.sink.new, keeps, known)
+        clear(survey, calls, used, context, self.sink.new, known)
         return True
-
-    @property
-    def is_driven(self) -> bool:
-        """Whether something else than the engine does all visits."""
-        return self.driver is not None and self.driver.is_alone
 
     def _look_around(self, edges: list[Edge]) -> None:
         """Walk the graph behind some edges, and raise for what cannot be right there."""
@@ -180,9 +178,8 @@ class BackwardPass:
         self.between.see_through(edges)
         self.between.attend(self)
         if is_first and self._clears:
-            keeps = self.context.keeps_results
             used = [use.parameter for use in survey.uses.values()]
-            clear(survey, survey.trained, used, self.context.extensions, self.sink.new, keeps)
+            clear(survey, survey.trained, used, self.context, self.sink.new)
 
     def _begin_observing(self) -> None:
         """Have observers add to what travels, now that the graph is known."""
@@ -201,7 +198,7 @@ class BackwardPass:
         self._after = overriding(self.observers, "after")
         asks = self._before, self._after, self.context.whole, self._divided
         travel = [g.propagator.travels or g.has_overrides for g in self.groups]
-        self.only_reads = self.is_driven or not (any(asks) or any(travel))
+        self.only_reads = self.driven is not None or not (any(asks) or any(travel))
 
     def is_carried(self, given: Options, gradients: Sequence[Tensor | None]) -> bool:
         """Whether an observer does all visits, and autograd need not go.
@@ -228,17 +225,14 @@ class BackwardPass:
 
         So it is with an activation where nothing travels but autograd's own gradient.
         """
-        survey = self.survey
+        survey, driven = self.survey, self.driven
         site = survey.sites.get((call, index))
-        if site is None:
+        if site is None or (driven is not None and (call, index) in driven):
             return False
-        if self.driver is not None and self.driver.is_alone:
-            is_wanted = self.driver.wants(call, index)
-        else:
-            is_wanted = bool(survey.trained[call]) or self.between.is_watched(site)
-        if not is_wanted:
-            self.let_go(call)
-        return not is_wanted
+        if driven is None and (survey.trained[call] or self.between.is_watched(site)):
+            return False
+        self.let_go(call)
+        return True
 
     def reach(
         self, site: Site, grads: Sequence[Tensor | None], changed_by: Sequence[Any] | None

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.contract.extension import Extension
+from backpack_core.engine.active import Context
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call
 from backpack_core.record.owner import owners_of
@@ -28,9 +29,8 @@ def clear(
     survey: Survey,
     calls: Iterable[Call],
     used: Iterable[Tensor],
-    extensions: Iterable[Extension],
+    context: Context,
     new: Collection[int],
-    keeps: bool,
     plan: Hashable = None,
 ) -> None:
     """Remove the results of earlier passes from the models that take part.
@@ -39,19 +39,18 @@ def clear(
         survey: What is known about the graph.
         calls: Those of the models.
         used: The parameters that are read now.
-        extensions: What was asked for.
+        context: What was asked for.
         new: Parameters with results of passes that are under way, by ``id``.
-        keeps: Whether memory of results is not written again.
         plan: The plan of the pass, if it has one. If the pass before had the same, only parameters
             that are used now have results.
     """
-    fields = [extension.savefield for extension in extensions]
+    fields = [extension.savefield for extension in context.extensions]
     models = owners_of(call.module for call in calls)
     before = [_last.get(model, (None, ())) for model in models]
     for model in models:
         _last[model] = plan, fields
     # What is offered and not taken would only take space.
-    offers = not keeps and all(fields == known for _, known in before)
+    offers = not context.keeps_results and all(fields == known for _, known in before)
     if offers and len(models) == 1 and plan is not None and before[0][0] is plan:
         parameters: Iterable[Tensor | None] = used
     else:

@@ -63,12 +63,6 @@ class Planning:
         self._context.history["planned before"] += 1
         return known
 
-    def fill(self, known: Planned) -> None:
-        """Have the survey know what that plan knows."""
-        assert self.structure is not None
-        known.fill(self._between.survey, self.structure)
-        self._between.fill(known.plan.numbers, self.structure)
-
     def make(self) -> None:
         """Plan passes like this one, which was surveyed, and see that it is as planned before.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -36,8 +36,10 @@ from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.losses import changed_gradient
 from backpack_core.errors import InternalError, OverwrittenInputError, PluginCodeError
 from backpack_core.plan.structure import Structure
-from backpack_core.record.call import Call, Site
+from backpack_core.record.call import Site
 from backpack_products.recycled import drop
+
+LARGEST: Final = 2**21  # bytes of a result, of which there are two while it is compared
 
 
 class _VisitRecorder(Recorder):
@@ -84,8 +86,6 @@ class _VisitRecorder(Recorder):
 class Recording(Driver):
     """Has the engine visit calls, and writes down what is computed there."""
 
-    is_alone = False
-
     def __init__(self, run: BackwardPass, structure: Structure, entry: Entry) -> None:
         self._entry, self._world, self._attributes = entry, world(), attributes_of(structure)
         self._recorder, self._places = _VisitRecorder(), [*structure.sites]
@@ -94,10 +94,6 @@ class Recording(Driver):
         self._stores, self._order = list[list[Store]](), list[int]()
         self._turns, self._alike = list[int](), list[tuple[int, ...]]()
         self._drawn, run.sink.noted = states_of_generators(), []
-
-    def wants(self, call: Call, index: int) -> bool:
-        """The engine decides."""
-        raise NotImplementedError
 
     def reach(self, run: BackwardPass, site: Site, grads: Any, others: Any) -> None:
         """By the engine."""
@@ -125,6 +121,9 @@ class Recording(Driver):
                 apart = Apart(value)
             except (HoldsCode, RecursionError):
                 recorder.refusal = "a result holds code"
+                return
+            if any(tensor.nbytes > LARGEST for tensor in apart.tensors):
+                recorder.refusal = "results are so large that it does not matter what calls kernels"
                 return
             number = self._parameters.get(id(parameter))
             if number is None or extension.is_deferred:
@@ -199,12 +198,9 @@ class Repeated(Driver):
         self._parameters, self._next = structure.parameters, 0
         places = [*structure.sites]
         self._order = {places[v.place]: number for number, v in enumerate(entry.recorded.visits)}
+        self.outputs = self._order
         self._program: Generator[Any, Any, None] = entry.recorded.code.run()  # type: ignore[assignment]
         next(self._program)
-
-    def wants(self, call: Call, index: int) -> bool:
-        """What was visited when it was recorded."""
-        return (call, index) in self._order
 
     def reach(self, run: BackwardPass, site: Site, grads: Any, others: Any) -> None:
         """Run what was computed at this visit, and store what was stored."""
@@ -256,12 +252,9 @@ class Repeated(Driver):
 class Compared(Repeated):
     """Runs a recording and the engine, whose results count."""
 
-    is_alone = False
-
     def __init__(self, entry: Entry, *what: Any) -> None:
         super().__init__(entry, *what)
-        run: BackwardPass = what[0]
-        run.sink.noted = []
+        self.outputs = None
 
     def reach(self, run: BackwardPass, site: Site, grads: Any, others: Any) -> None:
         """Both; the engine draws the same random numbers."""

@@ -13,7 +13,7 @@ from backpack_capture._torch import keys_of
 from backpack_core import memory_budget
 from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Call, Site
-from backpack_core.record.state import own_attributes
+from backpack_core.record.state import OF_ALL, OUR_ATTRIBUTES
 
 if TYPE_CHECKING:  # what a recording needs is imported when there is one
     from backpack_capture.code import Code
@@ -108,9 +108,13 @@ class Entry:
 
 def attributes_of(structure: Structure) -> dict[int, dict[str, Any]]:
     """What modules have besides settings, by the place of a call; most have nothing."""
-    calls = enumerate([call for call, _ in structure.sites])
-    found = {place: own_attributes(call.module, call.settings) for place, call in calls}
-    return {place: attributes for place, attributes in found.items() if attributes}
+    found = dict[int, dict[str, Any]]()
+    for place, (call, _) in enumerate(structure.sites):
+        table = call.module.__dict__
+        known = {*OF_ALL, *OUR_ATTRIBUTES, *call.settings.names, "training"}
+        if others := table.keys() - known:
+            found[place] = {name: table[name] for name in others}
+    return found
 
 
 def world() -> tuple[Any, ...]:

@@ -48,10 +48,10 @@ class Visits(Observer):
         if given is None:
             return None
         entry.uses += 1
-        is_compared = entry.uses & (entry.uses - 1) == 0
-        kind = Compared if is_compared else Repeated
-        run.context.history["repeated a recording"] += not is_compared
-        return kind(entry, run, structure, given)
+        if entry.uses & (entry.uses - 1) == 0:
+            return Compared(entry, run, structure, given)
+        run.context.history["repeated a recording"] += 1
+        return Repeated(entry, run, structure, given)
 
 
 def _may_repeat(run: BackwardPass) -> bool:
