@@ -94,12 +94,12 @@ def trace(passes: int = 2) -> Trace:
     model = extend(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)))
     lossfunc = extend(nn.CrossEntropyLoss())
     x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
-    for _ in range(passes):
-        found = Trace()
+    found, before = Trace(), sys.getprofile()
+    for left in reversed(range(passes)):
         loss = lossfunc(model(x), y)
         with backpack(DiagGGNExact(), check="never"):
-            before = sys.getprofile()
-            sys.setprofile(found)
+            if not left:
+                sys.setprofile(found)
             try:
                 loss.backward()
             finally:

@@ -25,6 +25,7 @@ from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact, DiagG
 from backpack_core.record.call import live_calls
 from tests.capture.nets import NETS
 from tests.capture.test_random_nets import Side, differs
+from tests.forks import python
 from tests.nets.draw import draw
 
 EXTENSIONS: dict[str, Callable[[], Any]] = {
@@ -39,7 +40,7 @@ EXTENSIONS |= {
     "clipped": lambda: known.ClippedSumGrad(max_norm=0.1),
     "some": lambda: BatchGrad(subsampling=[2, 0]),
 }
-PASSES = 12
+PASSES = 10
 
 
 @pytest.fixture(autouse=True)
@@ -296,6 +297,25 @@ def test_nothing_is_kept() -> None:
     del ours, parameter
     gc.collect()
     assert model() is None
+
+
+COMPILER = """
+import sys, torch
+from torch import nn
+from backpack_core import backpack, extend
+from backpack_core.extensions import BatchGrad
+model, lossfunc = extend(nn.Linear(4, 3)), extend(nn.MSELoss())
+for _ in range(10):
+    loss = lossfunc(model(torch.rand(8, 4)), torch.rand(8, 3))
+    with backpack(BatchGrad()) as block:
+        loss.backward()
+print("repeated a recording" in block.summary().passes, "torch._dynamo" in sys.modules)
+"""
+
+
+def test_the_compiler_is_not_imported() -> None:
+    """It would take seconds, in the midst of a loop."""
+    assert python(COMPILER).strip() == "True False"
 
 
 # Code that does more ------------------------------------------------------------------------------

@@ -52,6 +52,14 @@ class _VisitRecorder(Recorder):
         self.slots: dict[int, tuple[int, Slot, tuple[Any, ...]]] = {}
         self.visits = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, for seconds, which never sees a visit
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and write it down."""
+        return self.run(func, types, args, kwargs or {})
+
     def number_of(self, tensor: Tensor) -> int | None:
         """The number; of one that the visited call has, from now on."""
         if tensor not in self._numbers:
