@@ -31,15 +31,10 @@ from tests.nets.draw import draw
 EXTENSIONS: dict[str, Callable[[], Any]] = {
     name: getattr(known, name)
     for name in (
-        *("BatchGrad", "BatchL2Grad", "SumGradSquared", "Variance", "BatchDotGrad"),
-        *("DiagGGNExact", "DiagGGNMC", "BatchDiagGGNExact", "KFAC", "KFLR", "EKFAC"),
+        *("BatchL2Grad", "Variance", "DiagGGNExact", "DiagGGNMC", "BatchDiagGGNExact", "KFAC"),
     )
-    if hasattr(known, name)
 }
-EXTENSIONS |= {
-    "clipped": lambda: known.ClippedSumGrad(max_norm=0.1),
-    "some": lambda: BatchGrad(subsampling=[2, 0]),
-}
+EXTENSIONS |= {"some": lambda: BatchGrad(subsampling=[2, 0])}
 PASSES = 10
 
 
@@ -102,20 +97,16 @@ def compare(model: nn.Module, batches: list[Any], make: Callable[[], Any]) -> in
 def test_repeated_passes(net: str, extension: str) -> None:
     torch.manual_seed(0)
     model, batches = NETS[net].make(), [NETS[net].draw(4) for _ in range(PASSES)]
-    lengths = [NETS[net].draw(n) for n in (3, 3, 4)]
+    lengths = [NETS[net].draw(n) for n in (3, 4)]
     try:
         repeated = compare(model, batches + lengths, EXTENSIONS[extension])
     except BackpackError:
         pytest.skip("it does not exist for this net")
     if net in ("mlp", "cnn", "dropout", "frozen", "batch_norm"):
-        assert repeated or extension == "clipped"  # which ends behind the pass
+        assert repeated
 
 
-def random_nets() -> list[range]:
-    return [range(20 * block, 20 * block + 20) for block in range(3)]
-
-
-@pytest.mark.parametrize("seeds", random_nets(), ids=str)
+@pytest.mark.parametrize("seeds", [range(20), range(40, 60)], ids=str)
 def test_random_nets_repeat(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     nets = set[int]()
     begin = repeated.Repeated.__init__

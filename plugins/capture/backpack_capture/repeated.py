@@ -214,6 +214,9 @@ class Repeated(Driver):
         """Run what was computed at this visit, and store what was stored."""
         if others is not None and run.is_curvature:
             raise changed_gradient(run.view(site, grads[site.edge.output_nr]), others)
+        if (site.call, site.index) not in self._order:  # another thread has missed that
+            run.let_go(site.call)
+            return
         extensions = run.context.extensions
         for store, value in self.results(site, grads[site.edge.output_nr]):
             run.sink.store(extensions[store.extension], self._parameters[store.parameter], value)

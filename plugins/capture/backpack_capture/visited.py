@@ -113,7 +113,8 @@ def attributes_of(structure: Structure) -> dict[int, dict[str, Any]]:
         table = call.module.__dict__
         known = {*OF_ALL, *OUR_ATTRIBUTES, *call.settings.names, "training"}
         if others := table.keys() - known:
-            found[place] = {name: table[name] for name in others}
+            values = [(name, table[name]) for name in others]
+            found[place] = {n: [*v] if isinstance(v, list) else v for n, v in values}
     return found
 
 

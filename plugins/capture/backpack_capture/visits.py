@@ -19,12 +19,13 @@ from backpack_core.contract.observer import Driver, Observer
 from backpack_core.contract.operation import Operation
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.backward import BackwardPass
-from backpack_core.plan.plan import Planned
+from backpack_core.plan.plan import Planned, model_of, plans
 from backpack_core.plan.structure import Structure
 
 WIDEST: Final = 2**22  # bytes of a tensor; beyond, kernels take much longer than what calls them
 FIRST: Final = 2  # which pass by a plan is written down
 MOST: Final = 4  # settings of extensions for which there are recordings of one plan
+MOST_OF_MODEL: Final = 32  # recordings of one model; each takes as long as some passes
 
 
 class Visits(Observer):
@@ -92,27 +93,36 @@ def _may_record(entry: Entry, run: BackwardPass, structure: Structure) -> bool:
     parts: list[Any] = [*run.context.extensions, *(e.propagator for e in run.context.extensions)]
     parts += [call.rule for call, _ in structure.sites]
     foreign = [type(part).__name__ for part in parts if not only_computes(type(part))]
-    settings = [
-        (type(e).__name__, n, v) for e in run.context.extensions for n, v in vars(e).items()
-    ]
-    open_ = [f"{kind}.{name}" for kind, name, value in settings if not _is_setting(value)]
+    loose = [name for e in run.context.extensions for name in _loose_settings(e)]
     tensors = [t for c, _ in structure.sites for t in (*c.stored.inputs, *c.stored.outputs)]
+    recorded: list[int] = plans.notes.setdefault(model_of(structure), {}).setdefault(Visits, [0])
     if foreign:
         entry.refusal = f"{foreign[0]} may do more than compute"
-    elif open_:
-        entry.refusal = f"nobody would notice if {open_[0]} were changed"
+    elif loose:
+        entry.refusal = f"nobody would notice if {loose[0]} were changed"
+    elif any(t.is_inference() for t in tensors):
+        entry.refusal = "changes of inference tensors are not noted"
     elif max(t.nbytes for t in tensors) > WIDEST:
         entry.refusal = "kernels take longer than what calls them"
     elif not all(map(_is_settled, attributes_of(structure).values())):
         entry.refusal = "a module has an attribute that cannot be compared"
+    elif recorded[0] == MOST_OF_MODEL:
+        entry.refusal = "there are recordings of other shapes"
+    else:
+        recorded[0] += 1
     return not entry.refusal
 
 
+def _loose_settings(extension: Any) -> list[str]:
+    """Attributes that may be changed otherwise than by others in their place."""
+    own = {name: value for name, value in vars(extension).items() if name != "carriers"}
+    return [f"{type(extension).__name__}.{name}" for name in own if not _is_setting(own[name])]
+
+
 def _is_setting(value: Any) -> bool:
-    """Whether a setting of an extension cannot be changed but by another one in its place."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(_is_setting, value))
-    return is_plain(value) or isinstance(value, (Propagator, Operation)) or value == {}
+    return is_plain(value) or isinstance(value, (Propagator, Operation))
 
 
 def _is_settled(attributes: dict[str, Any]) -> bool:
