@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import math
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -341,3 +342,32 @@ def test_a_broken_promise(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with pytest.raises(PluginCodeError, match="only computes"):
         steps()
+
+
+def test_threads_that_record() -> None:
+    """Methods of tensors are torch's own afterwards, and each thread has its numbers."""
+    own, faults = Tensor.tolist, list[BaseException]()
+
+    def train(seed: int) -> None:
+        try:
+            generator = torch.Generator().manual_seed(seed)
+            model = extend(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)))
+            lossfunc = extend(nn.CrossEntropyLoss())
+            for _ in range(PASSES):
+                inputs = torch.rand(4, 5, generator=generator)
+                loss = lossfunc(model(inputs), torch.tensor([0, 1, 2, 0]))
+                model.zero_grad()
+                with backpack(BatchGrad()):
+                    loss.backward()
+                for parameter in model.parameters():
+                    torch.testing.assert_close(parameter.grad_batch.sum(0), parameter.grad)
+        except BaseException as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=train, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+    assert Tensor.tolist is own

@@ -29,6 +29,7 @@ _LEAVING: Final = (
     (torch.utils.dlpack, "to_dlpack"),
     (torch, "to_dlpack"),
 )
+_LOCK: Final = threading.RLock()
 
 
 class _Making(TorchFunctionMode):
@@ -93,16 +94,17 @@ def seen_by(recorder: Recorder) -> Iterator[None]:
 
         return tolist
 
-    try:
-        put(Tensor, "tolist", listing)
-        for owner, name in _LEAVING:
-            if hasattr(owner, name):
-                put(owner, name, refusing(name))
-        with _Making(recorder):
-            yield
-    finally:
-        for back in reversed(restore):
-            back()
+    with _LOCK:  # methods are put back in the reverse order
+        try:
+            put(Tensor, "tolist", listing)
+            for owner, name in _LEAVING:
+                if hasattr(owner, name):
+                    put(owner, name, refusing(name))
+            with _Making(recorder):
+                yield
+        finally:
+            for back in reversed(restore):
+                back()
 
 
 def states_of_generators() -> tuple[Any, ...]:
