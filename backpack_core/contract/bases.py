@@ -61,7 +61,7 @@ def declare_only_computes(package: str) -> None:
 
 
 def only_computes(cls: type) -> bool:
-    """Whether the package of a class has said so."""
+    """Whether the package of a class has called :func:`declare_only_computes`."""
     return cls.__module__.partition(".")[0] in _ONLY_COMPUTING
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from backpack_core.record.view import View
 
+Grads = Sequence[Tensor | None]
 Options = Mapping[str, Any]  # arguments of ``backward()``
 
 
@@ -54,7 +55,7 @@ class Observer:
     def begin(self, run: Any) -> None:
         """The graph is known. More groups may travel: they are appended to ``run.groups``."""
 
-    def instead(self, run: Any, given: Options, gradients: Sequence[Tensor | None]) -> bool:
+    def instead(self, run: Any, given: Options, gradients: Grads) -> bool:
         """Visit every call without autograd; whether that was done.
 
         Args:
@@ -102,7 +103,7 @@ class Driver(ABC):
     outputs: Container[tuple[Any, int]] | None = None
 
     @abstractmethod
-    def reach(self, run: Any, site: Any, grads: Sequence[Tensor | None], others: Any) -> None:
+    def reach(self, run: Any, site: Any, grads: Grads, others: Any) -> None:
         """Autograd has reached an output; see :meth:`~backpack_core.engine.between.Between.reach`.
 
         Args:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import keeps_graph
-from backpack_core.contract.observer import Driver, Options
+from backpack_core.contract.observer import Driver, Grads, Options
 from backpack_core.engine import losses
 from backpack_core.engine.active import Context
 from backpack_core.engine.attending import (
@@ -77,7 +77,7 @@ class BackwardPass:
         roots: list[Edge],
         outer: BackwardPass | None = None,
         is_part: bool = False,
-        gradients: Sequence[Tensor | None] = (),
+        gradients: Grads = (),
         given: Sequence[tuple[Any, Tensor | None]] = (),
         options: Options = MappingProxyType({}),
     ) -> None:
@@ -150,16 +150,14 @@ class BackwardPass:
         self.driven = None if self.driver is None else self.driver.outputs
         if self.driven is not None:
             survey.is_planned, survey.sites = True, structure.sites
-            survey.batch_size, used = known.batch_size, structure.parameters
-            calls = [call for call, _ in structure.sites if not call.rule.is_loss]
+            survey.batch_size = known.batch_size
         else:
             known.fill(survey, structure)
             self.between.fill(known.plan.numbers, structure)
             self.between.attend(self)
-            calls = [call for call, own in survey.trained.items() if own]
-            used = [use.parameter for use in survey.uses.values()]
         context.seen.update(["ran", "trained"])
-        clear(survey, calls, used, context, self.sink.new, known)
+        calls = [call for call, _ in structure.sites if not call.rule.is_loss]
+        clear(survey, calls, context, self.sink.new, known, structure.parameters)
         return True
 
     def _look_around(self, edges: list[Edge]) -> None:
@@ -178,8 +176,7 @@ class BackwardPass:
         self.between.see_through(edges)
         self.between.attend(self)
         if is_first and self._clears:
-            used = [use.parameter for use in survey.uses.values()]
-            clear(survey, survey.trained, used, self.context, self.sink.new)
+            clear(survey, survey.trained, self.context, self.sink.new)
 
     def _begin_observing(self) -> None:
         """Have observers add to what travels, now that the graph is known."""
@@ -200,7 +197,7 @@ class BackwardPass:
         travel = [g.propagator.travels or g.has_overrides for g in self.groups]
         self.only_reads = self.driven is not None or not (any(asks) or any(travel))
 
-    def is_carried(self, given: Options, gradients: Sequence[Tensor | None]) -> bool:
+    def is_carried(self, given: Options, gradients: Grads) -> bool:
         """Whether an observer does all visits, and autograd need not go.
 
         Args:
@@ -234,9 +231,7 @@ class BackwardPass:
         self.let_go(call)
         return True
 
-    def reach(
-        self, site: Site, grads: Sequence[Tensor | None], changed_by: Sequence[Any] | None
-    ) -> None:
+    def reach(self, site: Site, grads: Grads, changed_by: Sequence[Any] | None) -> None:
         """Autograd has reached an output of a call; see :meth:`Between.reach`."""
         if self.driver is None or (site.call, site.index) not in self.survey.sites:
             self.between.reach(self, site, grads, changed_by)

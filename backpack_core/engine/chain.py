@@ -1,7 +1,7 @@
 """A chain of modules with rules: calls lead to calls, and samples are on axis 0.
 
-Also what ``backward()`` is called on is the output of a call. For everything else there is a
-library, which is named where it is missing.
+What functions make of the last calls may be anything, as long as nothing has to go through it. For
+everything else there is a library, which is named where it is missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from backpack_core.engine.schedule import Schedule
 from backpack_core.engine.sink import FieldSink
 from backpack_core.engine.traversal import Traversal
 from backpack_core.errors import BackpackError, MissingPluginError, SampleMixingError
-from backpack_core.graph.nodes import described
+from backpack_core.graph.nodes import described, is_leaf
 from backpack_core.graph.survey import Survey
 from backpack_core.plan.structure import Structure
 from backpack_core.plugins.loading import missing
@@ -91,8 +91,7 @@ class Chain(Between[Survey]):
             raise needs_operations("backpack(beside=[...]) leaves out a part of the graph")
         if results_handed_over():
             raise needs_operations("Weights are handed over, as by torch.func.functional_call")
-        is_late = bool(self.survey.sites)
-        todo = [self._site_at(edge, "backward()") for edge in edges]
+        is_late, todo = bool(self.survey.sites), self._below(edges)
         while todo:
             site = todo.pop()
             if (site.call, site.index) not in self.survey.sites and not site.call.is_released:
@@ -100,12 +99,40 @@ class Chain(Between[Survey]):
         if is_late and self.survey.is_shared:
             raise needs_operations("Parameters have uses that came up after others were read")
 
+    def _below(self, roots: list[Edge]) -> list[Site]:
+        """The last calls, below what functions make of them."""
+        found: list[Site] = []
+        todo, seen = [edge.node for edge in roots if not is_noted(edge.node)], set[Node]()
+        found += [self._site_at(edge, "backward()") for edge in roots if is_noted(edge.node)]
+        while todo:
+            node = todo.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            for child, number in node.next_functions:
+                if child is None:
+                    continue
+                if is_noted(child):
+                    found.append(self._site_at(Edge(child, number), described(node)))
+                elif not is_leaf(child):
+                    todo.append(child)
+                elif is_parameter(child.variable):  # type: ignore[attr-defined]
+                    what = f"The operation {described(node)!r} uses a parameter"
+                    raise needs_operations(f"{what} of shape {[*child.variable.shape]}")  # type: ignore[attr-defined]
+        return found
+
     def _site_at(self, edge: Edge, user: str) -> Site:
         site = site_at(edge) if is_noted(edge.node) else None
         if site is None:
-            made = f"what the operation {described(edge.node)!r} made"
-            raise needs_operations(f"{user} uses {made}")
+            raise needs_operations(
+                f"{user} uses what the operation {described(edge.node)!r} made"
+                f"{self._after(edge.node)}"
+            )
         return site
+
+    def _after(self, node: Node) -> str:
+        paths = self.survey.sources(node)
+        return f" of the output of {' and '.join(paths)}" if paths else ""
 
     def _enter(self, site: Site) -> list[Site]:
         """Note a call; returns where to go on."""
@@ -124,37 +151,41 @@ class Chain(Between[Survey]):
 
     def _why_other(self, call: Call, index: int) -> str:
         """What a call has that chains have not; empty if nothing."""
-        rule, stored, freed = call.rule, call.stored, self.survey.freed
+        rule, stored, survey = call.rule, call.stored, self.survey
         if rule.transparent:
             return "has no layer rule, so that what it does are operations"
-        if call in freed:
-            return f"has a parameter {freed[call][0].name!r} that its layer rule leaves out"
+        if call in survey.freed:
+            return f"has a parameter {survey.freed[call][0].name!r} that its layer rule leaves out"
         if stored.computed or any(map(is_parameter, stored.inputs)):
             return "has parameters that are computed, or given as arguments"
         if call.is_rewired or call.module._modules:
             return "changed a view in place" if call.is_rewired else "has modules inside"
-        is_known = self._has_rows(call, index)
-        return "" if is_known else "has other samples than the rows that its model received"
+        if not call.edges or not all(map(has_memory, (*stored.inputs, *stored.outputs))):
+            return "received no tensor, or a nested or sparse one"
+        if rule.batch_axis(View(call, index), index) or _is_declared(call):
+            return "has its samples on another axis than the first"
+        rows = stored.inputs[0].shape[:1].numel() if stored.inputs[0].dim() else 0
+        returned = stored.outputs[index].shape[:1]
+        if not rule.is_loss and (not returned or returned[0] != rows):
+            return f"received {rows} rows and returned {[*returned]}"
+        if not rows or rows != (survey.batch_size or rows):
+            return f"received {rows} rows, and other modules {survey.batch_size}"
+        return "" if rule.is_loss else self._why_other_run(call, rows)
 
-    def _has_rows(self, call: Call, index: int) -> bool:
-        """Whether row ``n`` of what it received and returned is of sample ``n``."""
-        stored, rule, run = call.stored, call.rule, call.run
-        tensors = (*stored.inputs, *stored.outputs)
-        owner = call.module.__dict__.get(OWNER_ATTRIBUTE)
-        is_declared = owner is not None and owner.axes and not rule.is_loss
-        is_turned = is_declared or rule.batch_axis(View(call, index), index)
-        if is_turned or not (call.edges and all(map(has_memory, tensors)) and tensors[0].dim()):
-            return False
-        rows = len(tensors[0])
-        is_kept = rule.is_loss or stored.outputs[index].shape[:1] == (rows,)
-        if not (rows and is_kept and rows == (self.survey.batch_size or rows)):
-            return False
-        if rule.is_loss or run is NO_RUN:
-            return True
-        self._run = run if self._run is NO_RUN else self._run
-        is_of_model = run.sizes == (rows,) and len(run.given) < 2
-        is_first = any(call.edges) or call.receives_input > 1
-        return run is self._run and (not run.sizes or (is_of_model and is_first))
+    def _why_other_run(self, call: Call, rows: int) -> str:
+        """What its model received that tells other samples; empty if nothing."""
+        run = call.run
+        if run is NO_RUN:
+            return ""
+        if self._run is NO_RUN:
+            self._run = run
+        if run is not self._run:
+            return "ran in another call of the model than others"
+        if run.sizes and (run.sizes != (rows,) or len(run.given) > 1):
+            return f"received {rows} rows, and its model {' and '.join(map(str, run.sizes))}"
+        if run.sizes and not any(call.edges) and call.receives_input < 2:
+            return "received something else than its model did"
+        return ""
 
     def see_through(self, edges: list[Edge]) -> None:
         """Raise if samples influence each other."""
@@ -202,8 +233,16 @@ class Chain(Between[Survey]):
         Raises:
             MissingPluginError: There is none.
         """
-        raise needs_operations(f"A quantity came to the operation {described(edge.node)!r}")
+        raise needs_operations(
+            f"A quantity came to the operation {described(edge.node)!r}{self._after(edge.node)}"
+        )
 
     def cross(self, schedule: Schedule, node: Node, grads: Sequence[Any] = ()) -> None:
         """Nothing waits at nodes."""
         return
+
+
+def _is_declared(call: Call) -> bool:
+    """Whether ``extend`` was told of axes."""
+    owner = call.module.__dict__.get(OWNER_ATTRIBUTE)
+    return bool(owner is not None and owner.axes and not call.rule.is_loss)

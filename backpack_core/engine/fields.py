@@ -28,21 +28,21 @@ _last: WeakKeyDictionary[Module, tuple[Hashable, list[str]]] = WeakKeyDictionary
 def clear(
     survey: Survey,
     calls: Iterable[Call],
-    used: Iterable[Tensor],
     context: Context,
     new: Collection[int],
     plan: Hashable = None,
+    used: Iterable[Tensor] = (),
 ) -> None:
     """Remove the results of earlier passes from the models that take part.
 
     Args:
         survey: What is known about the graph.
         calls: Those of the models.
-        used: The parameters that are read now.
         context: What was asked for.
         new: Parameters with results of passes that are under way, by ``id``.
         plan: The plan of the pass, if it has one. If the pass before had the same, only parameters
             that are used now have results.
+        used: The parameters that are used now; needed with a plan.
     """
     fields = [extension.savefield for extension in context.extensions]
     models = owners_of(call.module for call in calls)

@@ -16,7 +16,7 @@ from backpack_core import _torch
 from backpack_core._hooks import KEY
 from backpack_core._torch import current_node, graph_task_id
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.observer import Options
+from backpack_core.contract.observer import Grads, Options
 from backpack_core.engine.active import Context, current, innermost, stacks
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.schedule import guarded
@@ -129,10 +129,7 @@ def _refuse_part(ways: Sequence[bool], whole: Sequence[Extension]) -> None:
 
 
 def begin(
-    context: Context,
-    roots: Sequence[Any],
-    gradients: Sequence[Tensor | None],
-    options: Options,
+    context: Context, roots: Sequence[Any], gradients: Grads, options: Options
 ) -> BackwardPass | None:
     """Begin a pass whose roots are known, before autograd does.
 
@@ -174,7 +171,7 @@ _UNDER_WAY: Final = "under way"
 def announce(
     engine: Callable[..., Any],
     roots: Sequence[Any],
-    gradients: Sequence[Tensor | None],
+    gradients: Grads,
     retain_graph: bool,
     create_graph: bool,
     inputs: Sequence[Any] = (),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import cached_property
-from itertools import chain, product
+from itertools import chain, product, repeat
 from typing import Any
 
 import torch
@@ -64,19 +64,18 @@ class Structure:
         self._regions: dict[Node, Region] = {}
         todo: list[tuple[Place, Region]] = [(edge[:2], ()) for edge in roots]
         self._facts: list[Any] = [len(todo)]
-        places = self.places = dict[Place, int]()
+        self.places: dict[Place, int] = {}
         while todo:
             place, region = todo.pop()
             while region and any(e and e[:2] == place for e in region[0].edges):
                 region = region[1:]  # its inputs begin
-            if place in places:
-                self._facts.append(places[place])
+            if place in self.places:
+                self._facts.append(self.places[place])
                 if place[0] in self.between and self._regions.get(place[0], ()) != region:
                     raise Unplanned("an operation is reached from inside of a module and outside")
-                continue
-            places[place] = len(places)
-            further, region = self._enter(*place, region)
-            todo += [(each, region) for each in further]
+            else:
+                self.places[place] = len(self.places)
+                todo += self._enter(*place, region)
         self.key = tuple(self._facts)
 
     @cached_property
@@ -99,8 +98,8 @@ class Structure:
         facts += [n % m == 0 for n, m in product(lengths, lengths[2:])]
         return tuple(facts)
 
-    def _enter(self, node: Node, number: int, region: Region) -> tuple[list[Place], Region]:
-        """Note a call, or an operation; returns where to go on, and inside of what."""
+    def _enter(self, node: Node, number: int, region: Region) -> Iterable[tuple[Place, Region]]:
+        """Note a call, or an operation; returns where to go on."""
         noted: Any = node.metadata
         if VIEWED in noted:
             for call, _, layout in noted[VIEWED].get(number, ()):
@@ -108,14 +107,14 @@ class Structure:
                     raise Unplanned(OVERWRITTEN)
         found = noted[SITES].get(number) if SITES in noted else None
         if found is None:
-            return self._pass(node, region), region
+            return zip(self._pass(node, region), repeat(region))
         call, index = found
         self.sites[found] = Site(call, index, Edge(node, number))
         further = self._note(call, index)
         if call.rule.transparent:
             region = (call, *region)
             further = self._pass(node, region)
-        return further, region
+        return zip(further, repeat(region))
 
     # Calls ---------------------------------------------------------------------------------------
 
@@ -123,37 +122,30 @@ class Structure:
         """What a call was: module, settings, shapes, types; returns where to go on."""
         if call.is_released or call.is_rewired or not call.is_readable:
             raise Unplanned(_why_unreadable(call))
-        facts, rule, module, run = self._facts, call.rule, call.module, call.run
-        args, kwargs, inputs, outputs, has_own = call.received
-        settings = None if rule.transparent else call.settings
-        facts += (
-            type(module),
-            id(rule),  # which live as long as the process
-            module.__dict__.get(PATH_ATTRIBUTE),
-            index,
-            call.training,
-            settings,
-            len(inputs),
-            len(outputs),
-            2 if run is self._run else self._belongs_to(run),
-        )
-        for tensor in inputs + outputs:
+        stored, facts, rule, module = call.stored, self._facts, call.rule, call.module
+        # Rules live as long as the process.
+        facts += type(module), id(rule), module.__dict__.get(PATH_ATTRIBUTE), index, call.training
+        if not rule.transparent:
+            facts.append(call.settings)
+        facts += len(stored.inputs), len(stored.outputs)
+        for tensor in (*stored.inputs, *stored.outputs):
             if tensor.layout is not _STRIDED or tensor.is_nested:
                 raise Unplanned(f"{call.path} has nested or sparse tensors")
             facts += tensor.dtype, tensor.shape
-        if kwargs or args is not inputs:
-            facts.append(_form((args, kwargs)))
-        if has_own:
+        if stored.kwargs or stored.args is not stored.inputs:
+            facts.append(_form((stored.args, stored.kwargs)))
+        if stored.owned:
             self._note_parameters(call)
+        run = call.run
+        facts.append(2 if run is self._run else self._belongs_to(run))
         further: list[Place] = []
-        for tensor, edge in zip(inputs, call.edges, strict=True):
+        for tensor, edge in zip(stored.inputs, call.edges, strict=True):
+            facts.append(edge is None)
             if edge is None:
-                facts += None, is_parameter(tensor), tensor.requires_grad
-                facts += self._received(call, tensor)
-            elif edge[2]:
+                facts += is_parameter(tensor), tensor.requires_grad, *self._received(call, tensor)
+            elif edge.level:
                 raise Unplanned(OVERWRITTEN)
             else:
-                facts.append(edge[1])
                 further.append(edge[:2])
         return further
 
@@ -162,23 +154,12 @@ class Structure:
         stored, facts = call.stored, self._facts
         if stored.computed:
             raise Unplanned(f"parameters of {call.path} are computed from others")
-        owned = stored.owned
-        facts += stored.parameters, (*owned,), (*stored.frozen,)
+        facts += stored.parameters, tuple(stored.owned), tuple(stored.frozen)
         for name in stored.parameters:
-            tensor, _ = owned[name]
+            tensor, _ = stored.owned[name]
             facts += self._number_of(tensor), tensor.requires_grad, tensor.dtype
         if call.module._modules and not call.rule.transparent:  # it may leave out some inside
             facts.append(tuple([p.requires_grad for p in call.module.parameters()]))
-
-    def _number_of(self, parameter: Tensor) -> int:
-        """The number of a parameter, in the order in which they come up."""
-        if type(parameter) is not Parameter and not isinstance(parameter, Parameter):
-            raise Unplanned("weights are handed over")
-        number = self._numbers.get(id(parameter))
-        if number is None:
-            number = self._numbers[id(parameter)] = len(self._numbers)
-            self.parameters.append(parameter)
-        return number
 
     def _received(self, call: Call, tensor: Tensor) -> tuple[Any, ...]:
         """How data that a call received lie in what its model received."""
@@ -187,6 +168,15 @@ class Structure:
             return ()
         given = () if len(run.given) < 2 else tuple([g.span for g in run.given])
         return run.receives((tensor,)), *[span_of(tensor) == span for span in given]
+
+    def _number_of(self, parameter: Tensor) -> int:
+        """The number of a parameter, in the order in which they come up."""
+        if type(parameter) is not Parameter and not isinstance(parameter, Parameter):
+            raise Unplanned("weights are handed over")
+        number = self._numbers.setdefault(id(parameter), len(self._numbers))
+        if number == len(self.parameters):
+            self.parameters.append(parameter)
+        return number
 
     def _belongs_to(self, run: Run) -> int:
         """Whether a call belongs to no run of a model, or to the only one."""

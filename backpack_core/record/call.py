@@ -187,19 +187,6 @@ class Call:
         )
 
     @property
-    def received(self) -> tuple[tuple[Any, ...], Any, tuple[Tensor, ...], tuple[Tensor, ...], bool]:
-        """Arguments, those by name, the tensors among them, outputs; whether it owns tensors.
-
-        That is known before the stored form is made, which takes longer.
-        """
-        noted = self.noted
-        if type(noted) is tuple:
-            own = noted[6]
-            return *noted[:4], bool(own) and any(tensor is not None for tensor in own.values())
-        stored = self.stored
-        return *stored[:4], bool(stored.owned)
-
-    @property
     def path(self) -> str:
         """The module's path in the extended model, for messages."""
         return path_of(self.module)
