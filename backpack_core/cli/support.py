@@ -27,8 +27,8 @@ from backpack_core.discovery import choose
 from backpack_core.errors import BackpackError, UsageError, nearest
 from backpack_core.extending import extend
 from backpack_core.plugins.registry import Resolved, registry
+from backpack_core.testing.execution import has_second_derivative
 from backpack_core.testing.quantities import quantity_of
-from backpack_core.testing.traits import has_second_derivative
 from backpack_products.affine import AffineProduct
 from backpack_products.extensions import FirstOrderExtension
 from backpack_products.parametric import ParametricRule
