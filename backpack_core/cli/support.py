@@ -28,7 +28,7 @@ from backpack_core.errors import BackpackError, UsageError, nearest
 from backpack_core.extending import extend
 from backpack_core.plugins.registry import Resolved, registry
 from backpack_core.testing.execution import has_second_derivative
-from backpack_core.testing.quantities import quantity_of
+from backpack_core.testing.quantities import has_to_be_told, quantity_of
 from backpack_products.affine import AffineProduct
 from backpack_products.extensions import FirstOrderExtension
 from backpack_products.parametric import ParametricRule
@@ -211,7 +211,7 @@ def _line(error: BaseException, module: str) -> str:
 
 def trial(given: Given, *kinds: type[Extension]) -> str:
     """Why a run of extensions is refused; empty where it is not, or cannot be known."""
-    if any(map(_has_to_be_told, kinds)) or len(given.modules) < 2 or len(given.data) < 2:
+    if any(map(has_to_be_told, kinds)) or len(given.modules) < 2 or len(given.data) < 2:
         return ""
     model, lossfunc = map(extend, given.modules[:2])
     try:
@@ -222,12 +222,6 @@ def trial(given: Given, *kinds: type[Extension]) -> str:
     except (BackpackError, TypeError) as error:
         return str(error).partition("\n[")[0]
     return ""
-
-
-def _has_to_be_told(kind: type[Extension]) -> bool:
-    """Whether an extension has arguments without defaults."""
-    settings = signature(kind).parameters.values()
-    return any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in settings)
 
 
 def _operations(modules: tuple[Module, ...]) -> Iterator[tuple[str, Module]]:

@@ -6,7 +6,7 @@ its own message would be about the consequences. So products and declarations co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
@@ -130,7 +130,7 @@ def other_mode(run: Execution) -> None:
                 raise CheckFailure(f"In {mode} mode, {check.name}: {failure}") from None
 
 
-def _table(text: str, modules: dict[ModuleType, Callable[[Any], Any]]) -> Iterator[Check]:
+def _table(text: str, modules: Mapping[ModuleType, Callable[[Any], Any]]) -> Iterator[Check]:
     """The checks of a table, by modules with their functions, and what these take of a case."""
     for line in text.strip().splitlines():
         names, needs, grounds = (part.strip() for part in line.split("|"))

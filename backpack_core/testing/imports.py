@@ -88,7 +88,7 @@ def check_import(
             )
         if taken <= seconds:
             return
-    # What is not its own counts with all that it imports, once; what is, for itself.
+    # What is its own counts for itself, and what that imports with everything behind it.
     costs = {
         found: found.alone if _is_in(own, found) else found.total
         for found in imports
@@ -97,8 +97,8 @@ def check_import(
     worst = max(costs, key=costs.__getitem__)
     of = "" if _is_in(own, worst) else f", which {_importer(worst, own)} imports"
     raise CheckFailure(
-        f"Loading {distribution} takes {taken:.2f} s, and {seconds:g} s are allowed. Of that, "
-        f"{costs[worst] / 1e6:.2f} s are for {worst.module}{of}: do it when it is needed first."
+        f"Loading {distribution} takes {taken:.2f} s, and {seconds:g} s are allowed. Most of it is "
+        f"{worst.module}{of}: do that when it is needed first."
     )
 
 

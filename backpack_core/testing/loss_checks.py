@@ -16,10 +16,12 @@ from torch import Tensor
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
 from backpack_core.testing import oracle
-from backpack_core.testing.cases import LossCase, seeded
+from backpack_core.testing.cases import Arguments, LossCase, seeded
 from backpack_core.testing.compare import CheckFailure, Entries, agree, require, untouched
 from backpack_core.testing.execution import execute, shared
-from backpack_core.testing.nets import ALL_NEEDS, in_front_of, installed_extensions
+from backpack_core.testing.nets import Made, Problem
+from backpack_core.testing.network import BoundLoss, Shrink
+from backpack_core.testing.quantities import ALL_NEEDS, installed_extensions
 from backpack_products.loss import HessianLossRule
 
 # Positions of the target and further arguments of a loss.
@@ -167,6 +169,21 @@ def arriving_gradient(case: LossCase, reduction: str) -> Entries:
     yield from products(run, minus, factor=-1.0, methods=["hessian_mat_prod"])
     with torch.no_grad():
         _refuses(run.rule.sqrt_hessian, "sqrt_hessian of minus the loss", minus)
+
+
+def in_front_of(
+    case: LossCase, reduction: str, may_refuse: frozenset[str] = frozenset()
+) -> Problem:
+    """An elementwise layer in front of a loss."""
+    layer = case.as_rule_case(reduction)
+
+    def build(dtype: torch.dtype) -> Made:
+        given = layer.arguments(dtype=dtype)
+        first = given.args[0]
+        net = seeded(lambda: Shrink(first.shape[1:]), 8).to(dtype)
+        return net, Arguments((first,)), BoundLoss(layer.module(dtype), given)
+
+    return Problem(build, may_refuse)
 
 
 def started_extensions(case: LossCase, reduction: str) -> None:

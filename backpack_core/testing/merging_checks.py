@@ -34,8 +34,9 @@ def degree(nets: Nets) -> Entries:
             own = over.part(key).degree
             expected = tensor * 0.25 ** (extension.degree if own is None else own)
             # The signs of vectors are arbitrary.
-            pair = (t.abs() if key.startswith("vectors") else t for t in (found[key], expected))
-            yield f"{name!r}, {key or 'value'} of a quarter of the loss", *pair
+            size = torch.abs if key.startswith("vectors") else torch.clone
+            what = f"{name!r}, {key or 'value'} of a quarter of the loss"
+            yield what, size(found[key]), size(expected)
 
 
 def _of_batches(
@@ -77,7 +78,7 @@ def two_halves(nets: Nets, reduction: str) -> Entries:
     if extension.degree is None and reduction == "mean":
         return
     made, first = given.extended(), over.first_pass(extension)
-    of_first = {}
+    of_first: dict[Tensor, Any] = {}
     if first is not None:
         known = _combined(made, first, reduction)
         of_first = {made[0].get_parameter(name): stored for name, stored in known.items()}
@@ -111,7 +112,6 @@ def _combined(made: Made, extension: Extension, reduction: str) -> dict[str, Any
 def _whole(part: Part, power: float, tensors: list[Tensor], sizes: list[int]) -> Tensor:
     """One part of a value, with as many powers of the normaliser."""
     scaled = [tensor * size**power for tensor, size in zip(tensors, sizes, strict=True)]
-    whole: Tensor
     if part.way == "concatenate":
         whole = torch.cat(scaled, part.axis)
     elif part.way == "same":
@@ -123,4 +123,5 @@ def _whole(part: Part, power: float, tensors: list[Tensor], sizes: list[int]) ->
         whole = torch.stack(scaled).sum(0)
     else:
         whole = part.way(*scaled)
-    return whole / sum(sizes) ** power
+    found: Tensor = whole / sum(sizes) ** power
+    return found

@@ -130,7 +130,8 @@ def draw(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) 
 
 def fixed_mixing(samples: int, columns: int) -> Tensor:
     """Fixed numbers in place of random ones with mean zero and variance ``1/samples``."""
-    return draw((samples, columns), samples) / samples**0.5
+    scaled: Tensor = draw((samples, columns), samples) / samples**0.5
+    return scaled
 
 
 @dataclass(eq=False)

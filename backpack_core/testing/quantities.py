@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -24,10 +24,7 @@ from backpack_core.discovery import choose
 from backpack_core.errors import UsageError
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
-from backpack_core.testing.oracle import draw
-
-if TYPE_CHECKING:
-    from backpack_core.testing.reference import Reference
+from backpack_core.testing.oracle import Reference, draw
 
 Needs = Literal[
     "gradient", "curvature", "sampling", "double backward", "second derivative", "structure"
@@ -137,11 +134,15 @@ def installed_factories() -> list[Callable[..., Extension]]:
         kind = choose(claims, name, "extension").value
         known = quantity_of(kind)
         factory = partial(kind, **known.arguments) if known and known.arguments else kind
-        found = inspect.signature(factory).parameters.values()
-        optional = ("VAR_POSITIONAL", "VAR_KEYWORD")
-        if not any(p.default is p.empty and p.kind.name not in optional for p in found):
+        if not has_to_be_told(factory):
             factories.append(factory)
     return factories
+
+
+def has_to_be_told(factory: Callable[..., Any]) -> bool:
+    """Whether there are arguments without defaults."""
+    found = inspect.signature(factory).parameters.values()
+    return any(p.default is p.empty and not p.kind.name.startswith("VAR_") for p in found)
 
 
 def installed_extensions(subsampling: Sequence[int] | None = None) -> list[Extension]:
