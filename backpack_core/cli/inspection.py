@@ -23,7 +23,7 @@ from backpack_products.loss import HessianLossRule
 
 def report(plugin: Plugin) -> Report:
     """Describe a plugin as far as it got."""
-    result = Report(plugin.name, plugin.value, plugin.distribution, plugin.version, plugin.state)
+    result = Report.of(plugin)
     if plugin.error is not None:
         _describe_error(result, plugin.error)
     if plugin.state == "loaded":

@@ -306,15 +306,12 @@ def _alone(
     samples: int = SAMPLES,
     shape: tuple[int, ...] = (2,),
     shrink: bool | None = None,
-    residual: bool = False,
-    twice: bool = False,
-    single: bool = False,
+    **branches: bool,
 ) -> Problem:
-    """A net for one extension; ``shrink`` has a layer that is not affine."""
+    """A net for one extension, with a ``Block``."""
     quantity = case.quantity or quantity_of(case.made())
-    if shrink is None:
-        shrink = _takes_any_layer(case, quantity)
-    block = partial(network.Block, shape, shrink, residual, twice, single)
+    shrink = _takes_any_layer(case, quantity) if shrink is None else shrink
+    block = partial(network.Block, shape, shrink, **branches)
     layer = RuleCase(block, lambda n: draw((n, *shape), 1))
 
     def build(dtype: torch.dtype) -> Made:
@@ -328,8 +325,9 @@ def _alone(
         net, arguments = network.build_net(layer, samples, outputs=outputs)
         return net.to(dtype), arguments.to(dtype), loss
 
-    may = {"structure"} if residual else {"structure", "second derivative"} if twice else ()
-    return Problem(build, frozenset(may), quantity, whole=True)
+    may = {"residual": ["structure"], "twice": ["structure", "second derivative"]}
+    refused = frozenset(need for branch in branches for need in may.get(branch, ()))
+    return Problem(build, refused, quantity, whole=True)
 
 
 def _takes_any_layer(case: ExtensionCase, quantity: Quantity | None) -> bool:

@@ -232,13 +232,21 @@ def install_own_rules() -> None:
 class Block(Module):
     """``Squash`` after ``Shrink``, with branches as asked for.
 
-    Attributes:
-        residual: Add the input, by a functional sum.
-        twice: Call a ``Mix`` on the output, and on its own.
+    Args:
+        shape: Of a sample.
+        shrink: Whether there is a layer that is not affine.
+        single: Whether its weight is a single number.
+        residual: Whether the input is added, by a functional sum.
+        twice: Whether a ``Mix`` is called on the output, and on its own.
     """
 
     def __init__(
-        self, shape: tuple[int, ...], shrink: bool, residual: bool, twice: bool, single: bool
+        self,
+        shape: tuple[int, ...],
+        shrink: bool,
+        single: bool = False,
+        residual: bool = False,
+        twice: bool = False,
     ) -> None:
         super().__init__()
         self.shrink = Shrink(() if single else shape) if shrink else None
