@@ -134,20 +134,20 @@ def support(
     from backpack_core.cli import output
 
     if model is None:
-        from backpack_core.cli.support import matrix
+        from backpack_core.cli.support import table_of_rules
 
         gc.freeze()  # what was imported stays: a third of the time went into looking through it
-        report = matrix(tuple(extension or ()))
+        table = table_of_rules(tuple(extension or ()))
     else:
-        from backpack_core.cli.support import model_report
+        from backpack_core.cli.support import table_of_model
 
-        report = model_report(model, tuple(extension or ()))
+        table = table_of_model(model, tuple(extension or ()))
     if as_json:
-        output.print_json(report.as_json())
+        output.print_json(table.as_json())
         return
     from backpack_core.cli.folding import folded
 
-    for line in folded(report, output.width()):
+    for line in folded(table, output.width()):
         output.say(line)
 
 

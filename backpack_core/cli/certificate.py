@@ -114,8 +114,8 @@ def standing(package: str) -> Standing:
         return "unreadable"
     if certificate.code != digest(home):
         return "code changed"
-    is_same = _minor(certificate.kit) == _minor(installed("backpack-core"))
-    is_same = is_same and _minor(certificate.torch) == _minor(installed("torch"))
+    is_same = _minor(certificate.kit) == _minor(version_of("backpack-core"))
+    is_same = is_same and _minor(certificate.torch) == _minor(version_of("torch"))
     return "certified" if is_same else "other versions"
 
 
@@ -125,7 +125,7 @@ def is_certified(plugin: Plugin) -> bool:
 
 
 @cache
-def installed(distribution: str) -> str:
+def version_of(distribution: str) -> str:
     """The version of a distribution that is installed, without an import."""
     try:
         return version(distribution)

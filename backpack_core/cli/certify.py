@@ -22,8 +22,8 @@ from backpack_core.cli.certificate import (
     digest,
     digest_of,
     file_of,
-    installed,
     read,
+    version_of,
 )
 from backpack_core.errors import BackpackError, UsageError
 
@@ -121,7 +121,7 @@ def _certified(own: Project, found: list[Any]) -> list[Path]:
         )
     compared: list[dict[str, Any]] = [worst for *_, worst in found if worst]
     closest = max(compared, key=lambda w: float(w["error"] / w["allowed"]), default={})
-    paths, versions = [], (installed("backpack-core"), installed("torch"))
+    paths, versions = [], (version_of("backpack-core"), version_of("torch"))
     for home in own.homes:
         made = Certificate(own.name, digest(home), *versions, checks, closest, unchecked)
         file_of(home).write_text(text_of(made), "utf-8")

@@ -10,8 +10,8 @@ from typing import Literal
 from importlib_metadata import distributions, entry_points
 
 from backpack_core.cli.certificate import standing
-from backpack_core.cli.isolation import load_isolated
 from backpack_core.cli.listing import worst
+from backpack_core.cli.processes import load_isolated
 from backpack_core.cli.reports import LIMIT, Provided, Report
 from backpack_core.discovery import (
     Plugin,

@@ -74,7 +74,7 @@ def explained(target: str, names: tuple[str, ...]) -> Explanation:
     """How quantities are computed at each parameter, and the plan of a pass that computes them.
 
     Args:
-        target: ``"module:factory"``; see :func:`~backpack_core.cli.support.model_report`.
+        target: ``"module:factory"``; see :func:`~backpack_core.cli.support.table_of_model`.
         names: The extensions.
     """
     extensions = classes(names)

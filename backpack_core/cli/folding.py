@@ -1,4 +1,4 @@
-"""Folds a report of what is supported: equal rows stand together. Imports nothing heavy."""
+"""Folds a table of what is supported: equal rows stand together. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from backpack_core.cli.support import Report
+    from backpack_core.cli.support import Table
 
 _MEANING = {
     "fast": "by a rule, without forming single gradients",
@@ -19,37 +19,37 @@ _MEANING = {
 }
 
 
-def folded(report: Report, width: int) -> Iterator[str]:
+def folded(table: Table, width: int) -> Iterator[str]:
     """Lines no longer than ``width``: groups of rows, and for each what computes which extension.
 
     Args:
-        report: What is supported.
+        table: What is supported.
         width: Columns of the terminal.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
-    for number, row in enumerate(report.rows):
-        own = tuple(row[1 : report.first])  # the modules of a model have types and rules
-        why = tuple(sorted(report.reasons[number].items()))
-        key = (*own, "\0", *row[report.first :], "\0", *(f"{n}\1{text}" for n, text in why))
+    for number, row in enumerate(table.rows):
+        own = tuple(row[1 : table.first])  # the modules of a model have types and rules
+        why = tuple(sorted(table.reasons[number].items()))
+        key = (*own, "\0", *row[table.first :], "\0", *(f"{n}\1{text}" for n, text in why))
         groups.setdefault(key, []).append(number)
     for word, meaning in _MEANING.items():
         yield from _wrapped(f"{word:9} ", meaning, width)
     for members in groups.values():
         yield ""
-        names = ", ".join(report.rows[number][0] for number in members)
-        own_cells = report.rows[members[0]][1 : report.first]
+        names = ", ".join(table.rows[number][0] for number in members)
+        own_cells = table.rows[members[0]][1 : table.first]
         title = f"{names}: {own_cells[0]}, {own_cells[1]} of {own_cells[2]}" if own_cells else names
         yield from textwrap.wrap(title, width, subsequent_indent="    ")
-        yield from _cells(report, members[0], width)
+        yield from _cells(table, members[0], width)
 
 
-def _cells(report: Report, number: int, width: int) -> Iterator[str]:
+def _cells(table: Table, number: int, width: int) -> Iterator[str]:
     by_cell: dict[str, list[str]] = {}
-    names, cells = report.header[report.first :], report.rows[number][report.first :]
+    names, cells = table.header[table.first :], table.rows[number][table.first :]
     for name, cell in zip(names, cells, strict=True):
         by_cell.setdefault(cell, []).append(name)
     by_reason: dict[str, list[str]] = {}
-    for name, reason in report.reasons[number].items():
+    for name, reason in table.reasons[number].items():
         by_reason.setdefault(reason, []).append(name)
         by_cell["refused"].remove(name)
     for cell in sorted(by_cell, key=list(_MEANING).index):

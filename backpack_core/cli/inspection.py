@@ -15,14 +15,15 @@ from backpack_core.contract.rules import LayerRule
 from backpack_core.discovery import Claim, Plugin, spelled_out
 from backpack_core.errors import PluginVersionError
 from backpack_core.plugins.registry import registry
-from backpack_products.derivatives import SecondOrderRule, second_order
+from backpack_core.testing.execution import has_second_derivative
+from backpack_products.derivatives import second_order
 from backpack_products.elementwise import ElementwiseRule
 from backpack_products.loss import HessianLossRule
 
 
 def report(plugin: Plugin) -> Report:
     """Describe a plugin as far as it got."""
-    result = Report(plugin.name, plugin.value, plugin.distribution, plugin.version, plugin.state)
+    result = Report.of(plugin)
     if plugin.error is not None:
         _describe_error(result, plugin.error)
     if plugin.state == "loaded":
@@ -104,22 +105,13 @@ def _broken(value: Any) -> list[str]:
 
 def _broken_rule(rule: LayerRule) -> list[str]:
     found = []
-    if isinstance(rule, ElementwiseRule):
-        own = _overrides(rule, ElementwiseRule, "second_derivative")
-        own = own or _overrides(rule, ElementwiseRule, "_second_derivative_mat_prod")
-        if not own and not rule.hessian_is_zero:
+    if not has_second_derivative(rule):
+        if isinstance(rule, ElementwiseRule):
             found.append("is an ElementwiseRule without second_derivative or hessian_is_zero")
-    elif second_order(rule).hessian_is_diagonal and not second_order(rule).hessian_is_zero:
-        method = "_second_derivative_mat_prod"
-        if not _overrides(rule, SecondOrderRule, method):
-            found.append(f"declares hessian_is_diagonal and has no {method}")
-    samples = isinstance(rule, HessianLossRule) and _overrides(
-        rule, HessianLossRule, "_sqrt_hessian_sampled"
-    )
-    if isinstance(rule, HessianLossRule) and rule.likelihood and not samples:
-        found.append(f"declares the likelihood {rule.likelihood!r} and cannot sample from it")
+        elif second_order(rule).hessian_is_diagonal:
+            found.append("declares hessian_is_diagonal and has no _second_derivative_mat_prod")
+    if isinstance(rule, HessianLossRule) and rule.likelihood:
+        samples = type(rule)._sqrt_hessian_sampled
+        if samples is HessianLossRule._sqrt_hessian_sampled:
+            found.append(f"declares the likelihood {rule.likelihood!r} and cannot sample from it")
     return found
-
-
-def _overrides(rule: LayerRule, base: type, method: str) -> bool:
-    return getattr(type(rule), method) is not getattr(base, method)

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.nn import Module
 
 from backpack_core.plugins.registry import registry
-from backpack_core.testing import compare
-from backpack_core.testing.cases import Case, ExtensionCase, LossCase, RuleCase, installed
+from backpack_core.testing.cases import Case, installed
+from backpack_core.testing.compare import closest
 from backpack_core.testing.runner import BoundCheck
 
 _KEY = "backpack check"
@@ -46,7 +47,8 @@ class Ledger:
                 return report
             name = check.check.name
             noted = [_class_of(check.case), item.callspec.id.removesuffix(f"-{name}"), name, status]
-            report.user_properties.append((_KEY, [*noted, compare.closest.take()]))
+            report.user_properties.append((_KEY, [*noted, dict(closest)]))
+            closest.clear()
         return report
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -61,11 +63,7 @@ class Ledger:
 
 def _class_of(case: Case) -> str:
     """The rule or extension that a case is about, as an entry point names it."""
-    kind: type
-    if isinstance(case, ExtensionCase):
-        kind = type(case.extension_factory())
-    elif isinstance(case, (RuleCase, LossCase)):
-        made = case.module() if isinstance(case, RuleCase) else case.loss_factory(reduction="mean")
-        with installed(case.rule):
-            kind = type(registry.resolve(made).rule)
+    made = case.made()
+    with installed(case):
+        kind = type(registry.resolve(made).rule if isinstance(made, Module) else made)
     return f"{kind.__module__}:{kind.__qualname__}"

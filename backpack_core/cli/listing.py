@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any, get_args
 
 from backpack_core.cli.certificate import Standing, standing
-from backpack_core.cli.isolation import load_isolated
+from backpack_core.cli.processes import load_isolated
 from backpack_core.cli.reports import Report
 from backpack_core.discovery import State, discover
 
@@ -23,10 +23,7 @@ def collect(load: bool, limit: float) -> list[Report]:
         limit: Seconds that one plugin may take.
     """
     found = discover()
-    if load:
-        reports = load_isolated(found, limit)
-    else:
-        reports = [Report(p.name, p.value, p.distribution, p.version, p.state) for p in found]
+    reports = load_isolated(found, limit) if load else [Report.of(plugin) for plugin in found]
     for report, plugin in zip(reports, found, strict=True):
         report.standing = standing(plugin.package)
     return reports

@@ -26,17 +26,12 @@ from backpack_core.discovery import choose
 from backpack_core.errors import BackpackError
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
-from backpack_core.testing.cases import SAMPLES, Arguments, LossCase, RuleCase, seeded
-from backpack_core.testing.extensions_run import ALL_NEEDS, Problem, installed_extensions
-from backpack_core.testing.network import (
-    BoundLoss,
-    Shrink,
-    SoftmaxLoss,
-    build_net,
-    install_own_rules,
-)
-from backpack_core.testing.reference import Reference
-from backpack_core.testing.traits import has_second_derivative
+from backpack_core.testing.cases import LossCase, RuleCase
+from backpack_core.testing.execution import has_second_derivative
+from backpack_core.testing.loss_checks import in_front_of
+from backpack_core.testing.nets import Made, Problem
+from backpack_core.testing.network import SoftmaxLoss, build_net, install_own_rules
+from backpack_core.testing.quantities import ALL_NEEDS, installed_extensions
 from backpack_products.derivatives import second_order
 from backpack_products.elementwise import ElementwiseRule
 from backpack_products.extensions import FirstOrderExtension
@@ -90,28 +85,23 @@ def matrix(chosen: Collection[str] = ()) -> Iterator[tuple[str, list[Row]]]:
 
 def layer_row(case: RuleCase, chosen: Collection[str] = ()) -> Row:
     """One layer in the kit's small net."""
-    net, arguments = build_net(case, SAMPLES)
+    net, arguments = build_net(case)
     return _row(case.label(), (net, arguments, SoftmaxLoss()), net.layer, chosen)
 
 
 def loss_row(case: LossCase, chosen: Collection[str] = ()) -> Row:
     """One loss behind a single layer."""
-    given = case.as_rule_case("mean").arguments()
-    loss = seeded(lambda: case.loss_factory(reduction="mean"), 0).double()
-    first = given.args[0]
-    net = seeded(lambda: Shrink(first.shape[1:]), 8).double()
-    bound = BoundLoss(loss, given.to(torch.float64))
-    return _row(case.label(), (net, Arguments((first,)), bound), loss, chosen)
+    net, arguments, bound = in_front_of(case, "mean").build(torch.float64)
+    loss = bound.get_submodule("loss")
+    return _row(case.label(), (net, arguments, bound), loss, chosen)
 
 
-def _row(
-    name: str, net: tuple[Module, Arguments, Module], module: Module, chosen: Collection[str]
-) -> Row:
+def _row(name: str, net: Made, module: Module, chosen: Collection[str]) -> Row:
     """What becomes of extensions at one module.
 
     They run together, and each is watched meanwhile: single passes would take twice as long.
     """
-    given = Problem(lambda dtype: net, Reference(*net), frozenset(ALL_NEEDS))
+    given = Problem(lambda dtype: net, frozenset(ALL_NEEDS))
     resolved = registry.resolve(module)
     rule = None if resolved.is_fallback else resolved.rule
     extensions = [e for e in installed_extensions() if not chosen or type(e).__name__ in chosen]
@@ -119,7 +109,7 @@ def _row(
     watches = {extension: Watch(modules, extension) for extension in extensions}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the row says that there is no rule
-        usable = given.usable(extensions)
+        usable, _ = given.run_usable(extensions)
     row = Row(name, rule)
     for extension, watch in watches.items():
         kind = type(extension).__name__

@@ -1,10 +1,12 @@
-"""What became of a plugin, as plain data, to be sent between processes. Imports nothing."""
+"""What became of a plugin, as plain data, to be sent between processes. Imports no plugin."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from backpack_core.cli.certificate import Standing
+from backpack_core.discovery import Plugin
 
 LIMIT = 60.0  # seconds that a plugin may take to load: enough for a healthy one on a busy machine
 
@@ -67,6 +69,12 @@ class Report:
     absent: dict[str, str] = field(default_factory=dict)
     standing: Standing = "no certificate"
     module_found: bool = True
+
+    @classmethod
+    def of(cls, plugin: Plugin, state: str = "", **found: Any) -> Report:
+        """What is known of a plugin, and what was found."""
+        known = (plugin.name, plugin.value, plugin.distribution, plugin.version)
+        return cls(*known, state or plugin.state, **found)
 
     @property
     def who(self) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from backpack_core import __version__
+from backpack_core.cli.shipped import shipped
 from backpack_core.errors import BackpackError, UsageError
 from backpack_core.plugins import known_plugins
 
@@ -59,7 +60,7 @@ def create(kind: str, name: str, folder: Path, author: str = "") -> Path:
     if shutil.which("git"):
         source, release = REPOSITORY, published()
     else:
-        source, release = str(shipped()), None
+        source, release = str(templates()), None
     _copier().run_copy(source, target, answers, vcs_ref=release, defaults=True, quiet=True)
     return target
 
@@ -130,13 +131,9 @@ def update(folder: Path) -> list[str]:
     return _git(folder, "diff", "--name-only", "--diff-filter=U", "--relative").splitlines()
 
 
-def shipped() -> Path:
-    """The templates: inside the installed package, or next to it in a checkout."""
-    package = Path(__file__).parents[1]
-    for folder in (package / "templates", package.parent / "templates"):
-        if (folder / "copier.yml").is_file():
-            return folder
-    raise BackpackError("The templates are missing from this installation of backpack-core.")
+def templates() -> Path:
+    """The folder of the templates."""
+    return shipped("templates/copier.yml", "templates/copier.yml").parent
 
 
 def published() -> str:
@@ -155,7 +152,7 @@ def published() -> str:
     for path in repository.iterdir():
         if path.name != ".git":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    shutil.copytree(shipped(), repository, dirs_exist_ok=True)
+    shutil.copytree(templates(), repository, dirs_exist_ok=True)
     _git(repository, "add", "--all", "--force")
     known, last = _tags(), ""
     for number in itertools.count():

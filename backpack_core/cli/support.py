@@ -27,14 +27,14 @@ from backpack_core.discovery import choose
 from backpack_core.errors import BackpackError, UsageError, nearest
 from backpack_core.extending import extend
 from backpack_core.plugins.registry import Resolved, registry
-from backpack_core.testing.quantities import quantity_of
-from backpack_core.testing.traits import has_second_derivative
+from backpack_core.testing.execution import has_second_derivative
+from backpack_core.testing.quantities import has_to_be_told, quantity_of
 from backpack_products.affine import AffineProduct
 from backpack_products.extensions import FirstOrderExtension
 from backpack_products.parametric import ParametricRule
 
 
-class Report(NamedTuple):
+class Table(NamedTuple):
     """What is supported, as a table.
 
     Attributes:
@@ -58,7 +58,7 @@ class Report(NamedTuple):
 _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
-def matrix(chosen: tuple[str, ...] = ()) -> Report:
+def table_of_rules(chosen: tuple[str, ...] = ()) -> Table:
     """Every rule against extensions, as the conformance kit finds it.
 
     Args:
@@ -82,7 +82,7 @@ def matrix(chosen: tuple[str, ...] = ()) -> Report:
     names = list(chosen) or list(found[0].cells)
     rows = [[row.name, *(row.cells[name].kind for name in names)] for row in found]
     reasons = [{n: row.cells[n].reason for n in names if row.cells[n].reason} for row in found]
-    return Report(["layer", *names], rows, reasons, 1)
+    return Table(["layer", *names], rows, reasons, 1)
 
 
 def classes(chosen: tuple[str, ...] = ()) -> dict[str, type[Extension]]:
@@ -104,7 +104,7 @@ def classes(chosen: tuple[str, ...] = ()) -> dict[str, type[Extension]]:
     return {n: choose(registry.extensions[n], n, "extension").value for n in names}
 
 
-def model_report(target: str, chosen: tuple[str, ...] = ()) -> Report:
+def table_of_model(target: str, chosen: tuple[str, ...] = ()) -> Table:
     """A row for each module that is an operation.
 
     Args:
@@ -136,7 +136,7 @@ def model_report(target: str, chosen: tuple[str, ...] = ()) -> Report:
             + [cell for cell, _ in judged.values()]
         )
         reasons.append({name: why for name, (_, why) in judged.items() if why})
-    return Report(["module", "type", "rule", "plugin", *extensions], rows, reasons, 4)
+    return Table(["module", "type", "rule", "plugin", *extensions], rows, reasons, 4)
 
 
 class Given(NamedTuple):
@@ -211,7 +211,7 @@ def _line(error: BaseException, module: str) -> str:
 
 def trial(given: Given, *kinds: type[Extension]) -> str:
     """Why a run of extensions is refused; empty where it is not, or cannot be known."""
-    if any(map(_has_to_be_told, kinds)) or len(given.modules) < 2 or len(given.data) < 2:
+    if any(map(has_to_be_told, kinds)) or len(given.modules) < 2 or len(given.data) < 2:
         return ""
     model, lossfunc = map(extend, given.modules[:2])
     try:
@@ -224,12 +224,6 @@ def trial(given: Given, *kinds: type[Extension]) -> str:
     return ""
 
 
-def _has_to_be_told(kind: type[Extension]) -> bool:
-    """Whether an extension has arguments without defaults."""
-    settings = signature(kind).parameters.values()
-    return any(p.default is p.empty and p.kind is not p.VAR_KEYWORD for p in settings)
-
-
 def _operations(modules: tuple[Module, ...]) -> Iterator[tuple[str, Module]]:
     """The modules that ``extend`` treats as operations, with their paths."""
     for module in modules:
@@ -239,11 +233,6 @@ def _operations(modules: tuple[Module, ...]) -> Iterator[tuple[str, Module]]:
                 yield path or type(part).__name__, part
 
 
-def status(module: Module, resolved: Resolved, extension: type[Extension]) -> str:
-    """How one extension is computed at one module, as far as that is known without data."""
-    return judge(module, resolved, extension)[0]
-
-
 _MIXING = "samples of the batch influence each other here, so it has no value (use eval mode)"
 _NO_SECOND = "it needs a second derivative, and the rule has none"
 _UNKNOWN = "it needs Kronecker structure, which operations may have: run it, or write an AffineRule"
@@ -251,7 +240,11 @@ _NO_STRUCTURE = "it needs Kronecker structure, and the rule declares none: take 
 
 
 def judge(module: Module, resolved: Resolved, extension: type[Extension]) -> tuple[str, str]:
-    """How one extension is computed at one module, and why it is refused."""
+    """How one extension is computed at one module, as far as that is known without data.
+
+    Returns:
+        The cell of the table, and why it is refused.
+    """
     rule, needs = resolved.rule, _needs(extension)
     if extension.is_whole:
         has = _has_residual(resolved, module, needs)

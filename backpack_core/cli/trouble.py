@@ -6,14 +6,15 @@ import re
 import textwrap
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
-from backpack_core.errors import BackpackError, UsageError, nearest
+from backpack_core.cli.shipped import shipped
+from backpack_core.errors import UsageError, nearest
 
 
 def entries() -> dict[str, str]:
     """The entries of the troubleshooting page: what stands under the name of each error."""
-    parts = re.split(r"^### (\w+)\n", _page(), flags=re.MULTILINE)[1:]
+    page = shipped("troubleshooting.md", "docs/troubleshooting.md").read_text("utf-8")
+    parts = re.split(r"^### (\w+)\n", page, flags=re.MULTILINE)[1:]
     return {
         name: re.split(r"^## ", text, flags=re.MULTILINE)[0].strip()
         for name, text in zip(parts[::2], parts[1::2], strict=True)
@@ -65,12 +66,3 @@ def _paragraph(text: str, width: int) -> list[str]:
         for each in items
         for line in wrap(each, subsequent_indent="  " * each.startswith("- "))
     ]
-
-
-def _page() -> str:
-    """The page: inside the installed package, or next to it in a checkout."""
-    package = Path(__file__).parents[1]
-    for folder in (package, package.parent / "docs"):
-        if (folder / "troubleshooting.md").is_file():
-            return (folder / "troubleshooting.md").read_text("utf-8")
-    raise BackpackError("The manual is missing from this installation of backpack-core.")

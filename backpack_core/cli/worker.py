@@ -1,6 +1,6 @@
 """Loads plugins in a process of its own, and tells the process that started it how each one fares.
 
-Run as a script by :mod:`backpack_core.cli.isolation`. It reads a JSON object from standard input
+Run as a script by :mod:`backpack_core.cli.processes`. It reads a JSON object from standard input
 and writes a line of JSON before and after each plugin, so that a plugin that hangs or ends the
 process is known by name. What plugins print goes elsewhere.
 """

@@ -17,12 +17,13 @@ from backpack_core.testing.cases import ExtensionCase as ExtensionCase
 from backpack_core.testing.cases import LossCase as LossCase
 from backpack_core.testing.cases import RuleCase as RuleCase
 from backpack_core.testing.cases import Tolerances as Tolerances
+from backpack_core.testing.imports import check_import as check_import
 from backpack_core.testing.isolation import only_plugins as only_plugins
 from backpack_core.testing.isolation import temporary_plugin as temporary_plugin
 from backpack_core.testing.network import LABELLED as LABELLED
+from backpack_core.testing.oracle import Reference as Reference
 from backpack_core.testing.quantities import Quantity as Quantity
 from backpack_core.testing.quantities import register_quantity as register_quantity
-from backpack_core.testing.reference import Reference as Reference
 from backpack_core.testing.runner import CheckResult as CheckResult
 from backpack_core.testing.runner import check_extension as check_extension
 from backpack_core.testing.runner import check_loss as check_loss

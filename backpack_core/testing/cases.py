@@ -5,9 +5,11 @@ A case says how to build a layer, loss or extension and its inputs. The kit deci
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -62,13 +64,22 @@ class Arguments:
         """The same, with a function applied to every tensor."""
         return Arguments(*map_tensors((self.args, dict(self.kwargs)), function))
 
+    def map_numbered(self, function: Callable[[int, Tensor], Tensor]) -> Arguments:
+        """The same, with a function of the position of a tensor, and the tensor."""
+        slots = count()
+        return self.map(lambda tensor: function(next(slots), tensor))
+
     def tensors(self) -> list[Tensor]:
         """Every tensor, positional ones first."""
         return list(iter_tensors((self.args, dict(self.kwargs))))
 
+    def apply(self, function: Callable[..., Any]) -> Any:
+        """What a function returns for these."""
+        return function(*self.args, **self.kwargs)
+
     def call(self, function: Callable[..., Any]) -> Any:
-        """What a function returns for these, with the random numbers of a forward pass."""
-        return seeded(lambda: function(*self.args, **self.kwargs), FORWARD)
+        """The same, with the random numbers of a forward pass."""
+        return seeded(lambda: self.apply(function), FORWARD)
 
 
 def seeded(function: Callable[[], T], seed: int) -> T:
@@ -113,9 +124,13 @@ class Case:
                 continue
             raise UsageError(f"{type(self).__name__}: {wanted}. Got {value!r:.80}.")
 
+    @abstractmethod
+    def made(self) -> Module | Extension:
+        """What the case is about, fresh."""
+
     def label(self) -> str:
-        """The name of this case."""
-        return self.name
+        """The given name, that of the extension, or the module's representation on one line."""
+        return self.name or _label_of(self.made())
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,13 +164,13 @@ class RuleCase(Case):
     twice_differentiable: bool = True
     overwrites_input: bool = False
 
-    def label(self) -> str:
-        """The given name, or the module's representation on one line."""
-        return self.name or label_of(self.module_factory())
+    def made(self) -> Module:
+        """A fresh layer, the same each time."""
+        return seeded(self.module_factory, 0)
 
     def module(self, dtype: torch.dtype = torch.float64) -> Module:
-        """A fresh layer, the same each time."""
-        return seeded(self.module_factory, 0).to(dtype)
+        """The same in a dtype."""
+        return self.made().to(dtype)
 
     def arguments(
         self, samples: int = SAMPLES, dtype: torch.dtype = torch.float64, seed: int = 1
@@ -165,6 +180,10 @@ class RuleCase(Case):
         if not isinstance(value, Arguments):
             value = Arguments(value if isinstance(value, tuple) else (value,))
         return value.to(dtype)
+
+    def is_live(self, slot: int, tensor: Tensor) -> bool:
+        """Whether the tensor at a position is differentiated."""
+        return tensor.is_floating_point() and slot not in self.constants
 
     def resolve(self, module: Module) -> LayerRule:
         """The rule for the case's module.
@@ -203,9 +222,9 @@ class LossCase(Case):
     samples: int = 20_000
     sampled: bool = True
 
-    def label(self) -> str:
-        """The given name, or the loss's representation on one line."""
-        return self.name or label_of(self.loss_factory(reduction="mean"))
+    def made(self) -> Module:
+        """A mean."""
+        return self.as_rule_case("mean").made()
 
     def as_rule_case(self, reduction: str) -> RuleCase:
         """The loss as a layer, for checks that layers and losses share."""
@@ -234,21 +253,22 @@ class ExtensionCase(Case):
     quantity: Quantity | None = None
     loss: LossCase | None = None
 
-    def label(self) -> str:
-        """The given name, or the extension's."""
-        return self.name or type(self.extension_factory()).__name__
+    def made(self) -> Extension:
+        """One with the defaults."""
+        return self.extension_factory()
 
 
 @contextmanager
-def installed(rule: type[LayerRule] | None = None) -> Iterator[None]:
-    """Registers a rule that no installed plugin provides, inside the block; may be nested."""
+def installed(case: Case) -> Iterator[None]:
+    """Registers the rule of a case that no plugin provides, inside the block; may be nested."""
     ensure_loaded()
+    rule = getattr(case, "rule", None)
     known = {type(claim.value) for claims in registry.rules.values() for claim in claims}
     with temporary_plugin(*(() if rule is None or rule in known else (rule,))):
         yield
 
 
-def label_of(module: Module) -> str:
-    """A module's representation on one line, short enough for the name of a test."""
-    text = "".join(repr(module).split())
+def _label_of(made: Module | Extension) -> str:
+    """Short enough for the name of a test."""
+    text = "".join(repr(made).split()) if isinstance(made, Module) else type(made).__name__
     return text if len(text) <= 72 else f"{text[:69]}..."

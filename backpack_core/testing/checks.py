@@ -6,7 +6,7 @@ its own message would be about the consequences. So products and declarations co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
@@ -21,12 +21,9 @@ from backpack_core.testing import (
     rule_checks,
 )
 from backpack_core.testing.cases import Case
-from backpack_core.testing.compare import CheckFailure
-from backpack_core.testing.execution import Execution, shared_execution
+from backpack_core.testing.compare import CheckFailure, agree
+from backpack_core.testing.execution import Execution, shared_execution, traits
 from backpack_core.testing.nets import nets_of
-from backpack_core.testing.traits import traits
-
-Subject = Callable[[Any], Any]  # what a check takes, made from the case
 
 
 @dataclass(frozen=True)
@@ -43,17 +40,18 @@ class Check:
 
     name: str
     function: Callable[[Any], Any]
-    subject: Subject
+    subject: Callable[[Any], Any]
     needs: frozenset[str]
     grounds: frozenset[str]
 
     def run(self, case: Case) -> None:
         """Raise if there is a fault."""
-        rule_checks.agree(self.function(self.subject(case)), case.tolerances.float64)
+        agree(self.function(self.subject(case)), case.tolerances.float64)
 
 
-# Names of checks | traits that they need | names of their grounds. Grounds come first.
-RULE = """
+# Names of checks | traits that they need | names of their grounds, which come first.
+# Of a rule's methods and declarations:
+METHODS = """
 mixes_samples | |
 not_twice_differentiable | once |
 overwritten_input | overwritten |
@@ -74,6 +72,9 @@ second_derivative_mat_prod | separate, kept, twice, second derivative | second_d
 subsampled_call | separate, kept, batch first | jac_t_mat_prod param_jac_t_mat_prod
 non_contiguous_columns | separate, kept | jac_t_mat_prod param_jac_t_mat_prod
 non_contiguous_input | separate, kept | jac_t_mat_prod param_jac_t_mat_prod
+"""
+# The same in other situations, and nets around a layer:
+LAYER = """
 keeps_dtype changed_since | separate, kept | jac_t_mat_prod param_jac_t_mat_prod
 other_mode | | METHODS
 mean | separate | METHODS
@@ -112,63 +113,51 @@ savefield | savefield | mean
 
 def other_mode(run: Execution) -> None:
     """Every method and declaration in eval mode, if the case is in train mode, or the reverse."""
-    case, other = run.case, not run.module.training
-    twin = replace(case, module_factory=lambda: case.module_factory().train(other))
+    case, training = run.case, run.module.training
+    twin = replace(case, module_factory=lambda: case.module_factory().train(not training))
     try:
-        found = traits(twin)
+        found = traits(twin) - {"once", "overwritten"}  # declared for the case's own mode only
         at = shared_execution(twin)
         at.rule.check(at.view)
     except UnsupportedError:
         return
-    # The case's declarations hold in its own mode only.
-    found -= {"once", "overwritten"}
-    for check in CHECKS["rule"]:
-        asked = check.name in METHODS and check.name not in case.expected_failures
-        if asked and check.needs <= found:
+    for check in OF_METHODS:
+        if check.needs <= found and check.name not in case.expected_failures:
             try:
                 check.run(twin)
             except CheckFailure as failure:
-                mode = "train" if other else "eval"
+                mode = "eval" if training else "train"
                 raise CheckFailure(f"In {mode} mode, {check.name}: {failure}") from None
 
 
-def _named(name: str, modules: dict[ModuleType, Subject]) -> tuple[Callable[..., Any], Subject]:
-    """The function of a check; after its name, there may be a reduction that it takes."""
-    if name == "other_mode":
-        return other_mode, shared_execution
-    stem, _, reduction = name.rpartition("_")
-    for module, subject in modules.items():
-        if hasattr(module, name):
-            return getattr(module, name), subject
-        if hasattr(module, stem):
-            return partial(getattr(module, stem), reduction=reduction), subject
-    raise LookupError(name)
-
-
-def _table(text: str, modules: dict[ModuleType, Subject]) -> Iterator[Check]:
+def _table(text: str, modules: Mapping[ModuleType, Callable[[Any], Any]]) -> Iterator[Check]:
+    """The checks of a table, by modules with their functions, and what these take of a case."""
     for line in text.strip().splitlines():
         names, needs, grounds = (part.strip() for part in line.split("|"))
-        wanted = frozenset(needs.split(", ") if needs else ())
-        rests = METHODS if grounds == "METHODS" else frozenset(grounds.split())
+        if grounds == "METHODS":
+            grounds = " ".join(check.name for check in OF_METHODS)
         for name in names.split():
-            yield Check(name, *_named(name, modules), wanted, rests)
+            found = ((m, subject) for m, subject in modules.items() if _in(m, name))
+            module, subject = next(found)
+            wanted = frozenset(needs.split(", ") if needs else ())
+            yield Check(name, _in(module, name), subject, wanted, frozenset(grounds.split()))
 
 
-# Of methods and declarations.
-METHODS = frozenset(
-    name
-    for line in RULE.partition("keeps_dtype")[0].strip().splitlines()
-    for name in line.split("|")[0].split()
-)
-_OF_RULES: dict[ModuleType, Subject] = {
-    rule_checks: shared_execution,
-    property_checks: shared_execution,
-    net_checks: nets_of,
-}
+def _in(module: ModuleType, name: str) -> Any:
+    """The function of a check; after its name, there may be a reduction that it takes."""
+    stem, _, reduction = name.rpartition("_")
+    if name == other_mode.__name__:
+        return other_mode
+    with_reduction = stem in vars(module) and partial(vars(module)[stem], reduction=reduction)
+    return vars(module).get(name, with_reduction)
+
+
+_RULE = {rule_checks: shared_execution, property_checks: shared_execution, net_checks: nets_of}
+OF_METHODS = tuple(_table(METHODS, _RULE))
 
 # By kind of case. A test pins each list: a check that is removed is removed for all authors.
 CHECKS = {
-    "rule": tuple(_table(RULE, _OF_RULES)),
+    "rule": (*OF_METHODS, *_table(LAYER, _RULE)),
     "loss": tuple(_table(LOSS, {loss_checks: lambda case: case})),
     "extension": tuple(_table(EXTENSION, {net_checks: nets_of, merging_checks: nets_of})),
 }

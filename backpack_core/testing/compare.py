@@ -18,29 +18,16 @@ SMALLEST_SCALE = 1e-4
 # What a comparison in double precision allows at most; others are of half or single precision.
 EXACT = 1e-6
 
+# What a check wants compared: what it is, what was found (``None`` for zero), what is expected.
+Entries = Iterator[tuple[str, Tensor | None, Tensor]]
+
 
 class CheckFailure(AssertionError):
     """A check found a fault; the message says what was expected and what was found."""
 
 
-class Closest:
-    """The comparison that came closest to what it allows, for a certificate."""
-
-    def __init__(self) -> None:
-        self.found: tuple[float, dict[str, Any]] = (-1.0, {})
-
-    def note(self, what: str, error: float, allowed: float) -> None:
-        """Note a comparison in double precision."""
-        if 0 < allowed <= EXACT and error / allowed > self.found[0]:
-            self.found = error / allowed, {"what": what, "error": error, "allowed": allowed}
-
-    def take(self) -> dict[str, Any]:
-        """What was noted since this was last asked."""
-        (_, found), self.found = self.found, (-1.0, {})
-        return found
-
-
-closest = Closest()
+# The comparison in double precision that came closest to what it allows: a certificate takes it.
+closest: dict[str, Any] = {}
 
 
 def require(condition: bool, message: str) -> None:
@@ -84,7 +71,9 @@ def close(
     found, expected = found.detach().to(dtype), expected.detach().to(dtype)
     finite(found, what)
     error = relative_error(found, expected, floor)
-    closest.note(what, error, tolerance)
+    share = closest["error"] / closest["allowed"] if closest else -1.0
+    if 0 < tolerance <= EXACT and error / tolerance > share:
+        closest.update(what=what, error=error, allowed=tolerance)
     if not error <= tolerance:  # a hint costs more than the comparison
         worst = int((found - expected).abs().argmax())
         at = [int(i) for i in torch.unravel_index(torch.tensor(worst), found.shape)]
@@ -94,6 +83,16 @@ def close(
             + f" at {at}; relative error {error:.1e}, allowed {tolerance:.0e}."
             + _hint(found, expected)
         )
+
+
+def agree(entries: Entries | None, allowed: float) -> None:
+    """Compare everything that a check yields."""
+    for what, found, expected in entries or ():
+        if found is None:
+            require(not bool(expected.any()), f"{what}: None, though the output depends on it.")
+        else:
+            require(found.dtype == expected.dtype, f"{what}: {found.dtype}, not {expected.dtype}.")
+            close(found, expected, what, allowed)
 
 
 def _hint(found: Tensor, expected: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""One execution of a layer: the call that a rule sees, and the graph that the oracle uses.
+"""One execution of a layer: the call that a rule sees, the graph of the oracle, and its traits.
 
 The call is recorded as in use: the layer is extended and run, and the call is read from the graph.
 The oracle has a graph of its own, from the same layer without hooks.
@@ -6,9 +6,10 @@ The oracle has a graph of its own, from the same layer without hooks.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -22,9 +23,12 @@ from backpack_core.record.structure import in_order, iter_tensors
 from backpack_core.record.switch import disable
 from backpack_core.record.view import View
 from backpack_core.testing import oracle
-from backpack_core.testing.cases import SAMPLES, Arguments, RuleCase
+from backpack_core.testing.cases import SAMPLES, Arguments, Case, ExtensionCase, RuleCase, installed
 from backpack_core.testing.compare import CheckFailure, require
 from backpack_products import derivatives
+from backpack_products.derivatives import SecondOrderRule, second_order
+from backpack_products.elementwise import ElementwiseRule
+from backpack_products.parametric import AffineRule
 
 COLUMNS = 2
 
@@ -42,20 +46,15 @@ class Execution:
         case: The case.
         rule: The rule under test.
         view: What the rule sees.
-        leaves: The inputs to differentiate with respect to, by position; ``None`` for constants.
+        live: The inputs to differentiate with respect to, by position.
         output: The output that is differentiated, with its graph.
     """
 
     case: RuleCase
     rule: LayerRule
     view: View
-    leaves: tuple[Tensor | None, ...]
+    live: dict[int, Tensor]
     output: Tensor
-
-    @property
-    def allowed(self) -> float:
-        """The relative error that is allowed."""
-        return self.case.tolerances.float64
 
     @property
     def module(self) -> Module:
@@ -82,84 +81,68 @@ class Execution:
         """Dense Jacobians ``[*out, *target]`` by input position and by parameter name."""
         return oracle.jacobians(self.output, {**self.live, **self.parameters})
 
-    @cached_property
-    def live(self) -> dict[int, Tensor]:
-        """The inputs that are differentiated, by position."""
-        return {i: leaf for i, leaf in enumerate(self.leaves) if leaf is not None}
-
     @property
     def batch_axis(self) -> int:
         """Which axis of the output holds the samples."""
         return self.rule.batch_axis(self.view, self.case.output_nr)
 
-    def columns(self, seed: int = 3) -> Tensor:
+    def columns(self) -> Tensor:
         """Random columns at the output. Shape ``[V, N, *out]``."""
-        return draw((COLUMNS, *self.output.shape), seed, self.output.dtype)
+        return oracle.draw((COLUMNS, *self.output.shape), 3, self.output.dtype)
 
-    def input_columns(self, seed: int = 4) -> Tensor:
+    def input_columns(self) -> Tensor:
         """Random columns at the first input. Shape ``[V, N, *in]``."""
-        return draw((COLUMNS, *self.view.input_shape), seed, self.output.dtype)
-
-
-def draw(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Random numbers from a fixed seed."""
-    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+        return oracle.draw((COLUMNS, *self.view.input_shape), 4, self.output.dtype)
 
 
 def execute(
     case: RuleCase,
-    arguments: Arguments | None = None,
+    given: Arguments | None = None,
     samples: int = SAMPLES,
+    strided: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> Execution:
     """Run a case's layer. The case's rule has to be installed.
 
     Args:
         case: The case.
-        arguments: What to pass instead of the case's own inputs.
-        samples: Size of the batch.
+        given: What to pass instead of the case's own inputs.
+        samples: Size of their batch.
+        strided: Whether each input is every other entry of a larger tensor.
         dtype: Of parameters and inputs.
     """
-    given = arguments or case.arguments(samples, dtype)
-    module = extend(case.module(dtype))
+    given, module = given or case.arguments(samples, dtype), extend(case.module(dtype))
+    if strided:
+        given = given.map(lambda t: torch.stack([t, t], -1).flatten(-2)[..., ::2] if t.dim() else t)
     with disable():
-        leaves, outputs = _forward(case, module, given)
-    view = recorded(_forward(case, module, given)[1][case.output_nr])
-    return Execution(case, case.resolve(module), view, leaves, outputs[case.output_nr])
-
-
-def recorded(output: Tensor) -> View:
-    """What a rule sees of the call that returned a tensor."""
-    edge = edge_of(output)
+        live, output = _forward(case, module, given)
+    edge = edge_of(_forward(case, module, given)[1])
     require(edge is not None, "The output requires no gradient: there is nothing to check.")
     site = None if edge is None else site_at(edge)
     if site is None:
         raise CheckFailure("The layer's forward pass was not recorded on its output.")
     axis = site.call.rule.batch_axis(View(site.call, site.index), site.index)
     with torch.no_grad():
-        return View(site.call, site.index, axis=axis)
+        view = View(site.call, site.index, axis=axis)
+    return Execution(case, case.resolve(module), view, live, output)
 
 
-def _forward(
-    case: RuleCase, module: Module, given: Arguments
-) -> tuple[tuple[Tensor | None, ...], list[Tensor]]:
-    """The inputs as leaves, and the outputs, with a fixed seed."""
-    leaves: list[Tensor | None] = []
+def _forward(case: RuleCase, module: Module, given: Arguments) -> tuple[dict[int, Tensor], Tensor]:
+    """The inputs as leaves, and the output that is differentiated, with a fixed seed."""
+    live: dict[int, Tensor] = {}
     # A module may overwrite its input, which autograd forbids for a leaf.
     overwrites = any(getattr(part, "inplace", False) for part in module.modules())
 
-    def passed(tensor: Tensor) -> Tensor:
-        if not tensor.is_floating_point() or len(leaves) in case.constants:
-            leaves.append(None)
+    def passed(slot: int, tensor: Tensor) -> Tensor:
+        if not case.is_live(slot, tensor):
             return tensor
-        leaf = tensor.detach().requires_grad_()
-        leaves.append(leaf)
+        live[slot] = leaf = tensor.detach().requires_grad_()
         return leaf.clone() if overwrites else leaf.view_as(leaf)
 
     # Keywords in the order of the call that a rule sees.
-    declared = Arguments(given.args, in_order(module, dict(given.kwargs))).map(passed)
-    result = declared.call(module)
-    return tuple(leaves), list(iter_tensors(result))
+    declared = Arguments(given.args, in_order(module, dict(given.kwargs))).map_numbered(passed)
+    outputs = list(iter_tensors(declared.call(module)))
+    return live, outputs[case.output_nr]
 
 
 def shared(function: Callable[P, T]) -> Callable[P, T]:
@@ -179,3 +162,63 @@ def forget_executions() -> None:
 def shared_execution(case: RuleCase) -> Execution:
     """The execution of a case on its own inputs."""
     return execute(case)
+
+
+@cache
+def traits(case: Case) -> frozenset[str]:
+    """Everything a check may need that this case has: declared, never guessed."""
+    if isinstance(case, RuleCase):
+        with installed(case):
+            return frozenset(_of_execution(shared_execution(case)))
+    if isinstance(case, ExtensionCase):
+        arguments = inspect.signature(case.extension_factory).parameters
+        return frozenset({"subsampling", "savefield"} & set(arguments))
+    return frozenset()
+
+
+def _of_execution(run: Execution) -> set[str]:
+    rule, case = run.rule, run.case
+    separate = not rule.mixes_samples(run.view)
+    propagates = not rule.transparent and 0 in run.live
+    linear = getattr(rule, "linear_in_params", ())
+    found = {
+        "separate": separate,
+        "mixing": not separate,
+        "twice": case.twice_differentiable,
+        "once": not case.twice_differentiable,
+        "kept": not case.overwrites_input,
+        "overwritten": case.overwrites_input,
+        "input": propagates,
+        "zero hessian": propagates and second_order(rule).hessian_is_zero,
+        "constant jacobian": propagates and second_order(rule).jacobian_is_constant,
+        "diagonal hessian": propagates and second_order(rule).hessian_is_diagonal,
+        "second derivative": propagates and has_second_derivative(rule),
+        "elementwise": propagates and isinstance(rule, ElementwiseRule),
+        "parameters": bool(run.parameters),
+        "several parameters": len(run.parameters) > 1,
+        "linear parameters": any(name in run.parameters for name in linear),
+        "affine": bool(run.parameters) and isinstance(rule, AffineRule),
+        "half precision": _runs_in_half(case),
+        "batch first": separate and run.batch_axis == 0,
+    }
+    return {name for name, has in found.items() if has}
+
+
+def _runs_in_half(case: RuleCase) -> bool:
+    """Whether the layer itself runs in half precision, for which torch lacks some operations."""
+    try:
+        with disable(), torch.no_grad():
+            case.arguments(dtype=torch.bfloat16).call(case.module(torch.bfloat16))
+    except RuntimeError:
+        return False
+    return True
+
+
+def has_second_derivative(rule: LayerRule) -> bool:
+    """Whether a rule implements its second derivative."""
+    if not isinstance(rule, SecondOrderRule) or rule.hessian_is_zero:
+        return isinstance(rule, SecondOrderRule)
+    if isinstance(rule, ElementwiseRule):
+        return type(rule).second_derivative is not ElementwiseRule.second_derivative
+    its = type(rule)._second_derivative_mat_prod
+    return its is not SecondOrderRule._second_derivative_mat_prod

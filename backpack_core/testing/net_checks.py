@@ -1,77 +1,68 @@
-"""Checks of extensions in small nets, against the reference: around a layer, or one alone."""
+"""Checks of extensions in small nets, against the reference: around a layer, or one alone.
+
+A check takes the nets of a case. It raises, or yields what it wants compared.
+"""
 
 from __future__ import annotations
 
 import copy
+import gc
 import pickle as pickling
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn import Module
 
 from backpack_core.contract.bases import vet
 from backpack_core.contract.extension import Extension
 from backpack_core.errors import UnsupportedError
-from backpack_core.testing.compare import finite, require
-from backpack_core.testing.extensions_run import (
-    ALL_NEEDS,
-    COARSE,
-    Judge,
-    forget,
-    forward_loss,
-    installed_extensions,
-    no_calls_left,
-)
-from backpack_core.testing.nets import TWICE, Nets
+from backpack_core.record.call import live_calls
+from backpack_core.testing.compare import Entries, finite, require
+from backpack_core.testing.nets import TWICE, Judge, Nets
 from backpack_core.testing.network import ScaledLoss
-from backpack_core.testing.reference import Reference
+from backpack_core.testing.oracle import Reference
+from backpack_core.testing.quantities import ALL_NEEDS, installed_extensions
+
+# Needs that half precision can meet.
+COARSE = ("gradient", "curvature", "sampling")
 
 
-def mean(nets: Nets) -> None:
-    """A mean loss."""
-    nets.judge()
+def _in_net(may_refuse: bool = False, **options: Any) -> Callable[[Nets], None]:
+    """A check that is a net; some have no value for all extensions."""
+
+    def run(nets: Nets) -> None:
+        refusals = nets.problem(**options).judge_refusal if may_refuse else None
+        nets.judge(net=options, refusals=refusals)
+
+    return run
 
 
-def sum(nets: Nets) -> None:
-    """A sum."""
-    nets.judge(net={"reduction": "sum"})
+mean, sum = _in_net(), _in_net(reduction="sum")
+batch_of_one = _in_net(samples=1)
+shared_positions = _in_net(shape=(2, 2))  # an input ``[N, S, F]``
+single_number = _in_net(single=True)  # a parameter that has no axes
+called_twice = _in_net(True, twice=True)  # modules, on two inputs or on their own output
+residual = _in_net(True, residual=True)  # a functional sum between modules
 
 
-def batch_of_one(nets: Nets) -> None:
-    """A single sample."""
-    nets.judge(net={"samples": 1})
-
-
-def called_twice(nets: Nets) -> None:
-    """Modules are called on two inputs, or on their own output."""
-    _with_refusals(nets, twice=True)
-
-
-def _with_refusals(nets: Nets, **net: Any) -> None:
-    refusals = nets.problem(**net).judge_refusal
-    nets.judge(net=net, refusals=refusals)
-
-
-def _frozen(nets: Nets, *which: Callable[[str], bool]) -> None:
-    """Some parameters are frozen, then others."""
-    for chosen in which:
-        nets.judge(nets.few(), frozen=chosen)
-
-
-def frozen_layer(nets: Nets) -> None:
+def frozen_layer(nets: Nets, prefix: str = "layer.") -> None:
     """The layer's parameters are frozen."""
-    _frozen(nets, lambda name: name.startswith("layer."))
+    nets.judge(nets.few(), frozen=lambda name: name.startswith(prefix))
 
 
 def frozen_surroundings(nets: Nets) -> None:
     """What is before the layer is frozen, so that its input requires no gradient."""
-    _frozen(nets, lambda name: name.startswith("mixes."))
+    frozen_layer(nets, "mixes.")
 
 
 def partly_frozen(nets: Nets) -> None:
     """Every other parameter is frozen, then the remaining ones instead."""
-    names = [n for n in nets.problem().reference.parameters if n.startswith(nets.prefix)]
-    _frozen(nets, names[::2].__contains__, names[1::2].__contains__)
+    prefix = "" if nets.is_alone else "layer."
+    names = [n for n in nets.problem().reference.parameters if n.startswith(prefix)]
+    for chosen in (names[::2], names[1::2]):
+        nets.judge(nets.few(), frozen=chosen.__contains__)
 
 
 def float32(nets: Nets) -> None:
@@ -92,9 +83,9 @@ def autocast(nets: Nets) -> None:
     bfloat16(nets, dtype=torch.float32, autocast=True)
 
 
-def _coarsely(nets: Nets, needs: Sequence[str], allowed: float, half: bool, **how: Any) -> None:
-    needs = [need for need in needs if need in nets.needs]
-    known = [(extension, nets.known(extension)) for extension in nets.fresh()]
+def _coarsely(nets: Nets, needs: tuple[str, ...], allowed: float, half: bool, **how: Any) -> None:
+    needs = tuple(need for need in needs if need in nets.needs)
+    known = [(extension, nets.problem().known(extension)) for extension in nets.fresh()]
     good = [e for e, of in known if of and of.needs in needs and not (half and of.cancels)]
     if nets.is_alone:
         needs = needs if good else ()
@@ -149,14 +140,34 @@ def pickle(nets: Nets) -> None:
 def no_live_calls(nets: Nets) -> None:
     """Forward only; and forward with backward, and all extensions."""
     given, extensions = nets.problem(), nets.few()
-    with no_calls_left("After a forward pass alone"):
-        made = given.extended()
-        value = forward_loss(*made)
-        del value, made
-    with no_calls_left("After a backward pass"):
+    with _no_calls_left("After a forward pass alone"):
+        net, arguments, loss = given.extended()
+        value = loss(arguments.call(net))
+        del net, arguments, loss, value
+    with _no_calls_left("After a backward pass"):
         net, values = given.run(extensions)
         forget(net)
         del net, values
+
+
+def forget(net: Module) -> None:
+    """Delete stored values from the parameters, because a stored function keeps its call alive."""
+    for parameter in net.parameters():
+        parameter.__dict__.clear()
+
+
+@contextmanager
+def _no_calls_left(what: str) -> Iterator[None]:
+    """Require that as many calls are alive after the block as before, by reference count alone."""
+    enabled, before = gc.isenabled(), live_calls()
+    gc.disable()
+    try:
+        yield
+        left = live_calls() - before
+        require(left <= 0, f"{what}: {left} records of module calls outlive their graph.")
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def mixing_is_refused(nets: Nets) -> None:
@@ -169,21 +180,6 @@ def mixing_is_refused(nets: Nets) -> None:
             nets.judge([extension])
 
 
-def shared_positions(nets: Nets) -> None:
-    """An input ``[N, S, F]``."""
-    nets.judge(net={"shape": (2, 2)})
-
-
-def single_number(nets: Nets) -> None:
-    """A parameter that has no axes."""
-    nets.judge(net={"single": True})
-
-
-def residual(nets: Nets) -> None:
-    """A functional sum between modules; an extension of chains may refuse."""
-    _with_refusals(nets, residual=True)
-
-
 def loss_scaled(nets: Nets) -> None:
     """``0.25 * loss``: everything scales as the loss does."""
     whole = nets.problem().reference
@@ -193,17 +189,17 @@ def loss_scaled(nets: Nets) -> None:
 
 def no_samples(nets: Nets) -> None:
     """A batch of none, as Poisson sampling draws them: a value that is finite, or a refusal."""
-    extensions = nets.fresh()
+    (extension,) = nets.fresh()
     try:
-        _, values = nets.problem(reduction="sum", samples=0).run(extensions)
+        _, values = nets.problem(reduction="sum", samples=0).run([extension])
     except UnsupportedError:
         return
-    finite(values[extensions[0].savefield], nets.case.label())
+    finite(values[extension.savefield], nets.case.label())
 
 
 def in_chunks(nets: Nets) -> None:
     """``columns_add`` is declared: columns go through the net one by one, as with little memory."""
-    extension = nets.fresh()[0]
+    (extension,) = nets.fresh()
     extension.chunk_size = 1
     nets.judge([extension])
 
@@ -215,7 +211,7 @@ def savefield(nets: Nets) -> None:
 
 def pickle_extension(nets: Nets) -> None:
     """The copy is an extension of the same kind that gives the same value."""
-    extension = nets.fresh()[0]
+    (extension,) = nets.fresh()
     restored = pickling.loads(pickling.dumps(extension))
     require(type(restored) is type(extension), "The restored extension has another type.")
     require(restored.propagator == extension.propagator, "The propagators differ: make it a value.")
@@ -224,7 +220,7 @@ def pickle_extension(nets: Nets) -> None:
 
 def beside_others(nets: Nets) -> None:
     """All installed extensions in one pass."""
-    extension = nets.fresh()[0]
+    (extension,) = nets.fresh()
     others = [e for e in installed_extensions() if e.savefield != extension.savefield]
 
     def judge(refusing: Extension, error: Exception) -> None:
@@ -235,22 +231,21 @@ def beside_others(nets: Nets) -> None:
     nets.problem().compare(values, [extension], nets.case.tolerances.float64)
 
 
-def leaves_gradient_alone(nets: Nets) -> None:
+def leaves_gradient_alone(nets: Nets) -> Entries:
     """``.grad`` is the same with and without; parameters get the stored values and nothing else."""
-    extensions, given = nets.fresh(), nets.problem()
-    net, _ = given.run(extensions)
+    (extension,), given = nets.fresh(), nets.problem()
+    net, _ = given.run([extension])
     plain, arguments, loss = given.build(torch.float64)
-    forward_loss(plain, arguments, loss).backward()
+    loss(arguments.call(plain)).backward()
     for (name, with_it), without in zip(net.named_parameters(), plain.parameters(), strict=True):
-        assert with_it.grad is not None
         assert without.grad is not None
-        nets.close(with_it.grad, without.grad, f".grad of {name!r}")
-        added = sorted(set(vars(with_it)) - {extensions[0].savefield})
+        yield f".grad of {name!r}", with_it.grad, without.grad
+        added = sorted(set(vars(with_it)) - {extension.savefield})
         require(not added, f"{added} on {name!r}: only the engine writes to parameters.")
 
 
 def declarations(nets: Nets) -> None:
     """Every class attribute that extension and propagator set is one that their bases know."""
-    extension = nets.fresh()[0]
+    (extension,) = nets.fresh()
     vet(type(extension))
     vet(type(extension.propagator))

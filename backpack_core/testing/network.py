@@ -21,7 +21,8 @@ from backpack_core.plugins.registry import CORE, of_rules, registry
 from backpack_core.record.structure import iter_tensors
 from backpack_core.record.switch import disable
 from backpack_core.record.view import View
-from backpack_core.testing.cases import Arguments, LossCase, RuleCase, seeded
+from backpack_core.testing.cases import SAMPLES, Arguments, LossCase, RuleCase, seeded
+from backpack_core.testing.oracle import fixed_mixing
 from backpack_products.elementwise import ElementwiseRule
 from backpack_products.loss import HessianLossRule
 from backpack_products.parametric import AffineRule, ParametricRule
@@ -110,6 +111,10 @@ class BoundLoss(Module):
     def __init__(self, loss: Module, arguments: Arguments) -> None:
         super().__init__()
         self.loss, self.arguments, self.reduction = loss, arguments, loss.reduction
+
+    def of(self, batch: slice) -> BoundLoss:
+        """The same for some samples."""
+        return BoundLoss(self.loss, self.arguments.map(lambda tensor: tensor[batch]))
 
     def forward(self, prediction: Tensor) -> Tensor:
         """The loss of ``[N, *]`` or ``[N, D]``."""
@@ -224,82 +229,83 @@ def install_own_rules() -> None:
         registry.add(of_rules(RULES), CORE)
 
 
-def fixed_mixing(samples: int, columns: int) -> Tensor:
-    """Fixed numbers in place of random ones with mean zero and variance ``1/samples``."""
-    generator = torch.Generator().manual_seed(samples)
-    drawn = torch.randn(samples, columns, generator=generator, dtype=torch.float64)
-    scaled: Tensor = drawn / samples**0.5
-    return scaled
+class Block(Module):
+    """``Squash`` after ``Shrink``, with branches as asked for.
+
+    Args:
+        shape: Of a sample.
+        shrink: Whether there is a layer that is not affine.
+        single: Whether its weight is a single number.
+        residual: Whether the input is added, by a functional sum.
+        twice: Whether a ``Mix`` is called on the output, and on its own.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        shrink: bool,
+        single: bool = False,
+        residual: bool = False,
+        twice: bool = False,
+    ) -> None:
+        super().__init__()
+        self.shrink = Shrink(() if single else shape) if shrink else None
+        self.squash, self.residual = Squash(), residual
+        self.again = Mix(shape[-1]) if twice else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[N, *shape] → [N, *shape]``."""
+        hidden: Tensor = self.squash(x if self.shrink is None else self.shrink(x))
+        hidden = hidden + x if self.residual else hidden
+        return hidden if self.again is None else self.again(self.again(hidden))
 
 
 class SmallNet(Module):
-    """A layer between :class:`Mix` and :class:`Readout`.
+    """A layer between :class:`Mix` and :class:`Readout`; :func:`build_net` makes it.
 
-    Attributes:
-        layer: The layer.
-        mixes: One for each input tensor that is mixed.
-        slots: Positions of those among the input tensors.
-        output_nr: Which output tensor of the layer is read out.
-        batch_axis: Which axis of it holds the samples.
+    Args:
+        case: The layer.
+        samples: Size of the batch.
+        outputs: Size of the net's output.
         twice: Call the layer on a second input as well, and add up.
+        axis: Which axis of the layer's output holds the samples.
     """
 
-    layer: Module
-    mixes: torch.nn.ModuleList
-    readout: Readout
-    slots: list[int]
-    output_nr: int
-    batch_axis: int
-    twice: bool
+    def __init__(
+        self, case: RuleCase, samples: int, outputs: int, twice: bool = False, axis: int = 0
+    ) -> None:
+        super().__init__()
+        self.layer, self.nr, self.axis, self.twice = case.module(), case.output_nr, axis, twice
+        given = case.arguments(samples)
+        sizes = {
+            str(slot): tensor.shape[-1]
+            for slot, tensor in enumerate(given.tensors())
+            if case.is_live(slot, tensor) and tensor.dim() > 1 and len(tensor) == samples
+        }
+        self.mixes = torch.nn.ModuleDict({slot: Mix(size) for slot, size in sizes.items()})
+        with disable(), torch.no_grad():
+            probe = list(iter_tensors(given.call(case.module())))[self.nr]
+        self.readout = Readout(probe.movedim(axis, 0).shape[1:].numel(), outputs)
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        """The layer's own arguments; returns ``[N, CLASSES]``."""
+        """The layer's own arguments; returns ``[N, outputs]``."""
         result = self._branch(1.0, Arguments(args, kwargs))
         return result + self._branch(0.7, Arguments(args, kwargs)) if self.twice else result
 
     def _branch(self, factor: float, given: Arguments) -> Tensor:
-        mixes = dict(zip(self.slots, self.mixes, strict=True))
-        position = iter(range(len(given.tensors())))
+        def mixed(slot: int, tensor: Tensor) -> Tensor:
+            return self.mixes[str(slot)](tensor * factor) if str(slot) in self.mixes else tensor
 
-        def mixed(tensor: Tensor) -> Tensor:
-            mix = mixes.get(next(position))
-            return tensor if mix is None else mix(tensor * factor)
-
-        given = given.map(mixed)
-        output = list(iter_tensors(self.layer(*given.args, **given.kwargs)))[self.output_nr]
-        if self.batch_axis:
-            output = output.movedim(self.batch_axis, 0)
+        output = list(iter_tensors(given.map_numbered(mixed).apply(self.layer)))[self.nr]
+        if self.axis:
+            output = output.movedim(self.axis, 0)
         result: Tensor = self.readout(output.unsqueeze(1) if output.dim() == 1 else output)
         return result
 
 
 def build_net(
-    case: RuleCase, samples: int, twice: bool = False, axis: int = 0, outputs: int = CLASSES
+    case: RuleCase, samples: int = SAMPLES, outputs: int = CLASSES, **options: Any
 ) -> tuple[SmallNet, Arguments]:
-    """The small net around a case's layer, in double precision, always the same.
-
-    Args:
-        case: The layer.
-        samples: Size of the batch.
-        twice: Call the layer on two inputs.
-        axis: Which axis of the layer's output holds the samples.
-        outputs: Size of the net's output.
-    """
-    given, net = case.arguments(samples), SmallNet()
-    with disable(), torch.no_grad():
-        probe = list(iter_tensors(given.call(case.module())))[case.output_nr]
-    given, net.layer = case.arguments(samples), case.module()
-    features = {
-        slot: tensor.shape[-1]
-        for slot, tensor in enumerate(given.tensors())
-        if tensor.is_floating_point() and slot not in case.constants
-        if tensor.dim() > 1 and len(tensor) == samples
-    }
-    net.slots, net.output_nr, net.batch_axis, net.twice = [*features], case.output_nr, axis, twice
-
-    def surround() -> None:
-        net.mixes = torch.nn.ModuleList(Mix(size) for size in features.values())
-        net.readout = Readout(probe.movedim(axis, 0).shape[1:].numel(), outputs)
-
-    seeded(surround, 8)
-    return net.double(), given
+    """The small net around a case's layer, in double precision, always the same."""
+    net = seeded(lambda: SmallNet(case, samples, outputs, **options), 8)
+    return net.double(), case.arguments(samples)

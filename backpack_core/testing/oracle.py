@@ -1,13 +1,27 @@
-"""The oracle: dense derivatives by autograd, a backward pass for each entry. Imports torch only."""
+"""The oracle: dense derivatives by autograd in float64, a backward pass for each entry.
+
+Conventions are those of the documentation: a mean loss carries its ``1/N``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeVar
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn import Module, Parameter
 
+from backpack_core.record.switch import disable
+
+if TYPE_CHECKING:
+    from backpack_core.testing.cases import Arguments
+    from backpack_core.testing.quantities import Quantity
+
+T = TypeVar("T")
 K = TypeVar("K")
 
 
@@ -85,8 +99,8 @@ def flat(tensor: Tensor, leading: int) -> Tensor:
     return tensor.unsqueeze(leading).flatten(leading)
 
 
-def own_blocks(jacobian: Tensor, rank: int) -> Tensor:
-    """The blocks of each sample with itself: ``[N, *out, N, *in]`` to ``[N, D_out, D_in]``.
+def blocks(jacobian: Tensor, rank: int) -> Tensor:
+    """Blocks of one sample in another: ``[N, *out, N, *in]`` to ``[N, N, D_out, D_in]``.
 
     Args:
         jacobian: The Jacobian over the whole batch.
@@ -94,4 +108,162 @@ def own_blocks(jacobian: Tensor, rank: int) -> Tensor:
     """
     samples = len(jacobian)
     whole = jacobian.reshape(samples, jacobian.shape[1:rank].numel(), samples, -1)
-    return torch.stack([whole[n, :, n] for n in range(samples)])
+    return whole.transpose(1, 2)
+
+
+def own_blocks(jacobian: Tensor, rank: int) -> Tensor:
+    """The blocks of each sample with itself: ``[N, *out, N, *in]`` to ``[N, D_out, D_in]``."""
+    found = blocks(jacobian, rank)
+    return torch.stack([found[n, n] for n in range(len(found))])
+
+
+def mix(jacobian: Tensor, rank: int) -> bool:
+    """Whether a sample depends on another: ``[N, *out, N, *in]``."""
+    found = blocks(jacobian, rank)
+    return bool(found[~torch.eye(len(found), dtype=torch.bool)].any())
+
+
+def draw(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Random numbers from a fixed seed."""
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+
+
+def fixed_mixing(samples: int, columns: int) -> Tensor:
+    """Fixed numbers in place of random ones with mean zero and variance ``1/samples``."""
+    scaled: Tensor = draw((samples, columns), samples) / samples**0.5
+    return scaled
+
+
+@dataclass(eq=False)
+class Reference:
+    """A net, data, and a loss, with derivatives of single samples.
+
+    Attributes:
+        net: The net, ``arguments → [N, *]``; all axes but the first count as one, of size ``C``.
+        arguments: Its inputs.
+        loss: ``[N, C] →`` a number, a sum over samples up to a factor.
+        indices: Which samples a quantity is restricted to; ``None`` for all.
+    """
+
+    net: Module
+    arguments: Arguments
+    loss: Callable[[Tensor], Tensor]
+    indices: tuple[int, ...] | None = None
+    _known: dict[Any, Any] = field(default_factory=dict)
+
+    @cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        """The trained parameters."""
+        return {name: p for name, p in self.net.named_parameters() if p.requires_grad}
+
+    @cached_property
+    def traced(self) -> tuple[Tensor, Tensor]:
+        """Output and loss, with their graph; nothing is recorded."""
+        with disable():
+            output = flat(self.arguments.map(torch.clone).call(self.net), 1)
+            return output, self.loss(output)
+
+    @cached_property
+    def _jacobians(self) -> dict[str, Tensor]:
+        return jacobians(self.traced[0], self.parameters)
+
+    @cached_property
+    def at_output(self) -> tuple[Tensor, Tensor]:
+        """Gradient ``[N, C]`` and Hessians ``[N, C, C]`` of the loss in the net's output."""
+        output = self.traced[0].detach().requires_grad_()
+        with disable():
+            value = self.loss(output)
+        return gradients(value, [output])[0], own_blocks(hessian(value, output), 2)
+
+    def chosen(self, tensor: Tensor) -> Tensor:
+        """The rows of the chosen samples."""
+        return tensor if self.indices is None else tensor[list(self.indices)]
+
+    @property
+    def samples(self) -> int:
+        """Size of the whole batch, over which a mean is taken."""
+        return len(self.traced[0])
+
+    def restricted(self, indices: tuple[int, ...]) -> Reference:
+        """The same for some samples."""
+        other = copy.copy(self)
+        other.indices = indices
+        return other
+
+    def trained(self, names: Iterable[str]) -> Reference:
+        """The same where only some parameters are trained."""
+        other = copy.copy(self)
+        other.parameters = {name: self.parameters[name] for name in names}
+        return other
+
+    def expected(self, quantity: Quantity, name: str) -> Tensor:
+        """A quantity of one parameter, computed once."""
+        return self.once(quantity.expected, name)
+
+    def once(self, function: Callable[[Reference, str], T], name: str) -> T:
+        """A function of this reference and one parameter, computed once."""
+        key = (function, name, tuple(self.parameters), self.indices)
+        return self.kept(key, lambda: function(self, name))
+
+    def kept(self, key: Any, make: Callable[[], T]) -> T:
+        """What was made for a key, by this reference or one that was derived from it."""
+        if key not in self._known:
+            self._known[key] = make()
+        found: T = self._known[key]
+        return found
+
+    def jacobian(self, name: str) -> Tensor:
+        """Of the net's output in a parameter. Shape ``[N, C, *θ]``."""
+        return self.chosen(self._jacobians[name])
+
+    def gradients(self, name: str) -> Tensor:
+        """Individual gradients, reduction included. Shape ``[N, *θ]``."""
+        gradient = self.chosen(self.at_output[0])
+        return torch.einsum("nc,nc...->n...", gradient, self.jacobian(name))
+
+    def roots(self, name: str, sampled: int | None = None) -> Tensor:
+        """Columns whose outer products are the GGN of a sample. Shape ``[V, N, *θ]``.
+
+        Args:
+            name: The parameter.
+            sampled: Number of the kit's reproducible Monte-Carlo samples; ``None`` for exact.
+        """
+
+        def made() -> Tensor:
+            columns = self._columns() if sampled is None else self._sampled_columns(sampled)
+            return torch.einsum("vnc,nc...->vn...", columns, self.jacobian(name))
+
+        return self.kept(("roots", name, sampled, self.indices), made)
+
+    def _columns(self) -> Tensor:
+        """The same at the output of the net. Shape ``[V, N, C]``."""
+        values, vectors = torch.linalg.eigh(self.chosen(self.at_output[1]))
+        root: Tensor = vectors * values.clamp_min(0).sqrt().unsqueeze(1)
+        return root.permute(2, 0, 1)
+
+    def _sampled_columns(self, samples: int) -> Tensor:
+        """``Σ_c mixing_c √p_c (e_c - p)``, as the kit's loss draws them."""
+        p = self.chosen(self.traced[0].detach()).softmax(1)
+        whole = (p - p.square()).sum(1)  # trace of diag p - p pᵀ, which the loss scales
+        factor = self.chosen(self.at_output[1]).diagonal(dim1=1, dim2=2).sum(1) / whole
+        weighted = fixed_mixing(samples, p.shape[1]).unsqueeze(1) * p.sqrt()
+        columns = weighted - weighted.sum(2, keepdim=True) * p
+        return columns * factor.sqrt().unsqueeze(1)
+
+    def ggn(self, name: str) -> Tensor:
+        """Generalised Gauss-Newton block of each sample. Shape ``[N, θ, θ]`` (flat)."""
+        root = flat(self.roots(name), 2)
+        return torch.einsum("vni,vnj->nij", root, root)
+
+    def hessian(self, name: str) -> Tensor:
+        """Hessian block of each sample's loss. Shape ``[N, θ, θ]`` (flat)."""
+        theta, output = self.parameters[name], self.traced[0]
+
+        def of_sample(n: int) -> Tensor:
+            kept = (torch.arange(len(output)) == n).unsqueeze(1)
+            with disable():  # the other outputs are held fixed
+                value = self.loss(torch.where(kept, output, output.detach()))
+            return hessian(value, theta).reshape(theta.numel(), -1).detach()
+
+        made = lambda: torch.stack([of_sample(n) for n in range(len(output))])  # noqa: E731
+        return self.chosen(self.kept(("Hessian", name), made))

@@ -7,26 +7,29 @@ oracle is only checked to be finite and reproducible.
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from backpack_core.contract.extension import Extension
+from backpack_core.discovery import choose
 from backpack_core.errors import UsageError
-
-if TYPE_CHECKING:
-    from backpack_core.testing.reference import Reference
+from backpack_core.plugins import ensure_loaded
+from backpack_core.plugins.registry import registry
+from backpack_core.testing.oracle import Reference, draw
 
 Needs = Literal[
     "gradient", "curvature", "sampling", "double backward", "second derivative", "structure"
 ]
+ALL_NEEDS: tuple[str, ...] = get_args(Needs)
 
 
 @dataclass(frozen=True)
@@ -63,8 +66,8 @@ class Quantity:
                 "A quantity takes a function of reference and name that returns a tensor. Got "
                 f"{self.expected!r:.80}."
             )
-        if self.needs not in get_args(Needs):
-            raise UsageError(f"needs must be one of {get_args(Needs)}. Got {self.needs!r}.")
+        if self.needs not in ALL_NEEDS:
+            raise UsageError(f"needs must be one of {ALL_NEEDS}. Got {self.needs!r}.")
 
     def observe(self, value: Any, reference: Reference, name: str) -> Tensor:
         """The tensor to compare."""
@@ -76,8 +79,7 @@ class Quantity:
 
 def directions(name: str, shape: torch.Size) -> Tensor:
     """Two fixed directions ``[2, *θ]``, the same for every parameter of a shape."""
-    generator = torch.Generator().manual_seed(11)
-    return torch.randn((2, *shape), dtype=torch.float64, generator=generator)
+    return draw((2, *shape), 11)
 
 
 def fixed_vectors(reference: Reference, name: str) -> Tensor:
@@ -118,3 +120,39 @@ def register_quantity(savefield: str, quantity: Quantity) -> None:
     if savefield in _quantities:
         raise UsageError(f"The kit has an oracle for {savefield!r} already.")
     _quantities[savefield] = quantity
+
+
+def installed_factories() -> list[Callable[..., Extension]]:
+    """Factories of all installed extensions that the kit can build.
+
+    If a constructor has arguments without defaults, the extension needs a row in the table of
+    quantities that gives them.
+    """
+    ensure_loaded()
+    factories: list[Callable[..., Extension]] = []
+    for name, claims in sorted(registry.extensions.items()):
+        kind = choose(claims, name, "extension").value
+        known = quantity_of(kind)
+        factory = partial(kind, **known.arguments) if known and known.arguments else kind
+        if not has_to_be_told(factory):
+            factories.append(factory)
+    return factories
+
+
+def has_to_be_told(factory: Callable[..., Any]) -> bool:
+    """Whether there are arguments without defaults."""
+    found = inspect.signature(factory).parameters.values()
+    return any(p.default is p.empty and not p.kind.name.startswith("VAR_") for p in found)
+
+
+def installed_extensions(subsampling: Sequence[int] | None = None) -> list[Extension]:
+    """An instance of every installed extension.
+
+    Args:
+        subsampling: Samples to take; extensions without that argument are left out then.
+    """
+    factories = installed_factories()
+    if subsampling is None:
+        return [factory() for factory in factories]
+    takes = [f for f in factories if "subsampling" in inspect.signature(f).parameters]
+    return [factory(subsampling=list(subsampling)) for factory in takes]

@@ -18,8 +18,8 @@ from torch.nn import Parameter
 from backpack_core.errors import OverwrittenInputError, UnsupportedError
 from backpack_core.record.view import View
 from backpack_core.testing import oracle
-from backpack_core.testing.compare import CheckFailure, close, require, untouched
-from backpack_core.testing.execution import Execution, draw, execute
+from backpack_core.testing.compare import CheckFailure, Entries, agree, require, untouched
+from backpack_core.testing.execution import Execution, execute
 from backpack_core.tuning import memory_budget, set_memory_budget
 from backpack_products import operations as ops
 from backpack_products.affine import AffineProduct
@@ -29,55 +29,41 @@ from backpack_products.product import SampleProduct
 # What a parametrised weight is computed from: a rule names the weight.
 IS_COMPUTED = re.compile(r"(^|\.)parametrizations\.")
 
-Entries = Iterator[tuple[str, Tensor | None, Tensor]]
+
+def jac_t_mat_prod(run: Execution, mat: Tensor | None = None, view: View | None = None) -> Entries:
+    """For every input, against ``Jᵀ mat``; that of samples, where the view has some."""
+    mat, chosen = run.columns() if mat is None else mat, _chosen(view)
+    found = run.call("jac_t_mat_prod", mat[:, chosen], view=view)
+    for slot in run.live:
+        expected = oracle.transposed_product(run.jacobians[slot], mat)[:, chosen]
+        yield f"jac_t_mat_prod, input {slot}", dict(enumerate(found)).get(slot), expected
 
 
-def agree(entries: Entries | None, allowed: float) -> None:
-    """Compare everything that a check yields. ``None`` stands for zero."""
-    for what, found, expected in entries or ():
-        if found is None:
-            require(not bool(expected.any()), f"{what}: None, though the output depends on it.")
-        else:
-            close(found, expected, what, allowed)
+def param_jac_t_mat_prod(
+    run: Execution, mat: Tensor | None = None, view: View | None = None
+) -> Entries:
+    """For every covered parameter, sample by sample."""
+    mat, chosen = run.columns() if mat is None else mat, _chosen(view)
+    for name in run.parameters:
+        found = run.call("param_jac_t_mat_prod", name, mat[:, chosen], view=view)
+        expected = oracle.per_sample_product(run.jacobians[name], mat, run.batch_axis)
+        yield f"param_jac_t_mat_prod of {name!r}", found, expected[:, chosen]
 
 
-def calls(
-    run: Execution, mat: Tensor, view: View | None = None, only: str = ""
-) -> Iterator[tuple[int | str, str, Tensor | None]]:
-    """What ``jac_t_mat_prod`` and ``param_jac_t_mat_prod`` return: which input, name, and value."""
-    if not run.rule.transparent and only != "parameters":
-        found = dict(enumerate(run.call("jac_t_mat_prod", mat, view=view)))
-        yield from ((slot, f"jac_t_mat_prod, input {slot}", found.get(slot)) for slot in run.live)
-    for name in run.parameters if only != "inputs" else ():
-        value = run.call("param_jac_t_mat_prod", name, mat, view=view)
-        yield name, f"param_jac_t_mat_prod of {name!r}", value
+def products(run: Execution, mat: Tensor | None = None, view: View | None = None) -> Entries:
+    """Transposed Jacobians in inputs and parameters."""
+    if not run.rule.transparent:
+        yield from jac_t_mat_prod(run, mat, view)
+    yield from param_jac_t_mat_prod(run, mat, view)
 
 
-def products(run: Execution, mat: Tensor, view: View | None = None, only: str = "") -> Entries:
-    """Transposed Jacobians in inputs and parameters; those of samples, where the view has some."""
-    chosen = slice(None) if view is None or view.indices is None else list(view.indices)
-    for key, what, found in calls(run, mat[:, chosen], view, only):
-        if isinstance(key, int):
-            expected = oracle.transposed_product(run.jacobians[key], mat)
-        else:
-            expected = oracle.per_sample_product(run.jacobians[key], mat, run.batch_axis)
-        yield what, found, expected[:, chosen]
+def _chosen(view: View | None) -> slice | list[int]:
+    return slice(None) if view is None or view.indices is None else list(view.indices)
 
 
 def accepts(run: Execution) -> None:
     """``params`` has every parameter; ``check()`` passes; nothing is kept, changed, or drawn."""
-    run = execute(run.case)
-    require_all_parameters(run)
-    mat, stored = run.columns(), run.view.stored
-    given = [mat, *stored.inputs, *stored.outputs, *run.module.parameters()]
-    with untouched(run.rule, run.module, *given):
-        run.rule.check(run.view)
-        list(calls(run, mat))
-
-
-def require_all_parameters(run: Execution) -> None:
-    """Raise where a rule stands for a module, and not for a parameter that the module trains."""
-    covered = run.rule.parameter_names(run.module)
+    fresh, covered = execute(run.case), run.rule.parameter_names(run.module)
     left_out = [
         repr(name)
         for name, theta in run.module.named_parameters()
@@ -88,6 +74,11 @@ def require_all_parameters(run: Execution) -> None:
         f"params leaves out {', '.join(left_out)}, which a {type(run.module).__name__} has: add it "
         "to params, with its product.",
     )
+    fresh.jacobians, stored, mat = run.jacobians, fresh.view.stored, fresh.columns()
+    given = [mat, *stored.inputs, *stored.outputs, *fresh.module.parameters()]
+    with untouched(fresh.rule, fresh.module, *given):
+        fresh.rule.check(fresh.view)
+        list(products(fresh, mat))
 
 
 def overwritten_input(run: Execution) -> None:
@@ -97,16 +88,6 @@ def overwritten_input(run: Execution) -> None:
     except OverwrittenInputError:
         return
     require(False, "overwrites_input is declared, but the rule does not raise on it.")
-
-
-def jac_t_mat_prod(run: Execution) -> Entries:
-    """For every input, against ``Jᵀ mat``."""
-    return products(run, run.columns(), only="inputs")
-
-
-def param_jac_t_mat_prod(run: Execution) -> Entries:
-    """For every covered parameter, sample by sample."""
-    return products(run, run.columns(), only="parameters")
 
 
 def jac_mat_prod(run: Execution) -> Entries:
@@ -119,13 +100,10 @@ def jac_mat_prod(run: Execution) -> Entries:
 def param_jac_mat_prod(run: Execution) -> Entries:
     """For every covered parameter."""
     for name, theta in run.parameters.items():
-        mat = draw((2, *theta.shape), 5)
+        mat = oracle.draw((2, *theta.shape), 5)
         expected = oracle.product(run.jacobians[name], mat)
-        yield (
-            f"param_jac_mat_prod of {name!r}",
-            run.call("param_jac_mat_prod", name, mat),
-            expected,
-        )
+        found = run.call("param_jac_mat_prod", name, mat)
+        yield f"param_jac_mat_prod of {name!r}", found, expected
 
 
 # Each operation as a function of a product and of ``M`` itself, formed by the oracle.
@@ -137,8 +115,8 @@ _DEFINITIONS: dict[str, tuple[Callable[[SampleProduct], Tensor], Callable[[Tenso
     "dense": (ops.dense, lambda m: m),
     "gram": (ops.gram, lambda m: torch.einsum("vnp,wmp->vnwm", m.flatten(2), m.flatten(2))),
     "weighted_sum": (
-        lambda p: ops.weighted_sum(p, draw((2, p.columns, p.samples), 12)),
-        lambda m: torch.einsum("kvn,vn...->k...", draw((2, *m.shape[:2]), 12), m),
+        lambda p: ops.weighted_sum(p, oracle.draw((2, p.columns, p.samples), 12)),
+        lambda m: torch.einsum("kvn,vn...->k...", oracle.draw((2, *m.shape[:2]), 12), m),
     ),
 }
 
@@ -174,7 +152,7 @@ def subsampled_call(run: Execution) -> Entries:
     """Products of ``view.subsample([2, 0])``."""
     view = run.view.subsample((2, 0))
     run.rule.check(view)
-    return products(run, run.columns(), view)
+    return products(run, view=view)
 
 
 def non_contiguous_columns(run: Execution) -> Entries:
@@ -184,27 +162,21 @@ def non_contiguous_columns(run: Execution) -> Entries:
         yield from products(run, strided)
 
 
-def strided(tensor: Tensor) -> Tensor:
-    """Every other entry of a larger tensor."""
-    return torch.stack([tensor, tensor], -1).flatten(-2)[..., ::2] if tensor.dim() else tensor
-
-
 def non_contiguous_input(run: Execution) -> Entries:
     """Inputs that are every other entry of a larger tensor."""
-    given = run.case.arguments().map(strided)
-    left = any(tensor.numel() > 1 and tensor.is_contiguous() for tensor in given.tensors())
+    run = execute(run.case, strided=True)
+    left = any(tensor.numel() > 1 and tensor.is_contiguous() for tensor in run.live.values())
     require(not left, "The kit could not make the inputs non-contiguous.")
-    run = execute(run.case, given)
-    return products(run, run.columns())
+    return products(run)
 
 
 def keeps_dtype(run: Execution) -> None:
     """In single precision, what every product returns is in single precision."""
-    run = execute(run.case, dtype=torch.float32)
-    mat = run.columns()
-    for _, what, found in calls(run, mat):
-        dtype = mat.dtype if found is None else found.dtype
-        require(dtype == mat.dtype, f"{what}: {dtype}, of columns in {mat.dtype}.")
+    single = execute(run.case, dtype=torch.float32)
+    single.jacobians = {key: jacobian.float() for key, jacobian in run.jacobians.items()}
+    for what, found, expected in products(single):
+        dtype = expected.dtype if found is None else found.dtype
+        require(dtype == expected.dtype, f"{what}: {dtype}, of columns in {expected.dtype}.")
 
 
 def changed_since(run: Execution) -> None:
@@ -216,7 +188,7 @@ def changed_since(run: Execution) -> None:
             setattr(part, name, Parameter(2 * parameter.detach() + 1))
     run.module.train(not run.module.training)
     try:
-        agree(products(run, run.columns()), run.allowed)
+        agree(products(run), run.case.tolerances.float64)
     except (OverwrittenInputError, UnsupportedError):
         return
     except CheckFailure as failure:

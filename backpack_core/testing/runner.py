@@ -6,7 +6,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -14,8 +14,8 @@ from backpack_core.errors import AutodiffFallbackWarning, UsageError, ZeroCurvat
 from backpack_core.testing.cases import Case, ExtensionCase, LossCase, RuleCase, installed
 from backpack_core.testing.checks import CHECKS, Check
 from backpack_core.testing.compare import CheckFailure
+from backpack_core.testing.execution import traits
 from backpack_core.testing.network import install_own_rules
-from backpack_core.testing.traits import traits
 
 Status = Literal["passed", "failed", "expected failure", "unexpected pass", "not judged"]
 Test = Callable[..., Any]
@@ -31,12 +31,14 @@ class CheckResult:
         status: What happened. An expected failure that passes is a failure. A check is not judged
             if one failed that it rests on.
         message: What was found, or the reason for an expected failure.
+        error: What the check raised.
     """
 
     case: str
     check: str
     status: Status
     message: str = ""
+    error: Exception | None = field(default=None, repr=False, compare=False)
 
     @property
     def ok(self) -> bool:
@@ -76,11 +78,13 @@ def _check(case: Case, names: Iterable[str] | None) -> list[CheckResult]:
             f"ExtensionCase(...). Got {given!r:.80}."
         )
     own = {check.name: check for check in checks_of(case)}
-    wanted = list(own) if names is None else list(names)
+    if names is None:
+        return [_judged(case, check) for check in own.values()]
+    wanted = list(names)
     unknown = set(wanted) - set(own)
     if unknown:
         raise UsageError(f"No such checks for {case.label()}: {sorted(unknown)}.")
-    return [_result(case, own[name], names is None) for name in wanted]
+    return [outcome(case, own[name]) for name in wanted]
 
 
 def checks_of(case: Case) -> list[Check]:
@@ -107,15 +111,15 @@ def checks_of(case: Case) -> list[Check]:
     return own
 
 
-# For each case, the checks that ran, and which of them failed though that was not declared.
-_failed: WeakKeyDictionary[Case, dict[str, bool]] = WeakKeyDictionary()
+# What became of the checks of each case that ran; "reported" is a failure that a test has shown.
+_ran: WeakKeyDictionary[Case, dict[str, str]] = WeakKeyDictionary()
 
 
-def outcome(case: Case, check: Check) -> Exception | None:
-    """Run one check, and return the fault that it found."""
+def outcome(case: Case, check: Check) -> CheckResult:
+    """Run one check, whatever became of others."""
     install_own_rules()
-    error = None
-    with installed(getattr(case, "rule", None)), warnings.catch_warnings():
+    error, reason = None, case.expected_failures.get(check.name)
+    with installed(case), warnings.catch_warnings():
         # Results are exact, and the user's own nets give this warning.
         warnings.simplefilter("ignore", AutodiffFallbackWarning)
         warnings.simplefilter("ignore", ZeroCurvatureWarning)  # zero is the expected value
@@ -123,53 +127,37 @@ def outcome(case: Case, check: Check) -> Exception | None:
             check.run(case)
         except Exception as fault:
             error = fault
-    surprising = error is not None and check.name not in case.expected_failures
-    _failed.setdefault(case, {})[check.name] = surprising
-    return error
+    status: Status
+    if reason is None:
+        status, said = ("failed", f"{type(error).__name__}: {error}") if error else ("passed", "")
+    elif error is not None:
+        status, said = "expected failure", reason
+    else:
+        status = "unexpected pass"
+        said = f"{check.name!r} passes, but is declared to fail ({reason!r}): remove that."
+    _ran.setdefault(case, {})[check.name] = status
+    return CheckResult(case.label(), check.name, status, said, error)
 
 
 def first_cause(case: Case, check: Check) -> Check | None:
     """The check at the bottom that failed, of those that a check rests on; they run if need be."""
-    own = {other.name: other for other in checks_of(case)}
-    for ground in (own[name] for name in check.grounds if name in own):
-        deeper = first_cause(case, ground)
-        if deeper is not None:
-            return deeper
-        if ground.name not in _failed.get(case, {}):
-            outcome(case, ground)
-        if _failed[case][ground.name]:
-            return ground
+    for ground in checks_of(case):
+        if ground.name in check.grounds:
+            cause = first_cause(case, ground)
+            if cause is None and ground.name not in _ran.get(case, {}):
+                outcome(case, ground)
+            if cause is not None or _ran[case][ground.name] in ("failed", "reported"):
+                return cause or ground
     return None
 
 
-def _result(case: Case, check: Check, in_order: bool) -> CheckResult:
-    made = functools.partial(CheckResult, case.label(), check.name)
-    cause = first_cause(case, check) if in_order else None
-    if cause is not None:
-        return made("not judged", f"not judged: {cause.name} failed")
-    error = outcome(case, check)
-    reason = case.expected_failures.get(check.name)
-    if reason is None:
-        message = "" if error is None else f"{type(error).__name__}: {error}"
-        return made("failed" if error else "passed", message)
-    if error:
-        return made("expected failure", reason)
-    return made("unexpected pass", _unexpected_pass(check.name, reason))
-
-
-def _unexpected_pass(name: str, reason: str) -> str:
-    return f"{name!r} passes, but is declared to fail ({reason!r}): remove the declaration."
-
-
-def _resting(case: Case, check: Check) -> int:
-    """How many checks of a case rest on one."""
-    found = {check.name}
-    for other in checks_of(case):
-        found |= {other.name} if found & set(other.grounds) else set()
-    return len(found) - 1
-
-
-_reported: WeakKeyDictionary[Case, set[str]] = WeakKeyDictionary()
+def _judged(case: Case, check: Check) -> CheckResult:
+    """The outcome of a check, unless one failed that it rests on."""
+    cause = first_cause(case, check)
+    if cause is None:
+        return outcome(case, check)
+    said = f"not judged: {cause.name} failed"
+    return CheckResult(case.label(), check.name, "not judged", said)
 
 
 @dataclass(eq=False)
@@ -200,26 +188,30 @@ class BoundCheck:
 
         self.called = True
         __tracebackhide__ = True
-        check = first_cause(self.case, self.check) or self.check
-        reported = _reported.setdefault(self.case, set())
-        if check is not self.check and check.name in reported:
-            pytest.skip(f"not judged: {check.name} failed")
-        error = outcome(self.case, check)
-        reason = self.case.expected_failures.get(check.name)
-        if reason is not None and error is None:
-            raise AssertionError(_unexpected_pass(check.name, reason))
-        if reason is not None:
-            pytest.xfail(reason)
-        if error is not None:
-            reported.add(check.name)
-            said = "" if check is self.check else f"not judged: {check.name} failed\n"
-            if not isinstance(error, CheckFailure):
-                raise error
-            resting = _resting(self.case, check)
-            said += f"{check.name} of {self.case.label()}\n{error}"
-            if resting:
-                said += f"\nNot judged, since they rest on it: {resting} checks."
-            pytest.fail(said, pytrace=False)
+        cause = first_cause(self.case, self.check)
+        check = cause or self.check
+        said = f"not judged: {check.name} failed" if cause else ""
+        if cause and _ran[self.case][check.name] == "reported":
+            pytest.skip(said)
+        found = outcome(self.case, check)
+        if found.status == "expected failure":
+            pytest.xfail(found.message)
+        if found.status == "unexpected pass":
+            raise AssertionError(found.message)
+        if found.error is not None:
+            _ran[self.case][check.name] = "reported"
+            if not isinstance(found.error, CheckFailure):
+                raise found.error
+            lines = [said, f"{check.name} of {found.case}", str(found.error), self._resting(check)]
+            pytest.fail("\n".join(filter(None, lines)), pytrace=False)
+
+    def _resting(self, check: Check) -> str:
+        """How many checks rest on one."""
+        found = {check.name}
+        for other in checks_of(self.case):
+            found |= {other.name} if found & other.grounds else set()
+        number = len(found) - 1
+        return f"Not judged, since they rest on it: {number} checks." if number else ""
 
 
 def parametrize_rule_checks(cases: Sequence[RuleCase]) -> Callable[[Test], Test]:
@@ -259,33 +251,22 @@ def _parametrize(cases: Sequence[Case], kind: type[Case]) -> Callable[[Test], Te
     def decorate(test: Test) -> Test:
         if "check" not in inspect.signature(test).parameters:
             raise UsageError(f"{test.__qualname__} needs an argument named 'check', to call it.")
-        parameters = [
-            pytest.param(BoundCheck(case, check), id=f"{label}-{check.name}")
-            for case, label in zip(cases, _labels(cases), strict=True)
-            for check in checks_of(case)
-        ]
-        decorated: Test = pytest.mark.parametrize("check", parameters)(_that_calls(test))
+        labels = [case.label() for case in cases]
+        parameters = []
+        for at, (case, label) in enumerate(zip(cases, labels, strict=True)):
+            number = f" #{labels[: at + 1].count(label)}" if labels.count(label) > 1 else ""
+            parameters += [
+                pytest.param(BoundCheck(case, check), id=f"{label}{number}-{check.name}")
+                for check in checks_of(case)
+            ]
+
+        @functools.wraps(test)
+        def called(*args: Any, check: BoundCheck, **kwargs: Any) -> None:
+            test(*args, check=check, **kwargs)
+            if not check.called:
+                raise AssertionError(f"{test.__qualname__} never called its check: write check().")
+
+        decorated: Test = pytest.mark.parametrize("check", parameters)(called)
         return decorated
 
     return decorate
-
-
-def _that_calls(test: Test) -> Test:
-    """Make a test fail if it passes without calling its check."""
-
-    @functools.wraps(test)
-    def called(*args: Any, check: BoundCheck, **kwargs: Any) -> None:
-        test(*args, check=check, **kwargs)
-        if not check.called:
-            raise AssertionError(f"{test.__qualname__} never called its check: write check().")
-
-    return called
-
-
-def _labels(cases: Sequence[Case]) -> list[str]:
-    """A name for each case; equal ones are numbered."""
-    found = [case.label() for case in cases]
-    return [
-        name if found.count(name) == 1 else f"{name} #{found[: position + 1].count(name)}"
-        for position, name in enumerate(found)
-    ]

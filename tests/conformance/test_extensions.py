@@ -10,7 +10,7 @@ from backpack_core.extensions import PCHMP
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.testing import ExtensionCase, parametrize_extension_checks
-from backpack_core.testing.extensions_run import installed_factories
+from backpack_core.testing.quantities import installed_factories
 from backpack_secondorder.oracles import positive_curvature_product
 
 CASES = [ExtensionCase(factory) for factory in installed_factories()]

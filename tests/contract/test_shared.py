@@ -24,10 +24,10 @@ from backpack_core.extensions import (
     GGNGram,
     SumGradSquared,
 )
-from backpack_core.testing import Arguments, Reference
-from backpack_core.testing.extensions_run import Problem as KitProblem
-from backpack_core.testing.extensions_run import installed_extensions
+from backpack_core.testing import Arguments
+from backpack_core.testing.nets import Problem as KitProblem
 from backpack_core.testing.network import Readout, Shrink, SoftmaxLoss, install_own_rules
+from backpack_core.testing.quantities import installed_extensions
 from tests import oracle
 from tests.cases import Net, Problem, classification
 from tests.contract.products import budget
@@ -165,7 +165,7 @@ def kit_problem(make: Callable[[], Net]) -> KitProblem:
 
     install_own_rules()
     may = frozenset({"structure", "second derivative"})
-    return KitProblem(build, Reference(*build(torch.float64)), may)
+    return KitProblem(build, may)
 
 
 @pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
@@ -191,9 +191,9 @@ def test_kronecker_factors_of_shared_weights() -> None:
         one_layer_three_times,
         embedding_and_its_transpose,
     ):
-        assert kit_problem(make).usable([KFAC()])
+        assert kit_problem(make).run_usable([KFAC()])[0]
     given = kit_problem(convolution_and_its_transpose)
-    assert not given.usable([KFAC()])
+    assert not given.run_usable([KFAC()])[0]
     assert "have no Kronecker factors in common" in given.refused["KFAC"]
 
 
@@ -202,9 +202,9 @@ def test_hessian_of_parallel_uses_and_of_uses_in_a_row(
     extension: type[DiagHessian] | type[BatchDiagHessian],
 ) -> None:
     """Parallel ones are exact; in a row, the loss is no function of the sum of both."""
-    assert kit_problem(linear_on_tokens_and_on_their_mean).usable([extension()])
+    assert kit_problem(linear_on_tokens_and_on_their_mean).run_usable([extension()])[0]
     given = kit_problem(one_layer_three_times)
-    assert not given.usable([extension()])
+    assert not given.run_usable([extension()])[0]
     assert "used again on the way" in given.refused[extension.__name__]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from backpack.extensions import builtin
 from backpack_core import Extension
-from backpack_core.testing.extensions_run import installed_factories
+from backpack_core.testing.quantities import installed_factories
 from backpack_products.merging import UNDECLARED, declaration
 
 

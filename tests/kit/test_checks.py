@@ -20,9 +20,9 @@ from backpack_core.testing import (
     check_extension,
     check_loss,
     check_rule,
+    execution,
     parametrize_rule_checks,
 )
-from backpack_core.testing import traits as traits_module
 from backpack_core.testing.checks import CHECKS
 from tests.kit.layers import Gain, GainRule, case_of
 from tests.kit.test_faults import WrongSign
@@ -93,7 +93,7 @@ def test_needs_are_traits() -> None:
 
 def known_traits() -> set[str]:
     """The words in quotes in the module that finds them."""
-    tree = ast.parse(inspect.getsource(traits_module))
+    tree = ast.parse(inspect.getsource(execution))
     return {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
 
 

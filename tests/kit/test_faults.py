@@ -274,8 +274,26 @@ class WrongSecondDerivative(CubeRule):
         return 3 * view.input
 
 
+class Pairs(Module):
+    """``y_i = x_i x_{i-1}``."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * x.roll(1, 1)
+
+
+class FalseDiagonal(SecondOrderRule):
+    module_types = (Pairs,)
+    hessian_is_diagonal = True
+
+    def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
+        return mat * view.input.roll(1, 1) + (mat * view.input).roll(-1, 2)
+
+
 # Rule, the check that must name the fault, and what its message must say.
 FAULTS = [
+    (case_of(Pairs, FalseDiagonal), "hessian_is_diagonal", "is declared: ∂²f/∂x²"),
+    (case_of(Cube, CubeRule, twice_differentiable=False), "not_twice_differentiable", "torch can"),
+    (case_of(Gain, GainRule, overwrites_input=True), "overwritten_input", "does not raise on it"),
     (case_of(Gain, WrongSign), "jac_t_mat_prod", "wrong sign"),
     (case_of(Grouped, ForgottenGroup), "affine_form", "W x \\+ b"),
     (case_of(Grouped, ForgottenGroup), "param_jac_t_mat_prod", "'weight'"),

@@ -288,9 +288,37 @@ class TwiceTheGradient(MSELossRule):
         return 2 * super().gradient(view)
 
 
+class TwiceTheSamples(MSELossRule):
+    module_types = (OwnLoss,)
+
+    def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
+        return 2 * super()._sqrt_hessian_sampled(view, samples)
+
+
+class Minus(nn.MSELoss):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return -super().forward(x, y)
+
+
+class SaysMinusIsConvex(MSELossRule):
+    module_types = (Minus,)
+
+
+class OfTheSum(nn.MSELoss):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return super().forward(x, y) + x.sum() ** 2
+
+
+class SaysSamplesAreSeparate(MSELossRule):
+    module_types = (OfTheSum,)
+
+
 @pytest.mark.parametrize(
     ("rule", "check"),
     [
+        (TwiceTheSamples, "sqrt_hessian_sampled_sum"),
+        (SaysMinusIsConvex, "hessian_is_psd"),
+        (SaysSamplesAreSeparate, "samples_are_separate"),
         (UnreducedTwice, "unreduced"),
         (DrawsNumbers, "leaves_arguments_alone"),
         (KeepsState, "leaves_arguments_alone"),
@@ -298,7 +326,8 @@ class TwiceTheGradient(MSELossRule):
     ],
 )
 def test_a_loss_rule_that_is_wrong_is_found(rule: type[MSELossRule], check: str) -> None:
-    case = LossCase(OwnLoss, lambda n: (torch.randn(n, 2), torch.randn(n, 2)), rule=rule)
+    (loss,) = rule.module_types
+    case = LossCase(loss, lambda n: (torch.randn(n, 2), torch.randn(n, 2)), rule=rule)
     assert check in {result.check for result in check_loss(case) if result.status == "failed"}
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from backpack_core import discovery, plugins
 from backpack_core.cli import certificate, listing, scaffold
 from backpack_core.cli.app import app
-from backpack_core.cli.certificate import Certificate, digest, file_of, installed, read
+from backpack_core.cli.certificate import Certificate, digest, file_of, read, version_of
 from backpack_core.cli.certify import certify, into_wheel, into_wheels, project, text_of
 from backpack_core.cli.doctor import _certificates
 from backpack_core.cli.hatch import Certify
@@ -34,7 +34,7 @@ def forget() -> None:
 
 
 def made_for(home: Path, **changed: Any) -> Certificate:
-    versions = {"kit": installed("backpack-core"), "torch": installed("torch")}
+    versions = {"kit": version_of("backpack-core"), "torch": version_of("torch")}
     fields = {"code": digest(home), **versions, **changed}
     return Certificate(
         "backpack-plugin-norm", checks={"norm": {"mean": "passed"}}, worst={}, **fields

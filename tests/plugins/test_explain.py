@@ -18,7 +18,7 @@ from backpack_core.cli.app import app
 from backpack_core.cli.counts import Layer, work
 from backpack_core.cli.explain import Row, explained
 from backpack_core.cli.folding import folded
-from backpack_core.cli.support import matrix, model_report
+from backpack_core.cli.support import table_of_model, table_of_rules
 from backpack_core.errors import MissingPluginError, PluginError, UsageError
 from backpack_core.plugins import unregister
 
@@ -94,7 +94,7 @@ def one_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("one_matrix")
 def test_matrix_fits_a_terminal() -> None:
-    report = matrix()
+    report = table_of_rules()
     lines = list(folded(report, 100))
     assert len(lines) < 240
     assert max(map(len, lines)) <= 100
@@ -110,7 +110,7 @@ def test_matrix_fits_a_terminal() -> None:
 
 @pytest.mark.usefixtures("one_matrix")
 def test_matrix_of_some_extensions() -> None:
-    report = matrix(("DiagHessian", "KFAC"))
+    report = table_of_rules(("DiagHessian", "KFAC"))
     assert report.header == ["layer", "DiagHessian", "KFAC"]
     (bilinear,) = [row for row in report.as_json() if row["layer"] == "Bilinear"]
     assert (bilinear["DiagHessian"], bilinear["KFAC"]) == ("refused", "fast")
@@ -118,14 +118,14 @@ def test_matrix_of_some_extensions() -> None:
 
 
 def test_reasons_of_a_model() -> None:
-    report = model_report("nets_to_explain:norm", ("BatchGrad",))
+    report = table_of_model("nets_to_explain:norm", ("BatchGrad",))
     norm = report.as_json()[1]
     assert norm["BatchGrad"] == "refused"
     assert "influence each other" in norm["reasons"]["BatchGrad"]
 
 
 def test_what_the_run_refuses_is_not_promised() -> None:
-    report = model_report("nets_to_explain:wrapped", ("DiagHessian", "BatchGrad"))
+    report = table_of_model("nets_to_explain:wrapped", ("DiagHessian", "BatchGrad"))
     linear = report.as_json()[1]
     assert (linear["DiagHessian"], linear["BatchGrad"]) == ("refused", "rule")
     assert "Sine" in linear["reasons"]["DiagHessian"]
@@ -134,16 +134,20 @@ def test_what_the_run_refuses_is_not_promised() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "says"),
     [
-        (lambda: model_report("torch.nn:Linear"), UsageError, "cannot be called without arg"),
+        (lambda: table_of_model("torch.nn:Linear"), UsageError, "cannot be called without arg"),
         (
-            lambda: model_report("nets_to_explain:needs"),
+            lambda: table_of_model("nets_to_explain:needs"),
             UsageError,
             "missing a required argument: 'argument'",
         ),
-        (lambda: model_report("nets_to_explain:fails"), UsageError, "raised KeyError: 'size'"),
-        (lambda: model_report("nets_to_explain:fails"), UsageError, "nets_to_explain.py:"),
-        (lambda: model_report("torch.nn:Linaer"), UsageError, "did you mean 'Linear'?"),
-        (lambda: matrix(("KFACC",)), UsageError, "'KFACC' is installed: did you mean 'KFAC'?"),
+        (lambda: table_of_model("nets_to_explain:fails"), UsageError, "raised KeyError: 'size'"),
+        (lambda: table_of_model("nets_to_explain:fails"), UsageError, "nets_to_explain.py:"),
+        (lambda: table_of_model("torch.nn:Linaer"), UsageError, "did you mean 'Linear'?"),
+        (
+            lambda: table_of_rules(("KFACC",)),
+            UsageError,
+            "KFACC' is installed: did you mean 'KFAC'?",
+        ),
         (lambda: explained("nets_to_explain:make", ("Kfac",)), UsageError, "did you mean 'KFAC'?"),
         (lambda: unregister("Nobody"), PluginError, "No plugin named 'Nobody'"),
         (

@@ -10,7 +10,7 @@ from sick import DEADLY, ELSEWHERE, HALF, NORM, SCALE, SICK, Sick, loaded_here, 
 from torch import nn
 
 from backpack_core import backpack, extend, hookimpl, plugins
-from backpack_core.cli import doctor, isolation
+from backpack_core.cli import doctor, processes
 from backpack_core.cli.doctor import Diagnosis, examine
 from backpack_core.errors import (
     AutodiffFallbackWarning,
@@ -104,7 +104,7 @@ def test_a_machine_too_busy_to_start_is_no_fault_of_a_plugin(
 ) -> None:
     """Nothing hangs before a plugin was begun; a longer limit is a longer start, too."""
     fake_distribution(**one(NORM)[0])
-    monkeypatch.setattr(isolation, "START_LIMIT", 0.01)
+    monkeypatch.setattr(processes, "START_LIMIT", 0.01)
     with pytest.raises(PluginError, match=r"did not start in 0\.02 s; --limit 0\.2 waits longer"):
         examine(limit=0.02)
 

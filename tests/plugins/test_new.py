@@ -218,9 +218,9 @@ def test_the_prefix_may_be_given(tmp_path: Path) -> None:
 
 def test_the_template_asks_for_this_release() -> None:
     major, minor, *_ = __version__.split(".")
-    text = (scaffold.shipped() / "package" / "pyproject.toml.jinja").read_text()
+    text = (scaffold.templates() / "package" / "pyproject.toml.jinja").read_text()
     assert f'"backpack-core>={major}.{minor},<{major}.{int(minor) + 1}"' in text
-    text = (scaffold.shipped() / "package" / "README.md.jinja").read_text()
+    text = (scaffold.templates() / "package" / "README.md.jinja").read_text()
     assert f"version {API_VERSION} of the plugin interface" in text
 
 
@@ -235,7 +235,7 @@ def commit(folder: Path) -> None:
 def later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Installs a later release, with other templates."""
     folder = tmp_path / "later"
-    shutil.copytree(scaffold.shipped(), folder)
+    shutil.copytree(scaffold.templates(), folder)
     for path, old, new in (
         ("package/README.md.jinja", "## Working on it", "## How to work on it"),
         ("package/pyproject.toml.jinja", "<0.2", "<0.3"),
@@ -249,7 +249,7 @@ def later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]
         monkeypatch.setenv(f"GIT_COMMITTER_{key}", value)
 
     def install() -> None:
-        monkeypatch.setattr(scaffold, "shipped", lambda: folder)
+        monkeypatch.setattr(scaffold, "templates", lambda: folder)
         monkeypatch.setattr(scaffold, "__version__", "0.2.0")
 
     return install
@@ -316,11 +316,11 @@ def test_releases_side_by_side(
     tmp_path: Path, later: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two environments of one user: each makes packages of its own templates, with one tag each."""
-    shipped, ours = scaffold.shipped, f"v{__version__}"
+    before, ours = scaffold.templates, f"v{__version__}"
     assert scaffold.published() == ours
     later()
     assert scaffold.published() == "v0.2.0"
-    monkeypatch.setattr(scaffold, "shipped", shipped)
+    monkeypatch.setattr(scaffold, "templates", before)
     assert scaffold.published() == "v0.2.0.post1"  # in a checkout: no new version
     monkeypatch.setattr(scaffold, "__version__", __version__)
     made = scaffold.create("layer", "x", tmp_path)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from backpack_core.cli import output
-from backpack_core.cli.isolation import load_isolated
+from backpack_core.cli.processes import load_isolated
 from backpack_core.discovery import discover
 
 tomllib = pytest.importorskip("tomllib")  # Python 3.11

@@ -1,4 +1,4 @@
-"""The core stays small: code lines by room, without blank lines, comments and docstrings."""
+"""Core, the kit and the command stay small: code lines without blanks, comments and docstrings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pathlib import Path
 CORE = Path(__file__).parents[2] / "backpack_core"
 # All of core together, of which the kit and the command are no part. The aim is 3,500.
 BUDGET = 5160
-LEFT_OUT = {"cli", "testing"}
+# Beside it; the aims are 1,650 and 2,000.
+BESIDE = {"testing": 2155, "cli": 2265}
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
     tokenize.ENDMARKER,
@@ -38,8 +39,7 @@ def counted() -> Counter[str]:
     found: Counter[str] = Counter()
     for path in CORE.rglob("*.py"):
         room = path.relative_to(CORE).parts[0]
-        if room not in LEFT_OUT:
-            found[room] += code_lines(path.read_text(encoding="utf-8"))
+        found[room] += code_lines(path.read_text(encoding="utf-8"))
     return found
 
 
@@ -52,6 +52,9 @@ def test_lines_are_counted() -> None:
 
 def test_core_stays_within_its_budget() -> None:
     rooms = counted()
+    for room, budget in BESIDE.items():
+        own = rooms.pop(room)
+        assert budget - 30 < own <= budget, f"{room} has {own} lines of code: set its budget"
     lines = sum(rooms.values())
     told = ", ".join(f"{room} {number}" for room, number in rooms.most_common())
     assert lines <= BUDGET, f"core has {lines} lines of code: {told}"

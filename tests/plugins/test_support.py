@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from backpack_core import plugins
-from backpack_core.cli.support import status
+from backpack_core.cli.support import judge
 from backpack_core.plugins.registry import registry
 
 
@@ -62,4 +62,4 @@ CASES = [
 def test_status(module: nn.Module, extension: str, expected: str) -> None:
     plugins.ensure_loaded()
     kind = registry.extensions[extension][0].value
-    assert status(module, registry.resolve(module), kind) == expected
+    assert judge(module, registry.resolve(module), kind)[0] == expected

@@ -20,7 +20,7 @@ from torch import Tensor, distributed
 from torch.nn import Module
 
 from backpack_core import Extension
-from backpack_core.cli.certificate import digest, home_of, installed
+from backpack_core.cli.certificate import digest, home_of, version_of
 from backpack_core.errors import UsageError
 from backpack_core.plugins.loading import ensure_loaded, known_plugins
 from backpack_core.plugins.registry import registry
@@ -50,7 +50,7 @@ def fingerprint(
     """
     ensure_loaded()
     known = {plugin.package: plugin for plugin in known_plugins()}
-    found = {name: _code(package, installed(name)) for package, name in _UNDER_ALL.items()}
+    found = {name: _code(package, version_of(name)) for package, name in _UNDER_ALL.items()}
     for part in dict.fromkeys(_parts(modules, [*extensions])):
         package = part.__module__.partition(".")[0]
         if package in known:

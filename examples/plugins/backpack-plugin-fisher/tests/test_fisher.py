@@ -12,6 +12,7 @@ from backpack_core.testing import (
     ExtensionCase,
     Quantity,
     Reference,
+    check_import,
     parametrize_extension_checks,
 )
 from torch import Tensor, nn
@@ -41,6 +42,11 @@ CASES = [
 def test_conformance(check: Callable[[], None]) -> None:
     """One test for each check of each case."""
     check()
+
+
+def test_import() -> None:
+    """It loads quickly, and imports nothing heavy for that."""
+    check_import("backpack-plugin-fisher")
 
 
 LOSSES = [nn.CrossEntropyLoss(reduction=r) for r in ("mean", "sum")]

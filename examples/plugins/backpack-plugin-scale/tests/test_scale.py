@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from backpack_core.testing import RuleCase, parametrize_rule_checks
+from backpack_core.testing import RuleCase, check_import, parametrize_rule_checks
 
 from backpack_plugin_scale import ScaleModule
 
@@ -18,3 +18,8 @@ CASES = [
 def test_conformance(check: Callable[[], None]) -> None:
     """One test for each check of each case."""
     check()
+
+
+def test_import() -> None:
+    """It loads quickly, and imports nothing heavy for that."""
+    check_import("backpack-plugin-scale")

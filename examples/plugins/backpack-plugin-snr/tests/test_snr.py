@@ -10,6 +10,7 @@ from backpack_core.testing import (
     ExtensionCase,
     Quantity,
     Reference,
+    check_import,
     parametrize_extension_checks,
 )
 from torch import Tensor, nn
@@ -31,6 +32,11 @@ CASES = [ExtensionCase(SNR, Quantity(snr), expected_failures=ALONE)]
 def test_conformance(check: Callable[[], None]) -> None:
     """One test for each check of each case."""
     check()
+
+
+def test_import() -> None:
+    """It loads quickly, and imports nothing heavy for that."""
+    check_import("backpack-plugin-snr")
 
 
 def run(model: nn.Module, *extensions: Extension) -> None:

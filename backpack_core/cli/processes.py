@@ -49,13 +49,9 @@ def _load(plugins: list[Plugin], limit: float, advance: Callable[[], None]) -> l
         if culprit is None:
             break
         culprits.append(culprit)
-        plugin = by_identity[culprit]
-        reports[culprit] = Report(
-            plugin.name,
-            plugin.value,
-            plugin.distribution,
-            plugin.version,
-            state="hangs" if worker.timed_out else "died",
+        reports[culprit] = Report.of(
+            by_identity[culprit],
+            "hangs" if worker.timed_out else "died",
             message=f"exit code {worker.exit_code}",
             seconds=worker.waited,
         )

@@ -1,0 +1,131 @@
+"""What it costs to load a plugin, measured in an interpreter of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Collection
+from typing import NamedTuple
+
+from backpack_core.discovery import canonical, discover
+from backpack_core.errors import UsageError
+from backpack_core.testing.compare import CheckFailure
+
+# Packages that take long wherever they are imported. A plugin may need them, but not to be loaded.
+HEAVY = (
+    *("accelerate", "datasets", "diffusers", "jax", "lightning", "matplotlib", "pandas", "peft"),
+    *("pytorch_lightning", "scipy", "seaborn", "sklearn", "tensorflow", "torch._dynamo"),
+    *("torch._inductor", "torchaudio", "torchvision", "transformers"),
+)
+SECONDS = 0.5
+ATTEMPTS = 3
+
+# Time of the main thread, without what it waited for a core: on a busy machine as on an idle one.
+# Where the system does not tell, it is processor time, which does not see a thread that sleeps.
+_SCRIPT = r"""
+import importlib, json, sys, time
+sys.path[:] = json.loads(sys.argv[1])
+import torch, backpack_core.api, backpack_products.api
+
+def now():
+    try:
+        with open("/proc/self/schedstat") as file:
+            return time.perf_counter() - int(file.read().split()[1]) / 1e9
+    except OSError:
+        return time.process_time()
+
+before, start = set(sys.modules), now()
+for module in sys.argv[2:]:
+    importlib.import_module(module)
+print("\n" + json.dumps([now() - start, sorted(set(sys.modules) - before)]))
+"""
+# A line of ``-X importtime``: microseconds alone and with what it imports, indent, name.
+_LINE = re.compile(r"^import time: +(\d+) \| +(\d+) \| ( *)(\S+)$", re.MULTILINE)
+
+
+class _Import(NamedTuple):
+    """A module, what imported it, and microseconds alone and with what it imports itself."""
+
+    module: str
+    by: _Import | None
+    alone: int
+    total: int
+
+
+def check_import(
+    distribution: str, seconds: float = SECONDS, heavy: Collection[str] = HEAVY
+) -> None:
+    """Require that a plugin is loaded quickly, and that it imports nothing heavy for that.
+
+    All modules that its entry points name are imported by a fresh interpreter, after torch and
+    backpack-core. Time that the process waits for a core does not count. Of three attempts one has
+    to be quick, since the first reads and compiles files.
+
+    Args:
+        distribution: Name of the installed distribution, as ``"backpack-plugin-scale"``.
+        seconds: What it may take.
+        heavy: Packages, and modules of torch, that it may import in functions only.
+
+    Raises:
+        CheckFailure: It takes longer, or imports something heavy. The message names the module.
+        UsageError: It is not installed, or has no entry points.
+    """
+    name = canonical(distribution)
+    values = [plugin.value for plugin in discover() if canonical(plugin.distribution) == name]
+    if not values:
+        raise UsageError(f"{distribution!r} has no entry point that is installed: pip install it.")
+    modules = list(dict.fromkeys(value.partition(":")[0] for value in values))
+    own = {module.partition(".")[0] for module in modules}
+    for _ in range(ATTEMPTS):
+        taken, new, imports = _imported(distribution, modules)
+        for found in (found for found in imports if found.module in new.intersection(heavy)):
+            raise CheckFailure(
+                f"{_importer(found, own)} imports {found.module} ({found.total / 1e6:.2f} s) when "
+                f"{distribution} is loaded. Import it in the function that uses it; a rule names "
+                "classes of it in module_types, as 'package.module.Class'."
+            )
+        if taken <= seconds:
+            return
+    # What is its own counts for itself, and what that imports with everything behind it.
+    costs = {
+        found: found.alone if _is_in(own, found) else found.total
+        for found in imports
+        if found.module in new and (_is_in(own, found) or _is_in(own, found.by))
+    }
+    worst = max(costs, key=costs.__getitem__)
+    of = "" if _is_in(own, worst) else f", which {_importer(worst, own)} imports"
+    raise CheckFailure(
+        f"Loading {distribution} takes {taken:.2f} s, and {seconds:g} s are allowed. Most of it is "
+        f"{worst.module}{of}: do that when it is needed first."
+    )
+
+
+def _imported(distribution: str, modules: list[str]) -> tuple[float, set[str], list[_Import]]:
+    """Seconds, the modules that were not there before, and all imports."""
+    command = [sys.executable, "-X", "importtime", "-c", _SCRIPT, json.dumps(sys.path), *modules]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    if run.returncode:
+        last = run.stderr.strip().rpartition("\n")[2]
+        raise CheckFailure(f"{distribution} cannot be loaded: {last}")
+    taken, new = json.loads(run.stdout.strip().rpartition("\n")[2])
+    imports: list[_Import] = []
+    above: list[_Import] = []  # a module is logged after what it imports, which is indented more
+    for alone, total, indent, module in reversed(_LINE.findall(run.stderr)):
+        del above[len(indent) // 2 :]
+        above.append(_Import(module, above[-1] if above else None, int(alone), int(total)))
+        imports.append(above[-1])
+    return taken, set(new), imports
+
+
+def _is_in(packages: set[str], found: _Import | None) -> bool:
+    return found is not None and found.module.partition(".")[0] in packages
+
+
+def _importer(found: _Import, own: set[str]) -> str:
+    """The plugin's module from which an import started."""
+    by = found.by
+    while by is not None and not _is_in(own, by):
+        by = by.by
+    return by.module if by else "an entry point"
