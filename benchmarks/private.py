@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from backpack_core import backpack, extend
 from backpack_privacy import Accountant, Clipping, Private, make_private
 from benchmarks.measure import CLOCKS, SETTLED, alternate, forget
 from benchmarks.peers import FIRST_ORDER, Step
@@ -138,6 +139,43 @@ def times(problem: Problem, batch: int, seconds: float, clock: str) -> dict[str,
     return {name: found.ratio(name, "gradient") for name in steps if name != "gradient"}
 
 
+def of_users(count: int, seconds: float, clock: str) -> dict[str, float]:
+    """Clipped sums of 8 images for each of some users, relative to a plain pass over the images.
+
+    Args:
+        count: How many users.
+        seconds: How long to measure.
+        clock: See :func:`benchmarks.measure.alternate`.
+    """
+    extension = importlib.import_module("backpack_core.extensions").ClippedSumGrad(BOUND)
+    layers = [nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3), nn.ReLU(), nn.Flatten()]
+    model = extend(nn.Sequential(*layers, nn.Linear(16 * 24 * 24, 10)))
+    lossfunc, rows = extend(nn.CrossEntropyLoss()), 8 * count
+    x, y = torch.randn(rows, 1, 28, 28), torch.randint(10, (rows,))
+    drawn = torch.randint(count, (rows,)).unique(return_inverse=True)[1]
+    owners = {"none": None, "8 records each": torch.arange(rows) // 8}
+    owners |= {"other numbers": drawn.sort()[0], "in no order": drawn}
+
+    def clipped(owner: Tensor | None) -> Step:
+        def step() -> None:
+            with backpack(extension, gradient="none", samples=owner):
+                lossfunc(model(x), y).backward()
+
+        return step
+
+    def plain() -> None:
+        model.zero_grad()
+        lossfunc(model(x), y).backward()
+
+    steps: dict[str, Step] = {name: clipped(owner) for name, owner in owners.items()}
+    steps["plain"] = plain
+    for step in steps.values():
+        for _ in range(SETTLED):
+            step()
+    found = alternate(steps, seconds, clock, lambda _: None, least=5)
+    return {name: found.ratio(name, "plain") for name in owners}
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Compare, measure and print."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.private", description=__doc__)
@@ -145,12 +183,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--problem", nargs="*", choices=PROBLEMS, default=["gpt2", "llama", "vit", "resnet18"])
     add("--same", nargs="*", choices=PROBLEMS, default=["mlp", "2c2d", "gpt2", "llama", "vit"])
     add("--batch", type=int, help="number of samples (default: the problem's)")
+    add("--users", type=int, help="measure clipped sums of so many users, and nothing else")
     add("--seconds", type=float, default=10.0)
     add("--threads", type=int, default=torch.get_num_threads())
     add("--clock", choices=CLOCKS, default="wall")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")  # peers warn of what does not matter here
+    if options.users:
+        ratios = of_users(options.users, options.seconds, options.clock)
+        print(*(f"{name}: {ratio:.2f}" for name, ratio in ratios.items()), sep="\n")
+        return
     for name in options.same:
         for way, kind in WAYS:
             try:

@@ -28,7 +28,7 @@ class Loop:
         torch.manual_seed(0)
         self.lossfunc = options.pop("lossfunc", None) or nn.CrossEntropyLoss()
         make_optimizer = options.pop("optimizer", lambda p: torch.optim.SGD(p, lr=0.1))
-        self.optimizer = make_optimizer(self.model.parameters())
+        self.optimizer = make_optimizer([p for p in self.model.parameters() if p.requires_grad])
         settings: dict[str, Any] = {"seed": 1, "noise_multiplier": 1.0, "max_norm": 1.0, **options}
         self.private = make_private(
             self.model, self.lossfunc, self.optimizer, loader_of(DATA, 6), **settings
@@ -125,6 +125,11 @@ def begins_another(loop: Loop, x: Tensor, y: Tensor) -> None:
 
 def frozen_later(loop: Loop, x: Tensor, y: Tensor) -> None:
     loop.model.get_parameter("0.bias").requires_grad_(False)
+    well(loop, x, y)
+
+
+def unfrozen_later(loop: Loop, x: Tensor, y: Tensor) -> None:
+    loop.model.requires_grad_(True)
     well(loop, x, y)
 
 

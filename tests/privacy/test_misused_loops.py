@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from backpack_core.errors import BackpackError
 from backpack_privacy import Clipping
@@ -47,6 +50,7 @@ from tests.privacy.loops import (
     twice,
     two_backwards,
     two_of,
+    unfrozen_later,
     well,
     with_closure,
 )
@@ -56,6 +60,32 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
     "the old loader": (
         lambda: Loop().private.step(torch.zeros((), requires_grad=True)),
         "Loop over private.loader",
+    ),
+    "a copy": (lambda: deepcopy(Loop().private), "cannot be copied"),
+    "a pickle": (lambda: pickle.dumps(Loop().private), "Save private.state_dict()"),
+    "a loss with company": (
+        lambda: Loop().each(lambda loop, x, y: loop.private.step((loop.loss(x, y), x))),
+        "Got tuple",
+    ),
+    "a loss of each sample": (
+        lambda: Loop().each(
+            stepping(lambda loop, x, y: F.cross_entropy(loop.model(x), y, reduction="none"))
+        ),
+        "add it up",
+    ),
+    "a loss without a graph": (
+        lambda: Loop().each(stepping(lambda loop, x, y: loop.loss(x, y).detach())),
+        "no graph",
+    ),
+    "unfrozen later": (
+        lambda: Loop(nn.Sequential(nn.Linear(5, 4).requires_grad_(False), nn.Linear(4, 3))).each(
+            unfrozen_later
+        ),
+        "Other parameters want a gradient",
+    ),
+    "a copy is trained": (
+        lambda: Loop().each(stepping(lambda loop, x, y: loop.lossfunc(deepcopy(loop.model)(x), y))),
+        "was not trained when make_private",
     ),
     "plain backward": (lambda: Loop().each(plain), "plain gradient"),
     "zero_grad forgotten": (lambda: Loop().each(left_over), "zero_grad()"),
@@ -148,10 +178,6 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
             max_norm=None, clipping=Clipping(0.1, weights=lambda norms, c: norms.sum())
         ).each(well),
         "one weight for each sample",
-    ),
-    "no gradient": (
-        lambda: Loop().each(stepping(lambda loop, x, y: loop.loss(x, y).detach())),
-        "does not require grad",
     ),
 }
 
@@ -271,4 +297,4 @@ def test_a_failed_batch_can_be_gone_through_again() -> None:
 
 
 def test_there_are_enough() -> None:
-    assert len(DURING) + len(AFTER) >= 45
+    assert len(DURING) + len(AFTER) >= 50

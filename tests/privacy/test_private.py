@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import dp_accounting
@@ -11,7 +12,7 @@ from dp_accounting import pld, rdp
 from torch import nn
 
 from backpack_core.errors import UsageError
-from backpack_privacy import Clipping, make_private, replace_batch_norm
+from backpack_privacy import Accountant, Clipping, make_private, replace_batch_norm
 from tests.privacy.problems import NETS, difference, loader_of, make, perceptron, privately, run
 
 
@@ -53,6 +54,37 @@ def test_another_accountant() -> None:
     private, model, lossfunc = privately(accountant=Counts, noise_multiplier=1.0)
     run(private, model, lossfunc, 3)
     assert private.epsilon(0.5) == 6.0
+
+
+class Logs:
+    """An accountant that logs as those of dp-accounting do."""
+
+    message = ""
+
+    def compose(self, event: Any, count: int) -> None:
+        logging.getLogger("absl").warning(self.message, -1e-9)
+
+    def get_epsilon(self, delta: float) -> float:
+        return 0.5
+
+
+def test_what_the_accountant_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What costs tightness is dropped, what makes numbers wrong raises, and the rest is shown."""
+    logger, shown = logging.getLogger("absl"), list[str]()
+    monkeypatch.setattr(logger, "callHandlers", lambda record: shown.append(record.getMessage()))
+    accountant = Accountant(Logs)
+    accountant.add(1.0, 0.1)
+    Logs.message = "failed to converge, %s. Excluding this order from the epsilon computation."
+    assert accountant.epsilon(1e-3) == 0.5
+    assert not shown
+    Logs.message = "something else, %s"
+    assert accountant.epsilon(1e-3) == 0.5
+    assert shown == ["something else, -1e-09"]
+    Logs.message = "Negative Renyi divergence of %s, returning an epsilon of zero."
+    with pytest.raises(UsageError, match=r"lost all digits.*pld"):
+        accountant.epsilon(1e-3)
+    assert len(shown) == 1
+    assert not logger.filters
 
 
 def test_without_noise_nothing_is_private() -> None:

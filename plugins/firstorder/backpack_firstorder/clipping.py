@@ -38,6 +38,7 @@ from backpack_products.operations import (
     squared_norm,
     weighted_sum,
 )
+from backpack_products.owned import OwnedAffine
 from backpack_products.product import DenseProduct
 from backpack_products.tuning import READ, WRITE
 
@@ -279,10 +280,22 @@ def is_cheaper_kept(product: SampleProduct) -> bool:
 @is_cheaper_kept.register
 def is_cheaper_kept_affine(product: AffineProduct) -> bool:
     """By multiply-adds and reads per entry of the product; forming the sum costs ``S`` of them."""
-    inp, positions = product.inp, product.positions
-    if inp is None or product.samples * prod(product.shape) > product.out.numel() + prod(inp.shape):
+    return _is_cheaper_kept(product, product, product.positions)
+
+
+@is_cheaper_kept.register
+def is_cheaper_kept_owned(product: OwnedAffine) -> bool:
+    """The same; a sample has the positions of its rows."""
+    rows = product.of_rows
+    positions = rows.positions * rows.samples / max(1, product.samples)
+    return _is_cheaper_kept(product, rows, positions)
+
+
+def _is_cheaper_kept(product: AffineProduct, factors: AffineProduct, positions: float) -> bool:
+    inp, out = factors.inp, factors.out
+    if inp is None or product.samples * prod(product.shape) > out.numel() + prod(inp.shape):
         return False
-    features, size = product.out.shape[4], inp.shape[3]
+    features, size = out.shape[4], inp.shape[3]
     by_gram = contractions.gram_count(positions, features, size) / (features * size)
     by_products = positions + READ
     is_summed = batch_sum in product.needs

@@ -126,7 +126,7 @@ def is_gram_cheaper(out: Tensor, inp: Rows, is_summed: bool = False) -> bool:
     return gram < (positions + READ * (1 + is_summed)) * single
 
 
-def gram_count(positions: int, features: int, size: int, columns: int = 1) -> int:
+def gram_count(positions: float, features: int, size: int, columns: int = 1) -> float:
     """What :func:`norm_by_gram` costs for one sample, in multiply-adds.
 
     Scaling comes to that where values cannot be looked at: three times reading the factors.

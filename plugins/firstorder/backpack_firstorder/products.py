@@ -32,10 +32,11 @@ from backpack_products.operations import (
     square_sum,
     squared_norm,
 )
+from backpack_products.owned import OwnedAffine
 from backpack_products.product import DenseProduct, SampleProduct, SumProduct
 from backpack_products.rows import Rows
 from backpack_products.scale import ScaleProduct
-from backpack_products.tuning import SUMMED
+from backpack_products.tuning import READ, SUMMED
 
 
 @Operation
@@ -123,6 +124,29 @@ def norm_affine(product: AffineProduct) -> Norm:
 
 
 @norm.register
+def norm_owned(product: OwnedAffine) -> Norm:
+    """Of samples with equally many rows together; where inputs are made anew, of what is formed."""
+    rows = product.of_rows
+    if product.is_small:
+        return norm_affine(product)
+    if is_formed(product) or rows.inp is None or not is_of_shares(product, rows.inp):
+        return norm.definition(product)
+    zeros, every = product.new_zeros(product.columns, product.samples), slice(0, product.columns)
+    return collected(zeros, ((every, its, norm(share)) for its, share in product.shares()))
+
+
+def is_of_shares(product: OwnedAffine, inp: Rows) -> bool:
+    """Whether inputs are there, or worth making for Gram matrices."""
+    if isinstance(inp, Tensor):
+        return True
+    features, size = product.of_rows.out.shape[4], inp.shape[3]
+    share = inp.shape[0] / max(1, product.samples)
+    positions, adding = share * product.of_rows.positions, share * READ
+    count = contractions.gram_count(positions, features, size)
+    return count < (positions + adding) * features * size
+
+
+@norm.register
 def norm_lookup(product: LookupProduct) -> Norm:
     """From the rows that were looked up; all others are zero."""
     return vector_norm(product.segments()[0], 2)
@@ -168,7 +192,7 @@ def squared_norm_affine(product: AffineProduct, inp: Rows) -> Tensor:
 
 
 @squared_norm.register
-def squared_norm_of_parts(product: LookupProduct | SumProduct) -> Tensor:
+def squared_norm_of_parts(product: LookupProduct | OwnedAffine | SumProduct) -> Tensor:
     """From the norm, which neither overflows nor underflows."""
     return _squared(product)
 

@@ -6,7 +6,7 @@ A tensor between modules is not a parameter, but ``x + δ`` with ``δ = 0`` has 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Final, Literal
 
@@ -65,7 +65,9 @@ class PerturbationRule(ProductRule):
     def _param_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
         return _AtSamples(mat, view.path)
 
-    def apart_product(self, view: View, name: str, columns: ApartColumns) -> SampleProduct:
+    def apart_products(
+        self, view: View, names: Sequence[str], columns: ApartColumns
+    ) -> list[SampleProduct]:
         """Refused: one ``δ`` for all entries of axis 0 would join those of one sample."""
         raise _samples_elsewhere(view.path)
 

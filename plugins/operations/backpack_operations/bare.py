@@ -7,6 +7,7 @@ of reading. The columns that arrive there, kept apart by sample, are the product
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 
 from torch import Tensor
 from torch.nn import Module
@@ -34,14 +35,16 @@ class BareRule(ParametricRule):
         """It covers its only parameter."""
         return True
 
-    def apart_product(self, view: View, name: str, columns: ApartColumns) -> SampleProduct:
-        """What arrives, in its form."""
+    def apart_products(
+        self, view: View, names: Sequence[str], columns: ApartColumns
+    ) -> list[SampleProduct]:
+        """What arrives, in its form, for the only parameter."""
         if not isinstance(columns, FactoredColumns):
-            return DenseProduct(columns.mat)
+            return [DenseProduct(columns.mat)]
         product = columns.product()
         # Factors may be views of gradients, which autograd hands on.
         memories(view).update(memories_of(tensor for tensor, _ in product.held()))
-        return product
+        return [product]
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         raise AssertionError("nothing lies before a parameter")

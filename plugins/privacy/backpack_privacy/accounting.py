@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import inf
 from typing import Any, Literal, TypeAlias
@@ -100,9 +102,10 @@ class Accountant:
         accountant, steps = self._new(), [*steps]
         if any(step.noise_multiplier == 0 for step in steps):
             return inf
-        for step in steps:
-            accountant.compose(_event(step), step.count)
-        return float(accountant.get_epsilon(delta)) if steps else 0.0
+        with _listening():
+            for step in steps:
+                accountant.compose(_event(step), step.count)
+            return float(accountant.get_epsilon(delta)) if steps else 0.0
 
     def noise_for(self, target: float, delta: float, rate: float | None, count: int) -> float:
         """The smallest noise multiplier with which equal steps stay within a budget.
@@ -125,9 +128,10 @@ class Accountant:
             return dp_event.SelfComposedDpEvent(_event(Spent(noise, rate, 1)), count)
 
         try:
-            found = mechanism_calibration.calibrate_dp_mechanism(
-                self._new, event, target, delta, tol=1e-3
-            )
+            with _listening(is_search=True):
+                found = mechanism_calibration.calibrate_dp_mechanism(
+                    self._new, event, target, delta, tol=1e-3
+                )
         except mechanism_calibration.NoBracketIntervalFoundError as error:
             raise UsageError(
                 f"No noise keeps {count} steps within epsilon {target:g} at delta {delta:g}. Take "
@@ -160,6 +164,40 @@ def check_delta(delta: Any) -> None:
     if not isinstance(delta, (int, float)) or not 0 < delta < 1:
         raise UsageError(
             f"delta is a probability, smaller than one over the number of samples. Got {delta!r}."
+        )
+
+
+@contextmanager
+def _listening(is_search: bool = False) -> Iterator[None]:
+    """A block in which what ``dp-accounting`` logs is read.
+
+    It says which orders it leaves out, which costs tightness alone and is dropped. It also says
+    where rounding has made a divergence negative, and goes on with an epsilon of zero.
+
+    Args:
+        is_search: Whether noise is tried that may be far from what is returned.
+
+    Raises:
+        UsageError: An epsilon of zero was no result.
+    """
+    lost: list[str] = []
+
+    def hears(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        if "Negative Renyi divergence" in message:
+            lost.append(message)
+        return not (lost and lost[-1] == message) and "Excluding this order" not in message
+
+    logger = logging.getLogger("absl")  # what dp-accounting logs to
+    logger.addFilter(hears)
+    try:
+        yield
+    finally:
+        logger.removeFilter(hears)
+    if lost and not is_search:
+        raise UsageError(
+            f"The accountant lost all digits: {lost[0]!r}. An epsilon of zero would be wrong: "
+            'take accountant="pld", or noise and sampling rates that are less extreme.'
         )
 
 

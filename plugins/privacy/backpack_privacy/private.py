@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.nn import Module
@@ -18,6 +18,7 @@ from backpack_privacy.refusals import (
     check_finite,
     check_no_closure,
     check_no_gradient,
+    check_number,
     check_open,
     check_optimizer,
     check_pass,
@@ -113,6 +114,7 @@ class Private(Spending):
         Raises:
             UsageError: The loop or the loss cannot be private; the message says what to do.
         """
+        check_number(loss)
         scale = 1.0 if scaler is None else scaler.get_scale()
         with self.recording(scale, normaliser):
             if backward is not None:
@@ -312,6 +314,18 @@ class Private(Spending):
         for handle in self._handles:
             handle.remove()
         PRIVATE.discard(self.optimizer)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse copies and pickles: nobody would count what two of them spend.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            "Private training cannot be copied or pickled: its hooks belong to one optimizer, and "
+            "what two copies spend would not be added up. Save private.state_dict(), and call "
+            "make_private(...) for the model and the optimizer that go on."
+        )
 
     def __repr__(self) -> str:
         """What was set, and how far it is."""

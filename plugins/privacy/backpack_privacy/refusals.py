@@ -221,6 +221,29 @@ def check_loss(lossfunc: Any, normaliser: Any) -> None:
         )
 
 
+def check_number(loss: Any) -> None:
+    """Refuse what is no loss to go backward from.
+
+    Raises:
+        UsageError: It is not a tensor, not a single number, or has no graph.
+    """
+    if not isinstance(loss, Tensor):
+        raise UsageError(
+            f"private.step takes the loss, a tensor. Got {type(loss).__name__}: leave out what "
+            "comes with it, and .item()."
+        )
+    if loss.numel() != 1:
+        raise UsageError(
+            f"private.step takes a loss of one number. Got {[*loss.shape]}: add it up, loss.sum(), "
+            "and say make_private(..., normaliser=None)."
+        )
+    if not loss.requires_grad:
+        raise UsageError(
+            "The loss has no graph to go backward through. Take out torch.no_grad(), "
+            ".detach() and torch.inference_mode()."
+        )
+
+
 def check_pass(model: nn.Module, named: Mapping[str, Tensor]) -> None:
     """Refuse a backward pass that would not be private, by what has become of the model.
 

@@ -76,7 +76,7 @@ class ColumnPropagator(Propagator):
                 "extension out."
             )
         if isinstance(quantity, ApartColumns):
-            products = [rule.apart_product(view, name, quantity) for name in names]
+            products = rule.apart_products(view, names, quantity)
         else:
             products = rule.param_products(view, names, quantity.mat)
         roots = quantity.sizes

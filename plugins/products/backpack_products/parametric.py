@@ -98,11 +98,18 @@ class ParametricRule(SecondOrderRule):
         Returns:
             ``M``, of shape ``[V, N, *θ]``.
         """
+        return self.apart_products(view, (name,), columns)[0]
+
+    def apart_products(
+        self, view: View, names: Sequence[str], columns: ApartColumns
+    ) -> list[SampleProduct]:
+        """The same of several parameters, for the same columns."""
         if isinstance(columns, OwnedColumns):
-            return of_owners(self.param_product(view, name, columns.plain.mat), columns.owned)
-        product = self.param_product(view, name, columns.flat)
+            of_rows = self.param_products(view, names, columns.plain.mat)
+            return [of_owners(product, columns.owned) for product in of_rows]
         count, samples = columns.mat.shape[:2]
-        return regrouped(product, count, samples, view.kept)
+        products = self.param_products(view, names, columns.flat)
+        return [regrouped(product, count, samples, view.kept) for product in products]
 
     def param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
         """``M`` of :meth:`param_product`, formed. Shape ``[V, N, *θ]``."""

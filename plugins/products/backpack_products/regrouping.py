@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract.operation import OpenFunction
+from backpack_products.affine import AffineProduct
 from backpack_products.factors import FactorProduct
+from backpack_products.owned import OwnedAffine, gathered
 from backpack_products.product import DenseProduct, SampleProduct, regrouped
 
 
@@ -23,6 +25,9 @@ def _regrouped_factors(
 ) -> SampleProduct:
     out, other = product.out, product.other
     is_apart = out.shape[0] != columns
+    if not is_apart and isinstance(product, AffineProduct) and not _is_at_hand(product):
+        every = torch.eye(samples, dtype=torch.bool, device=out.device)
+        return OwnedAffine(product, every.repeat_interleave(out.shape[1] // max(1, samples), 1))
     count = out.shape[2] * (out.shape[1] if is_apart else out.shape[1] // max(1, samples))
     out = out.reshape(columns, samples, count, *out.shape[3:])
     whole = None if other is None else other[slice(0, other.shape[0])].flatten(0, 1)
@@ -43,6 +48,13 @@ def _regrouped_factors(
         return of_owners(product.with_factors(own, rows, None), reached.to(out.device))
     shown = None if whole is None else whole.expand(samples, *whole.shape)
     return product.with_factors(out, shown, None)
+
+
+def _is_at_hand(product: AffineProduct) -> bool:
+    """Whether factors of samples are views of those of rows."""
+    first = product.out.stride(1) == product.positions * product.out.stride(2)
+    is_view = isinstance(product.inp, Tensor | None)
+    return is_view and (first or product.positions == 1)
 
 
 @OpenFunction
@@ -68,22 +80,16 @@ def of_owners(product: SampleProduct, owned: Tensor) -> SampleProduct:
 
 @of_owners.register
 def _factors_of_owners(product: FactorProduct, owned: Tensor) -> SampleProduct:
+    found: SampleProduct = gathered(product, owned.to(product.out.device))
+    return found
+
+
+@of_owners.register
+def _affine_of_owners(product: AffineProduct, owned: Tensor) -> SampleProduct:
     owned = owned.to(product.out.device)
-    counts = owned.sum(1)
-    most = max(1, int(counts.max())) if len(counts) else 1
-    rows = owned.int().argsort(dim=1, descending=True, stable=True)[:, :most]
-    is_there = owned.gather(1, rows)  # a sample with fewer rows has zeros at the others
-
-    def gathered(mat: Tensor, axis: int) -> Tensor:  # [*, R, S, ...] → [*, N, most · S, ...]
-        found = mat.movedim(axis, 0)[rows]
-        mask = is_there.reshape(*is_there.shape, *[1] * (found.dim() - 2))
-        found = torch.where(mask, found, 0)
-        return found.movedim((0, 1), (axis, axis + 1)).flatten(axis + 1, axis + 2)
-
-    other = product.other
-    shown = None if other is None else gathered(other[slice(0, other.shape[0])], 0)
-    is_own = is_there.repeat_interleave(product.out.shape[2], 1)
-    return product.with_factors(gathered(product.out, 1), shown, is_own)
+    has_one = bool((owned.sum(0) <= 1).all())  # else a sample was named several times
+    found: SampleProduct = OwnedAffine(product, owned) if has_one else gathered(product, owned)
+    return found
 
 
 def _reached(out: Tensor, kept: dict[Any, Any]) -> Tensor:

@@ -28,6 +28,8 @@ READ: Final = 12
 WRITE: Final = 16
 # From so many positions on, adding up formed products is cheaper than a product for the sum.
 SUMMED: Final = 8
+# Up to so many entries of factors, padding costs less than a kernel for each number of rows.
+PADDED: Final = 2**17
 # From so many rows on, half of a symmetric product is formed, in bands, and mirrored.
 SYMMETRIC: Final = 384
 
