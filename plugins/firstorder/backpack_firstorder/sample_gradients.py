@@ -13,7 +13,7 @@ from torch import Tensor
 from backpack_core.errors import ShapeError, UsageError
 from backpack_firstorder.divisors import Divisor, divided
 from backpack_firstorder.low_rank import affine_low_rank, dense_low_rank
-from backpack_firstorder.pairs import pairs
+from backpack_firstorder.pairs import Pairing, as_pairing, pairs
 from backpack_firstorder.plain import plain_terms
 from backpack_firstorder.products import norm
 from backpack_firstorder.single import in_single
@@ -207,23 +207,26 @@ class SampleGradients:
         return norm(single).value().squeeze(0).to(single.like.dtype)
 
     @torch.no_grad()
-    def inner(self, other: SampleGradients | Tensor) -> Tensor:
+    def inner(self, other: SampleGradients | Tensor, form: Pairing | None = None) -> Tensor:
         """Inner products with other gradients of the parameter, in single precision at least.
 
         Args:
             other: Gradients of ``M`` samples, of this or of another pass; or directions
                 ``[M, *θ]``, such as preconditioned queries; or one direction ``[*θ]``.
+            form: Of factors: ``"positions"`` pairs positions, ``"formed"`` forms gradients of some
+                features at a time; default: what takes fewer multiply-adds.
 
         Returns:
             Shape ``[N, M]``, ``M = 1`` for one direction.
 
         Raises:
             ShapeError: They are of a parameter of another shape.
+            UsageError: The form is unknown.
         """
         met = as_gradients(other, self.shape[1:])
         dtype = torch.promote_types(torch.promote_types(self.dtype, met.dtype), torch.float32)
         met = met.to(self.device, dtype)
-        return pairs(self.to(dtype=dtype).product(), met.product())
+        return pairs(self.to(dtype=dtype).product(), met.product(), as_pairing(form))
 
     @torch.no_grad()
     def weighted_sum(self, weights: Tensor) -> Tensor:
@@ -320,7 +323,7 @@ class SampleGradients:
         by_positions = first.samples * first.positions * groups * (features + size)
         if features * size * groups > by_positions or formed > most_bytes:
             return self
-        return SampleGradients.from_dense(self.dense())
+        return SampleGradients.from_dense(dense(self.product()).squeeze(0))  # nobody else has it
 
     # Stored --------------------------------------------------------------------------------------
 
