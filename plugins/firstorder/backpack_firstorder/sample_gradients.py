@@ -5,20 +5,22 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from backpack_core.errors import ShapeError, UsageError
 from backpack_firstorder.divisors import Divisor, divided
-from backpack_firstorder.low_rank import affine_low_rank, dense_low_rank
+from backpack_firstorder.low_rank import nearest_factors
 from backpack_firstorder.pairs import Pairing, as_pairing, pairs
 from backpack_firstorder.plain import plain_terms
 from backpack_firstorder.products import norm
 from backpack_firstorder.single import in_single
 from backpack_firstorder.terms import (
     FORMS,
+    Index,
+    chosen_by,
     form_of,
     fresh,
     kept,
@@ -32,13 +34,10 @@ from backpack_firstorder.terms import (
 from backpack_products.affine import AffineProduct
 from backpack_products.operations import batch_sum, dense, weighted_sum
 from backpack_products.product import DenseProduct, SampleProduct, SumProduct
-from backpack_products.rows import whole
 from backpack_products.values import is_flag
 
 if TYPE_CHECKING:
     from backpack_firstorder.projections import Projection
-
-Index: TypeAlias = "int | slice | Sequence[int] | Tensor"
 
 
 class SampleGradients:
@@ -138,19 +137,7 @@ class SampleGradients:
 
     def __getitem__(self, index: Index) -> SampleGradients:
         """Some samples; a single number gives a set of one."""
-        if isinstance(index, Tensor):
-            index = index.to(self.device)
-            chosen: Any = index.unsqueeze(0) if index.dim() == 0 and not is_flag(index) else index
-        elif isinstance(index, slice):
-            chosen = index
-        elif isinstance(index, Sequence):
-            chosen = torch.as_tensor([*index], device=self.device)
-            chosen = chosen if len(index) else chosen.long()
-        else:
-            number = operator.index(index)
-            if not -len(self) <= number < len(self):
-                raise IndexError(f"There are {len(self)} samples. Got the index {number}.")
-            chosen = slice(number, number + 1 or None)
+        chosen = chosen_by(index, len(self), self.device)
         return self._map(lambda factor: factor[chosen])
 
     def _map(self, function: Callable[[Tensor], Tensor], number: Any = None) -> SampleGradients:
@@ -296,14 +283,8 @@ class SampleGradients:
         size = matrix_shape(self.shape[1:])
         if min(size) <= 1 or len(self) == 0:
             return self
-        first = self._terms[0]
-        if len(self._terms) == 1 and isinstance(first, AffineProduct) and first.sizes[0] == 1:
-            if first.positions <= rank:
-                return self
-            factors = affine_low_rank(first.out[0, :, :, 0], whole(first.inp)[:, :, 0], rank)  # type: ignore[arg-type]
-        else:
-            factors = dense_low_rank(self.product(), size, rank)
-        return SampleGradients.from_factors(*factors, self.shape[1:])
+        factors = nearest_factors(self.product(), size, rank)
+        return self if factors is None else self.from_factors(*factors, self.shape[1:])
 
     @torch.no_grad()
     def prepared(self, most_bytes: int) -> SampleGradients:
