@@ -121,6 +121,34 @@ def test_padding_and_prompts_do_not_count(folder: Path) -> None:
     assert len({*by_content}) == 2
 
 
+def test_files_of_other_programs(tmp_path: Path) -> None:
+    """A mark in front, lines that hold separators of their own, and files that are damaged."""
+    table = tmp_path / "table.csv"
+    table.write_text('text,key\n"a, b",1\n', encoding="utf-8-sig")
+    assert read_records(table) == [{"text": "a, b", "key": "1"}]
+    texts = ["one\u2028two", "three\x0cfour"]
+    plain, lines = tmp_path / "plain.txt", tmp_path / "lines.jsonl"
+    plain.write_text("\n".join(texts) + "\n", encoding="utf-8")
+    rows = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    lines.write_text("\r\n".join([*rows, ""]), encoding="utf-8")
+    assert [*read_records(plain)] == [*read_records(lines)] == [{"text": text} for text in texts]
+    lines.write_text("\n".join([*rows, "{'text': 1}"]), encoding="utf-8")
+    with pytest.raises(UsageError, match="line 3 is not JSON"):
+        read_records(lines)
+    table.write_text("text\n" + 200_000 * "a", encoding="utf-8")
+    with pytest.raises(UsageError, match="field larger than field limit"):
+        read_records(table)
+
+
+def test_long_texts_and_wrong_expressions(folder: Path, tmp_path: Path) -> None:
+    """Texts are cut where the model has no more places; a wrong expression is named."""
+    long = tmp_path / "long.txt"
+    long.write_text(" ".join(4 * TEXTS) + "\n")
+    assert "1 samples" in call("build", folder / "gpt2", long, tmp_path / "store")
+    with pytest.raises(UsageError, match="is a regular expression"):
+        call("build", folder / "gpt2", long, tmp_path / "other", "--parameters", "h.(")
+
+
 def test_frozen_parameters_are_named(folder: Path, tmp_path: Path) -> None:
     options = ("--parameters", r"mlp|ln_f", "--dim", 4)
     said = call("build", folder / "gpt2", folder / "train.jsonl", tmp_path / "store", *options)

@@ -82,6 +82,32 @@ def test_preprocessed_data_are_no_table() -> None:
             oracle.assert_close(factor, other)
 
 
+@pytest.mark.parametrize("steps", [N, 3])
+def test_attention_behind_frozen_embeddings(steps: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads are turned beside the samples, which stay in front: nothing has to be kept apart."""
+    words, places = nn.Embedding(9, 4), nn.Embedding(steps, 4)
+
+    def forward(net: Any, ids: Tensor) -> Tensor:
+        x = net.words(ids) + net.places(torch.arange(steps))
+        q, k, v = (p.unflatten(2, (2, 2)).transpose(1, 2) for p in net.attend(x).chunk(3, -1))
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + net.out(heads.transpose(1, 2).flatten(2))
+        return net.head(x).mT  # type: ignore[no-any-return]
+
+    parts = {"attend": nn.Linear(4, 12), "out": nn.Linear(4, 4), "head": nn.Linear(4, 99)}
+    model = Net(forward, words=words.requires_grad_(False), places=places, **parts)
+    places.requires_grad_(False)
+
+    def apart(*args: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr("backpack_operations.alignment.cross_apart", apart)
+    ids, target = torch.randint(9, (N, steps)), torch.randint(99, (N, steps))
+    problem = Problem(model, (ids,), nn.CrossEntropyLoss(), target)
+    problem.run(BatchGrad())
+    problem.compare("grad_batch", problem.expected(oracle.individual_gradients))
+
+
 def test_an_inner_step() -> None:
     """Weights after a step on other data, of a model that is used by functions alone."""
     support, labels = torch.randn(5, D), torch.randn(5, 2)

@@ -100,6 +100,9 @@ def test_every_method(net: str, reduction: str) -> None:
         close(found.inner(found), flat @ flat.T)
         close(found.inner(expected), flat @ flat.T)
         close(found.inner(expected[0]), flat @ flat[:1].T)
+        for form in ("positions", "formed"):
+            close(found.inner(found, form), flat @ flat.T)
+            close(found.inner(expected, form), flat @ flat.T)
         close(found.sum(), expected.sum(0))
         close(found.weighted_sum(weights), torch.einsum("kn,n...->k...", weights, expected))
         close(found.weighted_sum(weights[0]), torch.einsum("n,n...->...", weights[0], expected))
@@ -148,6 +151,15 @@ def test_scores_of_one_pass(net: str, reduction: str) -> None:
     problem.compare("grad_inner", each)
     assert inner.scores is not None
     close(inner.scores, torch.stack(each).sum(0))
+    blocks = {n: (len(p.shape) - 1, p.shape[-1]) for n, p in named if p.dim()}
+    blocks |= {n: (0, len(p)) for n, p in named[::2] if p.dim()}  # rows or columns, one by one
+    inner = GradInner(queries, blocks=blocks, form="formed")
+    problem.run(inner)
+    close(inner.scores, torch.stack(each).sum(0))
+    for (name, p), g in zip(named, expected, strict=True):
+        if name in blocks:
+            rows = g.movedim(blocks[name][0] + 1, 1).reshape(len(g), blocks[name][1], -1)
+            close(p.grad_inner, torch.einsum("nbi,mbi->nmb", rows, rows[[2, 0]]))
     dense = GradInner({name: g[1:2] for (name, _), g in zip(named, expected, strict=True)})
     problem.run(dense, BatchGrad())
     close(
@@ -476,6 +488,12 @@ def test_scores_refuse_queries_that_do_not_fit() -> None:
         GradInner({**whole, "0.weight": torch.ones(2, 5, 4)})
     with pytest.raises(UsageError, match="takes queries by parameter name"):
         GradInner([])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"axis 1 has no 3 blocks of one length"):
+        problem.run(GradInner(whole, blocks={"0.weight": (1, 3)}))
+    with pytest.raises(UsageError, match=r"trained parameter '0\.wight', whose blocks"):
+        problem.run(GradInner(whole, blocks={"0.wight": (0, 1)}))
+    with pytest.raises(UsageError, match=r"blocks are \{name: \(axis, count\)\}"):
+        GradInner(whole, blocks={"0.weight": 5})  # type: ignore[dict-item]
     left_out = GradInner({**whole, "0.bias": None})
     problem.run(left_out)
     assert not hasattr(problem.model.get_parameter("0.bias"), "grad_inner")
@@ -494,6 +512,7 @@ def test_scores_refuse_queries_that_do_not_fit() -> None:
         (lambda g: g.low_rank(0), "rank is a positive number"),
         (lambda g: g.inner(torch.ones(2)), r"has gradients \[M, 3, 4\]. Got \[2\]"),
         (lambda g: g.inner([1]), "SampleGradients or a tensor"),
+        (lambda g: g.inner(g, "dense"), "form is one of"),
         (lambda g: g.divide(torch.ones(4, 3)), r"divided by numbers \[3, 4\]. Got \[4, 3\]"),
         (lambda g: g.weighted_sum(torch.ones(3)), "with N = 2. Got"),
         (lambda g: g.to(dtype=torch.int64), "floating-point"),

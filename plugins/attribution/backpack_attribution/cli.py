@@ -30,12 +30,15 @@ Prompt = Annotated[
 ]
 Id = Annotated[str, typer.Option("--id", help="Field that names a text; or: row, content.")]
 Size = Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Texts at a time.")]
-Length = Annotated[int, typer.Option("--length", min=2, help="Tokens of a text at most.")]
+Length = Annotated[
+    int, typer.Option("--length", min=2, help="Tokens of a text at most; no more than the model's.")
+]
 Parameters = Annotated[
     str | None,
     typer.Option("--parameters", help="Regular expression: only parameters whose names have it."),
 ]
 Count = Annotated[int, typer.Option("--count", "-k", min=1, help="Texts to show for each query.")]
+_GONE = "(no longer in the data)"
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 
 
@@ -152,7 +155,7 @@ def score(
         raise UsageError(f"--output ends with .safetensors or .csv. Got {output.name!r}.")
     settings = (text, prompt, name, batch_size, length)
     net, texts = _loaded(model, data, parameters, *settings)
-    asked = _texts(queries, texts.tokenizer, *settings)
+    asked = _texts(queries, texts.tokenizer, *settings[:-1], texts.length)
     scores = influence(
         net,
         _loss(),
@@ -185,10 +188,11 @@ def _texts(data: Path, tokenizer: Any, *settings: Any) -> Texts:
 def _loaded(
     model: Path, data: Path, parameters: str | None, *settings: Any
 ) -> tuple[Module, Texts]:
-    from backpack_attribution.texts import load_model
+    from backpack_attribution.texts import load_model, longest
 
     net, tokenizer = load_model(model, parameters)
-    return net, _texts(data, tokenizer, *settings)
+    *fields, length = settings
+    return net, _texts(data, tokenizer, *fields, longest(net, length))
 
 
 def _projected(about: dict[str, Any], queries: Path, size: int) -> tuple[dict[str, Tensor], Texts]:
@@ -243,7 +247,7 @@ def _show(found: Found, asked: list[str], known: dict[Any, str], as_json: bool) 
         {
             "query": question,
             "found": [
-                {"score": value, "id": name, "text": known[name]}
+                {"score": value, "id": name, "text": known.get(name, _GONE)}
                 for value, name in zip(values, names, strict=True)
             ],
         }

@@ -11,12 +11,14 @@ from torch.nn import Module
 
 from backpack_attribution import forms
 from backpack_attribution.forms import Gradients
+from backpack_attribution.identities import Identity, tokens_of
 from backpack_attribution.problem import Loss, Problem, Split
 from backpack_attribution.projected import inverse_product, projections_of
 from backpack_attribution.run import Identities, Run
 from backpack_attribution.store import GradientStore
 from backpack_core.errors import ShapeError
 from backpack_firstorder import Projection
+from backpack_firstorder.tokens import Per
 from backpack_products.fingerprint import Marked, agreed_on_ranks, fingerprint_of
 
 
@@ -31,6 +33,7 @@ def fill(
     identities: Identities = "place",
     progress: bool = True,
     process_group: distributed.ProcessGroup | None = None,
+    per: Per = "sample",
 ) -> GradientStore:
     """Append the gradients of all samples of a loader that are not in the store.
 
@@ -48,18 +51,21 @@ def fill(
         progress: Whether to show a bar, where the output is a terminal.
         process_group: Processes that have a part of the data each. Each writes its own shards; open
             the store again to see those of all.
+        per: ``"token"`` stores a row for each token, with the identity ``"name:t"``. A store has
+            rows of one kind.
 
     Returns:
         The store.
 
     Raises:
-        UsageError: What is stored was computed by other plugins, or processes differ in theirs.
+        UsageError: What is stored was computed by other plugins or is of the other kind, or
+            processes differ in their plugins.
     """
-    problem = Problem(model, lossfunc, batch)
+    problem = Problem(model, lossfunc, batch, per)
     plugins = problem.plugins()
     if process_group is not None:
         agreed_on_ranks(plugins, process_group)
-    store.computed_by(plugins)
+    store.computed_by(plugins, per)
     run = Run(problem, problem, loader, (), progress, process_group)
     names = run.names(loader, identities, is_shared=True)
     first = 0
@@ -68,22 +74,37 @@ def fill(
             count = run.samples(item)
             own = names[first : first + count]
             first += count
-            missing = store.missing(own)
+            # A sample's tokens are stored together: the first says whether they are there.
+            missing = store.missing(own if per == "sample" else [f"{name}:0" for name in own])
             if missing:
                 found = _gradients(problem, item, projection)
-                _require_count(found, count)
-                rows = {name: forms.rows(value, missing) for name, value in found.items()}
-                store.append([own[n] for n in missing], rows)
+                tokens = _tokens_in(found, count, per)
+                rows = [n * tokens + t for n in missing for t in range(tokens)]
+                taken = {name: forms.rows(value, rows) for name, value in found.items()}
+                store.append(_names([own[n] for n in missing], tokens, per), taken)
     return store
 
 
-def _require_count(gradients: Gradients, samples: int) -> None:
-    lengths = {len(value) for value in gradients.values()}
-    if lengths != {samples}:
+def _names(samples: list[Identity], tokens: int, per: Per) -> list[Identity]:
+    if per == "sample":
+        return samples
+    return [token for name in samples for token in tokens_of(name, tokens)]
+
+
+def _tokens_in(gradients: Gradients, samples: int, per: Per) -> int:
+    """How many rows a sample has: one, or one for each token."""
+    lengths = sorted({len(value) for value in gradients.values()})
+    if lengths != [samples] and per == "sample":
         raise ShapeError(
             f"The first tensor of a batch has {samples} entries, and there are gradients of "
-            f"{sorted(lengths)} samples. Put one with the samples on axis 0 first: give batch=."
+            f"{lengths} samples. Put one with the samples on axis 0 first: give batch=."
         )
+    if len(lengths) > 1 or lengths[0] % samples:
+        raise ShapeError(
+            f"Parameters have gradients of {lengths} tokens for {samples} samples, and a row has "
+            "those of all parameters. Freeze those that have others, or store whole samples."
+        )
+    return lengths[0] // samples
 
 
 def _gradients(problem: Problem, batch: Any, projection: Projection | None) -> Gradients:

@@ -117,6 +117,20 @@ class ByPlace:
         return list(range(first, self._next, self._step))
 
 
+def tokens_of(name: Identity, tokens: int) -> list[Identity]:
+    """The names of a sample's tokens: ``"name:0"``, ``"name:1"``, ..."""
+    return [f"{name}:{number}" for number in range(tokens)]
+
+
+def place_of(name: Identity) -> tuple[bool, Any, int]:
+    """What identities are sorted by: integers before texts, and the tokens of a sample in order."""
+    text, mark, number = str(name).rpartition(":")
+    if not mark or not number.isdecimal():
+        return isinstance(name, str), name, -1
+    is_place = text.isdecimal()
+    return not is_place, int(text) if is_place else text, int(number)
+
+
 def checked(identities: Sequence[Any], samples: int) -> list[Identity]:
     """Identities as strings and integers, one for each sample.
 

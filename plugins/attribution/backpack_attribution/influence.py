@@ -14,7 +14,8 @@ from backpack_attribution.problem import Loss, Problem, Split
 from backpack_attribution.projected import TRAK, LoGra
 from backpack_attribution.run import Identities, Run
 from backpack_attribution.scores import Scores
-from backpack_core.errors import UsageError, nearest
+from backpack_core.errors import UnsupportedError, UsageError, nearest
+from backpack_firstorder.tokens import Per
 
 METHODS: dict[str, Callable[[], Method]] = {
     "dot": GradDot,
@@ -40,6 +41,7 @@ def influence(
     query_identities: Identities = "place",
     progress: bool = True,
     process_group: distributed.ProcessGroup | None = None,
+    per: Per = "sample",
 ) -> Scores:
     """Score every training sample for every query: which of them shaped what the model says?
 
@@ -65,16 +67,27 @@ def influence(
         process_group: Processes that have a part of the training samples each, and all queries. All
             get the scores of all samples, sorted by identity. Places are dealt in turn, as a
             ``DistributedSampler`` without shuffling does it.
+        per: ``"token"`` scores each token of the training samples: rows are ``"name:t"`` for token
+            ``t`` of a sample. A sample's score is the sum of its tokens' (but not its cosine). See
+            :class:`~backpack_core.extensions.BatchGrad` for what a token's gradient is.
 
     Raises:
         UsageError: An argument is wrong, or a score is not finite.
+        UnsupportedError: By token: the method scores whole samples, or a parameter has no tokens.
     """
-    problem, chosen = Problem(model, lossfunc, batch), _chosen(method)
+    problem, chosen = Problem(model, lossfunc, batch, per), _chosen(method)
+    if per == "token" and not chosen.has_tokens:
+        raise UnsupportedError(
+            f'{chosen.name} scores whole samples: take an inner product for per="token", such as '
+            '"ekfac" or "dot".'
+        )
     query = problem.with_loss(query_lossfunc)
     run = Run(problem, query, train_loader, query_loader, progress, process_group)
     train = run.names(train_loader, identities, is_shared=True)
     queries = run.names(query_loader, query_identities, is_shared=False)
-    return run.gathered(_finite(Scores(chosen.values(run), train, queries, chosen.name)))
+    values = chosen.values(run)
+    scores = Scores(values, run.names_of_rows(train), queries, chosen.name)
+    return run.gathered(_finite(scores))
 
 
 def self_influence(

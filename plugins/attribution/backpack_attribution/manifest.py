@@ -28,6 +28,7 @@ class Manifest:
         about: What the user said about the gradients.
         shapes: The shape of each part for one sample; empty before the first row.
         plugins: Which plugins compute the gradients; empty if that is not known.
+        per: Whether rows are those of samples or tokens; empty if that is not known.
     """
 
     dtype: str
@@ -35,6 +36,7 @@ class Manifest:
     about: dict[str, Any]
     shapes: dict[str, list[int]]
     plugins: Fingerprint = field(default_factory=dict)
+    per: str = ""
 
     @classmethod
     def opened(
@@ -108,17 +110,22 @@ class Manifest:
         """Put it into the folder."""
         write_json(folder / NAME, {"version": VERSION, **asdict(self)})
 
-    def with_plugins(self, folder: Path, plugins: Fingerprint) -> Manifest:
+    def with_plugins(self, folder: Path, plugins: Fingerprint, per: str) -> Manifest:
         """With the plugins that compute the first rows, which compute all that follow.
 
         Raises:
-            UsageError: The rows that are stored were computed by others.
+            UsageError: The rows that are stored were computed by others, or are of the other kind.
         """
         known = self if self.plugins else Manifest.read(folder) or self
         agreed({f"The rows of {folder}": known.plugins, "those of this process": plugins})
-        if known.plugins:
+        if known.per not in ("", per):
+            raise UsageError(
+                f"A row of {folder} is a {known.per}, and a row for each {per} was asked for. Give "
+                "another folder."
+            )
+        if known.plugins and known.per:
             return known
-        known = replace(known, plugins=plugins)
+        known = replace(known, plugins=plugins, per=per)
         known.write(folder)
         return known
 

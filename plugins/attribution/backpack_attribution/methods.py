@@ -16,7 +16,7 @@ from backpack_attribution import forms
 from backpack_attribution.forms import Gradients
 from backpack_attribution.problem import FIELD, Problem
 from backpack_attribution.run import Run, on_cpu
-from backpack_core.errors import UsageError
+from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.extensions import GradInner
 from backpack_firstorder import SampleGradients
 
@@ -24,11 +24,20 @@ Checkpoint: TypeAlias = Mapping[str, Tensor] | str | Path
 
 
 class Method(ABC):
-    """A way to score training samples for queries."""
+    """A way to score training samples for queries.
+
+    Attributes:
+        has_tokens: Whether it scores single tokens of the training samples as well.
+    """
+
+    has_tokens = False
 
     @abstractmethod
     def values(self, run: Run) -> Tensor:
-        """Scores of the training samples of this process for all queries, ``[N, M]``."""
+        """Scores of the training samples of this process for all queries, ``[N, M]``.
+
+        By token ``[N · T, M]``, made by :meth:`Run.of_training`.
+        """
 
     def own_values(self, run: Run) -> Tensor:
         """Scores of the training samples of this process for themselves, ``[N]``.
@@ -57,6 +66,8 @@ class InnerProduct(Method):
 
     The queries' gradients are kept, as ``T`` makes them; of training samples, those of one batch.
     """
+
+    has_tokens = True
 
     def __init__(self, queries_at_once: int | None = None) -> None:
         """Store the settings.
@@ -109,7 +120,7 @@ class InnerProduct(Method):
     def scores(self, run: Run, queries: Gradients) -> Tensor:
         """Scores of all training samples for transformed queries, ``[N, M]``."""
         batches = run.batches(run.train_loader, f"{self.name}: training samples")
-        return on_cpu([self.of_batch(run.problem, batch, queries) for batch in batches])
+        return run.of_training([self.of_batch(run.problem, batch, queries) for batch in batches])
 
     def of_batch(self, problem: Problem, batch: Any, queries: Gradients) -> Tensor:
         """Scores of one batch of training samples, ``[N, M]``."""
@@ -163,6 +174,7 @@ class TracIn(Method):
             )
         self.learning_rates = rates
         self._checkpoints, self._method = [*checkpoints], method or GradDot()
+        self.has_tokens = self._method.has_tokens
 
     def values(self, run: Run) -> Tensor:
         """Scores, ``[N, M]``."""
@@ -185,6 +197,8 @@ def products_of(
 ) -> Tensor:
     """Inner products of a batch's gradients with queries, ``[N, M]``, in one backward pass.
 
+    By token ``[N · T, M]``.
+
     Nothing is kept of a parameter's gradients but the products.
 
     Args:
@@ -202,14 +216,19 @@ def products_of(
             parts.append(gradients.inner(queries[name]))
 
     if norms is None:
-        inner = GradInner(lambda name, shape: queries.get(name), savefield=FIELD)
-        parts = [*problem.compute(batch, inner).values()]
+        inner = GradInner(lambda name, shape: queries.get(name), savefield=FIELD, per=problem.per)
+        parts = [value.flatten(0, -2) for value in problem.compute(batch, inner).values()]
     else:
         problem.consume(batch, add)
     if not parts:
         raise UsageError(
             "A batch reaches none of the parameters that the queries depend on: look at what "
             "batch= and the loss make of it."
+        )
+    if len({*map(len, norms or parts)}) > 1:
+        raise UnsupportedError(
+            "Scores by token are sums over parameters, and some have another number of positions "
+            "than others, as behind a pooling. Freeze these, or score whole samples."
         )
     return torch.stack(parts).sum(0)
 

@@ -16,6 +16,7 @@ from backpack_core import Extension, backpack, extend, is_extended, unextend
 from backpack_core.errors import UsageError
 from backpack_core.extensions import BatchGrad
 from backpack_firstorder import SampleGradients
+from backpack_firstorder.tokens import Per, as_per
 from backpack_products.fingerprint import Fingerprint, fingerprint
 
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
@@ -34,10 +35,14 @@ class Problem:
     Attributes:
         model: The model. It is run in evaluation mode or without layers that draw at random.
         lossfunc: The loss as it was given.
+        per: What has a gradient of its own: a ``"sample"``, or each ``"token"`` of it, those of the
+            first sample first.
         parameters: Trained parameters by name.
     """
 
-    def __init__(self, model: Module, lossfunc: Loss, batch: Split | None = None) -> None:
+    def __init__(
+        self, model: Module, lossfunc: Loss, batch: Split | None = None, per: Per = "sample"
+    ) -> None:
         """Keep them.
 
         Args:
@@ -45,12 +50,14 @@ class Problem:
             lossfunc: A loss module, or a function of output and target that is a sum over samples.
             batch: Makes ``(inputs, targets)`` of what a loader gives, where that is neither such a
                 pair nor a dictionary with ``"labels"``.
+            per: ``"sample"`` or ``"token"``.
 
         Raises:
             UsageError: They are something else, nothing is trained, or the model draws at random.
         """
         _require(model, lossfunc)
         self.model, self.lossfunc, self.split = model, lossfunc, batch or split
+        self.per = as_per(per)
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self._summed = _summed(lossfunc)
         self._is_known_sum = self._summed is not lossfunc or _says_sum(lossfunc)
@@ -66,8 +73,10 @@ class Problem:
         return fingerprint(modules, [BatchGrad])
 
     def with_loss(self, lossfunc: Loss | None) -> Problem:
-        """The same model with another loss, if one is given."""
-        return self if lossfunc is None else Problem(self.model, lossfunc, self.split)
+        """The same model with another loss, if one is given, for whole samples."""
+        if lossfunc is None and self.per == "sample":
+            return self
+        return Problem(self.model, lossfunc or self.lossfunc, self.split)
 
     @contextmanager
     def extended(self) -> Iterator[None]:
@@ -116,7 +125,8 @@ class Problem:
             consumer: Called with the name of each parameter and its ``[N, *θ]`` during the backward
                 pass, which holds no other.
         """
-        self.compute(batch, BatchGrad(savefield=FIELD, form="product", consumer=consumer))
+        settings: Any = {"savefield": FIELD, "form": "product", "per": self.per}
+        self.compute(batch, BatchGrad(consumer=consumer, **settings))
 
     def compute(self, batch: Any, extension: Extension) -> dict[str, Any]:
         """What an extension finds for a batch, by parameter; nothing is left on these.
@@ -137,6 +147,8 @@ class Problem:
 
     def gradients(self, batch: Any) -> dict[str, Value]:
         """Gradients of the samples' own losses, ``[N, *θ]`` by parameter, as products.
+
+        By token ``[N · T, *θ]``.
 
         Raises:
             UsageError: No trained parameter has a gradient.

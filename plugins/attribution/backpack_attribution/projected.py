@@ -47,9 +47,10 @@ def project(
 
 
 def projections_of(problem: Problem, batch: Any, projection: Projection) -> dict[str, Tensor]:
-    """Projected gradients of a batch, ``[N, dim]`` for each parameter."""
+    """Projected gradients of a batch, ``[N, dim]`` each; by token ``[N · T, dim]``."""
     settings = projection.dim, projection.kind, projection.seed
-    return problem.compute(batch, ProjectedGrad(*settings, savefield=FIELD))
+    found = problem.compute(batch, ProjectedGrad(*settings, savefield=FIELD, per=problem.per))
+    return {name: value.flatten(0, -2) for name, value in found.items()}
 
 
 def _joined(parts: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

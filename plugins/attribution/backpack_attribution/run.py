@@ -18,6 +18,7 @@ from backpack_attribution.identities import (
     Identity,
     checked,
     content_hash,
+    tokens_of,
 )
 from backpack_attribution.problem import Problem, samples_in
 from backpack_attribution.scores import Scores
@@ -46,6 +47,8 @@ class Run:
     progress: bool = True
     process_group: distributed.ProcessGroup | None = None
     _seen: dict[int, list[str]] = field(default_factory=dict, repr=False)
+    _sizes: dict[int, list[int]] = field(default_factory=dict, repr=False)  # of the batches
+    _rows: list[int] = field(default_factory=list, repr=False)
 
     def batches(self, loader: Iterable[Any], what: str) -> Iterator[Any]:
         """The batches of a loader, with a bar meanwhile.
@@ -93,11 +96,13 @@ class Run:
         content = ByContent()
         found: list[Identity] = []
         count, seen = 0, self._seen.setdefault(id(loader), [])
+        sizes = self._sizes[id(loader)] = []
         seen.clear()
         for batch in loader:
             seen.append(content_hash(batch))
             samples = self.samples(batch)
             count += samples
+            sizes.append(samples)
             if callable(given):
                 found += checked(given(batch), samples)
             elif given == "content":
@@ -111,6 +116,25 @@ class Run:
             )
         is_list = not callable(given) and not isinstance(given, str)
         return checked([*given] if is_list else found, count)  # type: ignore[misc]
+
+    def of_training(self, parts: Sequence[Tensor]) -> Tensor:
+        """Rows of all batches of training samples, on the CPU, one for each sample or token."""
+        self._rows[:] = map(len, parts)
+        return on_cpu(parts)
+
+    def names_of_rows(self, names: Sequence[Identity]) -> list[Identity]:
+        """Identities of the rows of the last pass over training samples: by token ``"name:t"``.
+
+        Args:
+            names: Of the samples.
+        """
+        if self.problem.per == "sample":
+            return [*names]
+        found, waiting = list[Identity](), iter(names)
+        for samples, rows in zip(self._sizes[id(self.train_loader)], self._rows, strict=True):
+            for _ in range(samples):
+                found += tokens_of(next(waiting), rows // samples)
+        return found
 
     def gathered(self, scores: Scores) -> Scores:
         """Scores of the training samples of all processes, sorted by identity, on each of them."""

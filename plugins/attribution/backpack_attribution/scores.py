@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from backpack_attribution.disk import write
-from backpack_attribution.identities import Identity, checked
+from backpack_attribution.identities import Identity, checked, place_of
 from backpack_core.errors import ShapeError, UsageError
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class Scores:
 
     def sorted(self) -> Scores:
         """With training samples in the order of their identities, integers before texts."""
-        return self.aligned(sorted(self.train, key=lambda name: (isinstance(name, str), name)))
+        return self.aligned(sorted(self.train, key=place_of))
 
     def top(self, k: int = 10, largest: bool = True) -> Found:
         """The ``k`` training samples with the largest scores for each query.

@@ -7,11 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from safetensors import SafetensorError, safe_open
 
 from backpack_attribution import forms
-from backpack_attribution.disk import VERSION
+from backpack_attribution.disk import VERSION, write
 from backpack_attribution.forms import Gradients
 from backpack_attribution.identities import Identity
 from backpack_core.errors import UsageError
@@ -27,6 +28,41 @@ class Block(NamedTuple):
 
     identities: list[Identity]
     gradients: Gradients
+
+
+class Waiting:
+    """Samples that wait until they fill a shard.
+
+    Attributes:
+        nbytes: How many bytes they take.
+    """
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self.nbytes = 0
+        self._blocks: list[Block] = []
+        self._names: set[Identity] = set()
+
+    def __contains__(self, identity: object) -> bool:
+        """Whether a sample waits."""
+        return identity in self._names
+
+    def add(self, identities: list[Identity], gradients: Gradients) -> None:
+        """Take in some more."""
+        self._names.update(identities)
+        self._blocks.append(Block(identities, gradients))
+        self.nbytes += sum(value.nbytes for value in gradients.values())
+
+    def joined(self) -> Block | None:
+        """All that wait; ``None`` if none do."""
+        if not self._blocks:
+            return None
+        names = [name for block in self._blocks for name in block.identities]
+        parts = {
+            part: forms.cat([block.gradients[part] for block in self._blocks])
+            for part in self._blocks[0].gradients
+        }
+        return Block(names, parts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,12 +126,12 @@ class Shards:
     """All shards in a folder, in the order of writing; a sample is in one of them."""
 
     def __init__(self, folder: Path) -> None:
-        """Read their headers.
+        """Read the headers of those in a folder.
 
         Raises:
             UsageError: A file is damaged, or a sample is in two of them.
         """
-        self._shards: list[Shard] = []
+        self._folder, self._shards = folder, list[Shard]()
         self._places: dict[Identity, tuple[int, int]] = {}
         for path in sorted(folder.glob("*.safetensors")):
             self.add(path)
@@ -117,15 +153,28 @@ class Shards:
         self._places.update(zip(shard.identities, places, strict=True))
         self._shards.append(shard)
 
+    def write(self, block: Block, shapes: dict[str, list[int]], process: int) -> None:
+        """Write some samples as one more, which is there whole or not at all.
+
+        Args:
+            block: The samples.
+            shapes: The shape of each part for one sample.
+            process: Which of several writers this is.
+        """
+        number = 1 + max((shard.number for shard in self._shards), default=-1)
+        path = self._folder / f"{number:06d}-{process:04d}-{uuid4().hex[:8]}.safetensors"
+        tensors = {
+            f"{part}|{key}": tensor
+            for part, value in block.gradients.items()
+            for key, tensor in forms.tensors(value).items()
+        }
+        write(path, tensors, "shard", {"identities": block.identities, "shapes": shapes})
+        self.add(path)
+
     @property
     def identities(self) -> list[Identity]:
         """Of all samples, in order."""
         return [*self._places]
-
-    @property
-    def next_number(self) -> int:
-        """The number of a shard that is written next."""
-        return 1 + max((shard.number for shard in self._shards), default=-1)
 
     def __len__(self) -> int:
         """Number of samples."""

@@ -6,17 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import torch
 
 from backpack_attribution import forms
-from backpack_attribution.disk import UNFINISHED, write
+from backpack_attribution.disk import UNFINISHED
 from backpack_attribution.forms import Gradients, Value
 from backpack_attribution.identities import Identity, checked
 from backpack_attribution.manifest import DTYPES, Manifest
 from backpack_attribution.scores import Found, Scores, require_count
-from backpack_attribution.shard import Block, Shards
+from backpack_attribution.shard import Block, Shards, Waiting
 from backpack_core.errors import ShapeError, UsageError
 from backpack_products.fingerprint import Fingerprint, agreed, fingerprint_of
 
@@ -77,11 +76,9 @@ class GradientStore:
         """
         self.folder = Path(folder)
         self._shard_bytes, self._process = shard_bytes, _rank() if process is None else process
-        self._waiting: list[Block] = []
-        self._bytes = 0
+        self._waiting = Waiting()
         self._manifest = Manifest.opened(self.folder, dtype, rank, about)
         self._shards = Shards(self.folder)
-        self._named: set[Identity] = set()  # samples that wait
 
     # What is in it ----------------------------------------------------------------------------
 
@@ -116,7 +113,7 @@ class GradientStore:
 
     def __contains__(self, identity: object) -> bool:
         """Whether a sample is stored, or waits for its shard."""
-        return identity in self._shards or identity in self._named
+        return identity in self._shards or identity in self._waiting
 
     def __repr__(self) -> str:
         """Samples, parts and precision."""
@@ -130,7 +127,7 @@ class GradientStore:
         """Places of the identities that are not stored: empty where a batch is done."""
         return [place for place, name in enumerate(identities) if name not in self]
 
-    def computed_by(self, plugins: Fingerprint) -> None:
+    def computed_by(self, plugins: Fingerprint, per: str = "sample") -> None:
         """Compare the plugins that compute now with those that computed what is stored.
 
         A store without a fingerprint takes this one. :func:`~backpack_attribution.fill` does so by
@@ -138,11 +135,12 @@ class GradientStore:
 
         Args:
             plugins: What :func:`backpack_products.fingerprint.fingerprint` says of the model.
+            per: Whether a row is a ``"sample"`` or a ``"token"``.
 
         Raises:
-            UsageError: They are others.
+            UsageError: They are others, or rows of the other kind are stored.
         """
-        self._manifest = self._manifest.with_plugins(self.folder, plugins)
+        self._manifest = self._manifest.with_plugins(self.folder, plugins, per)
 
     # Writing ----------------------------------------------------------------------------------
 
@@ -180,28 +178,16 @@ class GradientStore:
                 f"The gradient of {strange[0]!r} is not finite for some of {names[:3]}...: nothing "
                 f"was stored. Look at the loss of these samples, and at the range of {self.dtype}."
             )
-        self._named.update(names)
-        self._waiting.append(Block(names, made))
-        self._bytes += sum(value.nbytes for value in made.values())
-        if self._bytes >= self._shard_bytes:
+        self._waiting.add(names, made)
+        if self._waiting.nbytes >= self._shard_bytes:
             self.flush()
 
     def flush(self) -> None:
         """Write the samples that wait as one shard; they are safe afterwards."""
-        if not self._waiting:
-            return
-        block = _joined(self._waiting)
-        name = f"{self._shards.next_number:06d}-{self._process:04d}-{uuid4().hex[:8]}.safetensors"
-        tensors = {
-            f"{part}|{key}": tensor
-            for part, value in block.gradients.items()
-            for key, tensor in forms.tensors(value).items()
-        }
-        about = {"identities": block.identities, "shapes": self._manifest.shapes}
-        write(self.folder / name, tensors, "shard", about)
-        self._shards.add(self.folder / name)
-        self._waiting, self._bytes = [], 0
-        self._named.clear()
+        block = self._waiting.joined()
+        if block is not None:
+            self._shards.write(block, self._manifest.shapes, self._process)
+            self._waiting = Waiting()
 
     def __enter__(self) -> GradientStore:
         """Itself; at the end of the block, what waits is written."""
@@ -352,12 +338,6 @@ class GradientStore:
             raise ShapeError(f"All parts have the samples on axis 0. Got lengths {lengths}.")
         shapes = {name: [*value.shape[1:]] for name, value in gradients.items()}
         self._manifest = self._manifest.with_shapes(self.folder, shapes)
-
-
-def _joined(blocks: Sequence[Block]) -> Block:
-    names = [name for block in blocks for name in block.identities]
-    parts = blocks[0].gradients
-    return Block(names, {p: forms.cat([block.gradients[p] for block in blocks]) for p in parts})
 
 
 def _rank() -> int:

@@ -18,6 +18,7 @@ from backpack_attribution.identities import Identity, checked, content_hash
 from backpack_core.errors import UsageError
 
 Record = Mapping[str, Any]
+_ENCODING = "utf-8-sig"  # spreadsheets begin their csv with a mark
 
 
 def read_records(path: str | Path) -> Sequence[Record]:
@@ -43,31 +44,41 @@ def read_records(path: str | Path) -> Sequence[Record]:
         )
     try:
         found = [*readers[path.suffix](path)]
-    except ValueError as error:
+    except (ValueError, csv.Error) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
     if not found or not all(isinstance(record, Mapping) for record in found):
         raise UsageError(f"{path} has no records, or some that are not objects with fields.")
     return found
 
 
+def _read_lines(path: Path) -> Iterator[str]:
+    """The lines; unlike ``splitlines``, form feeds and separators of paragraphs do not end one."""
+    with path.open(encoding=_ENCODING) as file:
+        for line in file:
+            yield line.removesuffix("\n")
+
+
 def _lines(path: Path) -> Iterator[Any]:
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for number, line in enumerate(_read_lines(path), 1):
         if line.strip():
-            yield json.loads(line)
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"line {number} is not JSON ({error})") from error
 
 
 def _list(path: Path) -> Iterator[Any]:
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = json.loads(path.read_text(encoding=_ENCODING))
     yield from found if isinstance(found, list) else ()
 
 
 def _table(path: Path) -> Iterator[Any]:
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding=_ENCODING, newline="") as file:
         yield from csv.DictReader(file)
 
 
 def _plain(path: Path) -> Iterator[Any]:
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in _read_lines(path):
         yield {"text": line}
 
 
@@ -79,7 +90,13 @@ def _saved(path: Path) -> Sequence[Record]:
             f"{path} is a folder, which datasets reads, and that is not installed. Run "
             "`pip install 'backpack-attribution[datasets]'`, or give json lines or csv."
         ) from error
-    found: Any = datasets.load_from_disk(str(path))
+    try:
+        found: Any = datasets.load_from_disk(str(path))
+    except OSError as error:
+        raise UsageError(
+            f"{path} is a folder, and not one that datasets has saved with save_to_disk: give such "
+            "a folder, or a file."
+        ) from error
     if isinstance(found, Mapping):
         raise UsageError(f"{path} has the splits {[*found]}: give the folder of one of them.")
     records: Sequence[Record] = found
@@ -203,11 +220,24 @@ def load_model(folder: str | Path, parameters: str | None = None) -> tuple[Modul
     except (OSError, ValueError) as error:
         raise UsageError(f"{folder} holds no causal language model: {error}") from error
     model.config.use_cache = False
+    try:
+        wanted = re.compile(parameters or "")
+    except re.error as error:
+        raise UsageError(
+            f"--parameters is a regular expression, and {parameters!r} is none: {error}."
+        ) from error
     for name, p in model.named_parameters():
-        p.requires_grad_(parameters is None or re.search(parameters, name) is not None)
+        p.requires_grad_(wanted.search(name) is not None)
     if not any(p.requires_grad for p in model.parameters()):
         raise UsageError(f"No parameter has {parameters!r} in its name.")
     return model, tokenizer
+
+
+def longest(model: Module, length: int) -> int:
+    """How many tokens of a text are taken: as many as asked for, and as the model has places."""
+    config: Any = model.config
+    places = getattr(config, "max_position_embeddings", None)
+    return length if places is None else min(length, places)
 
 
 def coverage(model: Module, covered: Sequence[str]) -> str:

@@ -6,21 +6,32 @@ import torch
 from torch import Tensor
 
 from backpack_core.tuning import memory_budget
+from backpack_products.affine import AffineProduct
 from backpack_products.contractions import slices
 from backpack_products.product import SampleProduct
+from backpack_products.rows import whole
 from backpack_products.values import at_least_single
 
 Factors = tuple[Tensor, Tensor]
 
 
-def affine_low_rank(out: Tensor, inp: Tensor, rank: int) -> Factors:
-    """Factors ``[N, c, O]`` and ``[N, c, I]`` nearest to ``Σ_s out[n, s] ⊗ inp[n, s]``.
+def nearest_factors(product: SampleProduct, size: tuple[int, int], rank: int) -> Factors | None:
+    """Factors ``[N, c, O]`` and ``[N, c, I]`` nearest to gradients; ``None`` if they are as small.
 
     Args:
-        out: Shape ``[N, S, O]``.
-        inp: Shape ``[N, S, I]``.
+        product: Of one column, ``[1, N, *θ]``.
+        size: Rows and columns of the parameter.
         rank: ``c``.
     """
+    if not isinstance(product, AffineProduct) or product.inp is None or product.sizes[0] > 1:
+        return _of_formed(product, size, rank)
+    if product.positions <= rank:
+        return None
+    return _of_affine(product.out[0, :, :, 0], whole(product.inp)[:, :, 0], rank)
+
+
+def _of_affine(out: Tensor, inp: Tensor, rank: int) -> Factors:
+    """Of ``Σ_s out[n, s] ⊗ inp[n, s]`` with factors ``[N, S, O]`` and ``[N, S, I]``."""
     left, right = at_least_single(out), at_least_single(inp)
     # Orthogonal bases of what the factors span, where these are not all there is.
     left_base, left = _reduced(left.mT)  # [N, O, k], [N, k, S]
@@ -30,14 +41,8 @@ def affine_low_rank(out: Tensor, inp: Tensor, rank: int) -> Factors:
     return left_out.to(out.dtype), right_out.to(out.dtype)
 
 
-def dense_low_rank(product: SampleProduct, size: tuple[int, int], rank: int) -> Factors:
-    """The same of formed gradients, some samples at a time.
-
-    Args:
-        product: Of one column, ``[1, N, *θ]``.
-        size: Rows and columns of the parameter.
-        rank: ``c``.
-    """
+def _of_formed(product: SampleProduct, size: tuple[int, int], rank: int) -> Factors:
+    """Of gradients that are formed, some samples at a time."""
     single = max(1, product.shape.numel() * product.like.element_size())
     found = []
     for some in slices(product.samples, memory_budget() // single):

@@ -1,18 +1,20 @@
 """Inner products of two sets of individual gradients of one parameter, ``[N, M]``.
 
 Neither set is formed as a whole. Each pair of forms has its way, and where there are several the
-one with fewer multiply-adds is taken.
+one with fewer multiply-adds is taken, or the one that was asked for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from math import isqrt, prod
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from backpack_core.contract.operation import OpenFunction
+from backpack_core.errors import UsageError
 from backpack_core.tuning import memory_budget
 from backpack_firstorder.plain import plain_terms
 from backpack_products.affine import AffineProduct
@@ -26,10 +28,33 @@ from backpack_products.tuning import CACHE, READ
 _FEATURES = 32
 
 
-def pairs(first: SampleProduct, second: SampleProduct) -> Tensor:
+Pairing: TypeAlias = Literal["positions", "formed"]
+
+
+def as_pairing(form: Any) -> Pairing | None:
+    """Return an argument ``form``.
+
+    Raises:
+        UsageError: It is unknown.
+    """
+    if form is not None and form not in get_args(Pairing):
+        raise UsageError(
+            f"form is one of {get_args(Pairing)}, or None for the cheaper one. Got {form!r}."
+        )
+    found: Pairing | None = form
+    return found
+
+
+def pairs(first: SampleProduct, second: SampleProduct, form: Pairing | None = None) -> Tensor:
     """``⟨M[0, n], M'[0, m]⟩`` of two products of one column, of one parameter. Shape ``[N, M]``.
 
     A sum has the inner products of all pairs of its terms, those of different forms included.
+
+    Args:
+        first: One product.
+        second: The other.
+        form: Of terms with several ways: ``"positions"`` for inner products of factors,
+            ``"formed"`` for gradients that are formed in parts; default: the cheaper one.
     """
     total = first.new_zeros(first.samples, second.samples)
     if not total.numel():
@@ -37,20 +62,22 @@ def pairs(first: SampleProduct, second: SampleProduct) -> Tensor:
     others = plain_terms(second)
     for term in plain_terms(first):
         for other in others:
-            total = total + _pairs_of_terms(term, other)
+            total = total + _pairs_of_terms(term, other, form)
     return total
 
 
-def _pairs_of_terms(first: SampleProduct, second: SampleProduct) -> Tensor:
-    found = pairs_version(first, second)
+def _pairs_of_terms(first: SampleProduct, second: SampleProduct, form: Pairing | None) -> Tensor:
+    found = pairs_version(first, second, form)
     if found is not None:
         return found
-    found = pairs_version(second, first)
+    found = pairs_version(second, first, form)
     return _by_pieces(first, second) if found is None else found.T
 
 
 @OpenFunction
-def pairs_version(first: SampleProduct, second: SampleProduct) -> Tensor | None:
+def pairs_version(
+    first: SampleProduct, second: SampleProduct, form: Pairing | None
+) -> Tensor | None:
     """Dispatch on the first form; its version asks whether it can be paired with the second."""
     return None
 
@@ -67,7 +94,7 @@ def _by_pieces(first: SampleProduct, second: SampleProduct) -> Tensor:
 
 
 @pairs_version.register
-def _pairs_dense(first: DenseProduct, second: SampleProduct) -> Tensor | None:
+def _pairs_dense(first: DenseProduct, second: SampleProduct, form: Pairing | None) -> Tensor | None:
     if first.values is None or not isinstance(second, DenseProduct) or second.values is None:
         return None
     left, right = first.values[0], second.values[0]
@@ -78,22 +105,25 @@ def _pairs_dense(first: DenseProduct, second: SampleProduct) -> Tensor | None:
 
 
 @pairs_version.register
-def _pairs_affine(first: AffineProduct, second: SampleProduct) -> Tensor | None:
+def _pairs_affine(
+    first: AffineProduct, second: SampleProduct, form: Pairing | None
+) -> Tensor | None:
     inp = first.inp
     if inp is None or first.arrange is not None:
         return None
     out, sizes = first.out, first.sizes
     if isinstance(second, DenseProduct) and second.values is not None:
-        return affine_with_dense(out, inp, second.values.reshape(second.samples, *sizes))
+        return affine_with_dense(out, inp, second.values.reshape(second.samples, *sizes), form)
     if isinstance(second, LookupProduct) and sizes == (1, *second.shape):
-        return _affine_with_lookup(out, inp, second)
+        return _affine_with_lookup(out, inp, second, form)
     if not isinstance(second, AffineProduct) or second.inp is None or second.arrange is not None:
         return None
     if is_empty(out, inp) or is_empty(second.out, second.inp):
         return out.new_zeros(first.samples, second.samples)
     if second.sizes != sizes:
         return None
-    if _is_cheaper_by_positions(out, inp, second.out, second.inp):
+    is_cheaper = _is_cheaper_by_positions(out, inp, second.out, second.inp)
+    if form == "positions" or (is_cheaper and form is None):
         return _by_positions(out, inp, second.out, second.inp)
     # What is formed again for each part of the other set is the smaller set.
     other_out, other_inp = second.out, second.inp
@@ -140,12 +170,13 @@ def _met(left: Tensor, right: Tensor, group: int) -> Tensor:
     return left[:, :, group].flatten(0, 1) @ right[:, :, group].flatten(0, 1).T
 
 
-def affine_with_dense(out: Tensor, inp: Rows, other: Tensor) -> Tensor:
+def affine_with_dense(out: Tensor, inp: Rows, other: Tensor, form: Pairing | None = None) -> Tensor:
     """With formed gradients or directions ``[M, G, O, I]``."""
     count, positions = len(other), out.shape[2]
     if is_empty(out, inp) or not count:
         return out.new_zeros(out.shape[1], count)
-    if count * positions <= positions + READ + count:
+    is_cheaper = count * positions <= positions + READ + count
+    if form == "positions" or (is_cheaper and form is None):
         return _by_multiplying(out, inp, other)
     return _by_features(out, inp, count, lambda some: other[:, :, some])
 
@@ -185,11 +216,13 @@ def _by_features(out: Tensor, inp: Rows, count: int, form: Callable[[slice], Ten
 # Tables -------------------------------------------------------------------------------------------
 
 
-def _affine_with_lookup(out: Tensor, inp: Rows, other: LookupProduct) -> Tensor:
+def _affine_with_lookup(
+    out: Tensor, inp: Rows, other: LookupProduct, form: Pairing | None
+) -> Tensor:
     """Of the affine product only those rows that the table's samples looked up."""
     parts = [out.new_zeros(out.shape[1], 0)]
     for rows, table in tables(other):
-        parts.append(affine_with_dense(out[..., rows], inp, table.unsqueeze(1)))
+        parts.append(affine_with_dense(out[..., rows], inp, table.unsqueeze(1), form))
     return torch.cat(parts, 1)
 
 
@@ -209,7 +242,9 @@ def tables(product: LookupProduct) -> list[tuple[Tensor, Tensor]]:
 
 
 @pairs_version.register
-def _pairs_lookup(first: LookupProduct, second: SampleProduct) -> Tensor | None:
+def _pairs_lookup(
+    first: LookupProduct, second: SampleProduct, form: Pairing | None
+) -> Tensor | None:
     if isinstance(second, DenseProduct) and second.values is not None:
         return _lookup_with_dense(first.out[0], first.row, second.values[0])
     if not isinstance(second, LookupProduct):

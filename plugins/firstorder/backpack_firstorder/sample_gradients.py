@@ -5,20 +5,22 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from backpack_core.errors import ShapeError, UsageError
 from backpack_firstorder.divisors import Divisor, divided
-from backpack_firstorder.low_rank import affine_low_rank, dense_low_rank
-from backpack_firstorder.pairs import pairs
+from backpack_firstorder.low_rank import nearest_factors
+from backpack_firstorder.pairs import Pairing, as_pairing, pairs
 from backpack_firstorder.plain import plain_terms
 from backpack_firstorder.products import norm
 from backpack_firstorder.single import in_single
 from backpack_firstorder.terms import (
     FORMS,
+    Index,
+    chosen_by,
     form_of,
     fresh,
     kept,
@@ -32,13 +34,10 @@ from backpack_firstorder.terms import (
 from backpack_products.affine import AffineProduct
 from backpack_products.operations import batch_sum, dense, weighted_sum
 from backpack_products.product import DenseProduct, SampleProduct, SumProduct
-from backpack_products.rows import whole
 from backpack_products.values import is_flag
 
 if TYPE_CHECKING:
     from backpack_firstorder.projections import Projection
-
-Index: TypeAlias = "int | slice | Sequence[int] | Tensor"
 
 
 class SampleGradients:
@@ -138,19 +137,7 @@ class SampleGradients:
 
     def __getitem__(self, index: Index) -> SampleGradients:
         """Some samples; a single number gives a set of one."""
-        if isinstance(index, Tensor):
-            index = index.to(self.device)
-            chosen: Any = index.unsqueeze(0) if index.dim() == 0 and not is_flag(index) else index
-        elif isinstance(index, slice):
-            chosen = index
-        elif isinstance(index, Sequence):
-            chosen = torch.as_tensor([*index], device=self.device)
-            chosen = chosen if len(index) else chosen.long()
-        else:
-            number = operator.index(index)
-            if not -len(self) <= number < len(self):
-                raise IndexError(f"There are {len(self)} samples. Got the index {number}.")
-            chosen = slice(number, number + 1 or None)
+        chosen = chosen_by(index, len(self), self.device)
         return self._map(lambda factor: factor[chosen])
 
     def _map(self, function: Callable[[Tensor], Tensor], number: Any = None) -> SampleGradients:
@@ -207,23 +194,26 @@ class SampleGradients:
         return norm(single).value().squeeze(0).to(single.like.dtype)
 
     @torch.no_grad()
-    def inner(self, other: SampleGradients | Tensor) -> Tensor:
+    def inner(self, other: SampleGradients | Tensor, form: Pairing | None = None) -> Tensor:
         """Inner products with other gradients of the parameter, in single precision at least.
 
         Args:
             other: Gradients of ``M`` samples, of this or of another pass; or directions
                 ``[M, *θ]``, such as preconditioned queries; or one direction ``[*θ]``.
+            form: Of factors: ``"positions"`` pairs positions, ``"formed"`` forms gradients of some
+                features at a time; default: what takes fewer multiply-adds.
 
         Returns:
             Shape ``[N, M]``, ``M = 1`` for one direction.
 
         Raises:
             ShapeError: They are of a parameter of another shape.
+            UsageError: The form is unknown.
         """
         met = as_gradients(other, self.shape[1:])
         dtype = torch.promote_types(torch.promote_types(self.dtype, met.dtype), torch.float32)
         met = met.to(self.device, dtype)
-        return pairs(self.to(dtype=dtype).product(), met.product())
+        return pairs(self.to(dtype=dtype).product(), met.product(), as_pairing(form))
 
     @torch.no_grad()
     def weighted_sum(self, weights: Tensor) -> Tensor:
@@ -293,14 +283,8 @@ class SampleGradients:
         size = matrix_shape(self.shape[1:])
         if min(size) <= 1 or len(self) == 0:
             return self
-        first = self._terms[0]
-        if len(self._terms) == 1 and isinstance(first, AffineProduct) and first.sizes[0] == 1:
-            if first.positions <= rank:
-                return self
-            factors = affine_low_rank(first.out[0, :, :, 0], whole(first.inp)[:, :, 0], rank)  # type: ignore[arg-type]
-        else:
-            factors = dense_low_rank(self.product(), size, rank)
-        return SampleGradients.from_factors(*factors, self.shape[1:])
+        factors = nearest_factors(self.product(), size, rank)
+        return self if factors is None else self.from_factors(*factors, self.shape[1:])
 
     @torch.no_grad()
     def prepared(self, most_bytes: int) -> SampleGradients:
@@ -320,7 +304,7 @@ class SampleGradients:
         by_positions = first.samples * first.positions * groups * (features + size)
         if features * size * groups > by_positions or formed > most_bytes:
             return self
-        return SampleGradients.from_dense(self.dense())
+        return SampleGradients.from_dense(dense(self.product()).squeeze(0))  # nobody else has it
 
     # Stored --------------------------------------------------------------------------------------
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from backpack_core.contract.extension import FailMode
 from backpack_core.errors import UnsupportedError, UsageError, nearest
+from backpack_firstorder.blocks import Block, pairs_by_block, see_blocks
 from backpack_firstorder.divisors import Divisors, divided_by, see_divisors
 from backpack_firstorder.names import name_of
-from backpack_firstorder.pairs import pairs
+from backpack_firstorder.pairs import Pairing, as_pairing, pairs
 from backpack_firstorder.sample_gradients import SampleGradients, as_gradients
 from backpack_firstorder.single import in_single
 from backpack_firstorder.squares import SquaresExtension
@@ -39,6 +40,9 @@ class GradInner(SquaresExtension):
     parameters is in the extension's attribute ``scores``, ``[N, M]``, after the backward pass: the
     score of every training sample for every query. Nothing else is kept. With ``per="token"``, both
     are ``[N, T, M]``: a sample's score is the sum over its tokens, see :class:`BatchGrad`.
+
+    Scores by head, by expert, or by other blocks of a parameter along one of its axes are in its
+    ``grad_inner``, if ``blocks`` asks for them: ``[N, M, B]``. Their sum is the parameter's part.
 
     Queries are what ``BatchGrad(form="product")`` left in an earlier pass, with low rank if they
     should cost less (``SampleGradients.low_rank``), or tensors ``[M, *θ]``, such as preconditioned
@@ -73,6 +77,8 @@ class GradInner(SquaresExtension):
         fail_mode: FailMode = "autodiff",
         divisors: Divisors | None = None,
         per: Per = "sample",
+        form: Pairing | None = None,
+        blocks: Mapping[str, Block] | None = None,
     ) -> None:
         """Store the settings.
 
@@ -86,14 +92,19 @@ class GradInner(SquaresExtension):
             divisors: What the individual gradients, not the queries, are divided by before, by
                 parameter name, see :func:`~backpack_firstorder.divisors_of`.
             per: ``"sample"``, or ``"token"`` for the share of each position.
+            form: See :meth:`SampleGradients.inner <backpack_firstorder.SampleGradients.inner>`.
+            blocks: By parameter name ``(axis, B)``: that axis has ``B`` blocks of one length, one
+                behind the other.
 
         Raises:
-            UsageError: There are no queries, or of one parameter more than of another.
+            UsageError: There are no queries, of one parameter more than of another, or the form is
+                unknown.
         """
         super().__init__(subsampling, savefield, fail_mode)
         if not callable(queries):
             _see_queries(queries)
         self.queries, self.divisors, self.per = queries, see_divisors(divisors), as_per(per)
+        self.form, self.blocks = as_pairing(form), see_blocks(blocks)
         self.scores: Tensor | None = None
 
     def read(self, product: SampleProduct) -> _Met:
@@ -106,8 +117,14 @@ class GradInner(SquaresExtension):
         single = in_single(entries)
         met = as_gradients(query, single.shape).to(single.like.device, single.like.dtype)
         with torch.no_grad():
-            found = pairs(divided_by(self.divisors, single, name), met.product())
-        return _Met(name, found.reshape(*lead, found.shape[1]))
+            found = self._pairs(divided_by(self.divisors, single, name), met.product(), name)
+        return _Met(name, found.reshape(*lead, *found.shape[1:]))
+
+    def _pairs(self, product: SampleProduct, query: SampleProduct, name: str) -> Tensor:
+        """``[N, M]``, or ``[N, M, B]`` for a parameter with blocks."""
+        if name in self.blocks:
+            return pairs_by_block(product, query, name, self.blocks[name], self.form)
+        return pairs(product, query, self.form)
 
     def _query(self, name: str, shape: torch.Size) -> Query:
         if callable(self.queries):
@@ -133,6 +150,12 @@ class GradInner(SquaresExtension):
                 "query: the scores would lack its part. Use the names of model.named_parameters(), "
                 "or leave it out of the queries."
             )
+        strange = next((name for name in self.blocks if name not in met), None)
+        if strange is not None:
+            raise UsageError(
+                f"The backward pass met no trained parameter {strange!r}, whose blocks are asked "
+                f"for{nearest(strange, met) or '.'} Use the names of model.named_parameters()."
+            )
         counts = {v.name: v.inner.shape[1] for v in values.values() if v.inner is not None}
         _see_tokens(counts, self.per)
         found = {
@@ -140,7 +163,11 @@ class GradInner(SquaresExtension):
             for parameter, value in values.items()
             if value.inner is not None
         }
-        self.scores = reduce(torch.add, found.values()) if found else None
+        totals = [
+            value.sum(-1) if values[parameter].name in self.blocks else value
+            for parameter, value in found.items()
+        ]
+        self.scores = reduce(torch.add, totals) if totals else None
         return found
 
 

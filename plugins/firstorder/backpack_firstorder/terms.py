@@ -6,10 +6,11 @@ indexed, joined, moved and stored by name.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from functools import reduce
 from math import prod
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +20,9 @@ from backpack_products.factors import FactorProduct
 from backpack_products.lookup import LookupProduct
 from backpack_products.product import DenseProduct, SampleProduct
 from backpack_products.rows import whole
+from backpack_products.values import is_flag
 
+Index: TypeAlias = "int | slice | Sequence[int] | Tensor"
 FORMS = {AffineProduct: "affine", LookupProduct: "lookup", DenseProduct: "dense"}
 
 
@@ -98,6 +101,26 @@ def terms_from(state: Mapping[str, Tensor], shape: torch.Size) -> list[SamplePro
         number, form, name = key.split(".")
         found.setdefault((int(number), form), {})[name] = tensor
     return [term_of(form, found[number, form], shape) for number, form in sorted(found)]
+
+
+def chosen_by(index: Index, samples: int, device: torch.device) -> slice | Tensor:
+    """What chooses samples of a term, of whatever a user writes; a single number chooses one.
+
+    Raises:
+        IndexError: There is no such sample.
+    """
+    if isinstance(index, Tensor):
+        index = index.to(device)
+        return index.unsqueeze(0) if index.dim() == 0 and not is_flag(index) else index
+    if isinstance(index, slice):
+        return index
+    if isinstance(index, Sequence):
+        found = torch.as_tensor([*index], device=device)
+        return found if len(index) else found.long()
+    number = operator.index(index)
+    if not -samples <= number < samples:
+        raise IndexError(f"There are {samples} samples. Got the index {number}.")
+    return slice(number, number + 1 or None)
 
 
 def mapped(term: SampleProduct, function: Any, number: Any) -> SampleProduct:

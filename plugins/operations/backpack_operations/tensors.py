@@ -74,6 +74,10 @@ class Known:
         """Whether it is known which entries of axis 0 each sample has."""
         return bool(self.positions) or self.owned is not None
 
+    def is_turned(self) -> bool:
+        """Whether it is a view with another axis in front."""
+        return self.operation in nodes.TURNS and not nodes.keeps_rows(*self.place, 0)
+
 
 class Way(NamedTuple):
     """From a tensor to one of those that it was made of.
@@ -131,7 +135,8 @@ class Way(NamedTuple):
     def repeats(self) -> bool:
         """Whether no sample is made of it without repeating entries, if it is a table."""
         above, operation = self.above, self.above.operation
-        is_moved = operation in nodes.GATHERS or nodes.TURNS & {operation, self.below.operation}
+        is_turned = operation in nodes.TURNS and not self.keeps_rows
+        is_moved = is_turned or operation in nodes.GATHERS or self.below.is_turned()
         if is_moved or not above.positions:
             return True
         return self.is_broadcast and not (operation and self.keeps_rows)
