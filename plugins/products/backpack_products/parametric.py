@@ -19,7 +19,7 @@ from backpack_core.errors import ShapeError, nearest
 from backpack_core.record.untouched import ask, guard_of
 from backpack_core.record.view import View
 from backpack_products.affine import AffineProduct
-from backpack_products.columns import ApartColumns, OwnedColumns
+from backpack_products.columns import ApartColumns, InRuns, OwnedColumns
 from backpack_products.derivatives import SecondOrderRule
 from backpack_products.operations import dense
 from backpack_products.product import DenseProduct, SampleProduct, regrouped
@@ -100,6 +100,10 @@ class ParametricRule(SecondOrderRule):
         """
         if isinstance(columns, OwnedColumns):
             return of_owners(self.param_product(view, name, columns.plain.mat), columns.owned)
+        if isinstance(columns, InRuns) and columns.is_in_front:
+            product, count = self.param_product(view, name, columns.plain.mat), columns.samples
+            is_whole = product.samples == count
+            return product if is_whole else regrouped(product, product.columns, count, {})
         product = self.param_product(view, name, columns.flat)
         count, samples = columns.mat.shape[:2]
         return regrouped(product, count, samples, view.kept)
