@@ -122,7 +122,7 @@ def of_residuals(points: int = 128) -> Iterator[Row]:
         second = [
             torch.autograd.grad(slope[:, i].sum(), at, create_graph=True)[0][:, i] for i in (0, 1)
         ]
-        return lossfunc(torch.stack(second).sum(0).unsqueeze(1))
+        return lossfunc((second[0] + second[1]).unsqueeze(1))
 
     def ours() -> list[Tensor]:
         run(Jacobians(), loss=residual, gradient="skipped")

@@ -88,7 +88,9 @@ class Columns:
         if len(self.blocks) == 1:
             return self.like(dict.fromkeys(self.blocks, mat))
         parts = mat.split(list(self.sizes.values()))
-        return self.like(dict(zip(self.blocks, parts, strict=True)))
+        found = self.like(dict(zip(self.blocks, parts, strict=True)))
+        found.mat = mat  # they are views of it
+        return found
 
     def to(self, dtype: torch.dtype) -> Columns:
         """The same columns in another dtype."""
