@@ -7,7 +7,7 @@ that nets have, the gradient is computed by a formula here, in the place of auto
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -44,8 +44,8 @@ def gradients(
         retain_graph: Whether the graph is kept.
         in_vectors: Whether it is to be differentiated in the vectors only, and once.
     """
-    formulas = {**FORMULAS, **OF_VECTORS} if in_vectors else FORMULAS
-    with _by_formula(outputs if create_graph else (), formulas):
+    formulas = FORMULAS | OF_VECTORS if in_vectors else FORMULAS
+    with _by_formula(outputs, formulas) if create_graph else nullcontext():
         found = torch.autograd.grad(
             outputs,  # type: ignore[arg-type] # tensors and edges may be mixed
             inputs,  # type: ignore[arg-type]
