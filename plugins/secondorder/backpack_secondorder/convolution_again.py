@@ -45,7 +45,7 @@ class _Sent(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *directions: Tensor | None) -> Grads:
         """Two convolutions at most, which is what the convolution's own derivative takes."""
         image, kernel = ctx.saved_tensors
