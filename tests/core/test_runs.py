@@ -10,9 +10,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack_core import backpack, extend, quantities
+from backpack_core import Extension, backpack, extend, quantities
 from backpack_core.errors import SampleMixingError
-from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact
+from backpack_core.extensions import (
+    NTK,
+    BatchDiagGGNExact,
+    BatchDotGrad,
+    BatchGrad,
+    BatchL2Grad,
+    DiagGGNExact,
+    Jacobians,
+    SqrtGGNExact,
+    SumGradSquared,
+    Variance,
+)
 from backpack_operations import apart
 from backpack_operations.runs import Lie, run_behind
 from backpack_products.columns import Columns, InRuns
@@ -270,3 +281,43 @@ def test_groups_that_are_no_samples_mix_these() -> None:
     net, loss = extend(Net(mixed)), extend(nn.MSELoss())
     with pytest.raises(SampleMixingError), backpack(BatchGrad()):
         loss(net(torch.randn(4, 4)), torch.randn(4, 2)).backward()
+
+
+QUANTITIES: list[Callable[[], Extension]] = [
+    BatchGrad,
+    SumGradSquared,
+    Variance,
+    BatchDotGrad,
+    Jacobians,
+    NTK,
+    BatchDiagGGNExact,
+    SqrtGGNExact,
+    lambda: DiagGGNExact(subsampling=[0, 2]),
+    lambda: Jacobians(subsampling=[1]),
+]
+
+
+@pytest.mark.parametrize("forward", [_transposed, _filters])
+def test_every_quantity_is_that_of_columns_for_each_sample(
+    forward: Callable[[Any, Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    net, loss = extend(Net(forward)), extend(nn.CrossEntropyLoss())
+    z, y = torch.randn(N, 4), torch.randint(2, (N,))
+    for make in QUANTITIES:
+        found: list[list[Any]] = []
+        for runs in (apart._runs, lambda *args: {}):
+            with monkeypatch.context() as changed:
+                changed.setattr(apart, "_runs", runs)
+                extension = make()
+                with backpack(extension):
+                    loss(net(z), y).backward()
+            fields = [getattr(p, extension.savefield, None) for p in net.parameters()]
+            found.append([_as_tensors(field) for field in fields])
+        for mine, other in zip(*found, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
+
+
+def _as_tensors(field: Any) -> list[Tensor]:
+    if field is None:
+        return []
+    return [field] if isinstance(field, Tensor) else [*field]
