@@ -18,13 +18,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, hessian, jacrev, linearize, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacrev, linearize, vjp, vmap
 
+from backpack_capture import capture
 from backpack_core import backpack, extend
 from backpack_core.extensions import (
     JMP,
     NTK,
     BatchDotGrad,
+    BatchGrad,
     DiagGGNExact,
     Jacobians,
     TaskDotGrad,
@@ -122,7 +124,7 @@ def of_residuals(points: int = 128) -> Iterator[Row]:
         second = [
             torch.autograd.grad(slope[:, i].sum(), at, create_graph=True)[0][:, i] for i in (0, 1)
         ]
-        return lossfunc(torch.stack(second).sum(0).unsqueeze(1))
+        return lossfunc((second[0] + second[1]).unsqueeze(1))
 
     def ours() -> list[Tensor]:
         run(Jacobians(), loss=residual, gradient="skipped")
@@ -210,16 +212,71 @@ def of_tasks(tasks: int = 8, samples: int = 128) -> Iterator[Row]:
         run(TaskDotGrad(), loss=lambda: torch.stack(losses(net, lossfunc)).sum(), gradient="none")
         return [torch.stack([p.task_dot for p in net.parameters()]).sum(0)]
 
+    def gram(parts: list[Tensor]) -> Tensor:
+        flat = torch.cat([part.flatten(1) for part in parts], 1)
+        return flat @ flat.T
+
     def products() -> list[Tensor]:
-        flat = torch.cat([part.flatten(1) for part in one_by_one()], 1)
-        return [flat @ flat.T]
+        return [gram(one_by_one())]
+
+    step = capture(lambda: torch.stack(losses(net, lossfunc)).sum(), net, lossfunc,
+                   TaskGrad(), TaskDotGrad(), gradient="none")  # fmt: skip
+
+    def captured() -> list[Tensor]:
+        step()
+        own = [*net.parameters()]
+        return [p.grad_task for p in own] + [torch.stack([p.task_dot for p in own]).sum(0)]
 
     yield Row(f"TaskGrad, {tasks} losses, MLP, 128", rows, one_by_one, "autograd")
     yield Row(f"TaskDotGrad, {tasks} losses, MLP, 128", product, products, "autograd")
+    both = lambda: [*(found := one_by_one()), gram(found)]  # noqa: E731
+    yield Row(f"both, {tasks} losses, captured", captured, both, "autograd")
+
+
+class Modulated(nn.Module):
+    """A constant input, and a convolution whose kernels a code scales for each sample.
+
+    As in StyleGAN2 (Karras et al., 2020, arXiv:1912.04958): samples are groups.
+    """
+
+    def __init__(self, channels: int = 32, code: int = 16) -> None:
+        super().__init__()
+        self.code, self.last = nn.Linear(code, channels), nn.Linear(channels, 10)
+        self.table = nn.Parameter(torch.randn(1, channels, 16, 16))
+        self.weight = nn.Parameter(torch.randn(1, channels, channels, 3, 3) / channels)
+
+    def forward(self, z: Tensor) -> Tensor:
+        """Codes ``[N, code]`` to ``[N, 10]``."""
+        samples, channels = len(z), self.code.out_features
+        weight = self.weight * (1 + self.code(z)).view(samples, 1, channels, 1, 1)
+        weight = weight * (weight.square().sum((2, 3, 4), keepdim=True) + 1e-8).rsqrt()
+        x = self.table.expand(samples, -1, -1, -1).reshape(1, -1, 16, 16)
+        found = nn.functional.conv2d(x, weight.flatten(0, 1), padding=1, groups=samples)
+        found = nn.functional.leaky_relu(found, 0.2).view(samples, channels, -1)
+        return self.last(found.mean(2))  # type: ignore[no-any-return]
+
+
+def of_weights(samples: int = 16) -> Iterator[Row]:
+    """Individual gradients where weights are computed for each sample."""
+    net, z, y = Modulated(), torch.randn(samples, 16), torch.randint(10, (samples,))
+    plain, state = copy.deepcopy(net), {n: p.detach().clone() for n, p in net.named_parameters()}
+    extend(net), extend(lossfunc := nn.CrossEntropyLoss(reduction="sum"))
+
+    def one(p: dict[str, Tensor], row: Tensor, target: Tensor) -> Tensor:
+        output = functional_call(plain, p, (row.unsqueeze(0),))
+        return nn.functional.cross_entropy(output, target.unsqueeze(0))
+
+    def ours() -> list[Tensor]:
+        run(BatchGrad(), loss=lambda: lossfunc(net(z), y))
+        return [p.grad_batch for p in net.parameters()]
+
+    each = vmap(grad(one), (None, 0, 0))
+    yield Row("BatchGrad, modulated convolution, 16", ours, lambda: [*each(state, z, y).values()])
 
 
 def rows() -> Iterator[Row]:
     """All comparisons."""
+    yield from of_weights()
     yield from of_outputs("MLP 64-128-128-10, 128", _net([64, 128, 128, 10]), torch.randn(128, 64))
     yield from of_outputs("CNN, 32", _convolutions(), torch.randn(32, 3, 16, 16))
     yield from of_residuals()

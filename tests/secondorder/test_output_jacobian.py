@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import backpack, extend
-from backpack_core.errors import ShapeError, UnsupportedError, UsageError
-from backpack_core.extensions import JMP, NTK, DiagHessian, Jacobians
+from backpack_core.errors import OverwrittenInputError, ShapeError, UnsupportedError, UsageError
+from backpack_core.extensions import GGNMP, JMP, NTK, DiagHessian, Jacobians
 from backpack_secondorder.outputs import SumOutputs
 from tests import oracle
 from tests.cases import Net
@@ -42,6 +42,54 @@ def test_on_any_net(net: str, batch: int, loss: str) -> None:
         oracle.assert_close(p.jmp(v).flatten(2), forward)
         back = torch.einsum("ncp,nc->p", flat, u.flatten(1))
         oracle.assert_close(p.jmp.transposed(u).flatten(), back)
+
+
+CONVOLUTIONS = {
+    "strides, groups": (nn.Conv2d(4, 6, 3, stride=2, padding=1, groups=2), (4, 5, 5)),
+    "transposed": (
+        nn.ConvTranspose2d(4, 2, 3, stride=2, output_padding=1, groups=2), (4, 3, 3),
+    ),
+    "no offset": (nn.Conv1d(4, 2, 2, dilation=2, bias=False), (4, 6)),
+    "a volume": (nn.Conv3d(2, 2, 2), (2, 2, 3, 2)),
+    "reflected": (nn.Conv1d(2, 3, 3, padding=1, padding_mode="reflect"), (2, 4)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("frozen", ["none", "weight"])
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+def test_products_through_convolutions(kind: str, frozen: str) -> None:
+    layer, shape = copy.deepcopy(CONVOLUTIONS[kind])
+    channels = shape[0]
+    first = nn.Conv1d(3, channels, 1) if len(shape) == 2 else nn.Linear(shape[-1], shape[-1])
+    last = nn.LazyLinear(3)
+    net, x = (
+        nn.Sequential(first, layer.double(), nn.Flatten(), nn.Tanh(), last),
+        torch.randn(3, *(shape if len(shape) > 2 else (3, *shape[1:]))),
+    )
+    net(x)
+    if getattr(layer, frozen, None) is not None:
+        getattr(layer, frozen).requires_grad_(False)
+    plain = copy.deepcopy(net)
+    trained = [p for p in net.parameters() if p.requires_grad]
+    jacobians = explicit(plain, oracle.rows(plain, (x,)))
+    loss, y = extend(nn.MSELoss(reduction="sum")), torch.randn(3, 3)
+    with backpack(JMP(), GGNMP()):
+        loss(extend(net)(x), y).backward()
+    for p, jacobian in zip(trained, jacobians, strict=True):
+        flat, v, u = jacobian.flatten(2), torch.randn_like(p), torch.randn(3, 3)
+        forward = flat @ v.flatten()
+        oracle.assert_close(p.jmp(v), forward)
+        oracle.assert_close(p.jmp.transposed(u), torch.einsum("nc,nc...->...", u, jacobian))
+        curved = torch.einsum("nc,ncp->p", 2 * forward, flat)
+        oracle.assert_close(p.ggnmp(v).flatten(), curved)
+    whole = trained[0].jmp.whole
+    vectors = {p: torch.randn_like(p) for p in trained}
+    flat = [j.flatten(2) @ v.flatten() for j, v in zip(jacobians, vectors.values(), strict=True)]
+    oracle.assert_close(whole.product(vectors), torch.stack(flat).sum(0))
+    with torch.no_grad():
+        layer.weight.add_(1.0)
+    with pytest.raises(OverwrittenInputError):
+        whole.product(vectors)
 
 
 @pytest.mark.parametrize("factor", [1.0, -3.0])

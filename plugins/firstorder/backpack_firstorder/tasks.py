@@ -44,6 +44,13 @@ class LossGradients(ColumnPropagator):
         name = str(view.node._sequence_nr())
         return Columns.start(name, rule.gradient(view).unsqueeze(0))
 
+    def merge(self, first: Columns, second: Columns) -> Columns:
+        """Also in the order of calls, so that results are not copied to get there."""
+        merged: Columns = super().merge(first, second)
+        if type(merged) is not Columns:
+            return merged
+        return Columns({root: merged.blocks[root] for root in sorted(merged.blocks, key=_order)})
+
 
 class Rows(NamedTuple):
     """What one parameter has of the losses that reach it.
@@ -287,10 +294,15 @@ def summed(product: SampleProduct) -> Tensor:
     return torch.stack([part.sum(0) for part in rows.split(counts)])
 
 
+def _order(root: Root) -> int:
+    """In which order losses were computed."""
+    return int(root.name)
+
+
 def _places(values: Iterable[Rows]) -> dict[Root, int]:
     """The row of each loss: in the order in which they were computed."""
     roots = {root: None for rows in values for root in rows.roots}
-    return {root: place for place, root in enumerate(sorted(roots, key=lambda r: int(r.name)))}
+    return {root: place for place, root in enumerate(sorted(roots, key=_order))}
 
 
 def _placed(rows: Tensor, places: list[int], count: int) -> Tensor:

@@ -99,14 +99,17 @@ def _of_table(operand: Operand, mat: Tensor) -> SampleProduct | None:
     return LookupProduct(out, row.reshape(len(row), -1), shape)
 
 
-@products_at("Expand", *(nodes.ELEMENTWISE - {"Add", "Sub", "Mul"}))
+@products_at("Expand", "Repeat", *(nodes.ELEMENTWISE - {"Add", "Sub", "Mul"}))
 def _of_rows(operand: Operand, mat: Tensor) -> SampleProduct | None:
     """For a broadcast operand: the gradient of the broadcast tensor, before autograd sums it."""
     node, position, shape, is_apart = operand
     missing = mat.dim() - 1 - len(shape)
     if is_apart or not (missing or shape[0] == 1):
         return None
-    is_view = nodes.operation_of(node) == "Expand"
+    is_view = nodes.operation_of(node) in {"Expand", "Repeat"}
+    repeated = zip(reversed(mat.shape[1:]), reversed(shape), strict=False)
+    if is_view and any(own not in (1, length) for length, own in repeated):
+        return None  # several copies of the entries along an axis
     whole = mat if is_view else bridge.push_unsummed(node, {0: mat}).get(position)
     if whole is None or whole.shape != mat.shape:
         return None

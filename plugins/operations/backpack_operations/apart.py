@@ -6,19 +6,20 @@ A plain sum over samples would lose whose the columns were. So they are kept apa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.graph.nodes import refuse
+from backpack_core.graph.nodes import is_leaf, refuse
 from backpack_core.tuning import memory_budget
-from backpack_operations import bridge
+from backpack_operations import bridge, nodes
 from backpack_operations.operands import FactoredColumns, by_root, operand_product
+from backpack_operations.runs import run_behind
 from backpack_products.apart import owned_by, put_together, taken_apart
-from backpack_products.columns import ApartColumns, Columns, Root
+from backpack_products.columns import ApartColumns, Columns, InRuns, Root
 from backpack_products.contractions import slices
 from backpack_products.regrouping import of_owners
 
@@ -43,28 +44,74 @@ def cross_apart(
     Raises:
         BridgeError: The node cannot be called for columns, or an output has no samples.
     """
+    ways = enumerate(node.next_functions)
+    others = frozenset(i for i, (child, _) in ways if child and not is_leaf(child)) - there.apart
     are_apart = any(isinstance(columns, ApartColumns) for columns in quantities.values())
-    factored = _factored(node, quantities, there)
-    crossed: list[tuple[int, Columns]] = [*factored.items()]
-    if keeps_all and not are_apart and there.has_others:
-        whole = cross_columns(node, quantities)
-        crossed += [
-            (position, columns) for position, columns in whole if position not in there.apart
-        ]
-    if factored.keys() >= there.apart and not (are_apart and there.has_others):
-        return crossed
+    # Where samples end to be apart they are seen to fit, also if nobody wants the columns.
+    left = there.apart | others if are_apart else there.apart
+    wanted = there.apart | others if keeps_all else there.apart
+    runs = _runs(node, quantities, there, left)
+    crossed: list[tuple[int, Columns]] = []
+    if whole := (others - left | runs.keys()) & wanted:
+        plain = {nr: c.plain if isinstance(c, InRuns) else c for nr, c in quantities.items()}
+        for position, columns in cross_columns(node, plain):
+            if position in there.apart & whole:
+                crossed.append((position, InRuns(columns, there.batch_size, runs[position])))
+            elif position in whole:
+                crossed.append((position, columns))
+    left -= runs.keys()
+    factored = _factored(node, quantities, there, left & there.apart)
+    crossed += factored.items()
+    formed = _formed(node, quantities, there, left - factored.keys())
+    return crossed + [(position, columns) for position, columns in formed if position in wanted]
+
+
+def _formed(
+    node: Node, quantities: Mapping[int, Columns], there: Crossing, left: Collection[int]
+) -> list[tuple[int, Columns]]:
+    """Columns at some operands, from those of each sample at the outputs."""
     found: dict[int, dict[Root, Tensor]] = {}
-    for root, present in _by_root(quantities):
+    for root, present in _by_root(quantities) if left else ():
         for position, product in _push_apart(node, present, root, there).items():
-            if position in there.apart - factored.keys():
+            if position in there.apart and position in left:
                 found.setdefault(position, {})[root] = product
-            elif are_apart and position not in there.apart:
+            elif position in left:
                 together = put_together(product, there.behind.get(position, 0))
-                if keeps_all:
-                    found.setdefault(position, {})[root] = together
-    for position, blocks in found.items():
-        crossed.append((position, (ApartColumns if position in there.apart else Columns)(blocks)))
-    return crossed
+                found.setdefault(position, {})[root] = together
+    return [
+        (position, (ApartColumns if position in there.apart else Columns)(blocks))
+        for position, blocks in found.items()
+    ]
+
+
+def _runs(
+    node: Node, quantities: Mapping[int, Columns], there: Crossing, wanted: Iterable[int]
+) -> dict[int, int]:
+    """The length of runs in operands of which each entry sends something to one sample only."""
+    samples, found = there.batch_size, dict[int, int]()
+    given = {nr: _run(node, nr, columns, there) for nr, columns in quantities.items()}
+    if samples < 2 or not all(given.values()):
+        return {}
+    for position in wanted:
+        child, number = node.next_functions[position]
+        if child is None:
+            continue
+        runs = {run_behind(node, nr, position, samples, run) for nr, run in given.items()}
+        entries, owned = nodes.shape_of(child, number).numel(), there.behind.get(position, 0)
+        run = runs.pop()
+        # Where the next samples are, they have to be these; else it is seen to fit.
+        is_there = isinstance(owned, int) and (not owned or run == entries // samples)
+        if run and not runs and (is_there or position in there.apart):
+            found[position] = run
+    return found
+
+
+def _run(node: Node, number: int, columns: Columns, there: Crossing) -> int:
+    """The length of runs at an output; zero if that is unknown."""
+    if isinstance(columns, InRuns):
+        return columns.run
+    is_in_order = number in there.positions and not isinstance(columns, ApartColumns)
+    return nodes.shape_of(node, number).numel() // there.batch_size if is_in_order else 0
 
 
 def cross_columns(node: Node, quantities: Mapping[int, Columns]) -> list[tuple[int, Columns]]:
@@ -95,21 +142,24 @@ def _by_root(quantities: Mapping[int, Columns]) -> Iterator[tuple[Root, dict[int
 
 
 def _factored(
-    node: Node, quantities: Mapping[int, Columns], there: Crossing
+    node: Node, quantities: Mapping[int, Columns], there: Crossing, wanted: Collection[int]
 ) -> dict[int, FactoredColumns]:
     """The operands, by position, at which columns can stay products in factors."""
     ((number, columns), *others) = quantities.items()
-    if others:
+    if others or not wanted:
         return {}
     if isinstance(columns, FactoredColumns):
         turned = columns.through(node)
-        return {} if turned is None else dict.fromkeys(there.apart, turned)
-    is_known = isinstance(columns, ApartColumns) or there.positions
+        return {} if turned is None else dict.fromkeys(wanted, turned)
+    is_in_front = isinstance(columns, InRuns) and columns.is_in_front
+    is_known = is_in_front or isinstance(columns, ApartColumns) or there.positions
     owned = None if is_known else there.owned.get(number)
     if not is_known and owned is None:
         return {}
+    if isinstance(columns, InRuns) and is_in_front:
+        columns = columns.plain
     found, rows = {}, there.batch_size if owned is None else owned.shape[1]
-    for position in there.apart:
+    for position in wanted:
         product = operand_product(node, position, columns, rows)
         if product is not None:
             product = product if owned is None else of_owners(product, owned)

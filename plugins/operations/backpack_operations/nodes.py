@@ -44,7 +44,7 @@ def _with(*properties: str) -> frozenset[str]:
 
 LINEAR, PIECEWISE_LINEAR, QUOTIENTS = _with("linear"), _with("piecewise"), _with("quotient")
 ELEMENTWISE, VIEWS, TURNS, SELECTIONS = map(_with, ("elementwise", "view", "turn", "selection"))
-GATHERS, SCATTERS = _with("gather"), _with("scatter")
+GATHERS, SCATTERS, IMAGES = _with("gather"), _with("scatter"), _with("image")
 REDUCTIONS, SPREADS = _with("reduction"), _with("spread")
 _ALONG, _LOSSES, _OF_SEVERAL = _with("along"), _with("loss"), _with("of_several")
 # Some entries of axis 0 are picked, or else the rows are kept.
@@ -201,6 +201,13 @@ def axes_along(node: Node, count: int) -> list[int]:
         return [*range(count)][-len(node._saved_normalized_shape) :]  # type: ignore[attr-defined]
     is_known = operation in SAME_AXES | SELECTIONS and count
     return [axis % count for axis in _axes(node)] if is_known else []
+
+
+def axes_left_alone(node: Node, count: int) -> list[int]:
+    """The axes of an operand that an operation leaves as they are; empty if that is unknown."""
+    is_known = operation_of(node) in _ALONG - TURNS - GATHERS and hasattr(node, "_saved_dim")
+    gone = {axis % count for axis in _axes(node)} if is_known and count else axes_along(node, count)
+    return [axis for axis in range(count) if axis not in gone] if gone else []
 
 
 def picks_of(node: Node) -> list[Tensor | None]:

@@ -248,7 +248,8 @@ class GraphTraversal(StraightTraversal):
             return
         for axis in axes:
             try:
-                moved = propagator.map(quantity, partial(_moved, axis))
+                move = partial(_moved, axis)
+                moved = propagator.map(quantity, move) if axis else quantity
                 propagator.put_together(moved, positions)
             except SampleMixingError:
                 if axis == axes[-1]:

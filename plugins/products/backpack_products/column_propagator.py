@@ -20,7 +20,14 @@ from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
 from backpack_products.apart import owned_by, put_together
-from backpack_products.columns import ApartColumns, Columns, OwnedColumns, Root, split_positions
+from backpack_products.columns import (
+    ApartColumns,
+    Columns,
+    InRuns,
+    OwnedColumns,
+    Root,
+    split_positions,
+)
 from backpack_products.parametric import ParametricRule
 from backpack_products.product import SampleProduct
 
@@ -44,9 +51,7 @@ class ColumnPropagator(Propagator):
             what = "start has to return Columns.start(name, mat): it gave"
             for mat in found:
                 expect(view, self, what, mat, view.input_shape)
-        if waiting is None or waiting.mat.dtype is view.dtype:
-            return waiting
-        return waiting.to(view.dtype)
+        return None if waiting is None else waiting.to(view.dtype)
 
     def nothing(self, view: View) -> Columns | None:
         """One column of zeros."""
@@ -55,6 +60,11 @@ class ColumnPropagator(Propagator):
 
     def propagate(self, rule: LayerRule, view: View, quantity: Columns) -> dict[int, Columns]:
         """One transposed Jacobian product for all columns."""
+        if isinstance(quantity, InRuns) and quantity.is_in_front:  # rules keep rows apart
+            plain = enumerate(rule.jac_t_mat_prod(view, quantity.plain.flat))
+            kept = {i: quantity.with_rows(mat) for i, mat in plain if mat is not None}
+            if None not in kept.values():
+                return {i: columns for i, columns in kept.items() if columns is not None}
         found: dict[int, Columns] = {}
         for position, mat in enumerate(rule.jac_t_mat_prod(view, quantity.flat)):
             if mat is not None:
@@ -117,6 +127,8 @@ class ColumnPropagator(Propagator):
 
     def put_together(self, quantity: Columns, positions: int | Tensor) -> Columns:
         """The samples in one column again; raises if one reaches another."""
+        if isinstance(quantity, InRuns) and quantity.are_side_by_side(positions):
+            return quantity.plain
         return Columns({r: put_together(mat, positions) for r, mat in quantity.blocks.items()})
 
     def split_positions(self, quantity: Columns, owners: Tensor | None, samples: int) -> Columns:

@@ -89,7 +89,9 @@ class Columns:
         if len(self.blocks) == 1:
             return self.like(dict.fromkeys(self.blocks, mat))
         parts = mat.split(list(self.sizes.values()))
-        return self.like(dict(zip(self.blocks, parts, strict=True)))
+        found = self.like(dict(zip(self.blocks, parts, strict=True)))
+        found.mat = mat  # they are views of it
+        return found
 
     def to(self, dtype: torch.dtype) -> Columns:
         """The same columns in another dtype."""
@@ -223,6 +225,71 @@ class OwnedColumns(ApartColumns):
     def formed(self) -> ApartColumns:
         """As a tensor for each root."""
         return ApartColumns(self.blocks)
+
+
+class InRuns(ApartColumns):
+    """Columns ``[V, *]`` of which each entry is one sample's, as columns of every sample's own.
+
+    In the order of memory, entry ``f`` of the tensor is of sample ``f // run % N``.
+
+    Attributes:
+        plain: The columns as they are.
+        samples: ``N``.
+        run: How many entries in a row are of one sample.
+    """
+
+    def __init__(self, plain: Columns, samples: int, run: int) -> None:
+        self.plain, self.samples, self.run = plain, samples, run
+
+    @cached_property
+    def blocks(self) -> Mapping[Root, Tensor]:  # type: ignore[override]
+        """Formed when they are asked for: ``[V, N, *]``, zero at the entries of others."""
+        return {root: self._taken_apart(mat) for root, mat in self.plain.blocks.items()}
+
+    @property
+    def sizes(self) -> dict[Root, int]:
+        """How many columns each root has."""
+        return self.plain.sizes
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the tensor."""
+        return next(iter(self.plain.blocks.values())).shape[1:]
+
+    @property
+    def is_in_front(self) -> bool:
+        """Whether samples are on axis 0, one after the other."""
+        rows, entries = self.shape[:1].numel(), self.shape.numel()
+        return not rows % self.samples and self.run * self.samples == entries
+
+    def are_side_by_side(self, positions: int | Tensor) -> bool:
+        """Whether samples are on axis 0, each with so many entries."""
+        if not self.is_in_front or isinstance(positions, Tensor):
+            return False
+        return positions * self.samples == self.shape[:1].numel()
+
+    def with_rows(self, mat: Tensor) -> InRuns | None:
+        """Other columns with the rows of these; ``None`` if they have not as many."""
+        if mat.shape[1:2] != self.shape[:1]:
+            return None
+        return InRuns(self.plain.split(mat), self.samples, mat.shape[1:].numel() // self.samples)
+
+    def to(self, dtype: torch.dtype) -> Columns:
+        """The same columns in another dtype."""
+        return InRuns(self.plain.to(dtype), self.samples, self.run)
+
+    def merge(self, other: Columns) -> Columns:
+        """As they are, if runs are as long; else formed."""
+        if isinstance(other, InRuns) and other.run == self.run:
+            return InRuns(self.plain.merge(other.plain), self.samples, self.run)
+        return super().merge(other)
+
+    def _taken_apart(self, mat: Tensor) -> Tensor:
+        """Zeros, and on a diagonal the entries of each sample."""
+        runs = mat.reshape(len(mat), -1, self.samples, self.run)
+        apart = torch.zeros_like(runs).unsqueeze(1).repeat(1, self.samples, 1, 1, 1)
+        apart.diagonal(dim1=1, dim2=3).copy_(runs.movedim(2, -1))
+        return apart.reshape(len(mat), self.samples, *mat.shape[1:])
 
 
 def split_positions(columns: Columns, owners: Tensor | None, samples: int) -> Columns:

@@ -120,10 +120,16 @@ def sums(out: Tensor, inp: Rows) -> Tensor:
         if total is not None:
             return total
     for rows in row_steps(inp, out.element_size()):
-        left = out[:, rows].permute(3, 0, 4, 1, 2).reshape(groups, columns * features, -1)
-        right = inp[rows].permute(2, 0, 1, 3).reshape(groups, -1, size)
+        if groups == 1:  # no column is copied
+            left = out[:, rows].reshape(columns, -1, features).mT
+            right = inp[rows].reshape(-1, size).expand(columns, -1, -1)
+        else:
+            left = out[:, rows].permute(3, 0, 4, 1, 2).reshape(groups, columns * features, -1)
+            right = inp[rows].permute(2, 0, 1, 3).reshape(groups, -1, size)
         total = torch.bmm(left, right) if total is None else torch.baddbmm(total, left, right)
     assert total is not None
+    if groups == 1:
+        return total.unsqueeze(1)
     return total.reshape(groups, columns, features, size).transpose(0, 1)
 
 

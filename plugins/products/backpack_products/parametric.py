@@ -19,7 +19,7 @@ from backpack_core.errors import ShapeError, nearest
 from backpack_core.record.untouched import ask, guard_of
 from backpack_core.record.view import View
 from backpack_products.affine import AffineProduct
-from backpack_products.columns import ApartColumns, OwnedColumns
+from backpack_products.columns import ApartColumns, InRuns, OwnedColumns
 from backpack_products.derivatives import SecondOrderRule
 from backpack_products.operations import dense
 from backpack_products.product import DenseProduct, SampleProduct, regrouped
@@ -107,6 +107,9 @@ class ParametricRule(SecondOrderRule):
         if isinstance(columns, OwnedColumns):
             of_rows = self.param_products(view, names, columns.plain.mat)
             return [of_owners(product, columns.owned) for product in of_rows]
+        if isinstance(columns, InRuns) and columns.is_in_front:
+            found, count = self.param_products(view, names, columns.plain.mat), columns.samples
+            return [p if p.samples == count else regrouped(p, p.columns, count, {}) for p in found]
         count, samples = columns.mat.shape[:2]
         products = self.param_products(view, names, columns.flat)
         return [regrouped(product, count, samples, view.kept) for product in products]

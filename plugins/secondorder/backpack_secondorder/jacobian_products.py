@@ -117,7 +117,8 @@ class OutputJacobian:
     ) -> dict[Tensor, Tensor]:
         if self._edge is None:
             return {parameter: torch.zeros_like(parameter) for parameter in parameters}
-        found = gradients((self._edge,), parameters, (vector,), create_graph)
+        in_vectors = create_graph and not self._is_differentiable
+        found = gradients((self._edge,), parameters, (vector,), create_graph, in_vectors=in_vectors)
         return dict(zip(parameters, found, strict=True))
 
     def _check(self, vectors: Mapping[Tensor, Tensor]) -> None:

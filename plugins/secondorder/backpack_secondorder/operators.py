@@ -199,7 +199,8 @@ class CurvatureOperator(Operator):
     def _transposed(self) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Dummies ``u_c`` at every term, and ``Σ_c J_cᵀ u_c`` as a function of them."""
         dummies = [somewhere(term.like) for term in self._terms]
-        return dummies, gradients(self._edges, self._graph.parameters, dummies, True)
+        in_vectors, own = not self._is_differentiable, self._graph.parameters
+        return dummies, gradients(self._edges, own, dummies, True, in_vectors=in_vectors)
 
     def _one(self, parameter: Tensor, vector: Tensor) -> Tensor:
         if not self._terms:
@@ -225,7 +226,8 @@ class CurvatureOperator(Operator):
 
 def is_finite(mat: Tensor) -> bool:
     """Whether all numbers are finite; not looked at where a compiler asks."""
-    return is_symbolic(mat) or bool(mat.isfinite().all())
+    # A sum is quicker to look at, and finite only if all numbers are.
+    return is_symbolic(mat) or bool(mat.sum().isfinite()) or bool(mat.isfinite().all())
 
 
 def loss_terms(view: View) -> list[Term]:

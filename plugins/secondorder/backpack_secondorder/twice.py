@@ -7,7 +7,7 @@ that nets have, the gradient is computed by a formula here, in the place of auto
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -17,11 +17,13 @@ from torch.utils.hooks import RemovableHandle
 
 from backpack_interplay.checkpoints import unpacking_again
 from backpack_operations.order import behind
+from backpack_secondorder.convolution_again import of_convolution
 from backpack_secondorder.fused_attention import NAMES, of_fused_attention
 from backpack_secondorder.statistics_again import of_batch_norm, of_layer_norm
 
 Place: TypeAlias = Tensor | GradientEdge
 Grads: TypeAlias = tuple[Tensor | None, ...]
+Formulas: TypeAlias = dict[str, Callable[..., Grads]]
 
 
 def gradients(
@@ -30,6 +32,7 @@ def gradients(
     vectors: Sequence[Tensor | None] | None,
     create_graph: bool,
     retain_graph: bool = True,
+    in_vectors: bool = False,
 ) -> list[Tensor]:
     """``Σ_k J_kᵀ v_k`` for outputs ``y_k`` and vectors ``v_k``.
 
@@ -39,8 +42,10 @@ def gradients(
         vectors: One for each output; ``None`` for one, at a number.
         create_graph: Whether the result is to be differentiated.
         retain_graph: Whether the graph is kept.
+        in_vectors: Whether it is to be differentiated in the vectors only, and once.
     """
-    with _by_formula(outputs if create_graph else ()):
+    formulas = FORMULAS | OF_VECTORS if in_vectors else FORMULAS
+    with _by_formula(outputs, formulas) if create_graph else nullcontext():
         found = torch.autograd.grad(
             outputs,  # type: ignore[arg-type] # tensors and edges may be mixed
             inputs,  # type: ignore[arg-type]
@@ -53,11 +58,12 @@ def gradients(
 
 
 @contextmanager
-def _by_formula(outputs: Sequence[Place]) -> Iterator[None]:
+def _by_formula(outputs: Sequence[Place], formulas: Formulas) -> Iterator[None]:
     """Has nodes behind some outputs return what the formulas give, inside the block."""
     starts = [o.grad_fn if isinstance(o, Tensor) else o.node for o in outputs]
     nodes = {*behind(starts), *filter(None, starts)}
-    hooks = [hook for node in nodes if node.name() in FORMULAS for hook in _replaced(node)]
+    known = ((node, formulas.get(node.name())) for node in nodes)
+    hooks = [hook for node, formula in known if formula for hook in _replaced(node, formula)]
     try:
         yield
     finally:
@@ -65,14 +71,14 @@ def _by_formula(outputs: Sequence[Place]) -> Iterator[None]:
             hook.remove()
 
 
-def _replaced(node: Node) -> tuple[RemovableHandle, RemovableHandle]:
+def _replaced(node: Node, formula: Callable[..., Grads]) -> tuple[RemovableHandle, RemovableHandle]:
     """Hooks around a node, which returns what its formula sends to inputs that want a gradient."""
     sent: list[Grads] = []
 
     def before(arrived: Grads) -> None:
         # A checkpoint gives what the node has saved once more, but only as long as it has it.
         with unpacking_again(node):
-            sent.append(FORMULAS[node.name()](node, *arrived))
+            sent.append(formula(node, *arrived))
 
     def after(found: Grads, arrived: Grads) -> Grads:
         pairs = zip(found, sent.pop(), strict=True)
@@ -92,9 +98,11 @@ def _weight_norm(node: Any, arrived: Tensor | None, *others: Tensor | None) -> G
     return g / norm * (arrived - along / norm * v), along
 
 
-FORMULAS: dict[str, Callable[..., Grads]] = {
+FORMULAS: Formulas = {
     "WeightNormInterfaceBackward0": _weight_norm,
     "NativeLayerNormBackwardBackward0": of_layer_norm,
     "NativeBatchNormBackwardBackward0": of_batch_norm,
     **dict.fromkeys(NAMES, of_fused_attention),
 }
+# Right in torch, too, and faster here.
+OF_VECTORS: Formulas = {"ConvolutionBackward0": of_convolution}

@@ -1,0 +1,62 @@
+"""What a convolution sends back, as a function of what arrives alone.
+
+Torch's derivative of that computes gradients of the image and of the kernel as well, also where
+nobody asks for them: five convolutions in the place of two.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+Grads: TypeAlias = tuple[Tensor | None, ...]
+
+
+def of_convolution(node: Any, arrived: Tensor | None) -> Grads:
+    """What is sent to the image, the kernel and the offset."""
+    if arrived is None:
+        return None, None, None
+    wanted = [child is not None for child, _ in node.next_functions]
+    geometry = (
+        *(node._saved_stride, node._saved_padding, node._saved_dilation, node._saved_transposed),
+        *(node._saved_output_padding, node._saved_groups),
+    )
+    image, kernel = node._saved_input, node._saved_weight
+    found: Grads = _Sent.apply(arrived, image.detach(), kernel.detach(), geometry, wanted)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Sent(torch.autograd.Function):
+    """``u ↦ (K_Wᵀ u, K_xᵀ u, Σ u)``, whose derivative is ``(a, b, c) ↦ W * a + b * x + c``."""
+
+    @staticmethod
+    def forward(ctx: Any, arrived: Tensor, *given: Any) -> Grads:
+        """What torch sends."""
+        image, kernel, ctx.geometry, wanted = given
+        ctx.save_for_backward(image, kernel)
+        ctx.set_materialize_grads(False)
+        ctx.shape, offset = arrived.shape, [arrived.shape[1]] if wanted[2] else None
+        found: Grads = torch.ops.aten.convolution_backward(
+            arrived, image, kernel, offset, *ctx.geometry, wanted
+        )
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *directions: Tensor | None) -> Grads:
+        """Two convolutions at most, which is what the convolution's own derivative takes."""
+        image, kernel = ctx.saved_tensors
+        of_image, of_kernel, of_offset = directions
+        found: Tensor | None = None
+        if of_kernel is not None:
+            found = torch.ops.aten.convolution(image, of_kernel, of_offset, *ctx.geometry)
+        if of_image is not None:
+            offset = of_offset if found is None else None
+            sent = torch.ops.aten.convolution(of_image, kernel, offset, *ctx.geometry)
+            found = sent if found is None else found.add_(sent)
+        if found is None and of_offset is not None:
+            found = of_offset.reshape(-1, *[1] * (image.dim() - 2)).expand(ctx.shape)
+        return found, None, None, None, None
