@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from backpack_core.cli.provides import provided_by
+from backpack_core.plugins import ensure_loaded, known_plugins
 from backpack_core.plugins.registry import registry
 from backpack_core.testing import compare
 from backpack_core.testing.cases import Case, ExtensionCase, LossCase, RuleCase, installed
@@ -55,8 +57,9 @@ class Ledger:
             self.found += [value for key, value in report.user_properties if key == _KEY]
 
     def pytest_sessionfinish(self) -> None:
-        """Write it."""
-        self.path.write_text(json.dumps(self.found), "utf-8")
+        """Write it, with what the installed plugins provide."""
+        ensure_loaded()
+        self.path.write_text(json.dumps([self.found, provided_by(known_plugins())]), "utf-8")
 
 
 def _class_of(case: Case) -> str:

@@ -147,9 +147,9 @@ SICK = {
             "from backpack_core import hookimpl\n@hookimpl\ndef backpack_magic():\n    return []",
             "",
         ),
-        "backpack_magic is no hook",
+        "backpack_magic is not a hook",
         "Update",
-        "backpack_magic is no hook",
+        "backpack_magic is not a hook",
     ),
     "abstract class": Sick(
         one("from backpack_core import Extension as E\nclass A(E):\n    savefield = 'a'", "A"),

@@ -8,7 +8,7 @@ from backpack_core.contract.extension import Extension
 from backpack_core.engine.active import Context
 from backpack_core.engine.carriers import leaves_out
 from backpack_core.engine.location import place
-from backpack_core.plugins.loading import blocked, missing
+from backpack_core.plugins.loading import missing, who_has
 from backpack_core.plugins.registry import registry
 from backpack_core.record.view import View
 from backpack_operations.survey import GraphSurvey
@@ -50,7 +50,7 @@ def _takes(extension: Extension, view: View) -> bool:
         raise missing(
             f"No layer rule covers the parameters of {view.path}, and fail_mode is 'error'. "
             f"Install a plugin that knows {name}, or write a layer rule.",
-            name,
+            kind,
         )
     if extension.needs_every_parameter and extension.fail_mode != "autodiff":
         raise errors.UnsupportedError(
@@ -66,7 +66,7 @@ def _takes(extension: Extension, view: View) -> bool:
         (kind,),
         f"{view.path} has no layer rule: the parameters of {full_name} are looked at where "
         "operations use them, which is exact, but a rule may be faster. Install a plugin that "
-        f"knows {name} (backpack-plugin-layers covers torch.nn), or write a layer rule.{blocked()}",
+        f"knows {name}, or write a layer rule.{who_has(kind)}",
         errors.AutodiffFallbackWarning,
     )
     return True

@@ -20,10 +20,11 @@ from torch import Tensor, distributed
 from torch.nn import Module
 
 from backpack_core import Extension
-from backpack_core.cli.certificate import digest, home_of, installed
+from backpack_core.cli.certificate import digest, installed
 from backpack_core.errors import UsageError
 from backpack_core.plugins.loading import ensure_loaded, known_plugins
 from backpack_core.plugins.registry import registry
+from backpack_core.provided import home_of
 
 T = TypeVar("T")
 Fingerprint: TypeAlias = dict[str, str]
