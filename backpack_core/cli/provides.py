@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from backpack_core.discovery import Plugin, spelled_out
+from backpack_core.discovery import Claim, Plugin, spelled_out
 from backpack_core.plugins import ensure_loaded, known_plugins
 from backpack_core.plugins.registry import registry
 from backpack_core.provided import KNOWN, NAME, beside, home_of, known, said_by, text_of
@@ -21,8 +21,10 @@ from backpack_core.provided import KNOWN, NAME, beside, home_of, known, said_by,
 def provided_by(plugins: Iterable[Plugin]) -> dict[str, dict[str, str]]:
     """What plugins that are loaded provide, by package, as the file has it."""
     found: dict[str, dict[str, str]] = {}
+    tables: list[tuple[Any, list[Claim[Any]]]]
+    tables = [*registry.rules.items(), *registry.extensions.items()]
     for plugin in plugins:
-        for key, claims in [*registry.rules.items(), *registry.extensions.items()]:
+        for key, claims in tables:
             for claim in claims:
                 if claim.provenance == plugin.provenance:
                     names = found.setdefault(plugin.package, {})

@@ -33,6 +33,11 @@ def _numbers(matrix: CurvatureMatrix) -> list[Tensor]:
     return [*matrix.tensors().values()]
 
 
+def numbers_of(matrix: CurvatureMatrix) -> dict[str, Tensor]:
+    """Its state without the fingerprint: the optimizer keeps one for all."""
+    return {name: tensor for name, tensor in matrix.state_dict().items() if name != "plugins"}
+
+
 def restored(state: Mapping[str, Tensor], parameter: Tensor, name: str) -> CurvatureMatrix:
     """A matrix from its state, where its parameter is.
 

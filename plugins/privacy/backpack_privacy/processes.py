@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from backpack_core.errors import UsageError
 from backpack_privacy.shards import is_shard
+from backpack_products.fingerprint import agreed_on_ranks, fingerprint
 
 
 class Processes:
@@ -72,6 +73,20 @@ class Processes:
                     "different models would train none of them. Use DistributedDataParallel, or "
                     "make the model with the same seed or checkpoint in each process."
                 )
+
+    def check_plugins(self, modules: list[Module]) -> None:
+        """Refuse processes that would clip with other code.
+
+        Args:
+            modules: The model, and the loss if it is a module.
+
+        Raises:
+            UsageError: Plugins differ between processes, in each process.
+        """
+        from backpack_core.extensions import ClippedSumGrad  # loads the plugins
+
+        if self.world > 1:
+            agreed_on_ranks(fingerprint(modules, [ClippedSumGrad]), self._group)
 
     def _is_another(self, own: Tensor) -> bool:
         """Whether a tensor differs between processes."""
