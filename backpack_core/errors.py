@@ -225,5 +225,8 @@ def warn(message: str, category: type[Warning]) -> None:
 def nearest(name: str, names: Iterable[str]) -> str:
     """``": did you mean 'weight'?"``, or nothing where no name is near."""
     by_lower = {other.lower(): other for other in names}
-    close = get_close_matches(name.lower(), by_lower, 1, 0.6)
+    close = get_close_matches(name.lower(), by_lower, 3, 0.6)
+    close.sort(
+        key=lambda other: sorted(other) != sorted(name.lower())
+    )  # letters that changed places
     return f": did you mean {by_lower[close[0]]!r}?" if close else ""

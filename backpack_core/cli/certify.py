@@ -158,8 +158,13 @@ def _run(folder: Path, own: list[Project], tests: list[str]) -> list[Any]:
             check=False,
         )
         if result.returncode:
+            absent = "".join(
+                f" {each.name} is not installed: try `pip install -e '.[test]'` in its folder."
+                for each in own
+                if not installed(each.name)
+            )
             raise BackpackError(
-                f"There is no certificate for {names}, because tests fail:\n"
+                f"There is no certificate for {names}, because tests fail.{absent}\n"
                 + (result.stdout + result.stderr).strip()[-3000:]
             )
         found: list[Any] = json.loads(ledger.read_text("utf-8"))
