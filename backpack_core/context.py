@@ -215,7 +215,7 @@ def _refuse_nothing(context: Context) -> None:
         raise NotExtendedError(
             f"backpack({names}) computed nothing: no extended module took part in a backward "
             "pass of this block. Call extend(model) and extend(lossfunc) before the forward "
-            "pass, and loss.backward() inside the block."
+            "pass, and loss.backward() inside the block; of nested blocks, the innermost counts."
         )
     if "trained" not in context.seen:
         raise UsageError(

@@ -62,11 +62,12 @@ def plain(markdown: str, width: int) -> Iterator[str]:
 def _paragraph(text: str, width: int) -> list[str]:
     """A paragraph, or the items of a list, each on lines of its own."""
     items = re.split(r"\n(?=- |\d+\. )", text)
+    marks = [re.match(r"- |\d+\. ", each) for each in items]
     wrap = partial(textwrap.wrap, width=width, break_on_hyphens=False, break_long_words=False)
     return [
         line
-        for each in items
-        for line in wrap(each, subsequent_indent=" " * len(re.match(r"(- |\d+\. )?", each)[0]))
+        for each, mark in zip(items, marks, strict=True)
+        for line in wrap(each, subsequent_indent=" " * len(mark[0] if mark else ""))
     ]
 
 

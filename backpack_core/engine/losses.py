@@ -46,9 +46,9 @@ def nothing_arrived(view: View, name: str) -> Exception:
     kind = class_of(view.call.module)
     if view.output_shape == ():
         return missing(
-            f"{name} starts at a loss, and no loss rule is known for {view.path}. Use a loss that "
-            f"an installed plugin knows, or write a LossRule for {kind.__name__}.",
+            f"{name} starts at a loss, and no loss rule is known for {view.path}.",
             kind,
+            f" Use a loss that an installed plugin knows, or write a LossRule for {kind.__name__}.",
         )
     return errors.NotExtendedError(
         f"{name} needs a quantity that starts at the loss, but nothing arrived at {view.path} "

@@ -134,33 +134,34 @@ def load_error(plugin: Plugin) -> PluginLoadError:
     )
 
 
-def missing(message: str, wanted: str | type[Module]) -> MissingPluginError:
+def missing(message: str, wanted: str | type[Module], otherwise: str = "") -> MissingPluginError:
     """The error for what no plugin provides, chained to a failed plugin that might have.
 
     Args:
         message: What was asked for.
         wanted: The name of the extension or of the library's entry point that was asked for, or
             the module class without a rule.
+        otherwise: What to do where nobody is known to have it.
     """
     found = [*providers_of(wanted)]
     suspects = [each.plugin for each in found if each.plugin and each.plugin.error is not None]
     if not suspects and not found:
         suspects = failures()
     if not suspects:
-        return MissingPluginError(message + who_has(wanted))
-    may = "" if found else f"{blocked()} A plugin that may provide it is broken."
+        return MissingPluginError(message + who_has(wanted, otherwise))
+    may = "" if found else f"{otherwise}{blocked()} A plugin that may provide it is broken."
     error = MissingPluginError(f"{message}{may} {load_error(suspects[0])}")
     error.__cause__ = suspects[0].error
     return error
 
 
-def who_has(wanted: str | type[Module]) -> str:
+def who_has(wanted: str | type[Module], otherwise: str = "") -> str:
     """Which plugins say that they provide it, and why they do not, as the end of a message.
 
     Goes by what plugins say beside their code, so that those that do not load are named, too.
     """
     return "".join(f" {text}" for text in dict.fromkeys(map(_why_not, providers_of(wanted)))) or (
-        blocked()
+        otherwise + blocked()
     )
 
 
