@@ -174,7 +174,7 @@ class UncoveredParameterWarning(BackpackWarning):
 class ZeroCurvatureWarning(BackpackWarning):
     """A loss is linear in its input, so the generalised Gauss-Newton matrix is zero.
 
-    Use a loss that has curvature: CrossEntropyLoss on the logits in the place of NLLLoss on the
+    Use a loss that has curvature: CrossEntropyLoss on the logits instead of NLLLoss on the
     logarithms of probabilities, which is the same model.
     """
 

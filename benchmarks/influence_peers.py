@@ -36,7 +36,7 @@ CELLS = ("dot products", "KFAC fit", "EKFAC fit", "EKFAC scores", "stored projec
 
 
 def model_of(name: str) -> Module:
-    """The model with Linear in the place of Conv1D; only linear layers in blocks are trained."""
+    """The model with Linear instead of Conv1D; only linear layers in blocks are trained."""
     torch.manual_seed(0)
     model: Any = MODELS[name]().eval()
     for module in [*model.modules()]:

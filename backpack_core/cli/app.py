@@ -98,7 +98,7 @@ def doctor(as_json: Json = False, limit: Limit = LIMIT) -> None:
 
 
 def _extensions(incomplete: str) -> list[str]:
-    """Classes that plugins name and that are no layer rules: metadata does not say more."""
+    """Classes that plugins name and that are not layer rules: metadata does not say more."""
     from backpack_core.discovery import discover
 
     names = {plugin.attribute for plugin in discover() if plugin.state == "not loaded"}

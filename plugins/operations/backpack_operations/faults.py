@@ -115,7 +115,7 @@ def other_batch(call: Call, size: int, batch_size: int) -> BackpackError:
         )
     elif call.rule.is_loss and size % batch_size:
         cause = "a mask picked some, samples have several entries each, or the model has its "
-        cause += "samples on another axis. Pick losses in the place of logits (reduction='none', "
+        cause += "samples on another axis. Pick losses instead of logits (reduction='none', "
         cause += "then [mask]), give the model one more tensor with an entry for each sample, or "
         cause += "say where samples are: extend(model, batch_axis=1)."
     elif size < batch_size:

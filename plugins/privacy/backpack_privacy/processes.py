@@ -35,7 +35,7 @@ class Processes:
         self.world = distributed.get_world_size(group) if self._is_many else 1
 
     def add_up(self, tensors: list[Tensor]) -> None:
-        """Put sums over all processes in the place of tensors: one message for each dtype."""
+        """Replace tensors by their sums over all processes: one message for each dtype."""
         if self.world == 1:
             return
         kinds = dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors)

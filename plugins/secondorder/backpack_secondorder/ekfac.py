@@ -152,7 +152,7 @@ class EKFAC(MatrixExtension):
         if basis.order.shape != product.shape:
             raise ShapeError(
                 f"EKFAC was given eigenvectors for a parameter of shape {list(basis.order.shape)} "
-                f"in the place of {product.name!r} of {product.path}, which has "
+                f"instead of {product.name!r} of {product.path}, which has "
                 f"{list(product.shape)}."
             )
         return basis
