@@ -51,11 +51,10 @@ def nothing_arrived(view: View, name: str) -> Exception:
             f" Use a loss that an installed plugin knows, or write a LossRule for {kind.__name__}.",
         )
     return errors.NotExtendedError(
-        f"{name} needs a quantity that starts at the loss, but nothing arrived at {view.path} "
-        f"(rule of {view.call.provenance}). Call lossfunc = extend(lossfunc) with a loss module of "
-        "torch.nn, and compute the loss with it; a functional loss cannot be seen. If this is the "
-        "derivative of something else (torch.autograd.grad, of an output), compute it outside of "
-        "the block."
+        f"{name} starts at an extended loss, and there is none behind {view.path} (rule of "
+        f"{view.call.provenance}). Call lossfunc = extend(lossfunc) with a loss module of torch.nn "
+        "and compute the loss with it, since a functional loss cannot be seen; compute other "
+        "derivatives (torch.autograd.grad, of an output) outside of the block."
     )
 
 

@@ -263,7 +263,7 @@ def test_functional_loss() -> None:
     model = extend(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
     loss = F.cross_entropy(model(torch.randn(2, 3)), torch.tensor([0, 1]))
     with (
-        pytest.raises(NotExtendedError, match=r"nothing arrived at Tanh '1'.*functional loss"),
+        pytest.raises(NotExtendedError, match=r"there is none behind Tanh '1'.*functional loss"),
         backpack(DiagGGNExact()),
     ):
         loss.backward()
