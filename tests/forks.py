@@ -78,7 +78,9 @@ def python(source: str, limit: int = LIMIT, **environment: str) -> str:
         answer = server.stdout.readline()
         if not answer:
             _server.cache_clear()
-            raise AssertionError(f"The server has ended with {server.wait(10)}; see its errors.")
+            with server, suppress(BrokenPipeError):  # which closes its pipes
+                pass
+            raise AssertionError(f"The server has ended with {server.returncode}; see its errors.")
         status = int(answer)
         ended = f"took {limit} seconds" if status == -signal.SIGALRM else f"ended with {status}"
         assert status == 0, f"The script {ended}: {errors.read_text()}"

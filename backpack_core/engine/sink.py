@@ -45,6 +45,7 @@ class Sink(ABC):
         self.survey = survey
         self.sharer: Sharer | None = None
         self._pending: dict[tuple[int, int], tuple[Group, View, Uses]] = {}
+        self._memory: set[int] = set()  # of results
 
     @abstractmethod
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
@@ -131,7 +132,7 @@ class Sink(ABC):
                     values = watch(module, kind, way, self._read, extension, view, complete)
                 for (parameter, _), value in zip(complete, values, strict=True):
                     if value is not None:
-                        value = owned(extension.as_stored(value, parameter), view)
+                        value = owned(extension.as_stored(value, parameter), view, self._memory)
                     self.store(extension, parameter, value)
             extension = group.extensions[0]
             if sharer is not None:

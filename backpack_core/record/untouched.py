@@ -100,35 +100,32 @@ def shown_by(view: View) -> list[Tensor]:
     return tensors if gradient is None else [*tensors, gradient]
 
 
-_TAKEN = "memory of results"
-
-
-def owned(value: Any, view: View) -> Any:
+def owned(value: Any, view: View, results: set[int]) -> Any:
     """A value in memory of its own.
 
     Args:
         value: What an extension returned: a tensor, a list, tuple or dict of tensors, or an object
             that sees to its memory itself.
         view: The visit.
+        results: The memory of the results of other visits: what arrives at two calls may be one
+            tensor. That of this value is added.
     """
     if not isinstance(value, Tensor):
         if isinstance(value, list):
-            value[:] = [owned(item, view) for item in value]
+            value[:] = [owned(item, view, results) for item in value]
         is_plain = isinstance(value, (tuple, dict))
-        return map_tensors(value, lambda tensor: owned(tensor, view)) if is_plain else value
-    taken, memory = memories(view), memory_of(value)
-    if memory in taken:
+        return map_tensors(value, lambda t: owned(t, view, results)) if is_plain else value
+    memory = memory_of(value)
+    if memory in results or memory in memories(view):
         value = value.clone()
         memory = memory_of(value)
-    taken.add(memory)
+    results.add(memory)
     return value
 
 
 def memories(view: View) -> set[int]:
-    """The memory of what rules were shown at a visit, and of earlier results."""
+    """The memory of what rules were shown at a visit."""
     taken = view.memories
     if taken is None or view.taken is not None:  # else more tensors were unpacked since
-        # It has the memory of results of earlier columns, too.
-        taken = view.memories = view.kept.setdefault(_TAKEN, set())
-        taken |= memories_of(shown_by(view))
+        taken = view.memories = (taken or set()) | memories_of(shown_by(view))
     return taken

@@ -80,7 +80,7 @@ def test_what_is_no_column_needs_a_model_that_is_extended(change: Any) -> None:
     model = extend(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)))
     change(model)
     problem = Problem(model, (torch.randn(4, 3),), nn.MSELoss(), torch.randn(4, 3))
-    with pytest.raises(UnsupportedError, match="is no extended part"):
+    with pytest.raises(UnsupportedError, match="is not an extended part"):
         run_as_it_is(problem, KFRA())
 
 

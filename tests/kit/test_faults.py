@@ -279,7 +279,7 @@ FAULTS = [
     (case_of(Gain, WrongSign), "jac_t_mat_prod", "wrong sign"),
     (case_of(Grouped, ForgottenGroup), "affine_form", "W x \\+ b"),
     (case_of(Grouped, ForgottenGroup), "param_jac_t_mat_prod", "'weight'"),
-    (case_of(Grouped, RepeatedEntries), "affine_weight", "no permutation"),
+    (case_of(Grouped, RepeatedEntries), "affine_weight", "is not a permutation"),
     (case_of(Grouped, ArrangesLeadingAxes), "affine_weight", "axes in front"),
     (case_of(Gain, MissingBatchSum), "operations", "batch_sum"),
     (case_of(Gain, MissingColumnSum), "operations", "square_sum"),

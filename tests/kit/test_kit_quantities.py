@@ -323,5 +323,5 @@ def test_the_table_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_observed_value_must_be_a_tensor() -> None:
     quantity = Quantity(lambda reference, name: torch.zeros(()))
-    with pytest.raises(UsageError, match="no tensor"):
+    with pytest.raises(UsageError, match="is not a tensor"):
         quantity.observe("text", None, "weight")  # type: ignore[arg-type]

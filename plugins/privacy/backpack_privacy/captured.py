@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
+from itertools import count
 from math import ceil, sqrt
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.errors import UsageError
-from backpack_core.record.structure import map_tensors, placed_tensors
+from backpack_core.record.structure import map_tensors
 from backpack_privacy.shards import is_shard
 from backpack_privacy.sums import FIELD, Pass, Told
 
@@ -216,7 +217,7 @@ class _Copies:
     """
 
     def __init__(self) -> None:
-        self._filled, self._others = set[tuple[int, ...]](), set[tuple[int, ...]]()
+        self._filled, self._others = set[int](), set[int]()
 
     def behind(self, given: Any, rows: int, size: int) -> Any:
         """Arguments with copies of the last row behind, to ``size`` rows.
@@ -224,7 +225,7 @@ class _Copies:
         Raises:
             UsageError: One that was filled up has another length than the batch now.
         """
-        places = iter([path for path, _ in placed_tensors(given)])
+        places = count()  # of tensors among the arguments, in their order
 
         def filled(tensor: Tensor) -> Tensor:
             place = next(places)
