@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -160,11 +161,12 @@ def test_a_single_matrix(update: Any, tmp_path: Path) -> None:
     assert (2 * loaded).eigenbasis().inverse(0.1).order.plugins == own.order.plugins
     assert torch.equal((loaded + own)[0], 2 * own[0])
     update()
-    for mix in (
+    mixes: list[Callable[[], Any]] = [
         lambda: loaded + factors(),
         lambda: factors() + 2 * loaded,
         lambda: factors().moving_average(loaded, 0.5),
-    ):
+    ]
+    for mix in mixes:
         with pytest.raises(UsageError, match=f"This matrix and the other one {DIFFERENT}"):
             mix()
     by_hand = diagonal_matrix(torch.ones(2, 3))

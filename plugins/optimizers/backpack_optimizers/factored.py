@@ -20,8 +20,8 @@ from backpack_optimizers.groups import Group, GroupedOptimizer, require_count, r
 from backpack_optimizers.passes import CapturedPasses, Factors, Joined, joining
 from backpack_optimizers.reading import Nothing, factors_of_some
 from backpack_optimizers.replay import Replay
-from backpack_optimizers.values import numbers_of, require_finite, restored
-from backpack_products.fingerprint import Fingerprint, agreed, agreed_on_ranks, fingerprint
+from backpack_optimizers.values import require_finite, require_same_plugins, restore, saved
+from backpack_products.fingerprint import Fingerprint, agreed_on_ranks, fingerprint
 from backpack_secondorder.kronecker import KroneckerFactors
 
 FIELD = "optimizer_factors"
@@ -207,14 +207,9 @@ class FactoredOptimizer(GroupedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As for every optimizer, with averages and inverses under ``"curvature"``."""
-        places = {p: place for place, p in enumerate(self._all())}
-        matrices = {
-            name: {places[p]: numbers_of(matrix) for p, matrix in table.items()}
-            for name, table in self._tables().items()
-        }
+        found = saved(self._tables(), self._all(), self._fingerprint())
         numbers = {"steps": self.steps, "count": self._count, "damping": self.damping}
-        plugins = {"plugins": self._fingerprint()}
-        return {**super().state_dict(), "curvature": {**matrices, **numbers, **plugins}}
+        return {**super().state_dict(), "curvature": {**found, **numbers}}
 
     def _fingerprint(self) -> Fingerprint:
         """The plugins that compute the factors."""
@@ -231,18 +226,12 @@ class FactoredOptimizer(GroupedOptimizer):
         tables = self._tables()
         if found is None or not set(tables) <= set(found):
             raise UsageError(f"This is not a state of {type(self).__name__}: it has no curvature.")
-        results = {"The curvature of the state": found.get("plugins", {})}
-        agreed({**results, "that of further steps": self._fingerprint()}, is_one_quantity=False)
+        require_same_plugins(found, self._fingerprint())
         super().load_state_dict(dict(state_dict))
-        parameters = self._all()
-        for name, table in tables.items():
-            table.clear()
-            for place, state in found[name].items():
-                parameter = parameters[place]
-                table[parameter] = restored(state, parameter, self.name_of(parameter))
+        restore(tables, found, self._all(), self.name_of)
         self.steps, self._count = found["steps"], found["count"]
         self.damping = found["damping"]
-        self._joined = Joined(parameters)
+        self._joined = Joined(self._all())
 
     @abstractmethod
     def _tables(self) -> dict[str, dict[Tensor, Any]]:
