@@ -167,10 +167,7 @@ def version_of(tensor: Tensor) -> int:
 
 def versions_of(tensors: Iterable[Tensor | None]) -> list[int]:
     """The versions of several tensors; ``None`` among them is skipped."""
-    try:
-        return [tensor._version for tensor in tensors if tensor is not None]
-    except RuntimeError:
-        return [version_of(tensor) for tensor in tensors if tensor is not None]
+    return [version_of(tensor) for tensor in tensors if tensor is not None]
 
 
 def has_memory(tensor: Tensor) -> bool:

@@ -1,7 +1,8 @@
 """What runs between ``backward()`` and ``diag_ggn_exact``: ``python -m benchmarks.trace``.
 
 Counts our own functions (comprehensions are part of the function that they stand in) in a second
-pass, when everything that is computed once has been. ``--calls`` prints them as a tree.
+pass, which goes by the plan of the first, and in one that repeats what an earlier one computed.
+``--calls`` prints them as a tree; ``--passes`` says of which pass.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class Trace:
             yield ENTRIES[steps[0].entry], steps
 
 
+REPEATED = 6  # a pass that repeats what an earlier one computed
+
 # Functions of ours, and what begins with each.
 ENTRIES = {
     ("engine/hooks.py", "begin"): "start",
@@ -86,17 +89,17 @@ def _home(filename: str) -> str | None:
     return None
 
 
-def trace() -> Trace:
-    """One pass of ``DiagGGNExact`` over Linear, ReLU, Linear and a cross-entropy loss."""
+def trace(passes: int = 2) -> Trace:
+    """The last of some passes of ``DiagGGNExact`` over Linear, ReLU, Linear, cross-entropy."""
     model = extend(nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3)))
     lossfunc = extend(nn.CrossEntropyLoss())
     x, y = torch.randn(8, 4), torch.randint(0, 3, (8,))
-    for _ in range(2):
-        found = Trace()
+    found, before = Trace(), sys.getprofile()
+    for left in reversed(range(passes)):
         loss = lossfunc(model(x), y)
         with backpack(DiagGGNExact(), check="never"):
-            before = sys.getprofile()
-            sys.setprofile(found)
+            if not left:
+                sys.setprofile(found)
             try:
                 loss.backward()
             finally:
@@ -114,13 +117,16 @@ def main() -> None:
     """Print the numbers, of all and of each phase."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trace", description=__doc__)
     parser.add_argument("--calls", action="store_true", help="print the calls as a tree")
+    parser.add_argument("--passes", type=int, default=2, help="which pass")
     options = parser.parse_args()
-    found = trace()
+    found = trace(options.passes)
     if options.calls:
         for step in found.steps:
             print(f"{'  ' * step.depth}{step.name}  {step.file}")
     for name, steps in (("all", found.steps), *found.phases()):
         print("{}: {} calls of {} functions in {} files".format(name, *numbers(steps)))
+    repeated = numbers(trace(REPEATED).steps)
+    print("one that repeats: {} calls of {} functions in {} files".format(*repeated))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from backpack_core.errors import PluginError, nearest
 C = TypeVar("C", bound=type)
 
 BASES: Final[dict[type, None]] = {}  # in the order in which they were defined
+_ONLY_COMPUTING: Final = {__name__.partition(".")[0]}  # packages
 
 
 class Candidate(NamedTuple):
@@ -44,6 +45,24 @@ def base(cls: C) -> C:
     """Mark a class as one that plugins derive from."""
     BASES[cls] = None
     return cls
+
+
+def declare_only_computes(package: str) -> None:
+    """Say that rules, extensions and propagators of a package do nothing else than compute tensors.
+
+    What they compute depends on nothing but what they are given, and their own plain attributes.
+    So a library may have a later pass run the same operations, without calling them: then what they
+    count, print or keep is not counted, printed or kept.
+
+    Args:
+        package: The top-level package; a class derived elsewhere is of that other package.
+    """
+    _ONLY_COMPUTING.add(package)
+
+
+def only_computes(cls: type) -> bool:
+    """Whether the package of a class has called :func:`declare_only_computes`."""
+    return cls.__module__.partition(".")[0] in _ONLY_COMPUTING
 
 
 def judge(function: Judge) -> Judge:

@@ -7,13 +7,14 @@ Libraries return an observer from the hook ``backpack_run``. What the arguments 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from backpack_core.record.view import View
 
+Grads = Sequence[Tensor | None]
 Options = Mapping[str, Any]  # arguments of ``backward()``
 
 
@@ -41,10 +42,20 @@ class Observer:
         """
         return True
 
+    def drive(self, run: Any, planned: Any, structure: Any) -> Driver | None:
+        """What takes over the visits of a pass that goes by a plan; ``None`` for the engine.
+
+        Args:
+            run: The pass, of which nothing is surveyed yet.
+            planned: The :class:`~backpack_core.plan.plan.Planned` that it goes by.
+            structure: Its :class:`~backpack_core.plan.structure.Structure`.
+        """
+        return None
+
     def begin(self, run: Any) -> None:
         """The graph is known. More groups may travel: they are appended to ``run.groups``."""
 
-    def instead(self, run: Any, given: Options, gradients: Sequence[Tensor | None]) -> bool:
+    def instead(self, run: Any, given: Options, gradients: Grads) -> bool:
         """Visit every call without autograd; whether that was done.
 
         Args:
@@ -79,6 +90,36 @@ class Observer:
 
     def stored(self, run: Any) -> None:
         """All results are stored."""
+
+
+class Driver(ABC):
+    """Takes over the visits of a pass.
+
+    Attributes:
+        outputs: The outputs of calls that it visits; others are let go, and nothing is surveyed.
+            ``None`` if the engine visits calls besides.
+    """
+
+    outputs: Container[tuple[Any, int]] | None = None
+
+    @abstractmethod
+    def reach(self, run: Any, site: Any, grads: Grads, others: Any) -> None:
+        """Autograd has reached an output; see :meth:`~backpack_core.engine.between.Between.reach`.
+
+        Args:
+            run: The pass.
+            site: The output.
+            grads: The gradients that autograd goes on with at its node.
+            others: Hooks of the user's on the tensor, if its gradient was changed.
+        """
+
+    @abstractmethod
+    def end(self, run: Any) -> None:
+        """Autograd is through.
+
+        Raises:
+            InternalError: It did not get to an output that was to be visited.
+        """
 
 
 class Sharer(ABC):

@@ -7,15 +7,16 @@ node between calls, and each call and node is passed once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from backpack_core._torch import keeps_graph
-from backpack_core.contract.observer import Options
+from backpack_core.contract.observer import Driver, Grads, Options
 from backpack_core.engine import losses
 from backpack_core.engine.active import Context
 from backpack_core.engine.attending import (
@@ -46,6 +47,9 @@ class BackwardPass:
         roots: What ``backward()`` was called on, or where the pass was first seen.
         gradients: What comes in at each of the roots, where that is known.
         given: What ``backward()`` was called on, and what comes in there, where that is known.
+        options: What else it was told.
+        driver: What visits calls in the place of the engine, if anything does.
+        driven: The outputs that it visits, if it does all visits.
         survey: What is known about the graph.
         between: What lies between its calls.
         groups: What travels: the context's groups, and what observers add.
@@ -73,8 +77,9 @@ class BackwardPass:
         roots: list[Edge],
         outer: BackwardPass | None = None,
         is_part: bool = False,
-        gradients: Sequence[Tensor | None] = (),
+        gradients: Grads = (),
         given: Sequence[tuple[Any, Tensor | None]] = (),
+        options: Options = MappingProxyType({}),
     ) -> None:
         """Look around, before autograd goes anywhere.
 
@@ -85,12 +90,16 @@ class BackwardPass:
             is_part: Whether it belongs to that, as a re-entrant checkpoint does.
             gradients: What comes in at each of the roots, where that is known.
             given: What ``backward()`` was called on, and what comes in there, where that is known.
+            options: What else it was told.
 
         Raises:
             BackpackError: Something that was asked for does not exist in this graph.
         """
         self.context = context
         self.roots, self.gradients, self.given = [*roots], gradients, given
+        self.options = options
+        self.driver: Driver | None = None
+        self.driven: Container[tuple[Call, int]] | None = None
         self.visiting: View | None = None
         self.is_running = self.is_alone = False
         self.is_differentiable = self.only_reads = False
@@ -133,12 +142,22 @@ class BackwardPass:
     def _take_plan(self, planning: Planning) -> bool:
         """Go by the plan of an earlier pass, if there is a settled one."""
         context, survey = self.context, self.survey
-        known = planning.take(self.observers)
-        if known is None:
+        known, structure = planning.take(self.observers), planning.structure
+        if known is None or structure is None:
             return False
-        self.between.attend(self)
+        drivers = [observer.drive(self, known, structure) for observer in self.observers]
+        self.driver = next((driver for driver in drivers if driver is not None), None)
+        self.driven = None if self.driver is None else self.driver.outputs
+        if self.driven is not None:
+            survey.is_planned, survey.sites = True, structure.sites
+            survey.batch_size = known.batch_size
+        else:
+            known.fill(survey, structure)
+            self.between.fill(known.plan.numbers, structure)
+            self.between.attend(self)
         context.seen.update(["ran", "trained"])
-        clear(survey, context.extensions, self.sink.new, context.keeps_results, known)
+        calls = [call for call, _ in structure.sites if not call.rule.is_loss]
+        clear(survey, calls, context, self.sink.new, known, structure.parameters)
         return True
 
     def _look_around(self, edges: list[Edge]) -> None:
@@ -157,8 +176,7 @@ class BackwardPass:
         self.between.see_through(edges)
         self.between.attend(self)
         if is_first and self._clears:
-            keeps = self.context.keeps_results
-            clear(survey, self.context.extensions, self.sink.new, keeps)
+            clear(survey, survey.trained, self.context, self.sink.new)
 
     def _begin_observing(self) -> None:
         """Have observers add to what travels, now that the graph is known."""
@@ -177,9 +195,9 @@ class BackwardPass:
         self._after = overriding(self.observers, "after")
         asks = self._before, self._after, self.context.whole, self._divided
         travel = [g.propagator.travels or g.has_overrides for g in self.groups]
-        self.only_reads = not (any(asks) or any(travel))
+        self.only_reads = self.driven is not None or not (any(asks) or any(travel))
 
-    def is_carried(self, given: Options, gradients: Sequence[Tensor | None]) -> bool:
+    def is_carried(self, given: Options, gradients: Grads) -> bool:
         """Whether an observer does all visits, and autograd need not go.
 
         Args:
@@ -204,12 +222,21 @@ class BackwardPass:
 
         So it is with an activation where nothing travels but autograd's own gradient.
         """
-        survey = self.survey
+        survey, driven = self.survey, self.driven
         site = survey.sites.get((call, index))
-        if site is None or survey.trained[call] or self.between.is_watched(site):
+        if site is None or (driven is not None and (call, index) in driven):
             return False
-        self._let_go(call)
+        if driven is None and (survey.trained[call] or self.between.is_watched(site)):
+            return False
+        self.let_go(call)
         return True
+
+    def reach(self, site: Site, grads: Grads, changed_by: Sequence[Any] | None) -> None:
+        """Autograd has reached an output of a call; see :meth:`Between.reach`."""
+        if self.driver is None or (site.call, site.index) not in self.survey.sites:
+            self.between.reach(self, site, grads, changed_by)
+        else:
+            self.driver.reach(self, site, grads, changed_by)
 
     def visit(self, site: Site, grad: Tensor | None, changed_by: Sequence[Any] | None) -> None:
         """Everything that happens at one output of one call.
@@ -244,7 +271,7 @@ class BackwardPass:
         for look in self._after:
             look(view)
         self.visiting = None
-        self._let_go(call)
+        self.let_go(call)
 
     def view(self, site: Site, grad: Tensor | None) -> View:
         """What rules see at an output."""
@@ -255,7 +282,7 @@ class BackwardPass:
         view.is_reached = is_reached
         return view
 
-    def _let_go(self, call: Call) -> None:
+    def let_go(self, call: Call) -> None:
         """Free what no other visit needs."""
         is_last = len(call.stored.outputs) == 1  # another output may be visited yet
         if is_last:
@@ -295,6 +322,8 @@ class BackwardPass:
     def _end(self) -> None:
         """Read what autograd did not get to, see that all went well, and store what waited."""
         self.between.end(self)
+        if self.driver is not None:
+            self.driver.end(self)
         self.traversal.see_end()
         self.sink.see_end()
         for observer in self.observers:

@@ -14,7 +14,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.contract.extension import Extension
+from backpack_core.engine.active import Context
 from backpack_core.graph.survey import Survey
+from backpack_core.record.call import Call
 from backpack_core.record.owner import owners_of
 from backpack_core.record.storage import storage
 from backpack_core.replaced import replaced
@@ -25,30 +27,32 @@ _last: WeakKeyDictionary[Module, tuple[Hashable, list[str]]] = WeakKeyDictionary
 
 def clear(
     survey: Survey,
-    extensions: Iterable[Extension],
+    calls: Iterable[Call],
+    context: Context,
     new: Collection[int],
-    keeps: bool,
     plan: Hashable = None,
+    used: Iterable[Tensor] = (),
 ) -> None:
     """Remove the results of earlier passes from the models that take part.
 
     Args:
         survey: What is known about the graph.
-        extensions: What was asked for.
+        calls: Those of the models.
+        context: What was asked for.
         new: Parameters with results of passes that are under way, by ``id``.
-        keeps: Whether memory of results is not written again.
         plan: The plan of the pass, if it has one. If the pass before had the same, only parameters
             that are used now have results.
+        used: The parameters that are used now; needed with a plan.
     """
-    fields = [extension.savefield for extension in extensions]
-    models = owners_of(call.module for call, own in survey.trained.items() if plan is None or own)
+    fields = [extension.savefield for extension in context.extensions]
+    models = owners_of(call.module for call in calls)
     before = [_last.get(model, (None, ())) for model in models]
     for model in models:
         _last[model] = plan, fields
     # What is offered and not taken would only take space.
-    offers = not keeps and all(fields == known for _, known in before)
+    offers = not context.keeps_results and all(fields == known for _, known in before)
     if offers and len(models) == 1 and plan is not None and before[0][0] is plan:
-        parameters: Iterable[Tensor | None] = [use.parameter for use in survey.uses.values()]
+        parameters: Iterable[Tensor | None] = used
     else:
         survey.shards.update(storage().shards_in(models))
         modules = chain(*(model.modules() for model in models))

@@ -16,7 +16,7 @@ from backpack_core import _torch
 from backpack_core._hooks import KEY
 from backpack_core._torch import current_node, graph_task_id
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.observer import Options
+from backpack_core.contract.observer import Grads, Options
 from backpack_core.engine.active import Context, current, innermost, stacks
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.schedule import guarded
@@ -66,7 +66,7 @@ class OutputHook:
             found = found or _pass_under_way(context, edge)
             changed_by = None if grads[self.output_nr] is grad else others
             site = Site(self.call, self.index, edge)
-            guarded(context.passes, found.between.reach, found, site, grads, changed_by)
+            guarded(context.passes, found.reach, site, grads, changed_by)
 
         handle = current_node().register_prehook(after)
 
@@ -129,7 +129,7 @@ def _refuse_part(ways: Sequence[bool], whole: Sequence[Extension]) -> None:
 
 
 def begin(
-    context: Context, roots: Sequence[Any], gradients: Sequence[Tensor | None]
+    context: Context, roots: Sequence[Any], gradients: Grads, options: Options
 ) -> BackwardPass | None:
     """Begin a pass whose roots are known, before autograd does.
 
@@ -137,6 +137,7 @@ def begin(
         context: What was asked for.
         roots: What ``backward()`` is called on, as tensors or edges.
         gradients: What comes in at each of them; ``None`` where no gradient is wanted.
+        options: What else ``backward()`` was told.
 
     Returns:
         The pass; ``None`` where nothing was asked for, or no extended module is behind the roots,
@@ -154,7 +155,7 @@ def begin(
             edges.append(edge)
             incoming.append(gradient)
     given, outer = [*zip(roots, gradients, strict=True)], _innermost(context)
-    found = BackwardPass(context, edges, outer, gradients=incoming, given=given)
+    found = BackwardPass(context, edges, outer, False, incoming, given, options)
     if found.survey.sites and torch.is_inference_mode_enabled():
         raise UsageError(
             "backward() was called inside inference_mode(), where gradients do not note changes in "
@@ -170,7 +171,7 @@ _UNDER_WAY: Final = "under way"
 def announce(
     engine: Callable[..., Any],
     roots: Sequence[Any],
-    gradients: Sequence[Tensor | None],
+    gradients: Grads,
     retain_graph: bool,
     create_graph: bool,
     inputs: Sequence[Any] = (),
@@ -210,13 +211,13 @@ def announce(
         )
     context.seen.add(_UNDER_WAY)
     try:
-        announced = begin(context, roots, gradients)
+        options: Options = {"inputs": inputs or None, "create_graph": create_graph}
+        announced = begin(context, roots, gradients, options)
         if announced is None:
             return run()
         context.announced.append(announced)
         # Only autograd has the gradient of a root that is a leaf.
         may_narrow = accumulate_grad and len(announced.roots) == len(roots)
-        options: Options = {"inputs": inputs or None, "create_graph": create_graph}
         result: Any = ()
         try:
             if not (may_narrow and announced.is_carried(options, gradients)):

@@ -21,7 +21,11 @@ from backpack_core.record.owner import results_handed_over
 
 
 class Planning:
-    """The plan of one pass."""
+    """The plan of one pass.
+
+    Attributes:
+        structure: What tells its graph from others; ``None`` if there is no telling.
+    """
 
     def __init__(self, context: Context, between: Between[Any], roots: Sequence[Edge]) -> None:
         """Recognise the graph.
@@ -33,9 +37,9 @@ class Planning:
         """
         self._context, self._between = context, between
         self._plan: Plan | None = None  # to be kept
-        self._structure: Structure | None = None
+        self.structure: Structure | None = None
         try:
-            self._structure = _recognised(context, between, roots)
+            self.structure = _recognised(context, between, roots)
         except Unplanned as why:
             context.history[f"surveyed: {why}"] += 1
 
@@ -46,19 +50,17 @@ class Planning:
     @cached_property
     def _known(self) -> Planned | None:
         """The plan of earlier passes, if there is one."""
-        return None if self._structure is None else plans.get(self._asked, self._structure)
+        return None if self.structure is None else plans.get(self._asked, self.structure)
 
     def take(self, observers: Sequence[Observer]) -> Planned | None:
-        """Fill in the survey from a plan that all observers go by; ``None`` if there is none."""
+        """The plan of earlier passes, if there is one that all observers go by."""
         known = self._known
-        if known is None or self._structure is None:
+        if known is None or self.structure is None:
             return None
         kept = known.plan.kept
         if not all(observer.goes_by(kept.get(type(observer))) for observer in observers):
             return None
         self._context.history["planned before"] += 1
-        known.fill(self._between.survey, self._structure)
-        self._between.fill(known.plan.numbers, self._structure)
         return known
 
     def make(self) -> None:
@@ -68,12 +70,12 @@ class Planning:
             InternalError: It is not.
         """
         history, known, survey = self._context.history, self._known, self._between.survey
-        if self._structure is None or survey.is_planned or not survey.uses:
+        if self.structure is None or survey.is_planned or not survey.uses:
             return
         try:
-            numbers = self._between.numbered(self._structure)
+            numbers = self._between.numbered(self.structure)
             travels = any(group.propagator.travels for group in self._context.groups)
-            plan = Plan.of(survey, self._structure, numbers, travels)
+            plan = Plan.of(survey, self.structure, numbers, travels)
         except Unplanned as why:
             history[f"surveyed: {why}"] += 1
             return
@@ -84,12 +86,12 @@ class Planning:
 
     def keep(self, observers: Sequence[Observer]) -> None:
         """The pass went well: have its plan taken from now on, with what observers have found."""
-        if self._plan is None or self._structure is None:
+        if self._plan is None or self.structure is None:
             return
         plan = self._plan if self._known is None else self._known.plan
         plan.kept.update({type(o): o.kept for o in observers if o.kept is not None})
         if self._known is None:
-            plans.keep(self._asked, self._structure, plan)
+            plans.keep(self._asked, self.structure, plan)
 
 
 def _recognised(context: Context, between: Between[Any], roots: Sequence[Edge]) -> Structure | None:

@@ -193,6 +193,7 @@ class FieldSink(Sink):
         partial: What earlier chunks of columns gave.
         deferred: Values of extensions that finish when the pass is through.
         normalisers: What the losses divide by that were visited, for these.
+        noted: What was stored, in this order, if anybody wants to know.
     """
 
     def __init__(self, survey: Survey, outer: FieldSink | None, is_part: bool) -> None:
@@ -207,6 +208,7 @@ class FieldSink(Sink):
         self.partial: Values = {}
         self.deferred: dict[Extension, Any] = {}
         self.normalisers: list[Normaliser] = []
+        self.noted: list[tuple[Extension, Tensor, Any]] | None = None
         self._owners: dict[int, object] = {}
         self._outside: Mapping[int, object] = {}
         if outer is not None and is_part:
@@ -233,6 +235,8 @@ class FieldSink(Sink):
                 "torch.utils.checkpoint(use_reentrant=False); of a solver, differentiate the steps "
                 "themselves (odeint, not odeint_adjoint)."
             )
+        if self.noted is not None:
+            self.noted.append((extension, parameter, value))
         if extension.is_deferred:
             self.deferred.setdefault(extension, {})[parameter] = value
         else:

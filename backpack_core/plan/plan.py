@@ -110,16 +110,19 @@ class Plan:
         return text + more * self.counts
 
 
-class Planned(NamedTuple):
+@dataclass(eq=False)
+class Planned:
     """A plan for graphs of some shapes.
 
     Attributes:
         plan: The plan.
         batch_size: The number of samples.
+        kept: What observers keep of passes of these shapes, by their class.
     """
 
     plan: Plan
     batch_size: int
+    kept: dict[type, Any] = field(default_factory=dict)
 
     def fill(self, survey: Survey, structure: Structure) -> None:
         """Have a survey know what it would find out by itself, but for what lies between calls."""

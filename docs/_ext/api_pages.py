@@ -168,6 +168,8 @@ PAGES = (
         ("backpack_core.plugins",),
         (
             "backpack_core.plugins.API_VERSION",
+            "backpack_core.contract.bases.declare_only_computes",
+            "backpack_core.contract.bases.only_computes",
             "backpack_core.contract.bases.judge",
             "backpack_core.contract.bases.Candidate",
             "backpack_core.contract.extension.FailMode",

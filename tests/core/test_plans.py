@@ -73,7 +73,7 @@ def _step(
     loss = lossfunc(model(inputs), torch.zeros(samples, 4))
     with block:
         loss.backward()
-    (how,) = block.summary().passes
+    (how,) = {*block.summary().passes} - {"repeated a recording"}
     return how, inputs
 
 

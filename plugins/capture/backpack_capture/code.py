@@ -72,6 +72,20 @@ def code_of(program: Program, names: Mapping[int, str]) -> Code:
     return Code(writer.known["step"], text)
 
 
+def pausing(program: Program, received: Sequence[Sequence[int]]) -> Code:
+    """Write a program that pauses as a generator: it yields results, and is sent more tensors.
+
+    Args:
+        program: The program; its last step is a :class:`Pause`.
+        received: The values that are sent before the first pause, between this and the second, ….
+    """
+    writer = _PausingWriter(program, {})
+    writer.received = received
+    text = writer.text()
+    exec(compile(text, "<recorded visits>", "exec"), writer.known)
+    return Code(writer.known["step"], text)
+
+
 class _Writer:
     """Gives names to values, and lets go of them as early as possible."""
 
@@ -111,10 +125,14 @@ class _Writer:
             local = [self._names[n] for n in ended if self._names[n] not in self.known]
             if local:
                 self._lines.append(f"del {', '.join(local)}")
-        given = ", ".join([self._names[n] for n in program.given])
-        results = "".join([f"{self._names[n]}, " for n in program.outs])
-        lines = [f"def step({given}):", *self._lines, f"return ({results})"]
-        return "\n    ".join(lines) + "\n"
+        return "\n    ".join(self._framed()) + "\n"
+
+    def _framed(self) -> list[str]:
+        given = ", ".join([self._names[n] for n in self._program.given])
+        return [f"def step({given}):", *self._lines, f"return ({self._all(self._program.outs)})"]
+
+    def _all(self, numbers: Sequence[int]) -> str:
+        return "".join([f"{self._names[n]}, " for n in numbers])
 
     def _write(self, step: Operation) -> None:
         schema = step.function._schema
@@ -176,6 +194,22 @@ class _Writer:
             name += "_"
         self.known[name] = value
         return name
+
+
+class _PausingWriter(_Writer):
+    """Writes a generator."""
+
+    received: Sequence[Sequence[int]] = ()
+
+    def _framed(self) -> list[str]:
+        return ["def step():", self._sent(0), *self._lines]
+
+    def _assume(self, step: Assumption) -> None:
+        self._lines.append(self._sent(step.answer + 1, f" ({self._all(step.values)})"))
+
+    def _sent(self, number: int, found: str = "") -> str:
+        names = self._all(self.received[number]) if number < len(self.received) else ""
+        return f"{names}= yield{found}" if names else f"yield{found}"
 
 
 def _of(step: Step) -> list[int]:

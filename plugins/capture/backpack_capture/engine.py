@@ -84,6 +84,8 @@ def run_engine(
     observer = None if asked.observer is None else asked.observer()
     with asked.block(observer):
         context = current(threading.get_ident())
+        if context is not None:
+            context.seen.add("captured")  # by the engine alone, with which graphs are compared
         returned = function(*args, **kwargs)
         loss = returned[0] if isinstance(returned, (tuple, list)) and returned else returned
         if not isinstance(loss, Tensor):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
@@ -75,7 +75,7 @@ class Assumption:
         answer: What was read.
     """
 
-    what: Literal["item", "tolist", "equal", "shape"]
+    what: Literal["item", "tolist", "equal", "shape", "pause"]
     values: tuple[int, ...]
     answer: Any
 
@@ -83,6 +83,16 @@ class Assumption:
     def reads(self) -> list[int]:
         """The values that were read."""
         return [*self.values]
+
+
+@dataclass(frozen=True, eq=False)
+class Pause(Assumption):
+    """Where a program hands over what it has computed, and waits for more tensors.
+
+    Attributes:
+        answer: Which pause it is, from zero on.
+        values: What is handed over.
+    """
 
 
 Step = Operation | Assumption
@@ -175,7 +185,7 @@ def renumbered(step: Step, same: dict[int, int]) -> Step:
     if not same or same.keys().isdisjoint(step.reads):
         return step
     if isinstance(step, Assumption):
-        return Assumption(step.what, tuple([same.get(n, n) for n in step.values]), step.answer)
+        return replace(step, values=tuple([same.get(n, n) for n in step.values]))
 
     def other(value: Any) -> Any:
         return Ref(same.get(value.number, value.number)) if isinstance(value, Ref) else value

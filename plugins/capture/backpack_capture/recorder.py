@@ -42,7 +42,8 @@ _LARGEST = 2**12  # numbers of one that is kept
 _INTO = (aten.mul.Tensor, aten.bmm.default, aten.mm.default)
 _BETWEEN = (
     *("torch._ops", "torch.overrides", "torch.utils._python_dispatch"),
-    *("torch._compile", "torch._dynamo.eval_frame", "backpack_capture.unseen"),
+    *("torch._compile", "torch._dynamo.eval_frame"),
+    *("backpack_capture.unseen", "backpack_capture.recorder", "backpack_capture.repeated"),
 )
 _MASKS = (torch.bool, torch.uint8)
 _GRADIENT = (
@@ -93,7 +94,10 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and write it down."""
-        kwargs = kwargs or {}
+        return self.run(func, types, args, kwargs or {})
+
+    def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """The same, as a method of which torch knows nothing."""
         if func is aten.expand.default and isinstance(args[0], float):
             # Torch hands the number of a formula over as a number, where it was saved as a tensor.
             self.refusal = self.refusal or "it expands a number that autograd has saved"
@@ -241,11 +245,15 @@ class Recorder(TorchDispatchMode):
         if known is not None:
             return known
         number = self._enter(value, roots.get(_memory(value)))
-        if value.layout is torch.strided and not value.is_conj() and not value.is_neg():
-            shape, stride = tuple(value.shape), tuple(value.stride())
-            offset = int(value.storage_offset())
-            self.program.geometry[number] = Geometry(shape, stride, offset, value.dtype)
+        self.note_geometry(number, value)
         return number
+
+    def note_geometry(self, number: int, tensor: Tensor) -> None:
+        """Note where the entries of a tensor lie."""
+        if tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg():
+            shape, stride = tuple(tensor.shape), tuple(tensor.stride())
+            offset = int(tensor.storage_offset())
+            self.program.geometry[number] = Geometry(shape, stride, offset, tensor.dtype)
 
 
 def _caller() -> str:

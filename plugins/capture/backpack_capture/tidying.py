@@ -11,7 +11,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from backpack_capture.program import BLANK, Assumption, Operation, Program, Ref, Step, renumbered
+from backpack_capture.program import (
+    BLANK,
+    Assumption,
+    Operation,
+    Pause,
+    Program,
+    Ref,
+    Step,
+    renumbered,
+)
 
 aten = torch.ops.aten
 LARGEST: Final = 2**16  # numbers of a tensor that is kept instead of what makes it
@@ -82,7 +91,8 @@ def _folded(program: Program) -> None:
     program.steps = [
         step
         for step in program.steps
-        if not (isinstance(step, Assumption) and values.keys() >= {*step.values})
+        if isinstance(step, (Operation, Pause))
+        or not values.keys() >= {*step.values}
         or written & {program.roots[n] for n in step.values}
     ]
 

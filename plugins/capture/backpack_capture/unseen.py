@@ -29,6 +29,7 @@ _LEAVING: Final = (
     (torch.utils.dlpack, "to_dlpack"),
     (torch, "to_dlpack"),
 )
+_LOCK: Final = threading.RLock()
 
 
 class _Making(TorchFunctionMode):
@@ -93,21 +94,22 @@ def seen_by(recorder: Recorder) -> Iterator[None]:
 
         return tolist
 
-    try:
-        put(Tensor, "tolist", listing)
-        for owner, name in _LEAVING:
-            if hasattr(owner, name):
-                put(owner, name, refusing(name))
-        with _Making(recorder):
-            yield
-    finally:
-        for back in reversed(restore):
-            back()
+    with _LOCK:  # methods are put back in the reverse order
+        try:
+            put(Tensor, "tolist", listing)
+            for owner, name in _LEAVING:
+                if hasattr(owner, name):
+                    put(owner, name, refusing(name))
+            with _Making(recorder):
+                yield
+        finally:
+            for back in reversed(restore):
+                back()
 
 
 def states_of_generators() -> tuple[Any, ...]:
     """The states of Python's and NumPy's random numbers, which no graph draws."""
-    numpy = sys.modules.get("numpy")
-    of_numpy = () if numpy is None else numpy.random.get_state(legacy=True)
+    numpy = sys.modules.get("numpy.random")  # which numpy imports when it is first asked for
+    of_numpy = () if numpy is None else numpy.get_state(legacy=True)
     parts = [part.tobytes() if hasattr(part, "tobytes") else part for part in of_numpy]
     return random.getstate(), tuple(parts)

@@ -25,7 +25,9 @@ def with_direct_views(program: Program) -> Program:
     found = replace(program, known={**program.known}, fixed={**program.fixed}, steps=list[Step]())
     shared = [program.roots[n] for n in program.outs]
     kept = {n for n in program.outs if shared.count(program.roots[n]) > 1}  # each another tensor
-    made, same = set[int](), dict[int, int]()
+    # Of what comes from outside, somebody may have seen to it that it lies as it lay.
+    given = program.geometry.keys() & {*program.given}
+    made, same = {*given}, dict[int, int]()
     known: dict[tuple[int, Geometry], int] = {}
     for old in program.steps:
         step = renumbered(old, same)
@@ -42,6 +44,9 @@ def with_direct_views(program: Program) -> Program:
                 continue
             if step.reads != [root]:
                 step = _view(root, program.geometry[root], geometry, number)
+                if root in given and step.function is aten.as_strided.default:
+                    # Where its memory begins may differ, and is what torch takes by default.
+                    step = replace(step, args=step.args[:-1])
         if isinstance(step, Operation):
             made |= {*step.made}
         found.steps.append(step)
@@ -58,7 +63,8 @@ def _viewed(program: Program, step: Step, made: set[int]) -> int | None:
     root = program.roots[number]
     if root not in made or not {number, root} <= geometry.keys():
         return None
-    return number if geometry[number].dtype == geometry[root].dtype else None
+    is_offset = root in program.given and geometry[number].offset != geometry[root].offset
+    return number if geometry[number].dtype == geometry[root].dtype and not is_offset else None
 
 
 def _view(root: int, of: Geometry, geometry: Geometry, number: int) -> Operation:

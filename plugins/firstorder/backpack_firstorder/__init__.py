@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from backpack_core.contract.bases import declare_only_computes
+
 if TYPE_CHECKING:
     from backpack_firstorder.divisors import divisors_of as divisors_of
     from backpack_firstorder.projections import Projection as Projection
@@ -24,3 +26,6 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     found = globals()[name] = getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
     return found
+
+
+declare_only_computes(__name__)

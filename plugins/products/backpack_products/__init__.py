@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from backpack_core.contract.bases import declare_only_computes
 from backpack_core.errors import add_library_folder
 
 if TYPE_CHECKING:
@@ -27,3 +28,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *vars(import_module("backpack_products.api"))})
+
+
+declare_only_computes(__name__)

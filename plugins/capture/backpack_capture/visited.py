@@ -1,0 +1,196 @@
+"""What is known of the visits of a pass: where their tensors are, and what is taken for granted."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from backpack_capture._torch import keys_of
+from backpack_core import memory_budget
+from backpack_core.plan.structure import Structure
+from backpack_core.record.call import Call, Site
+from backpack_core.record.state import OF_ALL, OUR_ATTRIBUTES
+
+if TYPE_CHECKING:  # what a recording needs is imported when there is one
+    from backpack_capture.code import Code
+    from backpack_capture.nested import Apart
+
+_ONE: Final = (Tensor, Parameter)
+_AT_VISITS: Final = ("gradient", "saved")
+
+
+class Slot(NamedTuple):
+    """Where a tensor is found at a visit.
+
+    Attributes:
+        what: ``"inputs"`` or ``"outputs"`` of the call, ``"owned"`` by the module, ``"saved"`` by
+            the node of the output, or the ``"gradient"`` there.
+        key: Its number or name among these.
+    """
+
+    what: str
+    key: Any = None
+
+
+class Store(NamedTuple):
+    """A result of a visit.
+
+    Attributes:
+        extension: Which of the extensions.
+        parameter: The number of the parameter in the structure.
+        value: What it is made of.
+        size: The number of tensors in it; -1 if it is a tensor.
+    """
+
+    extension: int
+    parameter: int
+    value: Apart
+    size: int
+
+
+class Visit(NamedTuple):
+    """What is known of a visit.
+
+    Attributes:
+        place: The number of the output in the walk.
+        slots: The tensors that are sent to the program.
+        layouts: How each of them lies in memory, and what it is.
+        stores: Its results.
+        alike: Which tensors that the call received are one; see :func:`alike`.
+    """
+
+    place: int
+    slots: list[Slot]
+    layouts: list[tuple[Any, ...]]
+    stores: list[Store]
+    alike: tuple[int, ...]
+
+
+class Recorded(NamedTuple):
+    """The visits of a pass.
+
+    Attributes:
+        visits: The visits, in their order.
+        code: A generator, which is sent the tensors of each, and yields results.
+        world: What else it takes for granted.
+        attributes: Those of modules that no structure knows, by the place of a call.
+        is_random: Whether it draws random numbers.
+    """
+
+    visits: list[Visit]
+    code: Code
+    world: tuple[Any, ...]
+    attributes: dict[int, dict[str, Any]]
+    is_random: bool
+
+
+class Entry:
+    """What is known of passes by one plan, with extensions of some settings.
+
+    Attributes:
+        form: The settings.
+        passes: How many there were.
+        uses: How many of them used the recording.
+        recorded: The recording, once there is one.
+        refusal: Why there will be none; empty otherwise.
+    """
+
+    def __init__(self, form: Any) -> None:
+        self.form = form
+        self.passes = self.uses = 0
+        self.recorded: Recorded | None = None
+        self.refusal = ""
+
+
+def attributes_of(structure: Structure) -> dict[int, dict[str, Any]]:
+    """What modules have besides settings, by the place of a call; most have nothing."""
+    found = dict[int, dict[str, Any]]()
+    for place, (call, _) in enumerate(structure.sites):
+        table = call.module.__dict__
+        known = {*OF_ALL, *OUR_ATTRIBUTES, *call.settings.names, "training"}
+        if others := table.keys() - known:
+            values = [(name, table[name]) for name in others]
+            found[place] = {n: [*v] if isinstance(v, list) else v for n, v in values}
+    return found
+
+
+def world() -> tuple[Any, ...]:
+    """What decides which operations run, besides modules, extensions and shapes."""
+    is_strict = torch.are_deterministic_algorithms_enabled()
+    return memory_budget(), torch.get_num_threads(), torch.get_default_dtype(), is_strict
+
+
+def given_to(recorded: Recorded, structure: Structure) -> list[list[Tensor | None]] | None:
+    """The tensors for each visit, but gradients; ``None`` if something is another thing now."""
+    if recorded.world != world():
+        return None
+    calls, found = [call for call, _ in structure.sites], list[list[Tensor | None]]()
+    for place, attributes in recorded.attributes.items():
+        table = calls[place].module.__dict__
+        if any(table.get(name) != value for name, value in attributes.items()):
+            return None
+    sites, last = [*structure.sites.values()], inf
+    for place, slots, layouts, _, pattern in recorded.visits:
+        call, tensors = calls[place], list[Tensor | None]()
+        turn, before = turn_of(sites[place]), last
+        last = turn
+        if turn > before or (pattern and pattern != alike(call)):
+            return None
+        for slot, layout in zip(slots, layouts, strict=True):
+            if slot[0] in _AT_VISITS:
+                tensors.append(None)
+                continue
+            tensor, version = _stored(call, *slot)
+            if layout_of(tensor) != layout or tensor._version != version:
+                return None
+            tensors.append(tensor)
+        found.append(tensors)
+    return found
+
+
+def turn_of(site: Site) -> int:
+    """When autograd gets to an output: to what was computed last, first. It counts upwards."""
+    node: Any = site.edge.node
+    number: int = node._sequence_nr()
+    return number
+
+
+def alike(call: Call) -> tuple[int, ...]:
+    """For each tensor that a call received the number of the first that is the same object."""
+    inputs = call.stored.inputs
+    known = [id(tensor) for tensor in inputs]
+    return tuple(map(known.index, known)) if len(known) > 1 else ()
+
+
+def layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    """How a tensor lies in its memory, and what decides which kernels run; not its shape."""
+    return type(tensor) in _ONE, tensor.stride(), tensor.device, keys_of(tensor)
+
+
+def _stored(call: Call, what: str, key: Any) -> tuple[Tensor, int]:
+    """A tensor of a call, and how often it had been changed in place when it was stored."""
+    stored = call.stored
+    if what == "owned":
+        return stored.owned[key]
+    first = len(stored.inputs) if what == "outputs" else 0
+    return getattr(stored, what)[key], stored.versions[first + key]
+
+
+def is_changed(call: Call, what: str, key: Any) -> bool:
+    """Whether a tensor of a call was changed in place since it was stored."""
+    tensor, version = _stored(call, what, key)
+    return tensor._version != version
+
+
+def is_same(saved: Any, tensor: Tensor) -> bool:
+    """Whether something that a node has saved is a tensor, in the form of another object."""
+    if not isinstance(saved, Tensor) or layout_of(saved) != layout_of(tensor):
+        return False
+    if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+        return False
+    is_there = saved.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+    return is_there and saved.storage_offset() == tensor.storage_offset()

@@ -1,0 +1,133 @@
+"""Repeats what rules and extensions compute at visits, without calling them.
+
+In a pass that goes by a plan, the same operations of torch run as in those before it. So they are
+written down once, visit by visit, and later passes run them alone. Autograd's pass, its hooks, and
+the time at which results are there stay what they are. A recording is compared with the engine at
+its 1st, 2nd, 4th, 8th, … use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from backpack_capture._torch import is_ordinary
+from backpack_capture.nested import is_plain
+from backpack_capture.visited import Entry, attributes_of, given_to
+from backpack_core.contract.bases import only_computes
+from backpack_core.contract.observer import Driver, Observer
+from backpack_core.contract.operation import Operation
+from backpack_core.contract.propagator import Propagator
+from backpack_core.engine.backward import BackwardPass
+from backpack_core.plan.plan import Planned, model_of, plans
+from backpack_core.plan.structure import Structure
+
+WIDEST: Final = 2**22  # bytes of a tensor; beyond, kernels take much longer than what calls them
+FIRST: Final = 2  # which pass by a plan is written down
+MOST: Final = 4  # settings of extensions for which there are recordings of one plan
+MOST_OF_MODEL: Final = 32  # recordings of one model; each takes as long as some passes
+
+
+class Visits(Observer):
+    """Drives passes by recordings, or makes them."""
+
+    def drive(self, run: Any, planned: Planned, structure: Structure) -> Driver | None:
+        """By a recording that holds; one that makes it; or ``None``."""
+        if not _may_repeat(run):
+            return None
+        entry = _entry(planned, run.context.extensions)
+        if entry is None or entry.refusal:
+            return None
+        entry.passes += 1
+        if entry.passes < FIRST:
+            return None
+        from backpack_capture.repeated import Compared, Recording, Repeated
+
+        if entry.recorded is None:
+            return Recording(run, structure, entry) if _may_record(entry, run, structure) else None
+        given = given_to(entry.recorded, structure)
+        if given is None:
+            return None
+        entry.uses += 1
+        if entry.uses & (entry.uses - 1) == 0:
+            return Compared(entry, run, structure, given)
+        run.context.history["repeated a recording"] += 1
+        return Repeated(entry, run, structure, given)
+
+
+def _may_repeat(run: BackwardPass) -> bool:
+    """Whether a pass is one of those in which only rules and extensions do anything at visits."""
+    context, options = run.context, run.options
+    return not (
+        context.extension_hook is not None
+        or context.observer is not None
+        or context.debug
+        or context.gradient != "autograd"
+        or context.whole
+        or not run.is_outermost
+        or options.get("inputs") is not None
+        or options.get("create_graph")
+        or any(e.is_deferred or e.needs_normalisers or e.keeps_graph for e in context.extensions)
+        or any(group.has_overrides for group in run.groups)
+        or "captured" in context.seen
+        or not is_ordinary()
+    )
+
+
+def _entry(planned: Planned, extensions: Sequence[Any]) -> Entry | None:
+    known: list[Entry] = planned.kept.setdefault(Visits, [])
+    form = [(type(extension), vars(extension)) for extension in extensions]
+    try:
+        found = next((entry for entry in known if entry.form == form), None)
+    except RuntimeError:  # there are tensors among the settings
+        return None
+    if found is None:
+        found = Entry([(kind, dict(table)) for kind, table in form])
+        known.append(found)
+        del known[:-MOST]
+    return found
+
+
+def _may_record(entry: Entry, run: BackwardPass, structure: Structure) -> bool:
+    """Whether whatever computes has said that it does nothing else; and whether it pays."""
+    parts: list[Any] = [*run.context.extensions, *(e.propagator for e in run.context.extensions)]
+    parts += [call.rule for call, _ in structure.sites]
+    foreign = [type(part).__name__ for part in parts if not only_computes(type(part))]
+    loose = [name for e in run.context.extensions for name in _loose_settings(e)]
+    tensors = [t for c, _ in structure.sites for t in (*c.stored.inputs, *c.stored.outputs)]
+    recorded: list[int] = plans.notes.setdefault(model_of(structure), {}).setdefault(Visits, [0])
+    if foreign:
+        entry.refusal = f"{foreign[0]} may do more than compute"
+    elif loose:
+        entry.refusal = f"nobody would notice if {loose[0]} were changed"
+    elif any(t.is_inference() for t in tensors):
+        entry.refusal = "changes of inference tensors are not noted"
+    elif max(t.nbytes for t in tensors) > WIDEST:
+        entry.refusal = "kernels take longer than what calls them"
+    elif not all(map(_is_settled, attributes_of(structure).values())):
+        entry.refusal = "a module has an attribute that cannot be compared"
+    elif recorded[0] == MOST_OF_MODEL:
+        entry.refusal = "there are recordings of other shapes"
+    else:
+        recorded[0] += 1
+    return not entry.refusal
+
+
+def _loose_settings(extension: Any) -> list[str]:
+    """Attributes that may be changed otherwise than by others in their place."""
+    own = {name: value for name, value in vars(extension).items() if name != "carriers"}
+    return [f"{type(extension).__name__}.{name}" for name in own if not _is_setting(own[name])]
+
+
+def _is_setting(value: Any) -> bool:
+    if isinstance(value, (tuple, frozenset)):
+        return all(map(_is_setting, value))
+    return is_plain(value) or isinstance(value, (Propagator, Operation))
+
+
+def _is_settled(attributes: dict[str, Any]) -> bool:
+    """Whether attributes are numbers and words, or lists of them."""
+    return all(
+        is_plain(value) or (isinstance(value, (list, tuple)) and all(map(is_plain, value)))
+        for value in attributes.values()
+    )

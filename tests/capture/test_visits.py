@@ -1,0 +1,373 @@
+"""Passes that repeat what earlier ones computed at visits: the engine's numbers, bit by bit."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import backpack_core.extensions as known
+from backpack_capture import repeated, visits
+from backpack_capture.nested import Apart
+from backpack_core import backpack, extend
+from backpack_core.contract import bases
+from backpack_core.errors import BackpackError, PluginCodeError
+from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC
+from backpack_core.record.call import live_calls
+from tests.capture.nets import NETS
+from tests.capture.test_random_nets import Side, differs
+from tests.forks import python
+from tests.nets.draw import draw
+
+EXTENSIONS: dict[str, Callable[[], Any]] = {
+    name: getattr(known, name)
+    for name in (
+        *("BatchL2Grad", "Variance", "DiagGGNExact", "DiagGGNMC", "BatchDiagGGNExact", "KFAC"),
+    )
+}
+EXTENSIONS |= {"some": lambda: BatchGrad(subsampling=[2, 0])}
+PASSES = 10
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visits, "FIRST", 1)
+
+
+@contextmanager
+def by_the_engine() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(visits, "_may_repeat", lambda run: False)
+        yield
+
+
+class Twin:
+    """A model of two: one repeats, and the other goes by the engine."""
+
+    def __init__(self, model: nn.Module, lossfunc: nn.Module | None = None) -> None:
+        self.model = extend(model.double())
+        self.lossfunc = extend(lossfunc or nn.CrossEntropyLoss())
+        self.repeated = 0
+
+    def step(self, batch: tuple[Tensor, ...], *extensions: Any, **options: Any) -> list[Any]:
+        """A pass; gradients and results."""
+        self.model.zero_grad()
+        inputs, targets = batch
+        inputs = inputs.double() if inputs.is_floating_point() else inputs
+        torch.manual_seed(1)
+        loss = self.lossfunc(self.model(inputs), targets)
+        with backpack(*extensions, **options) as block:
+            loss.backward()
+        self.repeated += block._history["repeated a recording"]
+        fields = [extension.savefield for extension in extensions]
+        found = [[p.grad, *[getattr(p, f, None) for f in fields]] for p in self.model.parameters()]
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter -= 0.05 * parameter.grad
+        return [loss.detach(), torch.get_rng_state(), found]
+
+
+def compare(model: nn.Module, batches: list[Any], make: Callable[[], Any]) -> int:
+    """How many passes of one model were repeated; they give what the engine gives."""
+    ours, right = Twin(copy.deepcopy(model)), Twin(model)
+    for batch in batches:
+        found = ours.step(batch, make())
+        with by_the_engine():
+            expected = right.step(batch, make())
+        here, there = Apart(found), Apart(expected)
+        assert here.form == there.form
+        for one, other in zip(here.tensors, there.tensors, strict=True):
+            torch.testing.assert_close(one, other, rtol=0.0, atol=0.0, equal_nan=True)
+    assert not right.repeated
+    return ours.repeated
+
+
+@pytest.mark.parametrize("extension", EXTENSIONS)
+@pytest.mark.parametrize("net", NETS)
+def test_repeated_passes(net: str, extension: str) -> None:
+    torch.manual_seed(0)
+    model, batches = NETS[net].make(), [NETS[net].draw(4) for _ in range(PASSES)]
+    lengths = [NETS[net].draw(n) for n in (3, 4)]
+    try:
+        repeated = compare(model, batches + lengths, EXTENSIONS[extension])
+    except BackpackError:
+        pytest.skip("it does not exist for this net")
+    if net in ("mlp", "cnn", "dropout", "frozen", "batch_norm"):
+        assert repeated
+
+
+@pytest.mark.parametrize("seeds", [range(20), range(40, 60)], ids=str)
+def test_random_nets_repeat(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    nets = set[int]()
+    begin = repeated.Repeated.__init__
+    monkeypatch.setattr(
+        repeated.Repeated, "__init__", lambda self, *what: (nets.add(seed), begin(self, *what))[1]
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for seed in seeds:
+            prepared = draw(seed)
+            ours, right = Side(prepared), Side(prepared)
+            if not ours.extensions or not isinstance(ours.whole, nn.Module):
+                continue
+            for number in range(1, 10):
+                found = ours.run(number)
+                with by_the_engine():
+                    expected = right.run(number)
+                assert not differs(found, expected), f"net {seed}, step {number}\n{prepared.recipe}"
+                for side in (ours, right):
+                    move(side.whole)
+            for side in (ours, right):
+                for parameter in side.whole.parameters():
+                    parameter.__dict__.clear()
+    assert nets
+
+
+def move(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None and math.isfinite(float(parameter.grad.sum())):
+                parameter -= 0.01 * parameter.grad
+
+
+# What may differ from pass to pass ----------------------------------------------------------------
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(5, 4), nn.Linear(5, 4), nn.Linear(4, 3)
+        self.a_first = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.a_first:
+            left, right = self.a(x), self.b(x)
+        else:
+            right, left = self.b(x), self.a(x)
+        return self.c(left.tanh() + right)
+
+
+@pytest.mark.parametrize("make", [BatchGrad, DiagGGNExact])
+def test_another_order(make: Any) -> None:
+    ours, right = Twin(Branches()), Twin(Branches())
+    right.model.load_state_dict(ours.model.state_dict())
+    for number in range(16):
+        batch = torch.rand(4, 5), torch.randint(3, (4,))
+        for twin in (ours, right):
+            twin.model.a_first = number % 3 != 2
+        found = ours.step(batch, make())
+        with by_the_engine():
+            expected = right.step(batch, make())
+        assert not differs(found, expected)
+
+
+def test_the_same_tensor_twice() -> None:
+    """One that came twice when it was written down, and two of the same shape."""
+    ours, right = Twin(nn.Bilinear(3, 3, 2)), Twin(nn.Bilinear(3, 3, 2))
+    right.model.load_state_dict(ours.model.state_dict())
+    for number in range(16):
+        x, y = torch.rand(4, 3).double(), torch.rand(4, 3).double()
+        for twin in (ours, right):
+            twin.model.zero_grad()
+            loss = twin.lossfunc(twin.model(x, x if number % 4 else y), torch.tensor([0, 1, 1, 0]))
+            with by_the_engine() if twin is right else backpack(), backpack(BatchGrad()):
+                loss.backward()
+        expected = [p.grad_batch for p in right.model.parameters()]
+        assert not differs([p.grad_batch for p in ours.model.parameters()], expected)
+
+
+def test_gradients_that_hooks_change() -> None:
+    torch.manual_seed(0)
+    model = NETS["mlp"].make()
+    outs: list[Tensor] = []
+    model[2].register_forward_hook(lambda m, a, out: outs.append(out))
+    ours = Twin(model)
+    for number in range(PASSES):
+        batch = NETS["mlp"].draw(4)
+        ours.model.zero_grad()
+        loss = ours.lossfunc(ours.model(batch[0].double()), batch[1])
+        if number > 7:
+            outs[-1].register_hook(lambda grad: 2 * grad)
+            outs[-1].grad_fn.register_prehook(lambda grads: (grads[0].t().contiguous().t(),))
+        with backpack(BatchGrad()):
+            loss.backward()
+        torch.testing.assert_close(model[2].weight.grad_batch.sum(0), model[2].weight.grad)
+        outs.clear()
+
+
+def test_results_are_there_when_a_gradient_is() -> None:
+    model, there = NETS["mlp"].make(), list[bool]()
+    ours = Twin(model)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda p: there.append(torch.allclose(p.grad_batch.sum(0), p.grad))
+        )
+    for _ in range(PASSES):
+        ours.step(NETS["mlp"].draw(4), BatchGrad())
+    assert ours.repeated
+    assert all(there)
+
+
+def test_settings() -> None:
+    ours, right = Twin(NETS["mlp"].make()), Twin(NETS["mlp"].make())
+    right.model.load_state_dict(ours.model.state_dict())
+    for number in range(20):
+        batch, some = NETS["mlp"].draw(4), [0] if number % 2 else [1, number // 8]
+        found = ours.step(batch, BatchGrad(subsampling=some))
+        with by_the_engine():
+            expected = right.step(batch, BatchGrad(subsampling=some))
+        assert not differs(found, expected)
+    assert ours.repeated
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"extension_hook": lambda module: None},
+        {"observer": lambda view: None},
+        {"check": "always"},
+        {"gradient": "none"},
+        {"debug": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_what_the_engine_does(options: dict[str, Any]) -> None:
+    ours = Twin(NETS["mlp"].make())
+    for _ in range(PASSES):
+        ours.step(NETS["mlp"].draw(4), BatchGrad(), **options)
+    assert not ours.repeated
+
+
+def test_one_graph_twice() -> None:
+    ours = Twin(NETS["mlp"].make())
+    for _ in range(PASSES):
+        batch = NETS["mlp"].draw(4)
+        loss = ours.lossfunc(ours.model(batch[0].double()), batch[1])
+        found = []
+        for keep in (True, False):
+            with backpack(BatchL2Grad()):
+                loss.backward(retain_graph=keep)
+            found.append([p.batch_l2 for p in ours.model.parameters()])
+        assert not differs(*found)
+
+
+def test_what_was_overwritten_raises() -> None:
+    model = NETS["mlp"].make()
+    ours, inputs = Twin(model), list[Tensor]()
+    model[2].register_forward_pre_hook(lambda m, args: inputs.append(args[0]))
+    for _ in range(PASSES):
+        ours.step(NETS["mlp"].draw(4), DiagGGNMC())
+    batch = NETS["mlp"].draw(4)
+    loss = ours.lossfunc(ours.model(batch[0].double()), batch[1])
+    with torch.no_grad():
+        inputs[-1].add_(1.0)
+    with pytest.raises((BackpackError, RuntimeError)), backpack(DiagGGNMC()):
+        loss.backward()
+
+
+def test_nothing_is_kept() -> None:
+    ours, before = Twin(NETS["mlp"].make()), live_calls()
+    for _ in range(PASSES):
+        ours.step(NETS["mlp"].draw(4), BatchGrad())
+    held = [weakref.ref(p.grad_batch) for p in ours.model.parameters()]
+    for parameter in ours.model.parameters():
+        del parameter.grad_batch
+    assert [reference() for reference in held] == [None] * len(held)
+    assert live_calls() == before
+    model = weakref.ref(ours.model)
+    del ours, parameter
+    gc.collect()
+    assert model() is None
+
+
+COMPILER = """
+import sys, torch
+from torch import nn
+from backpack_core import backpack, extend
+from backpack_core.extensions import BatchGrad
+model, lossfunc = extend(nn.Linear(4, 3)), extend(nn.MSELoss())
+for _ in range(10):
+    loss = lossfunc(model(torch.rand(8, 4)), torch.rand(8, 3))
+    with backpack(BatchGrad()) as block:
+        loss.backward()
+print("repeated a recording" in block.summary().passes, "torch._dynamo" in sys.modules)
+"""
+
+
+def test_the_compiler_is_not_imported() -> None:
+    """It would take seconds, in the midst of a loop."""
+    assert python(COMPILER).strip() == "True False"
+
+
+# Code that does more ------------------------------------------------------------------------------
+
+
+class Counting(BatchGrad):
+    """Does more than compute."""
+
+    count = 0
+
+    def read(self, product: Any) -> Any:
+        Counting.count += 1
+        return super().read(product) * (1 + Counting.count // 100)
+
+
+def test_code_of_others_is_called() -> None:
+    ours, Counting.count = Twin(NETS["mlp"].make()), 0
+    for number in range(PASSES):
+        ours.step(NETS["mlp"].draw(4), Counting())
+        assert Counting.count == 6 * (number + 1)
+    assert not ours.repeated
+
+
+def test_a_broken_promise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bases, "_ONLY_COMPUTING", bases._ONLY_COMPUTING | {"tests", __name__})
+    ours, Counting.count = Twin(NETS["mlp"].make()), 60
+
+    def steps() -> None:
+        for _ in range(40):
+            ours.step(NETS["mlp"].draw(4), Counting())
+            Counting.count += 5
+
+    with pytest.raises(PluginCodeError, match="only computes"):
+        steps()
+
+
+def test_threads_that_record() -> None:
+    """Methods of tensors are torch's own afterwards, and each thread has its numbers."""
+    own, faults = Tensor.tolist, list[BaseException]()
+
+    def train(seed: int) -> None:
+        try:
+            generator = torch.Generator().manual_seed(seed)
+            model = extend(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)))
+            lossfunc = extend(nn.CrossEntropyLoss())
+            for _ in range(PASSES):
+                inputs = torch.rand(4, 5, generator=generator)
+                loss = lossfunc(model(inputs), torch.tensor([0, 1, 2, 0]))
+                model.zero_grad()
+                with backpack(BatchGrad()):
+                    loss.backward()
+                for parameter in model.parameters():
+                    torch.testing.assert_close(parameter.grad_batch.sum(0), parameter.grad)
+        except BaseException as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=train, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults
+    assert Tensor.tolist is own
