@@ -10,7 +10,7 @@ from pathlib import Path
 
 CORE = Path(__file__).parents[2] / "backpack_core"
 # All of core together, of which the kit and the command are no part. The aim is 3,500.
-BUDGET = 5190
+BUDGET = 5225
 LEFT_OUT = {"cli", "testing"}
 _NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
