@@ -215,10 +215,7 @@ def _refuse_nothing(context: Context) -> None:
         raise NotExtendedError(
             f"backpack({names}) computed nothing: no extended module took part in a backward "
             "pass of this block. Call extend(model) and extend(lossfunc) before the forward "
-            "pass, run the forward pass outside of disable() and no_grad(), that of "
-            "a compiled model inside the block, and call backward() inside the block, on the "
-            "thread that entered it, and in no block inside of it: the innermost one counts. "
-            "Layers take part if they are called: F.linear(x, layer.weight) calls none."
+            "pass, and loss.backward() inside the block; of nested blocks, the innermost counts."
         )
     if "trained" not in context.seen:
         raise UsageError(

@@ -97,7 +97,7 @@ class Plugin:
         """Import what the entry point names.
 
         Raises:
-            PluginError: The value is no ``"package.module:attribute"``, or the module has no such
+            PluginError: The value is not ``"package.module:attribute"``, or the module has no such
                 attribute.
         """
         match = _VALUE.match(self.value)
@@ -325,7 +325,7 @@ def declarations() -> Iterator[Declaration]:
             continue
         try:
             entry_points = [*dist.entry_points.select(group=GROUP)]
-        except TypeError:  # a line that is no entry point
+        except TypeError:  # a line that is not an entry point
             continue
         if entry_points:
             # Not ``dist.metadata``, which loads a parser that takes longer than all the rest.

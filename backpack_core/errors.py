@@ -174,7 +174,7 @@ class UncoveredParameterWarning(BackpackWarning):
 class ZeroCurvatureWarning(BackpackWarning):
     """A loss is linear in its input, so the generalised Gauss-Newton matrix is zero.
 
-    Use a loss that has curvature: CrossEntropyLoss on the logits in the place of NLLLoss on the
+    Use a loss that has curvature: CrossEntropyLoss on the logits instead of NLLLoss on the
     logarithms of probabilities, which is the same model.
     """
 
@@ -225,5 +225,8 @@ def warn(message: str, category: type[Warning]) -> None:
 def nearest(name: str, names: Iterable[str]) -> str:
     """``": did you mean 'weight'?"``, or nothing where no name is near."""
     by_lower = {other.lower(): other for other in names}
-    close = get_close_matches(name.lower(), by_lower, 1, 0.6)
+    close = get_close_matches(name.lower(), by_lower, 3, 0.6)
+    close.sort(
+        key=lambda other: sorted(other) != sorted(name.lower())
+    )  # letters that changed places
     return f": did you mean {by_lower[close[0]]!r}?" if close else ""

@@ -6,21 +6,9 @@ from typing import Any
 
 from backpack_core.discovery import choose
 from backpack_core.errors import nearest
-from backpack_core.plugins.loading import ensure_loaded, known_plugins, load_provider, missing
+from backpack_core.plugins.loading import ensure_loaded, load_provider, missing, providers_of
 from backpack_core.plugins.registry import registry
-
-# The distributions of this project's extensions, for the message when one is not installed.
-_DISTRIBUTIONS = {
-    "backpack-plugin-firstorder": (
-        "BatchGrad BatchL2Grad SumGradSquared Variance BatchDotGrad ClippedSumGrad GradInner "
-        "ProjectedGrad TaskGrad TaskDotGrad AggregatedGrad"
-    ),
-    "backpack-plugin-secondorder": (
-        "DiagGGNExact DiagGGNMC BatchDiagGGNExact BatchDiagGGNMC SqrtGGNExact SqrtGGNMC "
-        "DiagHessian BatchDiagHessian KFAC KFLR KFRA EKFAC GGNMP HMP PCHMP GGNGram "
-        "Jacobians NTK JMP"
-    ),
-}
+from backpack_core.provided import known
 
 
 def __getattr__(name: str) -> Any:
@@ -38,19 +26,14 @@ def __getattr__(name: str) -> Any:
 
 
 def _why_missing(name: str) -> str:
-    for plugin in known_plugins():
-        if plugin.attribute == name and plugin.state == "blocked":
-            return f"The extension {name} of {plugin.provenance} is not available."
-    for distribution, names in _DISTRIBUTIONS.items():
-        if name in names.split():
-            return (
-                f"The extension {name} is not available: it is provided by {distribution}. Run "
-                f"`pip install {distribution}`."
-            )
-    near = nearest(name, registry.extensions) or "."
+    if any(providers_of(name)):
+        return f"The extension {name} is not available."
+    there = registry.extensions
+    elsewhere = (each for names in known().values() for each in names if "." not in each)
+    near = nearest(name, there) or nearest(name, elsewhere) or "."
     return (
         f"No installed plugin provides an extension named {name!r}{near} Installed: "
-        f"{', '.join(sorted(registry.extensions)) or 'none'}. Install the plugin that has it; "
+        f"{', '.join(sorted(there)) or 'none'}. Install the plugin that has it; "
         "`backpack plugins` lists what is there."
     )
 

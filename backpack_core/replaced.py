@@ -17,7 +17,7 @@ def _nothing() -> None:
 
 @dataclass(eq=False)
 class Replaced:
-    """Functions that a library may put in the place of these.
+    """Functions that a library may put instead of these.
 
     Attributes:
         offer: Takes a result out of a dictionary; ``is_wanted`` says whether its memory may be

@@ -37,7 +37,7 @@ NAMES = [*MODELS, *(f"{name}-twice" for name in MODELS)]
 
 
 def model_of(name: str, is_whole: bool = False) -> Module:
-    """The model with Linear in the place of Conv1D.
+    """The model with Linear instead of Conv1D.
 
     Args:
         name: One of ``NAMES``.

@@ -1,4 +1,4 @@
-"""Private training on digits: accuracy at two budgets, and with users in the place of images.
+"""Private training on digits: accuracy at two budgets, and with users instead of images.
 
 Run: ``python examples/private_digits.py``
 """

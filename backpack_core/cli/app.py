@@ -98,7 +98,7 @@ def doctor(as_json: Json = False, limit: Limit = LIMIT) -> None:
 
 
 def _extensions(incomplete: str) -> list[str]:
-    """Classes that plugins name and that are no layer rules: metadata does not say more."""
+    """Classes that plugins name and that are not layer rules: metadata does not say more."""
     from backpack_core.discovery import discover
 
     names = {plugin.attribute for plugin in discover() if plugin.state == "not loaded"}
@@ -195,7 +195,11 @@ def explain(
     if any(UNKNOWN in row.cells() for row in rows):
         output.say(f"{UNKNOWN}: not counted. {WITH_COUNTS}")
     output.say("")
-    output.say(NO_PLAN if plan is None else repr(plan))
+    if plan is None:
+        output.say(NO_PLAN)
+    else:
+        steps = [(str(number), step.path, str(step)) for number, step in enumerate(plan.steps, 1)]
+        output.print_table(("step", "at", "what happens"), steps, output.width())
 
 
 def _errors(incomplete: str) -> list[str]:

@@ -12,11 +12,12 @@ import json
 import re
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from importlib_metadata import PackageNotFoundError, version
+
+from backpack_core.provided import beside, home_of
 
 if TYPE_CHECKING:
     from backpack_core.discovery import Plugin
@@ -54,21 +55,9 @@ class Certificate:
     format: int = FORMAT
 
 
-def home_of(package: str) -> Path | None:
-    """The folder of a package, or the file of a module; ``None`` if there is none. No import."""
-    try:
-        spec = find_spec(package.partition(".")[0])
-    except (ImportError, ValueError):
-        return None
-    if spec is None or spec.origin is None:
-        return None
-    file = Path(spec.origin)
-    return file.parent if spec.submodule_search_locations else file
-
-
 def file_of(home: Path) -> Path:
     """Where the certificate of a package, or of a single module, is."""
-    return home / NAME if home.is_dir() else home.with_suffix(f".{NAME}")
+    return beside(home, NAME)
 
 
 def digest(home: Path) -> str:

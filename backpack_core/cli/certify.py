@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from backpack_core import provided
 from backpack_core.cli.certificate import (
     NAME,
     Certificate,
@@ -103,11 +104,11 @@ def certify(*folders: Path, tests: Iterable[Path] = ()) -> list[Path]:
     """
     own = [project(folder) for folder in folders]
     found = _run(folders[0].resolve(), own, [str(path.resolve()) for path in tests])
-    return [path for each in own for path in _certified(each, found)]
+    return [path for each in own for path in _certified(each, *found)]
 
 
-def _certified(own: Project, found: list[Any]) -> list[Path]:
-    """Write what was found into the certificates of one distribution."""
+def _certified(own: Project, found: list[Any], found_provided: dict[str, Any]) -> list[Path]:
+    """Write the certificates of one distribution, and what it provides."""
     checks: dict[str, dict[str, str]] = {}
     for _, case, check, status, _ in found:
         checks.setdefault(case, {})[check] = status
@@ -126,12 +127,15 @@ def _certified(own: Project, found: list[Any]) -> list[Path]:
         made = Certificate(own.name, digest(home), *versions, checks, closest, unchecked)
         file_of(home).write_text(text_of(made), "utf-8")
         paths.append(file_of(home))
+        if home.stem in found_provided:  # unless it is not installed
+            text = provided.text_of(found_provided[home.stem])
+            provided.beside(home, provided.NAME).write_text(text, "utf-8")
     return paths
 
 
 def text_of(certificate: Certificate) -> str:
     """What is in the file."""
-    return json.dumps(asdict(certificate), indent=1, sort_keys=True) + "\n"
+    return provided.text_of(asdict(certificate))
 
 
 def _run(folder: Path, own: list[Project], tests: list[str]) -> list[Any]:
@@ -154,8 +158,13 @@ def _run(folder: Path, own: list[Project], tests: list[str]) -> list[Any]:
             check=False,
         )
         if result.returncode:
+            absent = "".join(
+                f" {each.name} is not installed: try `pip install -e '.[test]'` in its folder."
+                for each in own
+                if not installed(each.name)
+            )
             raise BackpackError(
-                f"There is no certificate for {names}, because tests fail:\n"
+                f"There is no certificate for {names}, because tests fail.{absent}\n"
                 + (result.stdout + result.stderr).strip()[-3000:]
             )
         found: list[Any] = json.loads(ledger.read_text("utf-8"))
@@ -214,7 +223,10 @@ def into_wheel(wheel: Path, certificates: Iterable[Path]) -> None:
                 f"{wheel.name} holds other code than what was certified. Build it again, then: "
                 "backpack certify FOLDER --wheel dist/NAME.whl."
             )
-        entries[inside + NAME if is_package else path.name] = path.read_bytes()
+        for name in (NAME, provided.NAME):
+            source = path.with_name(path.name.replace(NAME, name))
+            if source.exists():
+                entries[inside + name if is_package else source.name] = source.read_bytes()
     (record,) = (name for name in entries if name.endswith(".dist-info/RECORD"))
     entries[record] = _record(entries, record).encode()
     with zipfile.ZipFile(wheel, "w", zipfile.ZIP_DEFLATED) as file:

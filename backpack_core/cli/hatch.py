@@ -17,10 +17,14 @@ from hatchling.plugin import hookimpl
 
 from backpack_core.cli.certificate import digest, file_of, read
 from backpack_core.cli.certify import certify, project
+from backpack_core.provided import NAME, beside
 
 
 class Certify(BuildHookInterface):  # type: ignore[type-arg]
-    """Puts the certificate into the wheel; runs the kit where there is none for this code."""
+    """Puts the certificate into the wheel, with what the plugin provides.
+
+    Runs the kit where there is none for this code.
+    """
 
     PLUGIN_NAME = "backpack"
 
@@ -34,8 +38,9 @@ class Certify(BuildHookInterface):  # type: ignore[type-arg]
         if any(each is None or each.code != digest(home) for home, each in found.items()):
             certify(folder)
         for home in own.homes:
-            inside = file_of(home).relative_to(home.parent).as_posix()
-            build_data["force_include"][str(file_of(home))] = inside
+            for path in filter(Path.exists, (file_of(home), beside(home, NAME))):
+                inside = path.relative_to(home.parent).as_posix()
+                build_data["force_include"][str(path)] = inside
 
 
 @hookimpl

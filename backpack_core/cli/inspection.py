@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
+from backpack_core.cli.provides import untrue
 from backpack_core.cli.reports import Provided, Report
 from backpack_core.contract.bases import Candidate, faults_of, with_line
 from backpack_core.contract.extension import Extension
@@ -35,6 +36,7 @@ def report(plugin: Plugin) -> Report:
         result.broken_promises += [
             f"{with_line(rule)}: {text}" for rule in rules for text in _missing_types(rule, result)
         ]
+        result.broken_promises += untrue(plugin)
     return result
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from torch.nn import Module
 
+from backpack_core.cli.provides import provided_by
+from backpack_core.plugins import ensure_loaded, known_plugins
 from backpack_core.plugins.registry import registry
 from backpack_core.testing.cases import Case, installed
 from backpack_core.testing.compare import closest
@@ -57,8 +59,9 @@ class Ledger:
             self.found += [value for key, value in report.user_properties if key == _KEY]
 
     def pytest_sessionfinish(self) -> None:
-        """Write it."""
-        self.path.write_text(json.dumps(self.found), "utf-8")
+        """Write it, with what the installed plugins provide."""
+        ensure_loaded()
+        self.path.write_text(json.dumps([self.found, provided_by(known_plugins())]), "utf-8")
 
 
 def _class_of(case: Case) -> str:

@@ -71,7 +71,11 @@ def print_table(
         table.add_column(name, overflow="fold")
     for row in cells:
         table.add_row(*[_styled(cell) for cell in row])
-    console(wide).print(table)
+    target = console(wide)
+    with target.capture() as printed:
+        target.print(table)
+    for line in printed.get().splitlines():
+        print(line.rstrip())
 
 
 def _least(header: Sequence[str], rows: list[list[str]]) -> int:

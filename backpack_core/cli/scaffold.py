@@ -75,9 +75,11 @@ def check_name(name: str) -> str:
     if short in _TAKEN:
         raise UsageError(f"The generated package uses the name {name!r} itself: choose another.")
     if not _NAME.fullmatch(short) or keyword.iskeyword(short):
+        other = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[ .]+", "-", short).lower()
+        hint = f": write {other!r}." if _NAME.fullmatch(other) and other != short else "."
         raise UsageError(
             "The name of a plugin has lower-case letters, digits and single hyphens, starts with "
-            f"a letter, and is not a word of Python's. Got {name!r}."
+            f"a letter, and is not a keyword of Python. Got {name!r}{hint}"
         )
     return short
 

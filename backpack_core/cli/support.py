@@ -159,6 +159,8 @@ def build(target: str) -> Given:
     """
     if not _TARGET.fullmatch(target):
         raise UsageError(f"Name a factory as 'package.module:function'. Got {target!r}.")
+    if target.partition(":")[0].endswith(".py"):
+        raise UsageError(f"Name the module, not its file: {target.replace('.py:', ':')}.")
     module_name, _, attribute = target.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:  # as python -m does; a console script does not

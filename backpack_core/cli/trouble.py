@@ -12,31 +12,34 @@ from backpack_core.errors import UsageError, nearest
 
 
 def entries() -> dict[str, str]:
-    """The entries of the troubleshooting page: what stands under the name of each error."""
+    """The entries of the troubleshooting page: what stands under the name of each error.
+
+    And under the message that Python itself has for a result that is not there.
+    """
     page = shipped("troubleshooting.md", "docs/troubleshooting.md").read_text("utf-8")
-    parts = re.split(r"^### (\w+)\n", page, flags=re.MULTILINE)[1:]
-    return {
-        name: re.split(r"^## ", text, flags=re.MULTILINE)[0].strip()
-        for name, text in zip(parts[::2], parts[1::2], strict=True)
-    }
+    parts = re.split(r"^(##+) (.+)\n", page, flags=re.MULTILINE)[1:]
+    sections = zip(parts[::3], parts[1::3], parts[2::3], strict=True)
+    return {name: text.strip() for level, name, text in sections if level == "###" or "'" in name}
 
 
 def trouble(name: str) -> str:
     """What the manual says of an error or a warning.
 
     Args:
-        name: Name of the class, in any case.
+        name: Name of the class, or a part of it, in any case; or a message that begins with it.
 
     Raises:
-        UsageError: There is no such entry.
+        UsageError: There is no such entry, or there are several.
     """
-    known = entries()
-    wanted = name.strip(" :").rpartition(".")[2]
-    by_lower = {own.lower(): own for own in known}
-    if wanted.lower() not in by_lower:
-        near = nearest(wanted, known) or f": there are {', '.join(known)}."
-        raise UsageError(f"No error of this library is called {wanted!r}{near}")
-    return known[by_lower[wanted.lower()]]
+    known, words = entries(), re.findall(r"\w+", name.lower())
+    found = [own for own in known if own.lower() in (*words, name.lower())]
+    found = found or [own for own in known if any(len(w) > 3 and w in own.lower() for w in words)]
+    if len(found) == 1:
+        return known[found[0]]
+    if found:
+        raise UsageError(f"Several entries have {name!r}: {', '.join(found)}.")
+    near = nearest(name, known) or f": there are {', '.join(known)}."
+    raise UsageError(f"No error of this library is called {name!r}{near}")
 
 
 def plain(markdown: str, width: int) -> Iterator[str]:
@@ -59,10 +62,11 @@ def plain(markdown: str, width: int) -> Iterator[str]:
 
 def _paragraph(text: str, width: int) -> list[str]:
     """A paragraph, or the items of a list, each on lines of its own."""
-    items = re.split(r"\n(?=- )", text)
+    items = re.split(r"\n(?=- |\d+\. )", text)
+    marks = [re.match(r"- |\d+\. ", each) for each in items]
     wrap = partial(textwrap.wrap, width=width, break_on_hyphens=False, break_long_words=False)
     return [
         line
-        for each in items
-        for line in wrap(each, subsequent_indent="  " * each.startswith("- "))
+        for each, mark in zip(items, marks, strict=True)
+        for line in wrap(each, subsequent_indent=" " * len(mark[0] if mark else ""))
     ]

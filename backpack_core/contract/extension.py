@@ -63,7 +63,7 @@ class Extension(ABC):
             sentence.
         over_batches: How values of disjoint batches combine: ``"sum"``, ``"concatenate"`` (samples
             on axis 0), a function of two tensors, or what :mod:`backpack_products.merging` has for
-            values that are no single tensor. By default, they do not.
+            values that are not a single tensor. By default, they do not.
 
     Attributes:
         propagator: What travels backwards for this extension.
@@ -71,7 +71,7 @@ class Extension(ABC):
             parameters where operations use them, as autograd differentiates these (exact),
             ``"error"`` raises, ``"warning"`` and ``"silent"`` leave its parameters out.
         chunk_size: How many columns to carry at once; ``None`` leaves it to the memory budget.
-        carriers: Functions that make a :class:`~backpack_core.Carrier` in the place of the layer
+        carriers: Functions that make a :class:`~backpack_core.Carrier` instead of the layer
             rule, by module type; for this instance only.
 
     To write:
@@ -130,7 +130,7 @@ class Extension(ABC):
         if not isinstance(propagator, Propagator) or not _has_hash(propagator):
             raise UsageError(
                 f"{type(self).__name__} needs a propagator: an instance of a frozen dataclass "
-                "derived from Propagator, with fields that can be hashed (a tuple in the place of "
+                "derived from Propagator, with fields that can be hashed (a tuple instead of "
                 f"a list). Got {propagator!r}."
             )
         self.propagator = propagator

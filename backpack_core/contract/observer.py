@@ -66,7 +66,7 @@ class Observer:
         return False
 
     def options(self, run: Any, given: Options) -> Options:
-        """What to tell autograd in the place of arguments of ``backward()``."""
+        """What to tell autograd instead of arguments of ``backward()``."""
         return {}
 
     def before(self, view: View) -> None:

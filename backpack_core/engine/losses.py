@@ -7,6 +7,7 @@ from itertools import chain
 from typing import Any
 
 from backpack_core import errors
+from backpack_core._torch import class_of
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.loss import Normaliser, normaliser_of
 from backpack_core.engine.groups import Group
@@ -42,19 +43,18 @@ def nothing_arrived(view: View, name: str) -> Exception:
         view: The call.
         name: The extension that needs it.
     """
+    kind = class_of(view.call.module)
     if view.output_shape == ():
         return missing(
-            f"{name} starts at a loss, and no loss rule is known for {view.path}. Use a loss that "
-            "an installed plugin knows (backpack-plugin-layers covers most of torch.nn), or write "
-            f"a LossRule for {type(view.call.module).__name__}.",
-            "loss",
+            f"{name} starts at a loss, and no loss rule is known for {view.path}.",
+            kind,
+            f" Use a loss that an installed plugin knows, or write a LossRule for {kind.__name__}.",
         )
     return errors.NotExtendedError(
-        f"{name} needs a quantity that starts at the loss, but nothing arrived at {view.path} "
-        f"(rule of {view.call.provenance}). Call lossfunc = extend(lossfunc) with a loss module of "
-        "torch.nn, and compute the loss with it; a functional loss cannot be seen. If this is the "
-        "derivative of something else (torch.autograd.grad, of an output), compute it outside of "
-        "the block."
+        f"{name} starts at an extended loss, and there is none behind {view.path} (rule of "
+        f"{view.call.provenance}). Call lossfunc = extend(lossfunc) with a loss module of torch.nn "
+        "and compute the loss with it, since a functional loss cannot be seen; compute other "
+        "derivatives (torch.autograd.grad, of an output) outside of the block."
     )
 
 

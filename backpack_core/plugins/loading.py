@@ -8,7 +8,7 @@ traceback chained; everything else works. Imports pluggy and core.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.nn import Module
@@ -23,6 +23,7 @@ from backpack_core.errors import (
 )
 from backpack_core.plugins.registration import enter, lock, withdraw
 from backpack_core.plugins.registry import registry
+from backpack_core.provided import Provider, providers
 
 _plugins: list[Plugin] | None = None
 _loading = False
@@ -133,39 +134,73 @@ def load_error(plugin: Plugin) -> PluginLoadError:
     )
 
 
-def missing(message: str, hint: str) -> MissingPluginError:
+def missing(message: str, wanted: str | type[Module], otherwise: str = "") -> MissingPluginError:
     """The error for what no plugin provides, chained to a failed plugin that might have.
 
     Args:
         message: What was asked for.
-        hint: The name of the class that was asked for, or the module class without a rule.
+        wanted: The name of the extension or of the library's entry point that was asked for, or
+            the module class without a rule.
+        otherwise: What to do where nobody is known to have it.
     """
-    broken, message = failures(), message + blocked()
-    suspects = [p for p in broken if _may_provide(p, hint)] or broken
+    found = [*providers_of(wanted)]
+    suspects = [each.plugin for each in found if each.plugin and each.plugin.error is not None]
+    if not suspects and not found:
+        suspects = failures()
     if not suspects:
-        return MissingPluginError(message)
-    error = MissingPluginError(
-        f"{message} A plugin that may provide it is broken. {load_error(suspects[0])}"
-    )
+        return MissingPluginError(message + who_has(wanted, otherwise))
+    may = "" if found else f"{otherwise}{blocked()} A plugin that may provide it is broken."
+    error = MissingPluginError(f"{message}{may} {load_error(suspects[0])}")
     error.__cause__ = suspects[0].error
     return error
+
+
+def who_has(wanted: str | type[Module], otherwise: str = "") -> str:
+    """Which plugins say that they provide it, and why they do not, as the end of a message.
+
+    Goes by what plugins say beside their code, so that those that do not load are named, too.
+    """
+    return "".join(f" {text}" for text in dict.fromkeys(map(_why_not, providers_of(wanted)))) or (
+        otherwise + blocked()
+    )
+
+
+def providers_of(wanted: str | type[Module]) -> Iterator[Provider]:
+    """Those of a class, or of the nearest parent for which there are some."""
+    kinds = wanted.__mro__ if isinstance(wanted, type) else ()
+    for names in [{spelled_out(kind)} for kind in kinds] or [{str(wanted)}]:
+        found = [*providers(names, known_plugins())]
+        if found:
+            yield from found
+            return
+
+
+def _why_not(provider: Provider) -> str:
+    package, _, name = provider.name.rpartition(".")
+    plugin = provider.plugin
+    what = f"a layer rule for {name}" if package else f"the extension {name}"
+    what = "it" if plugin is not None and name == plugin.name else what
+    if plugin is None:
+        return f"{provider.distribution} has {what}: pip install {provider.distribution}."
+    if plugin.state == "loaded":
+        return (
+            f"{plugin.provenance} has {what}, which is not used for a class or an object that "
+            f"computes something else than {name}, by a forward or a weight of its own."
+        )
+    if plugin.error is not None:
+        return str(load_error(plugin))
+    return f"{plugin.provenance} has {what}, but is blocked: check {_SWITCHES}."
+
+
+_SWITCHES = (
+    "BACKPACK_LOAD_PLUGINS, BACKPACK_BLOCK_PLUGINS, BACKPACK_PREFER and BACKPACK_REQUIRE_CERTIFIED"
+)
 
 
 def blocked() -> str:
     """Which installed plugins may not load, as the end of a message about something missing."""
     who = ", ".join(sorted({str(p.provenance) for p in known_plugins() if p.state == "blocked"}))
-    switches = (
-        "BACKPACK_LOAD_PLUGINS, BACKPACK_BLOCK_PLUGINS, BACKPACK_PREFER and "
-        "BACKPACK_REQUIRE_CERTIFIED"
-    )
-    return f" Installed, but blocked: {who}; check {switches}." if who else ""
-
-
-def _may_provide(plugin: Plugin, hint: str) -> bool:
-    """Whether a plugin's name or class resembles a class that was asked for."""
-    wanted = hint.lower()
-    names = (plugin.name.replace("_", ""), plugin.attribute.removesuffix("Rule"))
-    return any(name and (name.lower() in wanted or wanted in name.lower()) for name in names)
+    return f" Installed, but blocked: {who}; check {_SWITCHES}." if who else ""
 
 
 def prefer(distribution: str, *keys: Any) -> None:

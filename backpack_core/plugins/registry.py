@@ -187,7 +187,7 @@ _KINDS: dict[str, tuple[str, type]] = {
 
 
 def hook_of(obj: object) -> str | None:
-    """The hook that would return a class; ``None`` for what is no rule, extension or propagator."""
+    """The hook that would return a class; ``None`` if it is of another kind."""
     hooks = (hook for hook, (_, base) in _KINDS.items() if _is_class_of(base, obj))
     return next(hooks, None)
 

@@ -209,7 +209,7 @@ class _Run:
         if not states.batches:
             raise UsageError(
                 "The loader gave no batch: there is nothing to compute. Give what can be gone "
-                "through again, as a DataLoader or a list; an iterator or a generator can not."
+                "through again, as a DataLoader or a list; an iterator or a generator cannot."
             )
         parameters = carriers(self.model)
         values = {

@@ -32,7 +32,8 @@ def split(item: Any) -> Batch:
         return item[0], item[1]
     raise UsageError(
         "A batch is (inputs, targets), or a dictionary with 'labels'. Got "
-        f"{type(item).__name__}: give batch=, a function that makes (inputs, targets) of it."
+        f"{type(item).__name__}. Give one batch as a list, [(inputs, targets)]; for batches of "
+        "another kind, give batch=, a function that makes (inputs, targets) of one."
     )
 
 

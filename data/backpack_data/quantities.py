@@ -12,8 +12,8 @@ from torch import Tensor
 
 from backpack_core import Extension
 from backpack_core.discovery import choose
-from backpack_core.errors import MissingPluginError, UsageError
-from backpack_core.plugins.loading import ensure_loaded
+from backpack_core.errors import UsageError
+from backpack_core.plugins.loading import ensure_loaded, missing
 from backpack_core.plugins.registry import registry
 from backpack_data import files
 from backpack_data.shards import whole
@@ -244,9 +244,10 @@ def _kind(name: str) -> Extension:
     ensure_loaded()
     claims = registry.extensions.get(name)
     if not claims:
-        raise MissingPluginError(
-            f"Values of the extension {name} are not tensors, and no installed plugin provides it: "
-            "install the plugin that wrote them."
+        raise missing(
+            f"Values of the extension {name} are not tensors, and no installed plugin provides it.",
+            name,
+            " Install the plugin that wrote them.",
         )
     found: Any = choose(claims, name, "extension").value
     return found  # type: ignore[no-any-return]

@@ -212,7 +212,7 @@ def test_nothing_was_extended() -> None:
 
 def test_backward_was_not_called() -> None:
     with (
-        pytest.raises(NotExtendedError, match=r"call\s+backward\(\) inside the block"),
+        pytest.raises(NotExtendedError, match=r"loss\.backward\(\) inside the block"),
         backpack(BatchGrad()),
     ):
         pass
@@ -223,7 +223,7 @@ def test_backward_was_not_called() -> None:
 def test_a_block_inside_of_the_block() -> None:
     model, x = extend(nn.Linear(3, 3)), torch.randn(2, 3)
     with (
-        pytest.raises(NotExtendedError, match=r"BatchGrad.*in no\s+block inside of it"),
+        pytest.raises(NotExtendedError, match=r"BatchGrad.*of nested blocks, the innermost"),
         backpack(BatchGrad()),
         backpack(BatchL2Grad()),
     ):
@@ -263,7 +263,7 @@ def test_functional_loss() -> None:
     model = extend(nn.Sequential(nn.Linear(3, 3), nn.Tanh()))
     loss = F.cross_entropy(model(torch.randn(2, 3)), torch.tensor([0, 1]))
     with (
-        pytest.raises(NotExtendedError, match=r"nothing arrived at Tanh '1'.*functional loss"),
+        pytest.raises(NotExtendedError, match=r"there is none behind Tanh '1'.*functional loss"),
         backpack(DiagGGNExact()),
     ):
         loss.backward()
@@ -277,7 +277,7 @@ def test_unknown_loss() -> None:
     problem = Problem(nn.Linear(3, 3), (torch.randn(2, 3),), Hinge(), torch.ones(2, 3))
     with pytest.raises(MissingPluginError) as error:
         problem.run(DiagGGNExact())
-    for word in ("DiagGGNExact", "Hinge", "LossRule", "backpack-plugin-layers"):
+    for word in ("DiagGGNExact", "Hinge", "LossRule"):
         assert word in message(error)
     problem.check(second=False)
 

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from backpack_attribution import GradientStore, fill, merge_stores, preconditioned, project
-from backpack_core import Extension, LayerRule
+from backpack_core import Extension, LayerRule, backpack, extend, quantities
 from backpack_core.errors import UsageError
 from backpack_core.extensions import KFAC, BatchGrad, DiagGGNExact, SumGradSquared
 from backpack_core.testing.isolation import temporary_plugin
 from backpack_data import Quantities, accumulate
 from backpack_firstorder import Projection
+from backpack_optimizers import EKFAC
+from backpack_privacy import make_private
 from backpack_products import fingerprint as module
 from backpack_products.fingerprint import Fingerprint, Marked, agreed, fingerprint
 from backpack_secondorder.blocks import BlockDiagonal
+from backpack_secondorder.kronecker import diagonal_matrix, matrix_from_state
 from tests import forks
 
 MODEL = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double()
@@ -139,6 +145,57 @@ def test_factors(update: Any, tmp_path: Path) -> None:
     assert by_hand.map(lambda block: block).plugins == {}
 
 
+def test_a_single_matrix(update: Any, tmp_path: Path) -> None:
+    model: Any = extend(nn.Sequential(nn.Linear(3, 2)).double())
+    lossfunc: Any = extend(nn.CrossEntropyLoss())
+
+    def factors() -> Any:
+        with backpack(KFAC()):
+            lossfunc(model(torch.ones(2, 3).double()), torch.tensor([0, 1])).backward()
+        return quantities(model)["0.weight"].kfac
+
+    own = factors()
+    torch.save(own.state_dict(), tmp_path / "factors.pt")
+    loaded = matrix_from_state(torch.load(tmp_path / "factors.pt", weights_only=True))
+    assert loaded.order.plugins == own.order.plugins == fingerprint([model], [KFAC])
+    assert (2 * loaded).eigenbasis().inverse(0.1).order.plugins == own.order.plugins
+    assert torch.equal((loaded + own)[0], 2 * own[0])
+    update()
+    mixes: list[Callable[[], Any]] = [
+        lambda: loaded + factors(),
+        lambda: factors() + 2 * loaded,
+        lambda: factors().moving_average(loaded, 0.5),
+    ]
+    for mix in mixes:
+        with pytest.raises(UsageError, match=f"This matrix and the other one {DIFFERENT}"):
+            mix()
+    by_hand = diagonal_matrix(torch.ones(2, 3))
+    assert not by_hand.order.plugins
+    assert "plugins" not in by_hand.state_dict()
+
+
+def test_states_of_optimizers(update: Any) -> None:
+    optimizer, lossfunc = trained()
+    with optimizer.curvature():
+        lossfunc(optimizer.model(torch.ones(2, 3).double()), torch.tensor([0, 1])).backward()
+    optimizer.step()
+    state = optimizer.state_dict()
+    trained()[0].load_state_dict(state)
+    assert "plugins" not in state["curvature"]["factors"][0]
+    update()
+    text = f"curvature of the state and that of further steps {DIFFERENT}"
+    with pytest.raises(UsageError, match=text):
+        trained()[0].load_state_dict(state)
+
+
+def test_a_class_counts_with_those_it_inherits_from() -> None:
+    class Own(KFAC):  # type: ignore[misc]
+        pass
+
+    both = fingerprint([MODEL], [Own])
+    assert fingerprint([MODEL], [KFAC]).items() < both.items()
+
+
 def test_a_sum_of_two_quantities() -> None:
     """Who takes part may differ, but not in its code."""
     both = accumulate(MODEL, LOSS, batches(), KFAC(), SumGradSquared(), progress=False)
@@ -188,16 +245,43 @@ def test_gradients(update: Any, tmp_path: Path) -> None:
         merge_stores(folders, tmp_path / "both")
 
 
+def one_step() -> None:
+    optimizer, lossfunc = trained(process_group=distributed.group.WORLD)
+    with optimizer.curvature():
+        lossfunc(optimizer.model(torch.ones(2, 3)), torch.tensor([0, 1])).backward()
+    optimizer.step()
+
+
+def trained(**settings: Any) -> Any:
+    """An optimizer in front of a step, and the loss."""
+    torch.manual_seed(0)
+    model = extend(nn.Sequential(nn.Linear(3, 2)).double())
+    optimizer = EKFAC(model, **settings)
+    return optimizer, extend(nn.CrossEntropyLoss())
+
+
+def private_start() -> None:
+    data = TensorDataset(torch.zeros(8, 3), torch.zeros(8, dtype=torch.int64))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 2))
+    plain = torch.optim.SGD(model.parameters(), 0.1)
+    settings: Any = {"noise_multiplier": 1.0, "max_norm": 1.0}
+    make_private(model, nn.CrossEntropyLoss(), plain, DataLoader(data, 2), **settings)
+
+
 def rank_of_two(rank: int, folder: Path) -> None:
     """A process that computes with plugins of its own."""
     torch.set_default_dtype(torch.float64)
     distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
     if rank:
         module._digest = lambda home: "0123456789ab"  # type: ignore[assignment]
-    try:
-        found(process_group=distributed.group.WORLD)
-    except Exception as error:
-        (folder / f"{rank}").write_text(f"{type(error).__name__}: {error}")
+    group = distributed.group.WORLD
+    starts: list[Any] = [partial(found, process_group=group), one_step, private_start]
+    for number, begin in enumerate(starts):
+        try:
+            begin()
+        except Exception as error:
+            (folder / f"{rank}{number}").write_text(f"{type(error).__name__}: {error}")
     distributed.barrier()
 
 
@@ -206,7 +290,7 @@ def rank_of_two(rank: int, folder: Path) -> None:
 )
 def test_ranks_compare_before_they_compute(tmp_path: Path) -> None:
     forks.run_ranks(rank_of_two, tmp_path)
-    for rank in range(2):
-        said = (tmp_path / f"{rank}").read_text()
+    for rank, number in product(range(2), range(3)):
+        said = (tmp_path / f"{rank}{number}").read_text()
         assert "rank 0 and those of rank 1 were computed by different plugins" in said
         assert "backpack-core" in said

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from backpack_core import discovery, plugins
+from backpack_core import discovery, plugins, provided
 from backpack_core.cli import certificate, listing, scaffold
 from backpack_core.cli.app import app
 from backpack_core.cli.certificate import Certificate, digest, file_of, read, version_of
@@ -132,7 +132,10 @@ def wheel_of(package: Path) -> Path:
 
 def test_a_package_proves_itself(package: Path) -> None:
     """From its tests to a wheel that holds what they found."""
+    told = provided.beside(package / "backpack_plugin_proved", provided.NAME)
+    as_made = told.read_text()
     wheel = wheel_of(package)
+    told.write_text('{"torch.nn.Linear": "backpack_plugin_proved:ProvedRule"}')
     result = CliRunner().invoke(app, ["certify", str(package), "--wheel", str(wheel)])
     assert result.exit_code == 0, (result.output, result.exception)
     home = package / "backpack_plugin_proved"
@@ -140,17 +143,21 @@ def test_a_package_proves_itself(package: Path) -> None:
     assert found is not None
     assert found.code == digest(home)
     assert found.checks
+    assert json.loads(told.read_text()) == json.loads(as_made)
     assert not found.unchecked
     assert 0 < found.worst["error"] <= found.worst["allowed"]
     with zipfile.ZipFile(wheel) as file:
         inside = file.read(f"backpack_plugin_proved/{certificate.NAME}")
         assert inside == file_of(home).read_bytes()
+        said = json.loads(file.read(f"backpack_plugin_proved/{provided.NAME}"))
+        assert said == {"backpack_plugin_proved.Proved": "backpack_plugin_proved:ProvedRule"}
         record = file.read("backpack_plugin_proved-0.1.0.dist-info/RECORD").decode()
         assert sorted(line.partition(",")[0] for line in record.split()) == sorted(file.namelist())
     hook: Any = SimpleNamespace(root=str(package), target_name="wheel")
     data: dict[str, Any] = {"force_include": {}}
     Certify.initialize(hook, "standard", data)  # the certificate is there, so nothing is run
-    assert list(data["force_include"].values()) == [f"backpack_plugin_proved/{certificate.NAME}"]
+    names = [f"backpack_plugin_proved/{name}" for name in (certificate.NAME, provided.NAME)]
+    assert list(data["force_include"].values()) == names
     source = home / "__init__.py"
     source.write_text(source.read_text() + "\n# changed\n")
     file_of(home).write_text(text_of(Certificate(**{**json.loads(inside), "code": digest(home)})))

@@ -72,7 +72,7 @@ def test_the_lists_of_the_environment(
     assert found("norm").state == ("loaded" if loads else "blocked")
     assert ("norm_module" in sys.modules) == loads
     if not loads:
-        with pytest.raises(ImportError, match=r"GradNorm of backpack-plugin-norm 0\.1 .* blocked"):
+        with pytest.raises(ImportError, match=r"plugin-norm 0\.1 has the .* GradNorm, .*blocked"):
             from backpack_core.extensions import GradNorm  # noqa: F401
 
 

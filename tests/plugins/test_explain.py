@@ -243,11 +243,33 @@ def test_forty_columns(arguments: tuple[str, ...]) -> None:
     assert set(re.findall(r"\w+", text)) <= words  # nor is a word
 
 
-@pytest.mark.parametrize("name", ["samplemixingerror", "SAMPLEMIXINGERROR:", "x.SampleMixingError"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("samplemixingerror", "SAMPLEMIXINGERROR:", "x.SampleMixingError", "mixing"),
+        "backpack_core.errors.SampleMixingError: BatchNorm1d '1' makes every sample",
+    ],
+)
 def test_trouble_in_any_case(name: str) -> None:
     text = invoke("trouble", name)
     assert text.startswith("Samples of the batch influence each other")
     assert "    with backpack(BatchGrad()):\n" in text
+
+
+@pytest.mark.parametrize(
+    "said", ["'Parameter' object has no attribute 'grad_batch'", "grad_batch", "attribute"]
+)
+def test_trouble_with_an_attribute(said: str) -> None:
+    text = invoke("trouble", said)
+    assert text.startswith("The attribute exists only after a backward pass")
+    assert "\n2. Another field." in text
+
+
+def test_trouble_with_what_is_not_there() -> None:
+    with pytest.raises(UsageError, match="is called 'SamplMixngErr': did you mean 'SampleMixi"):
+        trouble.trouble("SamplMixngErr")
+    with pytest.raises(UsageError, match="Several entries have 'plugin': PluginError, PluginLoad"):
+        trouble.trouble("plugin")
 
 
 def test_trouble_has_no_markdown() -> None:

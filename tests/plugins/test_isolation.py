@@ -259,13 +259,16 @@ def test_what_is_missing_names_what_is_blocked(
     fake_distribution(**one("raise ValueError('rotten')")[0])
     with pytest.warns(BrokenPluginWarning):
         from backpack_core.extensions import BatchGrad, DiagGGNExact
-    blocked = r"Installed, but blocked: backpack-plugin-layers [\d.]+; check BACKPACK_LOAD_PLUGINS"
+    blocked = (
+        r"backpack-plugin-layers [\d.]+ has a layer rule for (Linear|MSELoss), but is blocked: "
+        "check BACKPACK_LOAD_PLUGINS"
+    )
     model, lossfunc = extend(nn.Linear(3, 2)), extend(nn.MSELoss())
     loss = lossfunc(model(torch.rand(4, 3)), torch.rand(4, 2))
     with (
         pytest.warns(AutodiffFallbackWarning, match=blocked),
         backpack(DiagGGNExact()),
-        pytest.raises(MissingPluginError, match=rf"(?s)no loss rule is known.*{blocked}.*'sick'"),
+        pytest.raises(MissingPluginError, match=rf"no loss rule is known.*{blocked}"),
     ):
         loss.backward(retain_graph=True)
     with backpack(BatchGrad()):

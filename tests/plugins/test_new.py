@@ -60,6 +60,7 @@ def test_it_is_complete_and_in_style(kind: str, name: str, tmp_path: Path) -> No
         "README.md",
         "pyproject.toml",
         f"{package}/__init__.py",
+        f"{package}/backpack-provides.json",
         f"{package}/py.typed",
         "tests/conftest.py",
         f"tests/test_{name.replace('-', '_')}.py",

@@ -158,21 +158,23 @@ ROOMS: dict[str, str] = {
     "values": "_torch",
     "fields": "errors",
     "discovery": "errors",
+    "provided": "discovery",
     "_hooks": "_torch",
     "record": "_torch errors remember",
     "graph": "_torch errors record values",
     "contract": "_torch discovery errors graph record",
     "plan": "_torch graph record",
-    "plugins": "_torch contract discovery errors record remember",
+    "plugins": "_torch contract discovery errors provided record remember",
     "engine": "_torch _hooks errors record graph contract plan plugins replaced tuning values",
-    "extensions": "discovery errors plugins",
+    "extensions": "discovery errors plugins provided",
     "recording": "_hooks _torch engine errors plugins record",
     "context": "_torch contract engine errors plugins record remember",
     "extending": "_hooks _torch engine errors plan plugins record recording",
     "api": "context contract extending fields plugins record tuning",
     "__init__": "api errors",
     "testing": "context contract discovery errors extending plugins record tuning",
-    "cli": "__init__ _hooks context contract discovery errors extending plan plugins testing",
+    "cli": "__init__ _hooks context contract discovery errors extending plan plugins provided "
+    "testing",
 }
 
 

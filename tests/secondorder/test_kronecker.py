@@ -143,7 +143,7 @@ def test_bad_arguments() -> None:
     with pytest.raises(UsageError, match="two factors"):
         cases()["three"].damped(0.1)
     singular = factors.with_factors([torch.zeros(3, 3), psd(8)])
-    with pytest.raises(UsageError, match=r"singular with a damping of 0\.0"):
+    with pytest.raises(UsageError, match=r"singular with damping=0\.0"):
         singular.inverse()
     with pytest.raises(ShapeError, match="has 24 entries"):
         factors.with_factors([psd(2), psd(8)])

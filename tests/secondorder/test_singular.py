@@ -51,7 +51,7 @@ def test_singular(field: str, call: str, dtype: torch.dtype) -> None:
     model = layer(KFLR(), KFRA(), EKFAC(None), dtype=dtype)
     for p in model.parameters():
         matrix = getattr(p, field)
-        with pytest.raises(UsageError, match="singular with a damping of"):
+        with pytest.raises(UsageError, match="singular with damping="):
             CALLS[call](matrix, p.detach())
         assert matrix.logdet() == matrix.logdet(torch.zeros(())) == -inf
         dense = matrix.dense().double() + 0.1 * torch.eye(p.numel())

@@ -42,7 +42,7 @@ class ModuleExtension:
                 )
 
     def carrier(self, extension: Extension, propagator: Propagator) -> HandWrittenCarrier:
-        """What speaks in the place of the layer rule, in one backward pass."""
+        """What speaks instead of the layer rule, in one backward pass."""
         return HandWrittenCarrier(self, extension, propagator)
 
     def check(self, ext: Any, module: Module, g_inp: Any, g_out: Any) -> None:

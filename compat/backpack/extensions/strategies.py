@@ -54,7 +54,9 @@ def extension_by(
         return make(mc_samples, weight_sharing)
     asked = (curvature, loss_hessian, carried, averaged)
     if averaged == ExpectationApproximation.CHEN:
-        reason = "factors of averaged parameter Jacobians are no curvature of any batch but of one"
+        reason = (
+            "factors of averaged parameter Jacobians are the curvature of batches of one sample"
+        )
     elif curvature != Curvature.GGN:
         reason = "a square root of the Hessian exists only where it is positive semi-definite"
     else:

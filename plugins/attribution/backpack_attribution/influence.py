@@ -145,7 +145,7 @@ def _chosen(method: Any) -> Method:
         raise UsageError("TracIn needs checkpoints: method=TracIn([state, ...], learning_rates).")
     if method not in METHODS:
         raise UsageError(
-            f"There is no method {method!r}{nearest(str(method), METHODS)}. There are "
+            f"There is no method {method!r}{nearest(str(method), METHODS) or '.'} There are "
             f"{', '.join(METHODS)}, and methods with settings, such as Influence(damping=1e-3)."
         )
     return METHODS[method]()

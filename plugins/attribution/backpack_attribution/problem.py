@@ -191,8 +191,9 @@ def split(item: Any) -> tuple[Any, Any]:
     if isinstance(item, (tuple, list)) and len(item) == 2:
         return item[0], item[1]
     raise UsageError(
-        f"A batch is (inputs, targets), or a dictionary with 'labels'. Got {type(item).__name__}: "
-        "give batch=, a function that makes (inputs, targets) of it."
+        f"A batch is (inputs, targets), or a dictionary with 'labels'. Got {type(item).__name__}. "
+        "Give one batch as a list, [(inputs, targets)]; for batches of another kind, give batch=, "
+        "a function that makes (inputs, targets) of one."
     )
 
 

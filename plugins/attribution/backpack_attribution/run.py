@@ -112,7 +112,7 @@ class Run:
         if not count:
             raise UsageError(
                 "A loader gave no sample. Give what can be gone through again, as a DataLoader or "
-                "a list; an iterator or a generator can not."
+                "a list; an iterator or a generator cannot."
             )
         is_list = not callable(given) and not isinstance(given, str)
         return checked([*given] if is_list else found, count)  # type: ignore[misc]

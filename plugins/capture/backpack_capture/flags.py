@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 
 def flagged(program: Program, device: torch.device) -> Program:
-    """The same program, with operations in the place of its assumptions.
+    """The same program, with operations instead of its assumptions.
 
     Args:
         program: The program.

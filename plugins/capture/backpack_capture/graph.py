@@ -107,7 +107,7 @@ class Graph:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether other code runs in the place of the recorded one."""
+        """Whether other code runs instead of the recorded one."""
         return self._run is not self.code.run
 
     @property
@@ -227,7 +227,7 @@ class Graph:
 def difference_of(ours: Tensor, its: Tensor) -> str:
     """What differs beyond rounding; empty if nothing does."""
     if ours.shape != its.shape or ours.dtype != its.dtype:
-        return f"{ours.dtype} {list(ours.shape)} in the place of {its.dtype} {list(its.shape)}"
+        return f"{ours.dtype} {list(ours.shape)} instead of {its.dtype} {list(its.shape)}"
     if torch.equal(ours, its):
         return ""
     if not its.is_floating_point() and not its.is_complex():

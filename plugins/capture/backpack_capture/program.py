@@ -37,7 +37,7 @@ class Operation:
 
     Attributes:
         function: The overload that was called.
-        args: Its arguments, with a :class:`Ref` in the place of each tensor.
+        args: Its arguments, with a :class:`Ref` instead of each tensor.
         kwargs: Those by name.
         outs: The numbers of what it returned; ``None`` for what is not a tensor.
         is_single: Whether it returned one value, not several.
@@ -167,7 +167,7 @@ def refs_in(value: Any) -> Iterator[Ref]:
 
 
 def replaced(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Nested arguments with something else in the place of each that is not a container."""
+    """Nested arguments with something else instead of each that is not a container."""
     if isinstance(value, (list, tuple)) and not isinstance(value, Ref):
         return [replaced(item, function) for item in value]
     if isinstance(value, dict):
@@ -176,7 +176,7 @@ def replaced(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def renumbered(step: Step, same: dict[int, int]) -> Step:
-    """A step with other values in the place of some.
+    """A step with other values instead of some.
 
     Args:
         step: The step.

@@ -186,7 +186,7 @@ class Recorder(TorchDispatchMode):
         return number
 
     def _refs(self, value: Any) -> Any:
-        """Nested arguments with references in the place of tensors."""
+        """Nested arguments with references instead of tensors."""
         if isinstance(value, Tensor):
             number = self.number_of(value)
             return None if number is None else Ref(number)

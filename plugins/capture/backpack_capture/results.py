@@ -133,8 +133,8 @@ class GradientsApart:
         self._before = [p.grad for p in self._parameters]
         if any(new is not old for new, old in zip(self._before, self._given, strict=True)):
             self.fault = (
-                "it sets or clears .grad, as zero_grad() does, which is no operation of a graph: "
-                "do that before the step"
+                "it sets or clears .grad, as zero_grad() does, which is not an operation of a "
+                "graph: do that before the step"
             )
         for parameter in self._parameters:
             parameter.grad = None

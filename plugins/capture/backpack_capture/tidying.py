@@ -23,7 +23,7 @@ from backpack_capture.program import (
 )
 
 aten = torch.ops.aten
-LARGEST: Final = 2**16  # numbers of a tensor that is kept in the place of what makes it
+LARGEST: Final = 2**16  # numbers of a tensor that is kept instead of what makes it
 _SAME = (aten.detach.default, aten.alias.default)
 
 

@@ -38,7 +38,7 @@ class ByVersions(Guard):
                 raise PluginCodeError(
                     f"{type(plugin).__name__}.{method} changed {_name(tensor, view)} in place. "
                     "What a plugin is given belongs to all that read it, and to autograd: return a "
-                    "new tensor (2 * mat in the place of mat.mul_(2))."
+                    "new tensor (2 * mat instead of mat.mul_(2))."
                 )
 
 

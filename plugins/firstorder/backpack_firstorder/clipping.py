@@ -147,7 +147,7 @@ class ClippedSumGrad(FirstOrderExtension):
                 bound and the value are those of the loss without it.
             normaliser: What the loss divides by, ``W``: the number of samples for a mean over them,
                 ``None`` for a sum; default: what the extended losses say.
-            weights: What gradients are multiplied by, in the place of ``min(1, C / ‖g_n‖)``: a
+            weights: What gradients are multiplied by, instead of ``min(1, C / ‖g_n‖)``: a
                 function of the norms ``‖g_n‖`` of each group, by what ``clipping`` returned for it
                 (with ``"flat"``, ``None``), that returns the weights; shape ``[N]`` each.
 

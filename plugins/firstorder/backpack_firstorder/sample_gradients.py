@@ -272,7 +272,7 @@ class SampleGradients:
         """The best approximation of each gradient by a matrix of some rank, kept as factors.
 
         The matrix has the parameter's first axis as rows, and all others as columns. Inner products
-        with others then take ``rank`` positions in the place of all (Li et al., 2026, LoRIF).
+        with others then take ``rank`` positions instead of all (Li et al., 2026, LoRIF).
 
         Args:
             rank: How many columns ``c`` the factors have; where the parameter has fewer rows or

@@ -37,7 +37,7 @@ class _Unpacked(dict[Any, Any]):
 
 
 class _Holder(getattr(torch_checkpoint, "_Holder", object)):  # type: ignore[misc]
-    """What a checkpoint keeps in the place of a saved tensor."""
+    """What a checkpoint keeps instead of a saved tensor."""
 
     is_used = False
 

@@ -1,4 +1,4 @@
-"""Results of parameters that ``fully_shard`` has put whole parameters in the place of.
+"""Results of parameters that ``fully_shard`` has replaced by whole parameters.
 
 Calls and autograd know the whole ones, users the shards.
 """

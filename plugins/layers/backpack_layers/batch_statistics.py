@@ -95,7 +95,7 @@ class _Held:
         self._mode = module.training
 
     def begin(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compute the statistics, and put them in the place of the running ones."""
+        """Compute the statistics, and use them instead of the running ones."""
         norm = self._module
         if not norm.training and norm.running_mean is not None:
             return

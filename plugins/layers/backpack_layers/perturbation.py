@@ -1,4 +1,4 @@
-"""Quantities of what modules receive and return, in the place of parameters.
+"""Quantities of what modules receive and return, instead of parameters.
 
 A tensor between modules is not a parameter, but ``x + δ`` with ``δ = 0`` has one: every quantity of
 ``δ`` is the quantity of ``x``. Flax has the same as ``Module.perturb``.

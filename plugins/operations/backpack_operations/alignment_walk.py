@@ -225,7 +225,7 @@ class Walk:
             self._found.starts.pop(this.node, None)  # it began above
 
     def _note_beside(self, number: Known) -> None:
-        """What is kept apart behind a number that has no samples is no function of any."""
+        """What is kept apart behind a number that has no samples is not a function of any."""
         beside = self._found.beside
 
         def further(this: Known) -> list[Known]:

@@ -140,7 +140,7 @@ class Operations(Between[GraphSurvey]):
         return None if alignment is None and loose is None else Numbers(alignment, loose)
 
     def fill(self, numbers: Numbers | None, structure: Structure) -> None:
-        """Put nodes in the place of numbers."""
+        """Replace numbers by nodes."""
         survey = self.survey
         survey.seen = dict.fromkeys([(node, ()) for node in structure.between])
         survey.alignment.batch_size = survey.batch_size

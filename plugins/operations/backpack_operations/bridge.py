@@ -141,7 +141,7 @@ def _called(node: Node, grads: list[Tensor | None]) -> Any:
         raise OverwrittenInputError(
             f"What the operation {described(node)} has saved was changed in place since, so "
             f"that it has no derivative, in a plain backward pass either ({error}). Make a new "
-            "tensor (h = h + x in the place of h += x), or change it after backward()."
+            "tensor (h = h + x instead of h += x), or change it after backward()."
         ) from error
 
 

@@ -60,8 +60,8 @@ def permuted(call: Call) -> BackpackError:
     """A loss received the samples in another order, and its targets may be of any."""
     return SampleMixingError(
         f"{call.path} received a row of each sample, in another order than the model received "
-        "samples, and the targets may be in either. Put the input of the model into that order in "
-        "the place of its output."
+        "samples, and the targets may be in either. Put the input of the model into that order, "
+        "not its output."
     )
 
 
@@ -115,9 +115,11 @@ def other_batch(call: Call, size: int, batch_size: int) -> BackpackError:
         )
     elif call.rule.is_loss and size % batch_size:
         cause = "a mask picked some, samples have several entries each, or the model has its "
-        cause += "samples on another axis. Pick losses in the place of logits (reduction='none', "
+        cause += "samples on another axis. Pick losses instead of logits (reduction='none', "
         cause += "then [mask]), give the model one more tensor with an entry for each sample, or "
         cause += "say where samples are: extend(model, batch_axis=1)."
+        if call.stored.inputs[0].dim() == 1:
+            cause = f"a single sample needs an axis of samples, too: x.unsqueeze(0). Or {cause}"
     elif size < batch_size:
         cause = "samples probably have several entries each. Add these up by an index (index_add), "
         cause += "or give the model one more tensor with an entry for each sample."

@@ -113,7 +113,8 @@ def _may_leave_room(node: Node, shape: Shape, known: dict[int, Numbers], samples
 def shortened(numbers: Tensor, rows: Tensor, is_whole: bool = True) -> Numbers:
     """Numbers with length one along each axis where they are all the same.
 
-    What is no sample's, as padding, is that of the others along the axis: a sample alone has it.
+    What belongs to no sample, as padding, is that of the others along the axis: a sample alone
+    has it.
     Not where these stand where the order of samples puts them: the rest may be that of others.
 
     Args:

@@ -293,7 +293,7 @@ def is_linear(node: Node, varying: Container[Node] | None = None) -> bool:
         varies = [parent is not None and not is_leaf(parent) for parent in parents]
     else:
         varies = [parent in varying for parent in parents]
-    if operation in FACTORS:  # a factor that is a number is no input of the node
+    if operation in FACTORS:  # a factor that is a number is not an input of the node
         return not all(p < len(varies) and varies[p] for p in FACTORS[operation])
     return operation in QUOTIENTS and not any(varies[1:])
 

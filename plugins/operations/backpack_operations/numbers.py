@@ -1,6 +1,6 @@
-"""What is known of a graph, with numbers of its walk in the place of nodes, calls and parameters.
+"""What is known of a graph, with numbers of its walk instead of nodes, calls and parameters.
 
-So it can be put in the place of those of another graph with the same key.
+So it can be used instead of those of another graph with the same key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from backpack_operations.survey import Bare, GraphSurvey
 
 
 class Numbered(NamedTuple):
-    """Where samples lie, with numbers in the place of nodes; see :class:`Alignment`.
+    """Where samples lie, with numbers instead of nodes; see :class:`Alignment`.
 
     Attributes:
         received: How many rows each output's call received.
@@ -81,7 +81,7 @@ class Numbered(NamedTuple):
 
 
 class Loose(NamedTuple):
-    """Parameters that operations use, with numbers in the place of nodes; see :class:`GraphSurvey`.
+    """Parameters that operations use, with numbers instead of nodes; see :class:`GraphSurvey`.
 
     Attributes:
         uses: Of each parameter the call, its name there, and how often it is read at calls, used by

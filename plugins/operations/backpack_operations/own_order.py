@@ -77,7 +77,7 @@ class OwnOrder(Schedule):
 
 
 def visit_all(run: BackwardPass, order: dict[Node, int], gradient: Tensor | None) -> None:
-    """Visit every call of a pass, in the place of autograd.
+    """Visit every call of a pass, instead of autograd.
 
     Args:
         run: The pass, before autograd has begun.

@@ -175,19 +175,19 @@ class Owners:
         return rows.sort()[0].equal(self._samples)
 
     def received_elsewhere(self, call: Call) -> bool:
-        """Whether what a call received is known to have samples, and rows to be no single one's."""
+        """Whether what a call received is known to have samples, with rows of several."""
         edge = call.edges[0] if call.edges else None
         if edge is None or not self._survey.is_readable:
             return False
         return self.are_elsewhere(edge[:2])
 
     def are_elsewhere(self, place: Place) -> bool:
-        """Whether a tensor is known to have samples, and rows to be no single one's."""
+        """Whether a tensor is known to have samples, and rows that belong to several."""
         numbers = self._of(place)
         return numbers is not None and are_elsewhere(numbers)
 
     def meet_in(self, node: Node) -> bool:
-        """Whether a number is no sum of several that samples share, as their product or ratio.
+        """Whether a number is not a sum of several that samples share, as their product or ratio.
 
         A function of a single one is that sum rescaled: each sample has its part of it.
         """

@@ -32,7 +32,7 @@ def told_by_sums(survey: GraphSurvey, roots: Iterable[Edge]) -> Told | None:
     ``None`` where it has terms of one kind only, or nothing is known to be a sum of rows.
     """
     if not survey.seen or survey.is_declared or not survey.is_readable:
-        return None  # what adds rows up is no module
+        return None  # what adds rows up is not a module
     terms, of_weights = _terms(survey, roots), Origins(survey).of_weights
     lengths = {_length(edge.node, edge.output_nr) for edge in terms if not of_weights(edge.node)}
     if len(lengths) < 2:

@@ -106,7 +106,7 @@ class GraphSurvey(Survey):
     def why_unusual(self) -> str:
         """What tells more of this graph than shapes, settings and operations; empty if nothing.
 
-        That data are no copy of others in another order counts as known.
+        That data are not a copy of others in another order counts as known.
         """
         found = {
             "samples=... says which rows are whose": self.told is not None,

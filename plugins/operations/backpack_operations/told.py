@@ -96,7 +96,7 @@ def told(samples: Samples) -> Told:
             receives, or an index of its rows.
 
     Raises:
-        UsageError: These are no whole numbers from zero on.
+        UsageError: These are not whole numbers from zero on.
     """
     items, are_numbers = None, False
     if isinstance(samples, (list, tuple)):

@@ -8,7 +8,7 @@ from backpack_core.contract.extension import Extension
 from backpack_core.engine.active import Context
 from backpack_core.engine.carriers import leaves_out
 from backpack_core.engine.location import place
-from backpack_core.plugins.loading import blocked, missing
+from backpack_core.plugins.loading import missing, who_has
 from backpack_core.plugins.registry import registry
 from backpack_core.record.view import View
 from backpack_operations.survey import GraphSurvey
@@ -46,11 +46,12 @@ def _takes(extension: Extension, view: View) -> bool:
     """
     kind = class_of(view.call.module)
     name, full_name = kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
+    advice = f" Install a plugin that knows {name}, or write a layer rule."
     if extension.fail_mode == "error":
         raise missing(
-            f"No layer rule covers the parameters of {view.path}, and fail_mode is 'error'. "
-            f"Install a plugin that knows {name}, or write a layer rule.",
-            name,
+            f"No layer rule covers the parameters of {view.path}, and fail_mode is 'error'.",
+            kind,
+            advice,
         )
     if extension.needs_every_parameter and extension.fail_mode != "autodiff":
         raise errors.UnsupportedError(
@@ -65,8 +66,7 @@ def _takes(extension: Extension, view: View) -> bool:
     errors.warn_once(
         (kind,),
         f"{view.path} has no layer rule: the parameters of {full_name} are looked at where "
-        "operations use them, which is exact, but a rule may be faster. Install a plugin that "
-        f"knows {name} (backpack-plugin-layers covers torch.nn), or write a layer rule.{blocked()}",
+        f"operations use them, which is exact, but a rule may be faster.{who_has(kind, advice)}",
         errors.AutodiffFallbackWarning,
     )
     return True

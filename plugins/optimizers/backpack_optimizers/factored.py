@@ -20,7 +20,8 @@ from backpack_optimizers.groups import Group, GroupedOptimizer, require_count, r
 from backpack_optimizers.passes import CapturedPasses, Factors, Joined, joining
 from backpack_optimizers.reading import Nothing, factors_of_some
 from backpack_optimizers.replay import Replay
-from backpack_optimizers.values import require_finite, restored
+from backpack_optimizers.values import require_finite, require_same_plugins, restore, saved
+from backpack_products.fingerprint import Fingerprint, agreed_on_ranks, fingerprint
 from backpack_secondorder.kronecker import KroneckerFactors
 
 FIELD = "optimizer_factors"
@@ -122,7 +123,7 @@ class FactoredOptimizer(GroupedOptimizer):
         self._factors_every, self._inverses_every = factors_every, inverses_every
         self._reading: dict[str, Any] = {"mc_samples": mc_samples}
         self._reading["weight_sharing"] = weight_sharing
-        self._max_size, self._group = max_size, process_group
+        self._max_size, self._group, self._is_compared = max_size, process_group, False
         self._averages: dict[Tensor, KroneckerFactors] = {}
         self._count = 0
         self._block: Callable[[], AbstractContextManager[None]] = self.curvature  # of closures
@@ -206,34 +207,31 @@ class FactoredOptimizer(GroupedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """As for every optimizer, with averages and inverses under ``"curvature"``."""
-        places = {p: place for place, p in enumerate(self._all())}
-        matrices = {
-            name: {places[p]: matrix.state_dict() for p, matrix in table.items()}
-            for name, table in self._tables().items()
-        }
+        found = saved(self._tables(), self._all(), self._fingerprint())
         numbers = {"steps": self.steps, "count": self._count, "damping": self.damping}
-        return {**super().state_dict(), "curvature": {**matrices, **numbers}}
+        return {**super().state_dict(), "curvature": {**found, **numbers}}
+
+    def _fingerprint(self) -> Fingerprint:
+        """The plugins that compute the factors."""
+        return fingerprint([self.model], self._extensions())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Go on as the optimizer whose state is given, exactly.
 
         Raises:
-            UsageError: The state is that of another kind of optimizer, or of another model.
+            UsageError: The state is that of another kind of optimizer, or of another model, or
+                other plugins computed its curvature.
         """
         found = state_dict.get("curvature")
         tables = self._tables()
         if found is None or not set(tables) <= set(found):
             raise UsageError(f"This is not a state of {type(self).__name__}: it has no curvature.")
+        require_same_plugins(found, self._fingerprint())
         super().load_state_dict(dict(state_dict))
-        parameters = self._all()
-        for name, table in tables.items():
-            table.clear()
-            for place, state in found[name].items():
-                parameter = parameters[place]
-                table[parameter] = restored(state, parameter, self.name_of(parameter))
+        restore(tables, found, self._all(), self.name_of)
         self.steps, self._count = found["steps"], found["count"]
         self.damping = found["damping"]
-        self._joined = Joined(parameters)
+        self._joined = Joined(self._all())
 
     @abstractmethod
     def _tables(self) -> dict[str, dict[Tensor, Any]]:
@@ -265,6 +263,9 @@ class FactoredOptimizer(GroupedOptimizer):
 
     def _observe(self) -> None:
         """Take the passes since the last step into the averages, and invert if that is due."""
+        if self._group is not None and not self._is_compared:
+            agreed_on_ranks(self._fingerprint(), self._group)
+            self._is_compared = True
         is_due = self.steps % self._factors_every == 0
         if (is_due or self._group is not None) and not self._joined.passes:
             if self._group is not None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from backpack_core.errors import UsageError
 from backpack_optimizers.passes import Factors
+from backpack_products.fingerprint import Fingerprint, agreed
 from backpack_secondorder.kronecker import matrix_from_state
 from backpack_secondorder.matrix import CurvatureMatrix
 
@@ -31,6 +33,47 @@ def require_finite(found: Mapping[str, Factors], name_of: Callable[[Tensor], str
 
 def _numbers(matrix: CurvatureMatrix) -> list[Tensor]:
     return [*matrix.tensors().values()]
+
+
+def saved(
+    tables: Mapping[str, Factors], parameters: Sequence[Tensor], plugins: Fingerprint
+) -> dict[str, Any]:
+    """What goes into a state.
+
+    Args:
+        tables: Matrices by name and parameter.
+        parameters: All of the optimizer, which a state has by their places.
+        plugins: Those that computed the matrices. The state keeps one fingerprint for all.
+    """
+    places = {p: place for place, p in enumerate(parameters)}
+    found: dict[str, Any] = {"plugins": plugins}
+    for name, table in tables.items():
+        found[name] = {places[p]: _without_plugins(matrix) for p, matrix in table.items()}
+    return found
+
+
+def _without_plugins(matrix: CurvatureMatrix) -> dict[str, Tensor]:
+    return {name: tensor for name, tensor in matrix.state_dict().items() if name != "plugins"}
+
+
+def require_same_plugins(found: Mapping[str, Any], own: Fingerprint) -> None:
+    """Raise where other plugins computed what is in a state; see :func:`agreed`."""
+    results = {"The curvature of the state": found.get("plugins", {})}
+    agreed({**results, "that of further steps": own}, is_one_quantity=False)
+
+
+def restore(
+    tables: Mapping[str, Factors],
+    found: Mapping[str, Any],
+    parameters: Sequence[Tensor],
+    name_of: Callable[[Tensor], str],
+) -> None:
+    """Fill tables with what :func:`saved` has returned."""
+    for name, table in tables.items():
+        table.clear()
+        for place, state in found[name].items():
+            parameter = parameters[place]
+            table[parameter] = restored(state, parameter, name_of(parameter))
 
 
 def restored(state: Mapping[str, Tensor], parameter: Tensor, name: str) -> CurvatureMatrix:

@@ -61,7 +61,7 @@ class _Given:
     def forget(self) -> None:
         """Hold nothing."""
         self.bounds: Tensor | None = None  # one for each group
-        self.real: Tensor | None = None  # whether a row is no copy; shape [N]
+        self.real: Tensor | None = None  # whether a row is not a copy; shape [N]
         self.norms: dict[str, Tensor] = {}
 
 

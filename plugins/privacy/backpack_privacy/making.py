@@ -128,6 +128,8 @@ def make_private(
     sizes = {"The number of weights": sum(p.numel() for p in parameters.values())}
     sizes |= {"len(loader.dataset)": records, "batch_size": loader.batch_size or 0}
     processes.check_same(parameters, sizes)
+    modules = [inner, lossfunc] if isinstance(lossfunc, Module) else [inner]
+    processes.check_plugins(modules)
     units = Units(records, users, max_records)
     sampler = _sampler(sampling, units.count, loader.batch_size, processes)
     counted = Accountant(accountant)

@@ -258,7 +258,7 @@ class Private(Spending):
     # The step of the optimizer
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Put private gradients in the place of plain ones."""
+        """Replace plain gradients by private ones."""
         check_no_closure([*args, *kwargs.values()])
         check_stepped(optimizer, self._named)
         if not self._is_filled:

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from backpack_core.errors import UsageError
 from backpack_privacy.shards import is_shard
+from backpack_products.fingerprint import agreed_on_ranks, fingerprint
 
 
 class Processes:
@@ -34,7 +35,7 @@ class Processes:
         self.world = distributed.get_world_size(group) if self._is_many else 1
 
     def add_up(self, tensors: list[Tensor]) -> None:
-        """Put sums over all processes in the place of tensors: one message for each dtype."""
+        """Replace tensors by their sums over all processes: one message for each dtype."""
         if self.world == 1:
             return
         kinds = dict.fromkeys((tensor.dtype, tensor.device) for tensor in tensors)
@@ -72,6 +73,20 @@ class Processes:
                     "different models would train none of them. Use DistributedDataParallel, or "
                     "make the model with the same seed or checkpoint in each process."
                 )
+
+    def check_plugins(self, modules: list[Module]) -> None:
+        """Refuse processes that would clip with other code.
+
+        Args:
+            modules: The model, and the loss if it is a module.
+
+        Raises:
+            UsageError: Plugins differ between processes, in each process.
+        """
+        from backpack_core.extensions import ClippedSumGrad  # loads the plugins
+
+        if self.world > 1:
+            agreed_on_ranks(fingerprint(modules, [ClippedSumGrad]), self._group)
 
     def _is_another(self, own: Tensor) -> bool:
         """Whether a tensor differs between processes."""

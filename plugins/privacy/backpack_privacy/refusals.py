@@ -20,7 +20,7 @@ RECIPE = "replace_batch_norm(model) puts GroupNorm in its place, before the opti
 def replace_batch_norm(
     model: nn.Module, norm: Callable[[_BatchNorm], nn.Module] | None = None
 ) -> nn.Module:
-    """Put a normalisation that treats samples one by one in the place of each batch normalisation.
+    """Replace each batch normalisation by one that treats samples one by one.
 
     Call it before the optimizer is made: the new layers have parameters of their own.
 
@@ -300,7 +300,7 @@ def check_finite(gradients: Iterable[Tensor]) -> None:
     if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
         raise UsageError(
             "The gradient of a sample is not a number, so that the sum cannot be private. Look for "
-            "inputs that are not finite, and use autocast with bfloat16 in the place of float16 "
+            "inputs that are not finite, and use autocast with bfloat16 instead of float16 "
             "(or a scaler, private.step(loss, scaler=scaler))."
         )
 

@@ -217,7 +217,7 @@ class PrivateLoader:
             draws: Called with each draw before its rows are shown, or if there are none.
             begins: Called when an epoch begins.
             ends: Called when all of an epoch was shown.
-            always_runs: Whether to show some record in the place of an empty batch, since other
+            always_runs: Whether to show some record instead of an empty batch, since other
                 processes wait for the model to run.
         """
         self._always_runs = always_runs

@@ -49,7 +49,7 @@ class PrivateCallback(TrainerCallback):
         if kwargs.get("train_dataloader") is not self._private.loader:
             raise UsageError(
                 "The Trainer draws batches of its own. Call "
-                "PrivateCallback(private).attach(trainer) in the place of callbacks=[...]."
+                "PrivateCallback(private).attach(trainer) instead of callbacks=[...]."
             )
         if getattr(optimizer, "optimizer", optimizer) is not self._private.optimizer:
             raise UsageError(

@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -20,10 +21,11 @@ from torch import Tensor, distributed
 from torch.nn import Module
 
 from backpack_core import Extension
-from backpack_core.cli.certificate import digest, home_of, version_of
+from backpack_core.cli.certificate import digest, version_of
 from backpack_core.errors import UsageError
 from backpack_core.plugins.loading import ensure_loaded, known_plugins
 from backpack_core.plugins.registry import registry
+from backpack_core.provided import home_of
 
 T = TypeVar("T")
 Fingerprint: TypeAlias = dict[str, str]
@@ -49,9 +51,14 @@ def fingerprint(
         by its name, with a digest of its source.
     """
     ensure_loaded()
+    return of_parts(_parts(modules, [*extensions]))
+
+
+def of_parts(parts: Iterable[Any]) -> Fingerprint:
+    """The same, of the classes and functions that take part."""
     known = {plugin.package: plugin for plugin in known_plugins()}
     found = {name: _code(package, version_of(name)) for package, name in _UNDER_ALL.items()}
-    for part in dict.fromkeys(_parts(modules, [*extensions])):
+    for part in dict.fromkeys(base for each in parts for base in _with_bases(each)):
         package = part.__module__.partition(".")[0]
         if package in known:
             used = known[package].distribution
@@ -70,6 +77,13 @@ def _parts(modules: Iterable[Module], extensions: list[Any]) -> Iterator[Any]:
     for part in by_type.values():
         yield type(registry.resolve(part).rule)
         yield from filter(None, (registry.override(e, part) for e in made))
+
+
+def _with_bases(part: Any) -> Iterator[Any]:
+    """A class with those that it inherits from, which compute what it does not."""
+    for base in getattr(part, "__mro__", (part,)):
+        if base.__module__.partition(".")[0] not in {*sys.stdlib_module_names, "torch"}:
+            yield base
 
 
 def _code(package: str, release: str) -> str:
@@ -135,7 +149,7 @@ def agreed_on_ranks(own: Fingerprint, group: distributed.ProcessGroup | None = N
     """
     found: list[Any] = [None] * distributed.get_world_size(group)
     distributed.all_gather_object(found, own, group=group)
-    agreed({f"The results of rank {rank}": said for rank, said in enumerate(found)})
+    agreed({f"{'those' if r else 'The results'} of rank {r}": said for r, said in enumerate(found)})
 
 
 class Marked(dict[str, T]):

@@ -125,7 +125,7 @@ def declaration(extension: Extension) -> OverBatches:
     found: Any = extension.over_batches
     if found is None:
         return UNDECLARED
-    if getattr(found, "__self__", None) is extension:  # a function in the class is no method
+    if getattr(found, "__self__", None) is extension:  # a function in the class is not a method
         found = found.__func__
     if isinstance(found, OverBatches):
         return found

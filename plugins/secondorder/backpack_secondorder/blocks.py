@@ -23,7 +23,7 @@ from backpack_secondorder.kronecker import as_matrix, matrix_from_state
 from backpack_secondorder.linear import LinearOperator
 from backpack_secondorder.matrix import CurvatureMatrix, Number
 
-_PLUGINS = "plugins"  # beside the names of tensors, which have a slash
+_PLUGINS = "plugins"  # of all; beside the names of tensors, which have a slash
 
 
 class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
@@ -188,6 +188,7 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
         found = {_PLUGINS: as_tensor(self.plugins)}
         for place, (name, block) in enumerate(self.items()):
             tensors = {**block.state_dict(), "place": torch.tensor(place, device="cpu")}
+            tensors.pop(_PLUGINS, None)
             found.update((f"{name}/{key}", tensor) for key, tensor in tensors.items())
         return found
 

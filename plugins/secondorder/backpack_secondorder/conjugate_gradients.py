@@ -95,7 +95,7 @@ def conjugate_gradients(
             raise UsageError(
                 "Conjugate gradients need a positive definite matrix, and this one has the "
                 f"curvature {float(curvature):.2e} along a direction: increase the damping of "
-                f"{damping}, or take a generalised Gauss-Newton matrix in the place of a Hessian."
+                f"{damping}, or take a generalised Gauss-Newton matrix instead of a Hessian."
             )
         step = product / curvature
         x, residual = x + step * direction, residual - step * image

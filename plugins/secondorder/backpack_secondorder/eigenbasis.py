@@ -101,7 +101,7 @@ class KroneckerEigenbasis(CurvatureMatrix):
         values = self.damped(damping).values
         if any_of(values == 0):
             raise UsageError(
-                f"The matrix of {self.order} is singular with a damping of {damping}: increase it."
+                f"The matrix of {self.order} is singular with damping={damping}: give more."
             )
         return self.with_values(values.reciprocal())
 

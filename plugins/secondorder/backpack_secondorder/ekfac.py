@@ -65,7 +65,7 @@ class EKFAC(MatrixExtension):
     """Kronecker-factored curvature with corrected eigenvalues.
 
     Stored in ``ekfac``, a :class:`~backpack_secondorder.eigenbasis.KroneckerEigenbasis`: the
-    eigenvectors of the factors of :class:`~backpack_secondorder.kfac.KFAC`, and in place of
+    eigenvectors of the factors of :class:`~backpack_secondorder.kfac.KFAC`, and instead of
     products of their eigenvalues the diagonal of the generalised Gauss-Newton block in that basis,
     ``Σ_v Σ_n (Q_Bᵀ M[v, n] Q_A)²`` from the same columns, of shape ``[O, I]``. Of all matrices with
     these eigenvectors it is the closest to the block in the Frobenius norm. For biases it is the
@@ -152,7 +152,7 @@ class EKFAC(MatrixExtension):
         if basis.order.shape != product.shape:
             raise ShapeError(
                 f"EKFAC was given eigenvectors for a parameter of shape {list(basis.order.shape)} "
-                f"in the place of {product.name!r} of {product.path}, which has "
+                f"instead of {product.name!r} of {product.path}, which has "
                 f"{list(product.shape)}."
             )
         return basis

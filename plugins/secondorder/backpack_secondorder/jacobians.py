@@ -85,8 +85,9 @@ def inputs_and_target(model: Module, batch: Any) -> tuple[Tensor, Any]:
     """Output and target of a batch ``(inputs, target)``, on the device of the model."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise UsageError(
-            "A batch is a pair (inputs, target); of another kind, say what to make of it: "
-            f"forward=lambda model, batch: (output, target). Got {type(batch).__name__}."
+            f"A batch is a pair (inputs, target). Got {type(batch).__name__}. Give one batch as a "
+            "list, [(inputs, target)]; for batches of another kind, say what to make of them: "
+            "forward=lambda model, batch: (output, target)."
         )
     device = next(model.parameters()).device
     inputs, target = (on_device(part, device) for part in batch)

@@ -272,8 +272,8 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
             inverse = self._inverse(factor, before)
             if inverse is None:
                 raise UsageError(
-                    f"The {self._named(place)} of {self.order} is singular with a damping of "
-                    f"{damping}: increase it."
+                    f"The {self._named(place)} of {self.order} is singular with "
+                    f"damping={damping}: give more."
                 )
             factors.append(inverse)
         return self.with_factors(factors)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from backpack_core.contract.reading import Reading
 from backpack_core.errors import ShapeError, UsageError
+from backpack_products.fingerprint import Fingerprint, as_tensor, from_tensor, of_parts
 from backpack_products.values import at_least_single
 
 if TYPE_CHECKING:
@@ -35,16 +36,29 @@ class ParameterOrder:
         positions: Where in the flattened parameter the row's entry lies, ``[P]``; ``None`` where
             rows follow the parameter's own order. (Transposed convolutions store ``[I, O]``.)
         name: The parameter and its module, for messages; empty where that is not known.
+        rule: The rule that gave what was read, which goes into the fingerprint; ``None`` where the
+            matrix was made by hand, or was saved.
+        saved: The fingerprint that was saved with the matrix.
     """
 
     shape: torch.Size
     positions: Tensor | None = None
     name: str = ""
+    rule: type | None = None
+    saved: Fingerprint = field(default_factory=dict)
 
     @classmethod
     def of(cls, reading: Reading, positions: Tensor | None = None) -> ParameterOrder:
         """That of the parameter at which something is read."""
-        return cls(reading.shape, positions, f"{reading.name!r} of {reading.path}")
+        name = f"{reading.name!r} of {reading.path}"
+        return cls(reading.shape, positions, name, reading.rule)
+
+    @property
+    def plugins(self) -> Fingerprint:
+        """The plugins that computed the matrix; nothing where that is not known."""
+        if self.rule is None:
+            return dict(self.saved)
+        return of_parts([self.rule, ParameterOrder])  # which stands for this package
 
     def __str__(self) -> str:
         """The parameter in words."""
@@ -96,12 +110,16 @@ class ParameterOrder:
     def state(self) -> dict[str, Tensor]:
         """The order as tensors, to be saved."""
         state = {"shape": torch.tensor(self.shape, dtype=torch.int64)}
-        return state if self.positions is None else {**state, "positions": self.positions}
+        if self.positions is not None:
+            state["positions"] = self.positions
+        plugins = self.plugins
+        return {**state, "plugins": as_tensor(plugins)} if plugins else state
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> ParameterOrder:
         """From what :meth:`state` gave."""
-        return cls(torch.Size(state["shape"].tolist()), state.get("positions"))
+        saved = from_tensor(state["plugins"]) if "plugins" in state else {}
+        return cls(torch.Size(state["shape"].tolist()), state.get("positions"), saved=saved)
 
 
 class CurvatureMatrix(ABC):

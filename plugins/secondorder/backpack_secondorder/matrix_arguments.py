@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from backpack_core.errors import ShapeError, UsageError
+from backpack_products.fingerprint import agreed
 from backpack_products.values import any_of
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ def check_same(first: CurvatureMatrix, second: Any) -> None:
     """Raise unless both are matrices of one form for one parameter.
 
     Raises:
-        UsageError: They are of two kinds.
+        UsageError: They are of two kinds, or a saved one was computed by other plugins.
         ShapeError: They belong to parameters of two shapes, or number entries differently.
     """
     if type(first) is not type(second):
@@ -30,6 +31,9 @@ def check_same(first: CurvatureMatrix, second: Any) -> None:
             f"{list(first.order.shape)} and of one of shape {list(second.order.shape)}"
             f"{', in another order' * (first.order.shape == second.order.shape)}."
         )
+    if first.order.saved or second.order.saved:  # others are of this process
+        results = {"This matrix": first.order.plugins, "the other one": second.order.plugins}
+        agreed(results, is_one_quantity=False)
 
 
 def check_finite(name: str, tensor: Tensor, order: ParameterOrder) -> None:

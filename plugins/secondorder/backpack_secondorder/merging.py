@@ -13,6 +13,7 @@ from backpack_secondorder.matrix import CurvatureMatrix
 
 _SAME = Part("same", 0)
 _SHAPE = "shape"
+_NOT_NUMBERS = {_SHAPE, "plugins"}  # those of all values are kept with all
 
 
 class OfMatrix(OverBatches):
@@ -28,7 +29,7 @@ class OfMatrix(OverBatches):
 
     def take_apart(self, value: CurvatureMatrix) -> dict[str, Tensor]:
         """The tensors of :meth:`CurvatureMatrix.state_dict`."""
-        return {name: t for name, t in value.state_dict().items() if name != _SHAPE}
+        return {name: t for name, t in value.state_dict().items() if name not in _NOT_NUMBERS}
 
     def put_together(self, tensors: Mapping[str, Tensor], shape: torch.Size) -> CurvatureMatrix:
         """The matrix from its tensors."""

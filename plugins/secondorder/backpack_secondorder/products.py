@@ -187,9 +187,9 @@ class PCHMP(ProductExtension):
     that of the recursion of the Hessian, ``Σ_c J_cᵀ R_c J_c`` over all nonlinear modules ``c`` and
     the loss, with the residual ``R_c`` of each (``Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²``, at the module's input)
     made positive semi-definite: negative eigenvalues are set to zero (``"clip"``) or made positive
-    (``"abs"``). The result is positive semi-definite, but no projection of the Hessian. Operations
-    between modules have to be linear, and residuals those of single samples: a module in which
-    samples influence each other is refused. Chen et al. (2018), arXiv:1802.06502.
+    (``"abs"``). The result is positive semi-definite, but not a projection of the Hessian.
+    Operations between modules have to be linear, and residuals those of single samples: a module in
+    which samples influence each other is refused. Chen et al. (2018), arXiv:1802.06502.
     """
 
     savefield = "pchmp"

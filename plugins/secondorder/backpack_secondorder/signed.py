@@ -56,7 +56,7 @@ def diagonal_square_sum(product: AffineProduct, per_sample: bool = False) -> Ten
     """``Σ_n diag(J_θᵀ diag(d) J_θ) = Σ_n Σ_s d[n, s] ⊗ x[n, s]²`` of an affine layer.
 
     Args:
-        product: Holds ``d`` in the place of a single column.
+        product: Holds ``d`` instead of a single column.
         per_sample: Leave out the sum over samples.
 
     Returns:

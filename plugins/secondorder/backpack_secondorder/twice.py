@@ -1,7 +1,7 @@
 """Gradients that can be differentiated again, also where torch's second is wrong or missing.
 
 ``docs/checks.md`` says which operations were compared with differences. Of those that are wrong and
-that nets have, the gradient is computed by a formula here, in the place of autograd's.
+that nets have, the gradient is computed by a formula here, instead of autograd's.
 """
 
 from __future__ import annotations
