@@ -161,7 +161,7 @@ def _run(folder: Path, own: list[Project], tests: list[str]) -> list[Any]:
             absent = "".join(
                 f" {each.name} is not installed: try `pip install -e '.[test]'` in its folder."
                 for each in own
-                if not installed(each.name)
+                if not version_of(each.name)
             )
             raise BackpackError(
                 f"There is no certificate for {names}, because tests fail.{absent}\n"
