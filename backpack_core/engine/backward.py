@@ -190,12 +190,15 @@ class BackwardPass:
         self._begin_visits()
 
     def _begin_visits(self) -> None:
+        self.only_reads = True
+        if self.driven is not None:
+            return
         self.traversal = self.between.traversal(self.schedule, self.sink, self._kept)
         self._before = overriding(self.observers, "before")
         self._after = overriding(self.observers, "after")
         asks = self._before, self._after, self.context.whole, self._divided
         travel = [g.propagator.travels or g.has_overrides for g in self.groups]
-        self.only_reads = self.driven is not None or not (any(asks) or any(travel))
+        self.only_reads = not (any(asks) or any(travel))
 
     def is_carried(self, given: Options, gradients: Grads) -> bool:
         """Whether an observer does all visits, and autograd need not go.
@@ -324,7 +327,8 @@ class BackwardPass:
         self.between.end(self)
         if self.driver is not None:
             self.driver.end(self)
-        self.traversal.see_end()
+        if self.driven is None:
+            self.traversal.see_end()
         self.sink.see_end()
         for observer in self.observers:
             observer.finish(self)

@@ -104,7 +104,8 @@ def _pass_under_way(context: Context, edge: Edge) -> BackwardPass:
 
 def _innermost(context: Context) -> BackwardPass | None:
     """The pass that one which begins now is inside of."""
-    under_way: list[BackwardPass] = [*context.announced[-1:], *context.passes.values()]
+    others = context.passes.values() if context.passes else ()
+    under_way: list[BackwardPass] = [*context.announced[-1:], *others]
     return under_way[-1] if under_way else None  # they are in the order in which they began
 
 
