@@ -168,6 +168,7 @@ PAGES = (
         ("backpack_core.plugins",),
         (
             "backpack_core.plugins.API_VERSION",
+            "backpack_core.testing.imports.HEAVY",
             "backpack_core.contract.bases.declare_only_computes",
             "backpack_core.contract.bases.only_computes",
             "backpack_core.contract.bases.judge",

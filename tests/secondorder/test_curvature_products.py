@@ -151,7 +151,10 @@ def test_loss_that_is_not_extended() -> None:
     problem = make("mlp")
     extend(problem.model)
     loss = F.cross_entropy(problem.model(*problem.inputs), problem.target)
-    with pytest.raises(NotExtendedError, match="GGNMP needs") as error, backpack(GGNMP()):
+    with (
+        pytest.raises(NotExtendedError, match="GGNMP starts at an extended loss") as error,
+        backpack(GGNMP()),
+    ):
         loss.backward()
     assert error.value.backpack_context == "[GGNMP of backpack-plugin-secondorder 0.1.0]"  # type: ignore[attr-defined]
 

@@ -199,7 +199,7 @@ def test_batches_of_other_kinds_and_functions() -> None:
 
     batches = [{"x": x, "y": y} for x, y in loader]
     assert_close(GGN(model, given[1], batches, forward=forward).dense(), expected)
-    with pytest.raises(UsageError, match="say what to make of it"):
+    with pytest.raises(UsageError, match="say what to make of them"):
         GGN(model, given[1], batches).dense()
     named = [({"input": x}, y) for x, y in loader]
     assert_close(GGN(model, given[1], named).dense(), expected)

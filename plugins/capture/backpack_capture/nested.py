@@ -85,6 +85,12 @@ class Apart:
             return lambda tensors: {name: part(tensors) for name, part in pairs.items()}
         return self._take_object(value)
 
+    def _take_attribute(self, value: Any) -> Rebuild:
+        if isinstance(value, type):  # which says what a value is of, as its own class does
+            self._notes.append(value)
+            return lambda tensors: value
+        return self._take(value)
+
     def _take_object(self, value: Any) -> Rebuild:
         kind: Any = type(value)
         has_slots = any(vars(base).get("__slots__") for base in kind.__mro__)
@@ -94,7 +100,7 @@ class Apart:
             raise HoldsCode(f"{kind.__name__}")
         self._notes.append((kind, *vars(value)))
         before = len(self.tensors)
-        attributes = {name: self._take(item) for name, item in vars(value).items()}
+        attributes = {name: self._take_attribute(item) for name, item in vars(value).items()}
         items = [self._take(item) for item in value] if is_list else []
         if len(self.tensors) == before and not is_list:
             return lambda tensors: value  # nothing in it is new

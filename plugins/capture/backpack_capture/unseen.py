@@ -109,7 +109,7 @@ def seen_by(recorder: Recorder) -> Iterator[None]:
 
 def states_of_generators() -> tuple[Any, ...]:
     """The states of Python's and NumPy's random numbers, which no graph draws."""
-    numpy = sys.modules.get("numpy.random")  # which numpy imports when it is first asked for
-    of_numpy = () if numpy is None else numpy.get_state(legacy=True)
+    numpy = sys.modules.get("numpy")
+    of_numpy = () if numpy is None else numpy.random.get_state(legacy=True)
     parts = [part.tobytes() if hasattr(part, "tobytes") else part for part in of_numpy]
     return random.getstate(), tuple(parts)

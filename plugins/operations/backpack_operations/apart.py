@@ -89,8 +89,10 @@ def _runs(
 ) -> dict[int, int]:
     """The length of runs in operands of which each entry sends something to one sample only."""
     samples, found = there.batch_size, dict[int, int]()
+    if samples < 2:
+        return {}
     given = {nr: _run(node, nr, columns, there) for nr, columns in quantities.items()}
-    if samples < 2 or not all(given.values()):
+    if not all(given.values()):
         return {}
     for position in wanted:
         child, number = node.next_functions[position]

@@ -98,6 +98,9 @@ def picked_from(whole: Tensor, data: Tensor, owners: Tensor, axes: int) -> Picke
     if bool((last[of_seen] < 0).any()):
         return None
     numbers = first[of_seen].reshape(*lead, *[1] * len(line))
+    for axis in range(1, len(lead)):  # along which all are one sample's
+        one = numbers.narrow(axis, 0, 1)
+        numbers = one if bool((numbers == one).all()) else numbers
     is_clear = bool((first == last)[of_seen].all())
     return Picked(numbers, is_clear, _are_out_of_order(of_known, of_seen, owners))
 

@@ -101,7 +101,8 @@ class FactoredColumns(ApartColumns):
         kinds = {type(product) for some in self.products.values() for product in some}
         operation = nodes.operation_of(node)
         maker: Any = None
-        if kinds == {AffineProduct} and operation in nodes.VIEWS | nodes.TURNS | {"Clone"}:
+        are_affine = all(issubclass(kind, AffineProduct) for kind in kinds)
+        if are_affine and operation in nodes.VIEWS | nodes.TURNS | {"Clone"}:
             maker = _turned
         elif kinds == {TableProduct} and operation in nodes.VIEWS | {"Clone", "Slice", "Select"}:
             maker = _with_rows

@@ -122,8 +122,10 @@ class Owners:
     def is_unclear(self, call: Call) -> bool:
         """Whether a module received rows that were picked from data, and it is not known whose."""
         is_other = call.is_released or call.rule.is_loss or any(call.edges[:1])
-        is_other |= not call.is_readable or is_of_buffers(call) or not call.stored.inputs
-        if is_other or self._survey.is_told or self._survey.depth is not None:
+        is_other = is_other or not call.is_readable or self._survey.is_told
+        if is_other or self._survey.depth is not None or not call.stored.inputs:
+            return False
+        if is_of_buffers(call):
             return False
         data = call.stored.inputs[0]
         is_usual = call.receives_input > 1 and data.shape[:1] == self._samples.shape
@@ -462,6 +464,8 @@ def entries_of_losses(survey: GraphSurvey) -> dict[tuple[Call, int], Tensor]:
 def owners_at(survey: GraphSurvey, loss: Call) -> Tensor | None:
     """The sample of each row that a loss received, ``[R]``; ``None`` if it is not known."""
     edge = loss.edges[0]
+    if is_symbolic(loss.stored.inputs[0]):
+        return None
     if survey.batch_size == 1:
         return torch.zeros(loss.stored.inputs[0].shape[:1], dtype=torch.long, device="cpu")
     if edge is None:

@@ -67,13 +67,6 @@ def _of_bare(parameter: Tensor, node: Node, survey: GraphSurvey) -> tuple[str, s
         kind = class_of(use.call.module).__name__
         advice = f"Write a layer rule for {kind}, or freeze the parameter."
         return f"No layer rule covers {use.name!r} of {use.call.path}", advice
-    if use is not None and use.count and not nodes.is_compiled(node):
-        return (
-            f"The operation {name_of(node)!r} uses {use.name!r} of {use.call.path} besides the "
-            "module itself (the model returns a derivative of itself, by "
-            "torch.autograd.grad(..., create_graph=True), or a weight is tied)",
-            "Use an extension that follows operations, as KFAC, DiagGGNExact and BatchGrad do.",
-        )
     lost = _not_extended(parameter, [call.module for call, _ in survey.sites])
     if nodes.is_compiled(node):
         advice = (
@@ -94,6 +87,12 @@ def _of_bare(parameter: Tensor, node: Node, survey: GraphSurvey) -> tuple[str, s
         )
     which = named(survey, parameter)
     used = f"{which[0].upper()}{which[1:]} is used by the operation {name_of(node)!r}"
+    if use is not None and use.count and not (lost or nodes.is_compiled(node)):
+        return (
+            f"{used} besides its module (the model returns a derivative of itself, by "
+            "torch.autograd.grad(..., create_graph=True), or a weight is tied)",
+            "Use an extension that follows operations, as KFAC, DiagGGNExact and BatchGrad do.",
+        )
     return f"{used} outside of any extended module that owns it", advice
 
 

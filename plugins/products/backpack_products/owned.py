@@ -174,8 +174,8 @@ class OwnedAffine(AffineProduct):
             is_wanted = (own >= 0) & (own < len(wanted))
             if bool(is_wanted.any()):
                 piece = self.of_rows.part(columns, rows)
-                for target, column in zip(result, piece, strict=True):
-                    target.index_add_(0, own[is_wanted], column[is_wanted])
+                for number in range(len(result)):
+                    result[number].index_add_(0, own[is_wanted], piece[number][is_wanted])
         return result
 
     pieces = SampleProduct.pieces
