@@ -154,6 +154,7 @@ PAGES = (
         "backpack_firstorder",
         "[Individual gradients as products](../sample-gradients.md), projected and divided.",
         ("backpack_firstorder",),
+        ("backpack_firstorder.tokens.Per", "backpack_firstorder.tokens.as_per"),
     ),
     Page(
         "errors",

@@ -15,7 +15,7 @@ from backpack_attribution.projected import TRAK, LoGra
 from backpack_attribution.run import Identities, Run
 from backpack_attribution.scores import Scores
 from backpack_core.errors import UnsupportedError, UsageError, nearest
-from backpack_firstorder import Per
+from backpack_firstorder.tokens import Per
 
 METHODS: dict[str, Callable[[], Method]] = {
     "dot": GradDot,

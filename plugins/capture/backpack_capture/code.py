@@ -114,7 +114,7 @@ class _Writer:
     def text(self) -> str:
         """The source."""
         program = self._program
-        kept = {*program.outs, *program.known}
+        kept = self._kept
         last = {n: place for place, step in enumerate(program.steps) for n in _of(step)}
         for place, step in enumerate(program.steps):
             if isinstance(step, Operation):
@@ -126,6 +126,11 @@ class _Writer:
             if local:
                 self._lines.append(f"del {', '.join(local)}")
         return "\n    ".join(self._framed()) + "\n"
+
+    @property
+    def _kept(self) -> set[int]:
+        """The values that have names to the end."""
+        return {*self._program.outs, *self._program.known}
 
     def _framed(self) -> list[str]:
         given = ", ".join([self._names[n] for n in self._program.given])
@@ -200,6 +205,11 @@ class _PausingWriter(_Writer):
     """Writes a generator."""
 
     received: Sequence[Sequence[int]] = ()
+
+    @property
+    def _kept(self) -> set[int]:
+        """Not what has been yielded: its parameter holds it as long as anybody wants it."""
+        return {*self._program.known}
 
     def _framed(self) -> list[str]:
         return ["def step():", self._sent(0), *self._lines]

@@ -152,7 +152,10 @@ class Recording(Driver):
         """Write the program, if one could be written down."""
         recorder, entry = self._recorder, self._entry
         program = recorder.program
-        if recorder.refusal is None and states_of_generators() != self._drawn:
+        if recorder.refusal is not None:
+            entry.refusal = recorder.refusal
+            return
+        if states_of_generators() != self._drawn:
             recorder.refusal = "it draws random numbers that are not torch's"
         elif run.sink.noted:
             recorder.refusal = "something is read where there is no call"

@@ -11,18 +11,14 @@ if TYPE_CHECKING:
     from backpack_firstorder.divisors import divisors_of as divisors_of
     from backpack_firstorder.projections import Projection as Projection
     from backpack_firstorder.sample_gradients import SampleGradients as SampleGradients
-    from backpack_firstorder.tokens import Per as Per
-    from backpack_firstorder.tokens import as_per as as_per
 
 # Loaded when asked for: the entry points of single extensions cost no more than themselves.
 _PUBLIC = {
-    "Per": "tokens",
     "Projection": "projections",
     "SampleGradients": "sample_gradients",
-    "as_per": "tokens",
     "divisors_of": "divisors",
 }
-__all__ = ["Per", "Projection", "SampleGradients", "as_per", "divisors_of"]
+__all__ = ["Projection", "SampleGradients", "divisors_of"]
 
 
 def __getattr__(name: str) -> Any:
