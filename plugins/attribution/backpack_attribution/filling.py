@@ -17,7 +17,8 @@ from backpack_attribution.projected import inverse_product, projections_of
 from backpack_attribution.run import Identities, Run
 from backpack_attribution.store import GradientStore
 from backpack_core.errors import ShapeError
-from backpack_firstorder.tokens import Per, Projection
+from backpack_firstorder import Projection
+from backpack_firstorder.tokens import Per
 from backpack_products.fingerprint import Marked, agreed_on_ranks, fingerprint_of
 
 

@@ -15,7 +15,8 @@ from backpack_attribution.forms import Value
 from backpack_core import Extension, backpack, extend, is_extended, unextend
 from backpack_core.errors import UsageError
 from backpack_core.extensions import BatchGrad
-from backpack_firstorder.tokens import Per, SampleGradients, as_per
+from backpack_firstorder import SampleGradients
+from backpack_firstorder.tokens import Per, as_per
 from backpack_products.fingerprint import Fingerprint, fingerprint
 
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
