@@ -39,6 +39,10 @@ DATA = {
     "backpack_core.contract.extension.FailMode": "The type of the option ``fail_mode``: "
     '``"autodiff"``, ``"error"``, ``"warning"`` or ``"silent"``. '
     ":class:`backpack_core.Extension` says what each does.",
+    "backpack_core.testing.imports.HEAVY": "The packages that no module of a plugin may import "
+    "when it is loaded, a tuple of names.",
+    "backpack_firstorder.tokens.Per": "The type of the option ``per``: "
+    '``"sample"``, or ``"token"`` for the share of each position.',
 }
 
 
