@@ -226,7 +226,6 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """``": did you mean 'weight'?"``, or nothing where no name is near."""
     by_lower = {other.lower(): other for other in names}
     close = get_close_matches(name.lower(), by_lower, 3, 0.6)
-    close.sort(
-        key=lambda other: sorted(other) != sorted(name.lower())
-    )  # letters that changed places
+    # First what has the same letters, in other places.
+    close.sort(key=lambda other: sorted(other) != sorted(name.lower()))
     return f": did you mean {by_lower[close[0]]!r}?" if close else ""

@@ -27,11 +27,14 @@ class Observer:
     Attributes:
         answers: Which arguments of ``backpack(...)`` it sees to.
         needs_autograd: Whether autograd has to run, since somebody looks at gradients.
+        needs_visits: Whether it looks at visits, or adds to what they do, in passes that go by a
+            plan, so that nothing may drive them.
         kept: What the plan of the pass keeps for observers of this class; ``None`` for nothing.
     """
 
     answers: frozenset[str] = frozenset()
     needs_autograd: bool = False
+    needs_visits: bool = True
     kept: Any = None
 
     def goes_by(self, kept: Any) -> bool:

@@ -114,6 +114,14 @@ def _close(ours: Tensor, right: Tensor) -> bool:
     return torch.allclose(ours, right, rtol=0.0, atol=1e-13 * size, equal_nan=True)
 
 
+def move(model: nn.Module) -> None:
+    """Change the parameters, as a step of an optimizer does."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.grad is not None and math.isfinite(float(parameter.grad.sum())):
+                parameter -= 0.01 * parameter.grad
+
+
 def compared(seed: int) -> tuple[str, int]:
     """What is wrong with the captured steps of a net, and how many were replayed."""
     prepared = draw(seed)
@@ -125,11 +133,8 @@ def compared(seed: int) -> tuple[str, int]:
         found, right = ours.run(number), engine.run(number)
         if differs(found, right) or "could not be written" in step.report():
             return f"net {seed}, step {number}: {step.report()}\n{prepared.recipe}", 0
-        with torch.no_grad():
-            for side in (ours, engine):
-                for parameter in side.whole.parameters():
-                    if parameter.grad is not None and math.isfinite(float(parameter.grad.sum())):
-                        parameter -= 0.01 * parameter.grad
+        for side in (ours, engine):
+            move(side.whole)
     replays = sum(f.graph.replays for forms in step._forms.values() for f in forms if f.graph)
     for side in (ours, engine):
         for parameter in side.whole.parameters():

@@ -31,6 +31,8 @@ MOST_OF_MODEL: Final = 32  # recordings of one model; each takes as long as some
 class Visits(Observer):
     """Drives passes by recordings, or makes them."""
 
+    needs_visits = False
+
     def drive(self, run: Any, planned: Planned, structure: Structure) -> Driver | None:
         """By a recording that holds; one that makes it; or ``None``."""
         if not _may_repeat(run):
@@ -59,11 +61,7 @@ def _may_repeat(run: BackwardPass) -> bool:
     """Whether a pass is one of those in which only rules and extensions do anything at visits."""
     context, options = run.context, run.options
     return not (
-        context.extension_hook is not None
-        or context.observer is not None
-        or context.debug
-        or context.gradient != "autograd"
-        or context.whole
+        any(observer.needs_visits for observer in run.observers)
         or not run.is_outermost
         or options.get("inputs") is not None
         or options.get("create_graph")

@@ -20,6 +20,7 @@ class Checks(Observer):
     """
 
     answers = frozenset({"check"})
+    needs_visits = False  # what a plan is taken for is measured already
     kept: Trust | None = None
 
     def __init__(self, run: BackwardPass) -> None:
