@@ -167,7 +167,7 @@ def unclear_rows(call: Call) -> BackpackError:
     return ShapeError(
         f"{call.path} received rows that were picked from what the model received, not as many of "
         "each sample, and equal rows of several samples hide whose they are: pick behind the "
-        "module, layer(x)[mask] in the place of layer(x[mask])."
+        "module, layer(x)[mask] instead of layer(x[mask])."
     )
 
 
