@@ -36,7 +36,10 @@ EXTENSIONS: dict[str, Callable[[], Any]] = {
         *("BatchL2Grad", "Variance", "DiagGGNExact", "DiagGGNMC", "BatchDiagGGNExact", "KFAC"),
     )
 }
-EXTENSIONS |= {"some": lambda: BatchGrad(subsampling=[2, 0])}
+EXTENSIONS |= {
+    "some": lambda: BatchGrad(subsampling=[2, 0]),
+    "clipped": lambda: known.ClippedSumGrad(0.1, "per_layer"),
+}
 PASSES = 10
 
 
@@ -181,6 +184,45 @@ def test_the_same_tensor_twice() -> None:
                 loss.backward()
         expected = [p.grad_batch for p in right.model.parameters()]
         assert not differs([p.grad_batch for p in ours.model.parameters()], expected)
+
+
+@pytest.mark.parametrize("make", [lambda: known.ClippedSumGrad(0.1), known.TaskGrad])
+def test_what_extensions_compute_at_the_end(make: Any) -> None:
+    """What the loss divides by is another number in each pass."""
+    lossfunc, right_loss = nn.CrossEntropyLoss(ignore_index=0), nn.CrossEntropyLoss(ignore_index=0)
+    ours = Twin(NETS["mlp"].make(), lossfunc)
+    right = Twin(copy.deepcopy(ours.model), right_loss)
+    for number in range(PASSES):
+        batch = torch.rand(6, 5), torch.tensor([1, 2, *[int(n < number % 4) for n in range(4)]])
+        found = ours.step(batch, make(), BatchGrad())
+        with by_the_engine():
+            expected = right.step(batch, make(), BatchGrad())
+        assert not differs(found, expected)
+    assert ours.repeated
+
+
+class Odd(known.ClippedSumGrad):
+    """Computes something else at the end, some day."""
+
+    times = 1.0
+
+    def finish(self, values: Any, normalisers: Any = ()) -> Any:
+        return {p: value * Odd.times for p, value in super().finish(values, normalisers).items()}
+
+
+def test_a_broken_promise_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bases, "_ONLY_COMPUTING", bases._ONLY_COMPUTING | {"tests", __name__})
+    ours = Twin(NETS["mlp"].make())
+
+    def steps() -> None:
+        for _ in range(PASSES):
+            ours.step(NETS["mlp"].draw(4), Odd(0.1))
+
+    steps()
+    assert ours.repeated
+    monkeypatch.setattr(Odd, "times", 2.0)
+    with pytest.raises(PluginCodeError, match="At the end of the pass: the plugin"):
+        steps()
 
 
 def test_gradients_that_hooks_change() -> None:

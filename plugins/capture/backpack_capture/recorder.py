@@ -43,7 +43,7 @@ _INTO = (aten.mul.Tensor, aten.bmm.default, aten.mm.default)
 _BETWEEN = (
     *("torch._ops", "torch.overrides", "torch.utils._python_dispatch"),
     *("torch._compile", "torch._dynamo.eval_frame"),
-    *("backpack_capture.unseen", "backpack_capture.recorder", "backpack_capture.repeated"),
+    *("backpack_capture.unseen", "backpack_capture.recorder", "backpack_capture.recorded_visits"),
 )
 _MASKS = (torch.bool, torch.uint8)
 _GRADIENT = (
