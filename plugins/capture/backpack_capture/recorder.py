@@ -90,7 +90,9 @@ class Recorder(TorchDispatchMode):
         for tensor in given:
             self.program.given.append(self._enter(tensor))
         for tensor in known:
-            self.program.known[self._enter(tensor)] = tensor
+            number = self._enter(tensor)
+            self.program.known[number] = tensor
+            self.note_geometry(number, tensor)  # the guard sees to it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and write it down."""
