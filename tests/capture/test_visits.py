@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import threading
 import warnings
 import weakref
@@ -138,6 +139,63 @@ def test_random_nets_repeat(seeds: range, monkeypatch: pytest.MonkeyPatch) -> No
                 for parameter in side.whole.parameters():
                     parameter.__dict__.clear()
     assert nets
+
+
+MANY: dict[str, Callable[[], Any]] = {
+    **EXTENSIONS,
+    "all": BatchGrad,
+    "squares": known.SumGradSquared,
+    "dots": known.BatchDotGrad,
+    "flat": lambda: known.ClippedSumGrad(0.1, savefield="flat"),
+    "tasks": known.TaskGrad,
+    "projected": lambda: known.ProjectedGrad(3),
+    "ekfac": known.EKFAC,
+    "diagonals": known.BatchDiagGGNMC,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(300))
+def test_several_extensions_repeat(seed: int) -> None:
+    """Drawn: a net, up to four extensions, how losses are reduced, checks, and a hook."""
+    drawn = random.Random(seed)
+    torch.manual_seed(seed)
+    net, names = drawn.choice([*NETS]), drawn.sample([*MANY], drawn.randint(1, 4))
+    options = {"check": drawn.choice(["first", "never"])}
+    options |= {"gradient": drawn.choice(["shared", "none"])} if not seed % 5 else {}
+    lossfunc = nn.CrossEntropyLoss(
+        reduction=drawn.choice(["mean", "sum"]), ignore_index=drawn.choice([-100, 0])
+    )
+    ours = Twin(NETS[net].make(), lossfunc)
+    right = Twin(copy.deepcopy(ours.model), copy.deepcopy(lossfunc))
+    factor, place = drawn.choice([None, None, 1.0, 1.5]), drawn.randrange(100)
+    if factor is not None:
+        for twin in (ours, right):
+            _with_hook([*twin.model.modules()][place % len([*twin.model.modules()])], factor)
+    batches = [NETS[net].draw(3 + (number == 8)) for number in range(11)]
+    for number, batch in enumerate(batches):
+        found = _passed(ours, batch, names, options)
+        with by_the_engine():
+            expected = _passed(right, batch, names, options)
+        assert not differs(found, expected), (number, net, names, options, factor, place)
+
+
+def _passed(twin: Twin, batch: Any, names: list[str], options: dict[str, Any]) -> Any:
+    """What a pass gives; the kind of its error, if it raises."""
+    try:
+        return twin.step(batch, *[MANY[name]() for name in names], **options)
+    except BackpackError as error:
+        return type(error)
+
+
+def _with_hook(module: nn.Module, factor: float) -> None:
+    """Have a hook on an output look at a gradient, or change it."""
+
+    def on_output(module: nn.Module, args: Any, out: Any) -> None:
+        if isinstance(out, Tensor) and out.requires_grad:
+            out.register_hook((lambda grad: None) if factor == 1 else lambda grad: factor * grad)
+
+    module.register_forward_hook(on_output)
 
 
 # What may differ from pass to pass ----------------------------------------------------------------
