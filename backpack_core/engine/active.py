@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any, Literal, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -23,6 +24,7 @@ from torch.nn import Module
 
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
+from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.groups import Group, Watch
 from backpack_core.record.view import View
 
@@ -94,6 +96,32 @@ class Context:
                 for e in self.extensions
             ],
         )
+
+    @cached_property
+    def propagators(self) -> list[Propagator]:
+        """Those of all extensions, each once."""
+        return [*(g.propagator for g in self.groups), *(e.propagator for e in self.whole)]
+
+    @cached_property
+    def is_per_sample(self) -> bool:
+        """Whether a quantity belongs to single samples, so that samples must not mix."""
+        return any(propagator.per_sample for propagator in self.propagators)
+
+    @cached_property
+    def is_curvature(self) -> bool:
+        """Whether a quantity is the curvature of the very function that autograd differentiates."""
+        return bool(self.whole) or any(group.propagator.travels for group in self.groups)
+
+    @cached_property
+    def of_losses(self) -> list[Extension]:
+        """The extensions whose quantity is the curvature of extended losses."""
+        groups = [g for g in self.groups if g.propagator.travels and not g.has_overrides]
+        return [*chain(*(g.extensions for g in groups)), *(e for e in self.whole if e.is_of_losses)]
+
+    @cached_property
+    def with_normalisers(self) -> list[Extension]:
+        """The extensions that need to know what each loss divides by."""
+        return [extension for extension in self.extensions if extension.needs_normalisers]
 
     @property
     def tells_samples(self) -> bool:

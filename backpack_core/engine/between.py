@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.contract.extension import Extension
-from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.active import Context
 from backpack_core.graph.survey import Survey
 from backpack_core.plan.structure import Structure
@@ -33,24 +31,15 @@ class Between(ABC, Generic[S]):
     """What lies between the calls of one pass. It must hold neither the pass nor a schedule.
 
     Attributes:
-        survey: What is known about the graph.
         context: What was asked for.
-        asked: The propagators that were asked for.
+        survey: What is known about the graph.
     """
 
-    def __init__(self, context: Context, asked: Sequence[Propagator], survey: S) -> None:
-        """Begin; nothing is known about the graph."""
-        self.context, self.asked, self.survey = context, asked, survey
+    survey: S
 
-    @classmethod
-    @abstractmethod
-    def of(cls, context: Context, asked: Sequence[Propagator]) -> Between[S]:
-        """One for a pass.
-
-        Args:
-            context: What was asked for.
-            asked: The propagators that were asked for.
-        """
+    def __init__(self, context: Context) -> None:
+        """Begin a pass; nothing is known about its graph."""
+        self.context = context
 
     @staticmethod
     @abstractmethod
@@ -80,23 +69,15 @@ class Between(ABC, Generic[S]):
         """
 
     @abstractmethod
-    def refuse_terms(
-        self,
-        roots: Sequence[Edge],
-        of_losses: Sequence[Extension],
-        divided: Sequence[Extension],
-        is_inside: bool,
-    ) -> None:
-        """Raise unless ``backward()`` is called on what quantities of extended losses know.
+    def refuse_terms(self, roots: Sequence[Edge], is_inside: bool) -> None:
+        """Raise if ``backward()`` is called on terms that extended losses know nothing of.
 
         Args:
             roots: What it is called on.
-            of_losses: Extensions whose quantity belongs to the extended losses.
-            divided: Extensions that need to know what the loss divides by.
             is_inside: Whether it was called in a hook of another pass.
 
         Raises:
-            BackpackError: A term beside extended losses counts, or none is extended.
+            BackpackError: A quantity would miss a term, or what a loss divides by is not known.
         """
 
     @abstractmethod

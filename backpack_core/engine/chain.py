@@ -11,8 +11,6 @@ from functools import lru_cache
 from typing import Any
 
 from backpack_core._torch import Node, has_memory
-from backpack_core.contract.extension import Extension
-from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.active import Context
 from backpack_core.engine.between import Between
 from backpack_core.engine.losses import nothing_arrived
@@ -66,15 +64,11 @@ def mixing(what: str, further: str = "") -> BackpackError:
 class Chain(Between[Survey]):
     """A chain of modules with rules."""
 
-    def __init__(self, context: Context, asked: Sequence[Propagator], survey: Survey) -> None:
-        super().__init__(context, asked, survey)
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.survey = Survey()
         self._run: Run = NO_RUN  # of the model
         self._mixing: list[BackpackError] = []
-
-    @classmethod
-    def of(cls, context: Context, asked: Sequence[Propagator]) -> Chain:
-        """An empty one."""
-        return cls(context, asked, Survey())
 
     @staticmethod
     def told(samples: Any) -> Any:
@@ -189,18 +183,12 @@ class Chain(Between[Survey]):
 
     def see_through(self, edges: list[Edge]) -> None:
         """Raise if samples influence each other."""
-        if self._mixing and any(propagator.per_sample for propagator in self.asked):
+        if self._mixing and self.context.is_per_sample:
             raise self._mixing[0]
 
-    def refuse_terms(
-        self,
-        roots: Sequence[Edge],
-        of_losses: Sequence[Extension],
-        divided: Sequence[Extension],
-        is_inside: bool,
-    ) -> None:
+    def refuse_terms(self, roots: Sequence[Edge], is_inside: bool) -> None:
         """Raise unless it is called on an extended loss itself."""
-        for extension in (*of_losses, *divided):
+        for extension in (*self.context.of_losses, *self.context.with_normalisers):
             name = type(extension).__name__
             for edge in roots:
                 site = self._site_at(edge, name)

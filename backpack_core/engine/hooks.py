@@ -18,10 +18,10 @@ from backpack_core._torch import current_node, graph_task_id
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.observer import Grads, Options
 from backpack_core.engine.active import Context, current, innermost, stacks
-from backpack_core.engine.backward import BackwardPass
+from backpack_core.engine.backward import Arguments, BackwardPass
 from backpack_core.engine.schedule import guarded
 from backpack_core.errors import UnsupportedError, UsageError
-from backpack_core.record.call import Call, Edge, Site, edge_of
+from backpack_core.record.call import Call, Edge, Site
 
 
 class OutputHook:
@@ -129,16 +129,12 @@ def _refuse_part(ways: Sequence[bool], whole: Sequence[Extension]) -> None:
         )
 
 
-def begin(
-    context: Context, roots: Sequence[Any], gradients: Grads, options: Options
-) -> BackwardPass | None:
+def begin(context: Context, arguments: Arguments) -> BackwardPass | None:
     """Begin a pass whose roots are known, before autograd does.
 
     Args:
         context: What was asked for.
-        roots: What ``backward()`` is called on, as tensors or edges.
-        gradients: What comes in at each of them; ``None`` where no gradient is wanted.
-        options: What else ``backward()`` was told.
+        arguments: What ``backward()`` was called with.
 
     Returns:
         The pass; ``None`` where nothing was asked for, or no extended module is behind the roots,
@@ -149,14 +145,7 @@ def begin(
     """
     if not context.extensions:
         return None
-    edges, incoming = [], []
-    for root, gradient in zip(roots, gradients, strict=True):
-        edge = edge_of(root) if isinstance(root, Tensor) else Edge(root.node, root.output_nr)
-        if edge is not None:
-            edges.append(edge)
-            incoming.append(gradient)
-    given, outer = [*zip(roots, gradients, strict=True)], _innermost(context)
-    found = BackwardPass(context, edges, outer, False, incoming, given, options)
+    found = BackwardPass(context, (), _innermost(context), arguments=arguments)
     if found.survey.sites and torch.is_inference_mode_enabled():
         raise UsageError(
             "backward() was called inside inference_mode(), where gradients do not note changes in "
@@ -213,7 +202,7 @@ def announce(
     context.seen.add(_UNDER_WAY)
     try:
         options: Options = {"inputs": inputs or None, "create_graph": create_graph}
-        announced = begin(context, roots, gradients, options)
+        announced = begin(context, Arguments(roots, gradients, options))
         if announced is None:
             return run()
         context.announced.append(announced)
@@ -221,8 +210,8 @@ def announce(
         may_narrow = accumulate_grad and len(announced.roots) == len(roots)
         result: Any = ()
         try:
-            if not (may_narrow and announced.is_carried(options, gradients)):
-                options = announced.narrow(options) if may_narrow else options
+            if not (may_narrow and announced.is_carried()):
+                options = announced.options() if may_narrow else options
                 keeps = any(extension.keeps_graph for extension in context.extensions)
                 result = run(keeps or retain_graph, options["inputs"] or ())
         finally:

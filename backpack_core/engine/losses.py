@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from typing import Any
 
 from backpack_core import errors
 from backpack_core._torch import class_of
-from backpack_core.contract.extension import Extension
-from backpack_core.contract.loss import Normaliser, normaliser_of
-from backpack_core.engine.groups import Group
-from backpack_core.engine.location import place
 from backpack_core.plugins.loading import missing
 from backpack_core.record.view import View
-
-
-def curvature_of_losses(groups: Iterable[Group], whole: Iterable[Extension]) -> list[Extension]:
-    """The extensions whose quantity is the curvature of extended losses."""
-    started = [g.extensions for g in groups if g.propagator.travels and not g.has_overrides]
-    return [*chain(*started), *(extension for extension in whole if extension.is_of_losses)]
-
-
-def normaliser_for(extension: Extension, view: View) -> Normaliser:
-    """What a loss divides by, for an extension that needs it.
-
-    Args:
-        extension: The extension, for messages.
-        view: The loss call.
-    """
-    try:
-        return normaliser_of(view)
-    except Exception as error:
-        place(error, view, extension)
-        raise
 
 
 def nothing_arrived(view: View, name: str) -> Exception:
