@@ -182,7 +182,7 @@ class BackwardPass:
         return True
 
     def _look_around(self, edges: list[Edge]) -> None:
-        """Walk the graph behind some edges, and raise for what cannot be right there."""
+        """Walk the graph behind some edges, and refuse what cannot be computed exactly there."""
         survey, is_first = self.survey, not self.survey.sites
         try:
             self.between.look_behind(edges)
@@ -190,7 +190,7 @@ class BackwardPass:
             place_between(error, survey, None)
             raise
         if survey.sites:
-            # What reads a loss as a whole may need nothing else.
+            # Extensions that read a loss as a whole may need no extended module besides.
             of_loss = self.context.whole and all(c.rule.is_loss for c, _ in survey.sites)
             is_some = survey.uses or survey.bare or of_loss
             self.context.seen.update(["ran", "trained"] if is_some else ["ran"])
@@ -212,12 +212,12 @@ class BackwardPass:
         self.only_reads = not (any(asks) or any(travel))
 
     def is_carried(self) -> bool:
-        """Whether an observer does all visits, and autograd need not go."""
+        """Whether an observer has made all visits, so that autograd need not run."""
         _, gradients, options = self.arguments
         return any(observer.instead(self, options, gradients) for observer in self.observers)
 
     def options(self) -> Options:
-        """What to tell autograd in the place of the arguments of ``backward()``."""
+        """The options that autograd is given: those of ``backward()``, as observers change them."""
         given = self.arguments.options
         if not self.is_outermost or not self.survey.sites:
             return given
@@ -229,9 +229,10 @@ class BackwardPass:
     # Visits --------------------------------------------------------------------------------------
 
     def passes_by(self, call: Call, index: int) -> bool:
-        """Let go of a call without a visit, if nothing is read there, in a pass that only reads.
+        """Let go of a call without a visit, if nothing is read there; returns whether it was so.
 
-        So it is with an activation where nothing travels but autograd's own gradient.
+        Only asked if :attr:`only_reads`: an activation needs no visit where extensions read
+        autograd's own gradient, and nothing else travels.
         """
         survey, driven = self.survey, self.driven
         site = survey.sites.get((call, index))
@@ -253,7 +254,7 @@ class BackwardPass:
         """Everything that happens at one output of one call.
 
         Args:
-            site: The place.
+            site: The output.
             grad: The gradient that autograd goes on with there; ``None`` for zero.
             changed_by: The user's hooks on the tensor, if one of them has changed the gradient.
         """
@@ -301,7 +302,7 @@ class BackwardPass:
         return view
 
     def let_go(self, call: Call) -> None:
-        """Free what no other visit needs."""
+        """Free the tensors of a call, unless another visit or pass needs them."""
         is_last = len(call.stored.outputs) == 1  # another output may be visited yet
         if is_last:
             self._kept.pop(call, None)
@@ -315,7 +316,7 @@ class BackwardPass:
     # The end -------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """The pass is over, however it ended."""
+        """Remove the pass, however it ended."""
         for observer in self.observers:
             observer.leave()
         replaced.drop()
@@ -325,7 +326,7 @@ class BackwardPass:
             del self.context.passes[task]
 
     def finish(self) -> None:
-        """Autograd is through: store what had to wait for that."""
+        """Autograd is through: store the results that had to wait for that."""
         self.leave()
         for call in self._release_last:
             call.release()
@@ -338,7 +339,7 @@ class BackwardPass:
             observer.stored(self)
 
     def _end(self) -> None:
-        """Read what autograd did not get to, see that all went well, and store what waited."""
+        """Check that nothing was left on its way, keep the plan, and store deferred results."""
         self.between.end(self)
         if self.driver is not None:
             self.driver.end(self)

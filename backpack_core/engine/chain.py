@@ -1,7 +1,8 @@
-"""A chain of modules with rules: calls lead to calls, and samples are on axis 0.
+"""What core alone knows: chains of modules with rules, with samples on axis 0.
 
-What functions make of the last calls may be anything, as long as nothing has to go through it. For
-everything else there is a library, which is named where it is missing.
+Every input of a call is data or the output of a call. Functions may follow the last calls, as long
+as no quantity has to go through them. For everything else there is the library *operations*, which
+errors name where it is missing.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ from backpack_core.record.view import View
 
 
 def between() -> type[Between[Any]]:
-    """The library's class, or core's own where no library is installed."""
+    """The class of the library; :class:`Chain` if no library is installed."""
     return _between(registry.generation)
 
 
 @lru_cache(maxsize=1)
 def _between(generation: int) -> type[Between[Any]]:
-    """The same, as long as plugins do not change."""
+    """The class, asked for again when plugins have changed."""
     found: type[Between[Any]] | None = hooks.backpack_operation()
     return Chain if found is None else found
 
 
 def needs_operations(what: str) -> MissingPluginError:
-    """The error for what core alone does not know."""
+    """The error for a graph that is not such a chain."""
     return missing(
         f"{what}. Core alone knows chains of modules with layer rules, with samples on axis 0. "
         "Install backpack-operations, which knows operations between modules and where samples "
@@ -53,7 +54,7 @@ def needs_operations(what: str) -> MissingPluginError:
 
 
 def mixing(what: str, further: str = "") -> BackpackError:
-    """A call, or an operation between calls, mixes samples."""
+    """The error for a call, or an operation between calls, that mixes samples."""
     return SampleMixingError(
         f"{what} makes every sample of the batch influence every other (a batch normalisation in "
         "train mode does, and a softmax over axis 0), so per-sample quantities do not exist. Call "
@@ -72,7 +73,7 @@ class Chain(Between[Survey]):
 
     @staticmethod
     def told(samples: Any) -> Any:
-        """Nothing is known of rows.
+        """Refuse.
 
         Raises:
             MissingPluginError: Always.
@@ -94,7 +95,7 @@ class Chain(Between[Survey]):
             raise needs_operations("Parameters have uses that came up after others were read")
 
     def _below(self, roots: list[Edge]) -> list[Site]:
-        """The last calls, below what functions make of them."""
+        """The last calls: those behind the roots that no other call follows."""
         found: list[Site] = []
         todo, seen = [edge.node for edge in roots if not is_noted(edge.node)], set[Node]()
         found += [self._site_at(edge, "backward()") for edge in roots if is_noted(edge.node)]
@@ -129,7 +130,7 @@ class Chain(Between[Survey]):
         return f" of the output of {' and '.join(paths)}" if paths else ""
 
     def _enter(self, site: Site) -> list[Site]:
-        """Note a call; returns where to go on."""
+        """Note a call; returns the calls that its inputs came from."""
         call, survey = site.call, self.survey
         survey.structure = None
         survey.sites[call, site.index] = site
@@ -144,7 +145,7 @@ class Chain(Between[Survey]):
         return [self._site_at(edge, call.path) for edge in call.edges if edge is not None]
 
     def _why_other(self, call: Call, index: int) -> str:
-        """What a call has that chains have not; empty if nothing."""
+        """Why a call is not one of a chain; empty if it is."""
         rule, stored, survey = call.rule, call.stored, self.survey
         if rule.transparent:
             return "has no layer rule, so that what it does are operations"
@@ -167,7 +168,7 @@ class Chain(Between[Survey]):
         return "" if rule.is_loss else self._why_other_run(call, rows)
 
     def _why_other_run(self, call: Call, rows: int) -> str:
-        """What its model received that tells other samples; empty if nothing."""
+        """Why the samples of a call may not be those of its model; empty if they are."""
         run = call.run
         if run is NO_RUN:
             return ""
@@ -187,7 +188,7 @@ class Chain(Between[Survey]):
             raise self._mixing[0]
 
     def refuse_terms(self, roots: Sequence[Edge], is_inside: bool) -> None:
-        """Raise unless it is called on an extended loss itself."""
+        """Raise unless ``backward()`` was called on an extended loss itself."""
         for extension in (*self.context.of_losses, *self.context.with_normalisers):
             name = type(extension).__name__
             for edge in roots:
@@ -196,41 +197,41 @@ class Chain(Between[Survey]):
                     raise nothing_arrived(View(site.call, site.index), name)
 
     def nonlinear(self) -> list[Node]:
-        """There are no operations."""
+        """None: quantities go through no operation."""
         return []
 
     def facts_of(self, node: Node) -> Sequence[Any]:
-        """No decision depends on what functions make of the last calls."""
+        """None: no decision depends on functions behind the last calls."""
         return ()
 
     def numbered(self, structure: Structure) -> Any:
-        """Calls are all there is."""
+        """Nothing: there are only calls."""
         return
 
     def fill(self, numbers: Any, structure: Structure) -> None:
-        """Nothing to do."""
+        """Do nothing."""
         return
 
     def traversal(self, schedule: Schedule, sink: FieldSink, kept: Kept) -> Traversal:
-        """All columns go through at once."""
+        """Core's own, which sends all columns at once."""
         return Traversal(schedule, sink)
 
     def leave(self, schedule: Schedule, lane: int, edge: Edge, wide: Any, own: Any) -> None:
-        """It has been seen that there is a call at every edge.
+        """Refuse: at every edge of a chain there is a call.
 
         Raises:
-            MissingPluginError: There is none.
+            MissingPluginError: Always.
         """
         raise needs_operations(
             f"A quantity came to the operation {described(edge.node)!r}{self._after(edge.node)}"
         )
 
     def cross(self, schedule: Schedule, node: Node, grads: Sequence[Any] = ()) -> None:
-        """Nothing waits at nodes."""
+        """Do nothing: no quantity waits at a node."""
         return
 
 
 def _is_declared(call: Call) -> bool:
-    """Whether ``extend`` was told of axes."""
+    """Whether ``extend`` was given a ``batch_axis``."""
     owner = call.module.__dict__.get(OWNER_ATTRIBUTE)
     return bool(owner is not None and owner.axes and not call.rule.is_loss)

@@ -1,6 +1,8 @@
 """Where a backward pass enters the engine: from ``backward()``, and from autograd's hooks.
 
-The first entry makes the :class:`BackwardPass`; every later one finds it by autograd's graph task.
+:func:`announce` sees the call of ``backward()`` and begins the :class:`BackwardPass`. Hooks on
+outputs then find it by autograd's graph task. A pass whose call was not seen (inside of another
+pass, on another thread) begins at the first hook.
 """
 
 from __future__ import annotations
@@ -40,7 +42,11 @@ class OutputHook:
         self.hooks: Any = None
 
     def __call__(self, grad: Tensor | None) -> None:
-        """Called by autograd with the gradient, before other hooks change it."""
+        """Visit the output after all other hooks, as autograd goes on with the gradient they leave.
+
+        Args:
+            grad: The gradient before other hooks change it.
+        """
         context = current(self.call.thread) if stacks else None
         if context is None or context.is_idle:
             if not (_torch.keeps_graph() or (context is not None and context.retain_graph)):
@@ -50,16 +56,16 @@ class OutputHook:
         if begun is not None and begun.only_reads and begun.passes_by(self.call, self.index):
             return
         hooks = self.hooks()
-        # Autograd goes on with what the user's hooks make of the gradient. They are on the tensor,
-        # or on its node. A hook that is put on the node now runs after all of them.
+        # The user's hooks are on the tensor or on its node. A hook that is put on the node now runs
+        # after all of them.
         others = [h for key, h in hooks.items() if key != KEY] if hooks and len(hooks) > 1 else []
 
-        # To hold the node, or the pass, would be a cycle, if a hook before us fails.
+        # If a hook before this one fails, this one stays: holding the node or the pass is a cycle.
         task, known = graph_task_id(), None if begun is None else weakref.ref(begun)
 
         def after(grads: tuple[Tensor | None, ...]) -> None:
             if graph_task_id() != task:
-                return  # of a pass that a hook has begun in ours, or after ours has failed
+                return  # a pass inside of ours, or a later one after ours has failed
             handle.remove()
             edge = Edge(current_node(), self.output_nr)
             found = None if known is None else known()
@@ -72,7 +78,7 @@ class OutputHook:
 
 
 def _known_pass(context: Context) -> BackwardPass | None:
-    """The backward pass that is running, if it was announced, or has been here before."""
+    """The backward pass that is running, if its call was seen, or a hook has begun it."""
     task, announced = graph_task_id(), context.announced[-1] if context.announced else None
     if announced is not None:
         begun: BackwardPass = announced
@@ -85,7 +91,7 @@ def _known_pass(context: Context) -> BackwardPass | None:
 
 
 def _pass_under_way(context: Context, edge: Edge) -> BackwardPass:
-    """The backward pass that is running; a new one if it was not known."""
+    """The backward pass that is running; a new one, if none is known."""
     found = _known_pass(context)
     if found is None:
         outer = _innermost(context)
@@ -94,7 +100,7 @@ def _pass_under_way(context: Context, edge: Edge) -> BackwardPass:
         if is_part:
             _refuse_part(ways, context.whole)
         found = BackwardPass(context, [edge], outer=outer, is_part=is_part)
-        # Autograd owns it: it ends when autograd is through, or has failed.
+        # Autograd owns the new pass, which ends with autograd's, also if that fails.
         _torch.at_end_of_pass(found.finish)
         found.schedule.begin()
         found.is_running = True
@@ -103,21 +109,21 @@ def _pass_under_way(context: Context, edge: Edge) -> BackwardPass:
 
 
 def _innermost(context: Context) -> BackwardPass | None:
-    """The pass that one which begins now is inside of."""
+    """The pass inside of which one begins now; ``None`` if there is none."""
     others = context.passes.values() if context.passes else ()
     under_way: list[BackwardPass] = [*context.announced[-1:], *others]
     return under_way[-1] if under_way else None  # they are in the order in which they began
 
 
 def _refuse_part(ways: Sequence[bool], whole: Sequence[Extension]) -> None:
-    """Raise if a function's backward begins a part of a pass that is not known as a whole.
+    """Raise if the backward of a function begins a part of a pass that is not known as a whole.
 
     Args:
-        ways: Whether functions began the passes inside of the one that is known.
-        whole: What is read off the graph as a whole, of which a part is missing.
+        ways: For each pass inside of the known one, whether a function began it.
+        whole: The extensions that read the graph as a whole, which a part does not have.
 
     Raises:
-        UnsupportedError: A hook began the pass that it is a part of, or something reads the whole.
+        UnsupportedError: A hook began the pass of this part, or there are such extensions.
     """
     if whole or not all(ways):
         where = f"{type(whole[0]).__name__} reads as a whole" if whole else "a hook began"
@@ -137,11 +143,11 @@ def begin(context: Context, arguments: Arguments) -> BackwardPass | None:
         arguments: What ``backward()`` was called with.
 
     Returns:
-        The pass; ``None`` where nothing was asked for, or no extended module is behind the roots,
-        nor a function that may begin a pass which has some, as a re-entrant checkpoint does.
+        The pass; ``None`` if nothing was asked for, or if behind the roots there is neither an
+        extended module nor a function that may begin a pass (a re-entrant checkpoint).
 
     Raises:
-        UsageError: In inference mode, no tensor says whether it was changed.
+        UsageError: In inference mode, tensors do not count changes in place.
     """
     if not context.extensions:
         return None
@@ -154,7 +160,7 @@ def begin(context: Context, arguments: Arguments) -> BackwardPass | None:
     return found if found.survey.sites or found.between.may_begin_passes else None
 
 
-# Noted while a pass that was seen is under way. What begins in it is seen by hooks alone.
+# In ``Context.seen`` while an announced pass is under way; passes inside of it are not announced.
 _UNDER_WAY: Final = "under way"
 
 
@@ -168,17 +174,17 @@ def announce(
     allow_unreachable: bool = False,
     accumulate_grad: bool = False,
 ) -> Any:
-    """Stands before autograd's engine, and begins a pass if the thread has a context.
+    """Run autograd's engine; if the thread has a context, with a pass of ours around it.
 
     Args:
-        engine: Runs the pass of autograd, and takes the other arguments.
+        engine: Autograd's engine, which takes the other arguments.
         roots: What is differentiated.
-        gradients: What comes in at each of them.
+        gradients: The gradient that comes in at each root.
         retain_graph: Whether the graph outlives the pass.
         create_graph: Whether the gradients get a graph.
-        inputs: What to reach; everything if empty.
-        allow_unreachable: Whether some of it may not be there.
-        accumulate_grad: Whether gradients go to ``.grad``, and are not returned.
+        inputs: Where to compute gradients; at all leaves if empty.
+        allow_unreachable: Whether some inputs may be unreachable.
+        accumulate_grad: Whether gradients are added to ``.grad`` instead of being returned.
 
     Returns:
         What the engine returns.
@@ -193,7 +199,7 @@ def announce(
 
     context = innermost()
     if context is None or _UNDER_WAY in context.seen or len(roots) != len(gradients):
-        return run()  # the last is an error of the user's, which torch knows
+        return run()  # of unequal numbers torch complains
     if _torch.are_batched(gradients):
         raise UsageError(
             "torch.autograd.grad(..., is_grads_batched=True) brings several gradients at once, "
@@ -206,7 +212,7 @@ def announce(
         if announced is None:
             return run()
         context.announced.append(announced)
-        # Only autograd has the gradient of a root that is a leaf.
+        # The gradient of a root that is a leaf comes from autograd alone.
         may_narrow = accumulate_grad and len(announced.roots) == len(roots)
         result: Any = ()
         try:

@@ -1,4 +1,4 @@
-"""What starts at extended losses, and what a pass refuses at a visit."""
+"""Errors of quantities that start at extended losses."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from backpack_core.record.view import View
 
 
 def nothing_arrived(view: View, name: str) -> Exception:
-    """The error if nothing was sent to a call, so that a quantity would miss a part.
+    """The error for a call that no quantity has reached, since no extended loss is behind it.
 
     Args:
         view: The call.
-        name: The extension that needs it.
+        name: The extension that needs the quantity.
     """
     kind = class_of(view.call.module)
     if view.output_shape == ():
@@ -34,11 +34,11 @@ def nothing_arrived(view: View, name: str) -> Exception:
 
 
 def changed_gradient(view: View, changed_by: Sequence[Any]) -> errors.UnsupportedError:
-    """The error if hooks change the gradient, which curvature does not follow.
+    """The error for a gradient that hooks have changed: curvature would not see the change.
 
     Args:
-        view: The visit at which it was seen.
-        changed_by: The hooks on the tensor; empty if they are on its node.
+        view: The call whose output has the hooks.
+        changed_by: The hooks on the tensor; empty if they are on its autograd node.
     """
     names = [getattr(hook, "__qualname__", repr(hook)) for hook in changed_by]
     where = f"that tensor ({', '.join(names)})" if names else "its autograd node"
