@@ -51,6 +51,8 @@ def made(node: Node, number: int, given: Given, rows: Tensor, is_readable: bool)
     """
     shape, operation = nodes.lengths_of(node, number), nodes.operation_of(node)
     known = {position: n for position, n in given.items() if n is not None}
+    if is_readable and len(known) == len(given) and _is_beside_constants(node, known):
+        return _carried(node, number, known, rows)
     is_whole = len(known) == len(given) and all(n.numel() == 1 for n in known.values())
     if is_whole and is_readable and _may_leave_room(node, shape, known, len(rows)):
         return _reached(node, number, known, rows)
@@ -108,6 +110,19 @@ def _may_leave_room(node: Node, shape: Shape, known: dict[int, Numbers], samples
         return False
     has_others = len(known) < len(node.next_functions) or operation == "ConstantPadNd"
     return has_others and any(length and not length % samples for length in shape)
+
+
+def _is_beside_constants(node: Node, known: dict[int, Numbers]) -> bool:
+    """Whether a row of one sample is joined with constant rows, which may become those of others.
+
+    So does a recurrent net that goes backwards through sequences of several lengths: it begins with
+    the longest, and the others join with their first state. Several rows of a sample that are
+    joined with constants are a padded sequence.
+    """
+    if nodes.operation_of(node) != "Cat" or not 0 < len(known) < len(node.next_functions):
+        return False
+    shapes = [_behind(node, position) for position in known]
+    return all(s[:1] == (1,) and nodes.axes_along(node, len(s)) == [0] for s in shapes)
 
 
 def shortened(numbers: Tensor, rows: Tensor, is_whole: bool = True) -> Numbers:
@@ -232,7 +247,8 @@ def _carried(node: Node, number: int, given: dict[int, Numbers], rows: Tensor) -
     found = found.clamp(0, most)
     if ((checks - codes[found] * ones).abs() > ones / 4)[is_some].any():
         return None
-    return shortened(torch.where(is_some, found, -1), rows, _are_whole(given.values()))
+    is_whole = _are_whole(given.values()) and not _is_beside_constants(node, given)
+    return shortened(torch.where(is_some, found, -1), rows, is_whole)
 
 
 def _generator() -> torch.Generator:
