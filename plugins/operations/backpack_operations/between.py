@@ -87,6 +87,7 @@ class Operations(Between[GraphSurvey]):
         align(survey.alignment, survey, self._walked, can_keep_apart)
         self._note_entries()
         refusals.refuse_misaligned(survey, survey.alignment, context.propagators)
+        refusals.refuse_other_order(survey, context.extensions)
         add_leaves(survey)
         if survey.sites and survey.bare:
             if context.groups and self._is_first:

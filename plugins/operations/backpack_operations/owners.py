@@ -167,11 +167,14 @@ class Owners:
 
     def received_permuted(self, call: Call) -> bool:
         """Whether a call is known to have received one row of each sample, in another order."""
-        edge = call.edges[0] if call.edges else None
         # Packed sequences are in an order of their own on the way.
-        if edge is None or any(is_packed(other) for other, _ in self._survey.received):
+        if not call.edges or any(is_packed(other) for other, _ in self._survey.received):
             return False
-        rows = self.rows(*edge[:2], is_free=True)
+        if (edge := call.edges[0]) is not None:
+            rows = self.rows(*edge[:2], is_free=True)
+        else:
+            shape = tuple(call.stored.inputs[0].shape)
+            rows = self._rows(self.of_input(call), shape, is_free=True)
         if rows is None or rows.equal(self._samples):
             return False
         return rows.sort()[0].equal(self._samples)
