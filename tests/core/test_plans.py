@@ -274,6 +274,51 @@ def test_only_straight_graphs_are_visited_without_questions(
     assert kinds[-1] is kind
 
 
+class Windows(nn.Module):
+    """Layers on windows of a sequence, which are rows in another order than that of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.weights = nn.Parameter(torch.randn(2, 4, 4))
+        self.shift, self.is_turned = 1, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of ``[N, 4]``, as sequences of four numbers."""
+        rows = self.first(x.unsqueeze(2) * torch.ones(4)).roll(self.shift, 1)
+        windows = rows.view(-1, 2, 2, 4)
+        windows = windows.transpose(0, 1) if self.is_turned else windows
+        mixed = torch.tanh(self.second(windows.reshape(-1, 2, 4))).cumsum(1)
+        parts = mixed.view(*windows.shape)
+        parts = parts.transpose(0, 1) if self.is_turned else parts
+        result: Tensor = torch.einsum("nwti,wio->nto", parts, self.weights).flatten(1, 2)
+        return result[:, :4]
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 4])
+def test_rows_in_another_order_are_planned(samples: int) -> None:
+    torch.manual_seed(0)
+    model = extend(Windows())
+    _warm(model, samples=samples)
+    for change in ({}, {"shift": 3}, {"is_turned": False}, {"is_turned": True}, {"shift": -1}):
+        vars(model).update(change)
+        for _ in range(BEFORE):
+            how, inputs = _step(model, samples=samples)
+            _see_right(model, inputs)
+        assert how == "planned before"
+
+
+def test_rows_that_an_index_picks_are_looked_at_each_time() -> None:
+    model = _model()
+    order = torch.tensor([2, 0, 1])
+    back = order.argsort()
+    model.between = lambda h: h[order].tanh()[back] if len(h) == SAMPLES else h.tanh()
+    for _ in range(BEFORE):
+        how, inputs = _step(model)
+        _see_right(model, inputs)
+    assert how.startswith("surveyed: indices")
+
+
 def test_an_index_that_is_set_anew() -> None:
     """It is a setting: of the pass that ran with it, and in the key."""
     index = Slicing((slice(None), slice(0, 4)))

@@ -122,7 +122,8 @@ class Operations(Between[GraphSurvey]):
         survey = self.survey
         if why := survey.why_unusual:
             raise Unplanned(why)
-        alignment = None if survey.alignment.is_plain else Numbered.of(survey, structure)
+        is_plain = survey.alignment.is_plain and not survey.are_moved
+        alignment = None if is_plain else Numbered.of(survey, structure)
         loose = Loose.of(survey, structure)
         return None if alignment is None and loose is None else Numbers(alignment, loose)
 

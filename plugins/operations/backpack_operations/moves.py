@@ -39,7 +39,14 @@ def along(rows: Tensor, axis: int, shape: Shape) -> Numbers:
     return rows.reshape([-1 if k == axis else 1 for k in range(len(shape))]) if shape else rows[0]
 
 
-def made(node: Node, number: int, given: Given, rows: Tensor, is_readable: bool) -> Numbers | None:
+def made(
+    node: Node,
+    number: int,
+    given: Given,
+    rows: Tensor,
+    is_readable: bool,
+    note_read: Callable[[], None],
+) -> Numbers | None:
     """What an operation makes of the numbers at its operands; ``None`` where samples may meet.
 
     Args:
@@ -48,6 +55,7 @@ def made(node: Node, number: int, given: Given, rows: Tensor, is_readable: bool)
         given: The numbers at its operands.
         rows: The sample of each row that the model received.
         is_readable: Whether the tensors that it saved may be read.
+        note_read: Called before they are.
     """
     shape, operation = nodes.lengths_of(node, number), nodes.operation_of(node)
     known = {position: n for position, n in given.items() if n is not None}
@@ -55,6 +63,7 @@ def made(node: Node, number: int, given: Given, rows: Tensor, is_readable: bool)
         return _carried(node, number, known, rows)
     is_whole = len(known) == len(given) and all(n.numel() == 1 for n in known.values())
     if is_whole and is_readable and _may_leave_room(node, shape, known, len(rows)):
+        note_read()
         return _reached(node, number, known, rows)
     if operation in nodes.ELEMENTWISE and known:
         return _met(known, [_behind(node, i) for i in given.keys() - known.keys()], shape)
@@ -76,14 +85,16 @@ def made(node: Node, number: int, given: Given, rows: Tensor, is_readable: bool)
         return viewed(first, _behind(node, position), shape, rows)
     if operation in nodes.TURNS:
         return first.permute(nodes.order_of(node, len(shape)))
-    if not is_readable:
+    is_one = not nodes.is_function(node) and _are_of_one(known)
+    if not is_readable or not (is_one or operation in nodes.INDEXED | nodes.LINEAR):
         return None
+    if not nodes.is_told_by_settings(type(node)):
+        note_read()
     if operation in nodes.INDEXED:
         return _picked(first, nodes.picks_of(node), _behind(node, position), rows)
     if operation in nodes.LINEAR:
         return _carried(node, number, known, rows)
-    is_one = not nodes.is_function(node) and _are_of_one(known)
-    return _reached(node, number, known, rows) if is_one else None
+    return _reached(node, number, known, rows)
 
 
 def _behind(node: Node, position: int) -> Shape:

@@ -82,6 +82,13 @@ _SAVED = (
 )
 
 
+# Settings that shapes tell, or that do not say where rows go.
+_OF_SHAPES = {
+    *("end", "keepdim", "last_dim_size", "normalization", "onesided", "repeats"),
+    *("size", "split_size", "split_sizes"),
+}
+
+
 def is_function(node: Node) -> bool:
     """Whether a node is that of a Python ``autograd.Function``."""
     return isinstance(node, BackwardCFunction)
@@ -143,6 +150,17 @@ def _saved_by(kind: type) -> tuple[str, ...]:
     is_one = operations().get(kind, "").startswith("Select")  # others save a tensor as their index
     names = [f"_saved_{name}" for name in (*_SAVED, *(["index"] if is_one else []))]
     return tuple([name for name in names if hasattr(kind, name)])
+
+
+@cache
+def is_told_by_settings(kind: type) -> bool:
+    """Whether :func:`settings_of` and shapes say everything about the operations of a type.
+
+    So it is not where numbers in a tensor count, as those of an index.
+    """
+    names = {name.removeprefix("_saved_") for name in dir(kind) if name.startswith("_saved_")}
+    known = {name.removeprefix("_saved_") for name in _saved_by(kind)} | _OF_SHAPES
+    return bool(operations().get(kind)) and not {n for n in names - known if "_sym_" not in n}
 
 
 def keeps_rows(node: Node, output_nr: int, position: int) -> bool:

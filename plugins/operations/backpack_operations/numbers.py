@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
+from torch import Tensor
+
 from backpack_core.graph.survey import Use
 from backpack_core.plan.plan import model_of, trained_by
 from backpack_core.plan.structure import Structure, Unplanned
@@ -18,10 +20,25 @@ from backpack_operations.paths import inside
 from backpack_operations.survey import Bare, GraphSurvey
 
 
+class _Kept:
+    """A tensor that compares by value."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Kept) and self.tensor.equal(other.tensor)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 class Numbered(NamedTuple):
     """Where samples lie, with numbers instead of nodes; see :class:`Alignment`.
 
     Attributes:
+        owned: Which entries each sample has, where they are in no order.
+        numbers: The sample of each entry, where quantities are kept apart at outputs of calls.
+        are_moved: Whether rows of anything may be other samples than rows of the model's input.
         received: How many rows each output's call received.
         unusual: Outputs of calls that received data, or have modules inside.
         tables: Those among them that are tables.
@@ -30,6 +47,9 @@ class Numbered(NamedTuple):
     positions: tuple[tuple[int, int], ...]
     before: frozenset[int]
     apart: frozenset[int]
+    owned: tuple[tuple[int, _Kept], ...]
+    numbers: tuple[tuple[int, _Kept], ...]
+    are_moved: bool
     starts: tuple[int, ...]
     faults: tuple[int, ...]
     received: tuple[tuple[int, int], ...]
@@ -46,13 +66,18 @@ class Numbered(NamedTuple):
         found, places = survey.alignment, structure.places
         number = {site: n for n, site in enumerate(structure.sites)}
         unusual = [(number[site[:2]], site.edge.node in survey.tables) for site in survey.unusual]
-        if found.owned or found.beside:
-            raise Unplanned("rows are in an order that numbers in tensors tell")
+        if found.beside:
+            raise Unplanned("the loss depends on a parameter without any sample")
+        at_sites = (site.edge[:2] for site in survey.sites.values())
+        apart = {place: survey.numbers.get(place) for place in at_sites if place in found.apart}
         try:
             return cls(
                 tuple([(places[place], count) for place, count in found.positions.items()]),
                 frozenset([places[place] for place in found.before]),
                 frozenset([places[place] for place in found.apart]),
+                tuple([(places[place], _Kept(own)) for place, own in found.owned.items()]),
+                tuple([(places[p], _Kept(own)) for p, own in apart.items() if own is not None]),
+                bool(survey.are_moved),
                 tuple([structure.between[node] for node in found.starts]),
                 tuple([number[site] for site in found.faults]),
                 tuple([(number[site], rows) for site, rows in survey.received.items()]),
@@ -71,12 +96,14 @@ class Numbered(NamedTuple):
             {places[n] for n in self.before},
             {places[n] for n in self.apart},
         )
+        found.owned = {places[n]: kept.tensor for n, kept in self.owned}
+        survey.numbers = {places[n]: kept.tensor for n, kept in self.numbers}
         found.starts = dict.fromkeys([between[n] for n in self.starts])
         # Nobody is refused: all that counts is where they are.
         found.faults = {keys[n]: faults.elsewhere() for n in self.faults}
         survey.received = {keys[n]: rows for n, rows in self.received}
         survey.axes = dict.fromkeys(keys, 0)
-        survey.unusual, survey.are_moved = [sites[n] for n in self.unusual], False
+        survey.unusual, survey.are_moved = [sites[n] for n in self.unusual], self.are_moved
         survey.tables = set().union(*(inside(sites[n]) for n in self.tables))
 
 

@@ -330,7 +330,10 @@ class Owners:
         rows, is_readable = self._received_rows, self._survey.is_readable
         if nodes.operation_of(node) in nodes.INDEXED and given.get(0, rows) is None:
             given[0] = self._in_order(node.next_functions[0])
-        return made(node, number, self._telling(node, given), rows, is_readable)
+        return made(node, number, self._telling(node, given), rows, is_readable, self._note_read)
+
+    def _note_read(self) -> None:
+        self._survey.are_by_values = True
 
     def _as_said(self, place: Place, found: Numbers | None) -> Numbers | None:
         """Where nothing is known: the rows of the user's index, if as many; the dye will tell.
@@ -405,9 +408,14 @@ class Owners:
         survey, rows = self._survey, self._received_rows
         items = None if survey.told is None else survey.told.items
         if call is not None:
-            return of_data(data, call.run, rows, survey.depth, items, call.is_readable)
-        every = (of_data(data, run, rows, survey.depth, items) for run in self._runs)
-        return next((numbers for numbers in every if numbers is not None), None)
+            found = of_data(data, call.run, rows, survey.depth, items, call.is_readable)
+        else:
+            every = (of_data(data, run, rows, survey.depth, items) for run in self._runs)
+            found = next((numbers for numbers in every if numbers is not None), None)
+        # That data are not in another order than what the model received counts as known.
+        is_usual = found is None or found.equal(along(rows, 0, tuple(found.shape)))
+        survey.are_by_values |= not is_usual
+        return found
 
     @property
     def _runs(self) -> list[Run]:
