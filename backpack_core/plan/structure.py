@@ -20,7 +20,7 @@ from torch.nn import Parameter
 from backpack_core._torch import LeafNode, Node
 from backpack_core.record.call import SITES, VIEWED, Call, Edge, Site
 from backpack_core.record.owner import PATH_ATTRIBUTE, is_parameter
-from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run, span_of
+from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run, rows_of, span_of
 
 Place = tuple[Node, int]
 Region = tuple[Call, ...]  # calls that are gone through, each inside of the next
@@ -61,7 +61,8 @@ class Structure:
         self.between: dict[Node, int] = {}
         self.parameters: list[Tensor] = []
         self._numbers: dict[int, int] = {}
-        self._run: Run | None = None
+        self._runs: dict[int, Run] = {}
+        self._rows: list[tuple[int, range]] = []  # of memories, that calls or models received
         self._regions: dict[Node, Region] = {}
         todo: list[tuple[Place, Region]] = [(edge[:2], ()) for edge in roots]
         self._facts: list[Any] = [len(todo)]
@@ -77,7 +78,9 @@ class Structure:
             else:
                 self.places[place] = len(self.places)
                 todo += self._enter(*place, region)
-        self.key = tuple(self._facts)
+        if len(self._runs) > 1:
+            self._rows += [run.rows for run in self._runs.values() if run.rows is not None]
+        self.key = (*self._facts, *_relations(self._rows))
 
     @cached_property
     def lengths(self) -> dict[int, int]:
@@ -138,8 +141,7 @@ class Structure:
             facts.append(_form((stored.args, stored.kwargs)))
         if stored.owned:
             self._note_parameters(call)
-        run = call.run
-        facts.append(2 if run is self._run else self._belongs_to(run))
+        facts.append(self._belongs_to(call.run))
         further: list[Place] = []
         for tensor, edge in zip(stored.inputs, call.edges, strict=True):
             facts.append(edge is None)
@@ -167,7 +169,9 @@ class Structure:
         """Where the data that a call received lie in what its model received."""
         run = call.run
         if not run.memories:
-            return ()
+            rows = None if call.rule.is_loss else rows_of(tensor)
+            self._rows += () if rows is None else (rows,)
+            return (rows is None,)
         given = () if len(run.given) < 2 else tuple([g.span for g in run.given])
         return run.receives((tensor,)), *[span_of(tensor) == span for span in given]
 
@@ -181,22 +185,16 @@ class Structure:
         return number
 
     def _belongs_to(self, run: Run) -> int:
-        """A number for the run of the model that a call belongs to: 2, or 0 and 1 for none.
-
-        Raises:
-            Unplanned: There are several runs.
-        """
+        """A number for the run of a model that a call belongs to; 0 or 1 for none."""
         if run is NO_RUN or run is NO_RUN_OF_RANKS:
             return int(run.is_distributed)
-        if self._run is None:
-            self._run = run
+        if id(run) not in self._runs:
+            self._runs[id(run)] = run
             self._facts += run.axis, run.is_distributed, run.is_inner, len(run.given)
-            self._facts.append(torch.Size(run.sizes))
+            self._facts += torch.Size(run.sizes), run.rows is None
             for given in run.given:
                 self._facts += given.path, given.dtype, torch.Size(given.shape)
-        if run is not self._run:  # which rows each run has is found out by memory
-            raise Unplanned("a model was called several times")
-        return 2
+        return 2 + [*self._runs].index(id(run)) if len(self._runs) > 1 else 2
 
     # Operations ----------------------------------------------------------------------------------
 
@@ -223,6 +221,18 @@ class Structure:
         edges = node.next_functions
         facts.append(tuple([child is None for child, _ in edges]))
         return [(child, number) for child, number in edges if child is not None]
+
+
+def _relations(rows: Iterable[tuple[int, range]]) -> Iterable[Any]:
+    """How rows of memories lie to each other: they may be parts of one batch."""
+    first: dict[int, int] = {}
+    for memory, some in rows:
+        first[memory] = min(some.start, first.get(memory, some.start))
+    numbers = {memory: number for number, memory in enumerate(first)}
+    for memory, some in rows:
+        start = first[memory]
+        yield numbers[memory]
+        yield torch.Size((some.start - start, some.stop - start, some.step))
 
 
 def _why_unreadable(call: Call) -> str:

@@ -308,6 +308,42 @@ def test_rows_in_another_order_are_planned(samples: int) -> None:
         assert how == "planned before"
 
 
+@pytest.mark.parametrize("is_model", [True, False])
+def test_runs_on_parts_of_one_batch(is_model: bool) -> None:
+    # Two runs on two tensors are of the same samples, and on two parts of one of others.
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    extend(layers if is_model else nn.ModuleList(layers))
+
+    def model(x: Tensor) -> Tensor:
+        result: Tensor = layers(x) if is_model else layers[2](layers[1](layers[0](x)))
+        return result.square().sum(1)
+
+    def step(first: Tensor, second: Tensor) -> str:
+        block = backpack(BatchGrad())
+        with block:
+            (model(first).sum() * 2 + model(second).sum()).backward()
+        (how,) = {*block.summary().passes} - {"repeated a recording"}
+        return how
+
+    def rows(*terms: Tensor) -> list[tuple[Tensor, ...]]:
+        parameters = list(layers.parameters())
+        return [torch.autograd.grad(term, parameters, retain_graph=True) for term in terms]
+
+    for number in range(3 * BEFORE):
+        x = torch.randn(5, 4)[1:]
+        is_part = number > BEFORE and number % 3 == 0
+        first, second = (x[:2], x[2:]) if is_part else (x[:2].clone(), x[2:].clone())
+        how = step(first, second)
+        if is_part:
+            expected = rows(*2 * model(first), *model(second))
+        else:
+            expected = rows(*(2 * model(first) + model(second)))
+            assert number < BEFORE or how.startswith("planned")
+        for p, own in zip(layers.parameters(), zip(*expected, strict=True), strict=True):
+            torch.testing.assert_close(p.grad_batch, torch.stack(own))  # type: ignore[attr-defined]
+
+
 def test_rows_that_an_index_picks_are_looked_at_each_time() -> None:
     model = _model()
     order = torch.tensor([2, 0, 1])
