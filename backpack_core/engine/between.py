@@ -103,6 +103,16 @@ class Between(ABC, Generic[S]):
             Unplanned: A finding cannot be expressed so.
         """
 
+    def holds(self, numbers: Any, batch_size: int, structure: Structure) -> bool:
+        """Whether a plan holds for a graph of its structure. Default: it does.
+
+        Args:
+            numbers: What :meth:`numbered` has returned.
+            batch_size: The number of samples.
+            structure: The graph.
+        """
+        return True
+
     @abstractmethod
     def fill(self, numbers: Any, structure: Structure) -> None:
         """Take over what :meth:`numbered` returned for another graph of the same structure."""

@@ -49,8 +49,16 @@ class Planning:
 
     @cached_property
     def _known(self) -> Planned | None:
-        """The plan of earlier passes, if there is one."""
-        return None if self.structure is None else plans.get(self._asked, self.structure)
+        """The plan of earlier passes, if there is one that holds."""
+        structure = self.structure
+        known = None if structure is None else plans.get(self._asked, structure)
+        if known is None or structure is None:
+            return None
+        if self._between.holds(known.plan.numbers, known.batch_size, structure):
+            return known
+        self._context.history["surveyed: numbers in data are others"] += 1
+        self.structure = None
+        return None
 
     def take(self, observers: Sequence[Observer]) -> Planned | None:
         """The plan of earlier passes, if there is one and all observers agree to it."""

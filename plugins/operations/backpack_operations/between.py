@@ -22,9 +22,9 @@ from backpack_operations.aligning import align
 from backpack_operations.bare import add_leaves
 from backpack_operations.crossings import Crossings
 from backpack_operations.late import refuse_late_uses, refuse_unmet
-from backpack_operations.numbers import Loose, Numbered
+from backpack_operations.numbers import ByValue, Loose, Numbered
 from backpack_operations.own_order import Chunks
-from backpack_operations.owners import entries_of_losses
+from backpack_operations.owners import Owners, entries_of_losses
 from backpack_operations.paths import fault_in, nonlinear
 from backpack_operations.straight import StraightTraversal
 from backpack_operations.survey import GraphSurvey
@@ -44,10 +44,12 @@ class Numbers(NamedTuple):
     Attributes:
         alignment: Where samples lie; ``None`` if every tensor has them on axis 0.
         loose: Parameters that operations use; ``None`` if modules with rules own all of them.
+        looked_at: What was made of data whose numbers count; see :class:`GraphSurvey`.
     """
 
     alignment: Numbered | None
     loose: Loose | None
+    looked_at: tuple[tuple[int, ByValue], ...]
 
 
 class Operations(Between[GraphSurvey]):
@@ -124,8 +126,21 @@ class Operations(Between[GraphSurvey]):
             raise Unplanned(why)
         is_plain = survey.alignment.is_plain and not survey.are_moved
         alignment = None if is_plain else Numbered.of(survey, structure)
-        loose = Loose.of(survey, structure)
-        return None if alignment is None and loose is None else Numbers(alignment, loose)
+        loose, number = Loose.of(survey, structure), structure.between
+        if not survey.looked_at.keys() <= number.keys():
+            raise Unplanned("data meet parameters inside of a module")
+        looked_at = [(number[node], ByValue(found)) for node, found in survey.looked_at.items()]
+        is_all = alignment is None and loose is None and not looked_at
+        return None if is_all else Numbers(alignment, loose, tuple(looked_at))
+
+    def holds(self, numbers: Numbers | None, batch_size: int, structure: Structure) -> bool:
+        """Whether the data whose numbers count lead to the same."""
+        if numbers is None or not numbers.looked_at:
+            return True
+        survey = GraphSurvey(batch_size=batch_size, sites=structure.sites)
+        survey.received = dict.fromkeys(structure.sites, batch_size)
+        owners, between = Owners(survey), [*structure.between]
+        return all(ByValue(owners.of_entry(between[n])) == kept for n, kept in numbers.looked_at)
 
     def fill(self, numbers: Numbers | None, structure: Structure) -> None:
         """Replace numbers by nodes."""

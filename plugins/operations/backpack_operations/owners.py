@@ -431,12 +431,14 @@ class Owners:
         if node not in self._entries:
             origins = self._origins
             is_entry = origins.of_constants(node) and not origins.has_own_rows(node)
-            self._entries[node] = self._of_entry(node) if is_entry else None
+            self._entries[node] = self.of_entry(node) if is_entry else None
+            if is_entry:
+                self._survey.looked_at[node] = self._entries[node]
         return self._entries[node]
 
-    def _of_entry(self, node: Node) -> Numbers | None:
+    def of_entry(self, node: Node) -> Numbers | None:
+        """Of what an operation makes of parameters and data, as the numbers in the data tell."""
         survey, shape = self._survey, nodes.lengths_of(node, 0)
-        survey.has_read = True
         data, count = nodes.rows_of(node) if survey.is_readable else (None, 0)
         data = data if data is not None and data.dim() and has_memory(data) else None
         numbers = None if data is None else self._of_tensor(data)

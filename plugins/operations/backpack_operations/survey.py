@@ -69,6 +69,8 @@ class GraphSurvey(Survey):
         are_moved: Whether rows may be other samples than those of the model's input; ``None``
             before anybody asked.
         are_by_values: Whether any of these are told by numbers in tensors, as in an index.
+        looked_at: What an operation of parameters and data has made of the rows of the data, where
+            numbers in these tell.
         unclear: Calls that received rows picked from data, of which it is not known whose they are.
         has_read: Whether numbers in tensors were compared, to tell where samples are.
         is_straight: Whether a plan says that every call has a rule that sends on what arrives, and
@@ -100,6 +102,7 @@ class GraphSurvey(Survey):
     numbers: dict[tuple[Node, int], Tensor | None] = field(default_factory=dict)
     are_moved: bool | None = None
     are_by_values: bool = False
+    looked_at: dict[Node, Tensor | None] = field(default_factory=dict)
     unclear: set[Call] = field(default_factory=set)
     has_read: bool = False
     is_straight: bool = False
