@@ -197,8 +197,12 @@ class Plans:
 
 def trained_by(call: Call, names: Iterable[str]) -> tuple[Trained, ...]:
     """The named parameters of a call, as it used them."""
-    owned = call.stored.owned
-    return tuple([Trained(name, owned[name][0], owned[name][0]) for name in names])
+    owned, computed = call.stored.owned, call.stored.computed
+    found = []
+    for name in dict.fromkeys(names) if computed else names:
+        tensor, _ = owned[name]
+        found += [Trained(name, leaf, tensor) for leaf in computed.get(name, (tensor,))]
+    return tuple(found)
 
 
 def model_of(structure: Structure) -> Module:

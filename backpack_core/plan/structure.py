@@ -156,12 +156,13 @@ class Structure:
     def _note_parameters(self, call: Call) -> None:
         """Note which parameters a call used, and which of them require a gradient."""
         stored, facts = call.stored, self._facts
-        if stored.computed:
-            raise Unplanned(f"parameters of {call.path} are computed from others")
         facts += stored.parameters, tuple(stored.owned), tuple(stored.frozen)
         for name in stored.parameters:
             tensor, _ = stored.owned[name]
-            facts += self._number_of(tensor), tensor.requires_grad, tensor.dtype
+            facts += tensor.requires_grad, tensor.dtype
+            if stored.computed:
+                facts.append(name in stored.computed)
+            facts += map(self._number_of, stored.computed.get(name, (tensor,)))
         if call.module._modules and not call.rule.transparent:  # rules may not cover all inside
             facts.append(tuple([p.requires_grad for p in call.module.parameters()]))
 

@@ -274,6 +274,55 @@ def test_only_straight_graphs_are_visited_without_questions(
     assert kinds[-1] is kind
 
 
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_weights_that_are_computed(name: str) -> None:
+    computes = getattr(nn.utils.parametrizations, name)
+    model = extend(nn.Sequential(computes(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 4))).eval()
+    _warm(model)
+    for change in (
+        lambda: None,
+        lambda: model[0].bias.requires_grad_(False),
+        lambda: computes(model[2]),
+    ):
+        change()
+        for _ in range(BEFORE):
+            how, inputs = _step(model)
+            _see_right(model, inputs)
+        assert how == "planned before"
+
+
+def test_derivatives_in_a_loss() -> None:
+    torch.manual_seed(0)
+    model = extend(
+        nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 1))
+    )
+
+    def penalty(x: Tensor, weight: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x), x, weight.expand(len(x), 1), create_graph=True)
+        return (gradient.square().sum(1) - 1).square().sum()
+
+    # A pass goes by a plan where data lead to the same, as equal weights do of all samples.
+    for number in range(3 * BEFORE):
+        inputs = torch.randn(3, 4)
+        is_other = number > BEFORE and number % 3 == 0
+        weight = torch.rand(3, 1) if is_other else torch.ones(1, 1)
+        loss, block = penalty(inputs, weight), backpack(BatchGrad())
+        with block:
+            loss.backward()
+        (how,) = {*block.summary().passes} - {"repeated a recording"}
+        if number >= BEFORE and not is_other:
+            assert how.startswith("planned")
+        weights = weight.expand(3, 1)
+        each = [penalty(x[None], w[None]) for x, w in zip(inputs, weights, strict=True)]
+        rows = [
+            torch.autograd.grad(term, list(model.parameters()), allow_unused=True) for term in each
+        ]
+        for p, own in zip(model.parameters(), zip(*rows, strict=True), strict=True):
+            if own[0] is not None:
+                torch.testing.assert_close(p.grad_batch, torch.stack(own))  # type: ignore[attr-defined]
+
+
 class Windows(nn.Module):
     """Layers on windows of a sequence, which are rows in another order than that of samples."""
 
