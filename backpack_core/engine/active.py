@@ -57,11 +57,11 @@ class Context:
         passes: The backward passes under way, by autograd's graph-task id. Autograd owns them, or
             the function that saw the call of ``backward()``.
         history: How many passes took a plan, made one, or could not, and why.
-        announced: The passes whose ``backward()`` was seen and has not returned, innermost last.
+        announced: The pass whose ``backward()`` was seen and has not returned; ``[None]`` before it
+            runs, and after; empty if there is none.
         seen: Words for what happened: ``"ran"`` and ``"trained"`` if modules and their parameters
             took part, ``"measured"`` if a pass looked at more than was asked for, ``"captured"``
-            in a captured step, and one while an announced pass is under way. A context that
-            ``dataclasses.replace`` makes of this one shares the set.
+            in a captured step. A context that ``dataclasses.replace`` makes of this one shares it.
     """
 
     extensions: tuple[Extension, ...] = ()

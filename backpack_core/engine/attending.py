@@ -54,14 +54,10 @@ class Hooked(Observer):
 
 def own_observers(context: Context, survey: Survey) -> list[Observer]:
     """Core's own observers, of which a pass has those that were asked for."""
-    found: list[Observer] = []
-    if context.observer is not None:
-        found.append(Shown(context.observer))
-    if context.debug:
-        found.append(Logged())
-    if context.extension_hook is not None:
-        found.append(Hooked(context.extension_hook, survey))
-    return found
+    found: list[Observer] = [] if context.observer is None else [Shown(context.observer)]
+    found += [Logged()] if context.debug else []
+    hook = context.extension_hook
+    return found if hook is None else [*found, Hooked(hook, survey)]
 
 
 def observers_of_libraries(run: Any) -> list[Observer]:

@@ -27,7 +27,7 @@ from backpack_core.plugins.manager import hooks
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, Edge, Kept, Site, is_noted, site_at
 from backpack_core.record.owner import OWNER_ATTRIBUTE, is_parameter, results_handed_over
-from backpack_core.record.run import NO_RUN, Run
+from backpack_core.record.run import NO_RUN
 from backpack_core.record.view import View
 
 
@@ -68,7 +68,7 @@ class Chain(Between[Survey]):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.survey = Survey()
-        self._run: Run = NO_RUN  # of the model
+        self._first: Call | None = None  # that received data
         self._mixing: list[BackpackError] = []
 
     @staticmethod
@@ -96,24 +96,19 @@ class Chain(Between[Survey]):
 
     def _below(self, roots: list[Edge]) -> list[Site]:
         """The last calls: those behind the roots that no other call follows."""
-        found: list[Site] = []
-        todo, seen = [edge.node for edge in roots if not is_noted(edge.node)], set[Node]()
-        found += [self._site_at(edge, "backward()") for edge in roots if is_noted(edge.node)]
+        found, seen = list[Site](), set[Node]()
+        todo = [(edge, "backward()") for edge in roots]
         while todo:
-            node = todo.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            for child, number in node.next_functions:
-                if child is None:
-                    continue
-                if is_noted(child):
-                    found.append(self._site_at(Edge(child, number), described(node)))
-                elif not is_leaf(child):
-                    todo.append(child)
-                elif is_parameter(child.variable):  # type: ignore[attr-defined]
-                    what = f"The operation {described(node)!r} uses a parameter"
-                    raise needs_operations(f"{what} of shape {[*child.variable.shape]}")  # type: ignore[attr-defined]
+            edge, user = todo.pop()
+            node: Any = edge.node
+            if is_noted(node):
+                found.append(self._site_at(edge, user))
+            elif is_leaf(node) and is_parameter(node.variable):
+                raise needs_operations(f"{user} uses a parameter of shape {[*node.variable.shape]}")
+            elif node not in seen:
+                seen.add(node)
+                further = [Edge(*way) for way in node.next_functions if way[0] is not None]
+                todo += [(edge, f"The operation {described(node)!r}") for edge in further]
         return found
 
     def _site_at(self, edge: Edge, user: str) -> Site:
@@ -169,16 +164,15 @@ class Chain(Between[Survey]):
 
     def _why_other_run(self, call: Call, rows: int) -> str:
         """Why the samples of a call may not be those of its model; empty if they are."""
-        run = call.run
-        if run is NO_RUN:
+        if any(call.edges):
             return ""
-        if self._run is NO_RUN:
-            self._run = run
-        if run is not self._run:
-            return "ran in another call of the model than others"
+        run, first = call.run, self._first or call
+        self._first = first
+        if run is not first.run or (run is NO_RUN and call is not first):
+            return f"received data, and so did {first.path}, in another call of a model or in none"
         if run.sizes and (run.sizes != (rows,) or len(run.given) > 1):
             return f"received {rows} rows, and its model {' and '.join(map(str, run.sizes))}"
-        if run.sizes and not any(call.edges) and call.receives_input < 2:
+        if run.sizes and call.receives_input < 2:
             return "received something else than its model did"
         return ""
 

@@ -111,7 +111,7 @@ def _pass_under_way(context: Context, edge: Edge) -> BackwardPass:
 def _innermost(context: Context) -> BackwardPass | None:
     """The pass inside of which one begins now; ``None`` if there is none."""
     others = context.passes.values() if context.passes else ()
-    under_way: list[BackwardPass] = [*context.announced[-1:], *others]
+    under_way: list[BackwardPass] = [*filter(None, context.announced), *others]
     return under_way[-1] if under_way else None  # they are in the order in which they began
 
 
@@ -160,10 +160,6 @@ def begin(context: Context, arguments: Arguments) -> BackwardPass | None:
     return found if found.survey.sites or found.between.may_begin_passes else None
 
 
-# In ``Context.seen`` while an announced pass is under way; passes inside of it are not announced.
-_UNDER_WAY: Final = "under way"
-
-
 def announce(
     engine: Callable[..., Any],
     roots: Sequence[Any],
@@ -198,20 +194,20 @@ def announce(
         return engine(roots, gradients, keep, create_graph, tuple(reach), **rest)
 
     context = innermost()
-    if context is None or _UNDER_WAY in context.seen or len(roots) != len(gradients):
+    if context is None or context.announced or len(roots) != len(gradients):
         return run()  # of unequal numbers torch complains
     if _torch.are_batched(gradients):
         raise UsageError(
             "torch.autograd.grad(..., is_grads_batched=True) brings several gradients at once, "
             "which extensions do not take: call it once for each, or outside of the block."
         )
-    context.seen.add(_UNDER_WAY)
+    context.announced.append(None)  # passes inside of this one are not announced
     try:
         options: Options = {"inputs": inputs or None, "create_graph": create_graph}
         announced = begin(context, Arguments(roots, gradients, options))
         if announced is None:
             return run()
-        context.announced.append(announced)
+        context.announced[0] = announced
         # The gradient of a root that is a leaf comes from autograd alone.
         may_narrow = accumulate_grad and len(announced.roots) == len(roots)
         result: Any = ()
@@ -221,12 +217,12 @@ def announce(
                 keeps = any(extension.keeps_graph for extension in context.extensions)
                 result = run(keeps or retain_graph, options["inputs"] or ())
         finally:
-            context.announced.remove(announced)
+            context.announced[0] = None
             announced.leave()
         announced.finish()
         return result
     finally:
-        context.seen.discard(_UNDER_WAY)
+        context.announced.clear()
 
 
 entry: Final = _torch.EngineEntry(announce)

@@ -38,7 +38,7 @@ def of_columns(node: Node, mats: dict[int, Tensor]) -> dict[int, Tensor] | None:
     return {i: mat for i, mat in enumerate(found) if node.next_functions[i][0] is not None}
 
 
-def _weight_norm(node: Any, mat: Tensor) -> list[Tensor]:
+def weight_norm(node: Any, mat: Tensor) -> list[Tensor]:
     """For columns ``[V, *w]`` at ``w = g v / |v|``, those at ``v`` and at ``g``.
 
     Torch's own backward takes the norm for a constant when it is differentiated again.
@@ -79,5 +79,5 @@ def _attended(node: Any, mat: Tensor) -> list[Tensor]:
 
 _KERNELS = {
     "ScaledDotProductFlashAttentionForCpu": _attention,
-    "WeightNormInterface": _weight_norm,
+    "WeightNormInterface": weight_norm,
 }
