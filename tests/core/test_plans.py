@@ -522,6 +522,25 @@ def test_unextend_forgets_them() -> None:
     assert plans._plans.get(model) is None
 
 
+def test_another_batch_axis_makes_plans_invalid() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))
+
+    def step() -> str:
+        block = backpack(BatchGrad())
+        with block:
+            model(torch.randn(4, 4, 4)).square().sum().backward()
+        (how,) = {*block.summary().passes} - {"repeated a recording"}
+        return how
+
+    extend(model)
+    found = [step() for _ in range(BEFORE)]
+    assert found[-1] == "planned before"
+    extend(model)
+    assert step() == "planned before"
+    extend(model, batch_axis={"0": 1})
+    assert step().startswith("surveyed")
+
+
 def test_copies_have_their_own_plans() -> None:
     model = _model()
     _warm(model)
