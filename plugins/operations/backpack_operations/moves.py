@@ -92,6 +92,9 @@ def made(
         note_read()
     if operation in nodes.INDEXED:
         return _picked(first, nodes.picks_of(node), _behind(node, position), rows)
+    is_by_rows = len(shape) > 1 and not any(map(are_elsewhere, known.values()))
+    if operation == "IndexAdd" and is_by_rows and nodes.axes_of(node) == [0]:
+        return _added(known, node._saved_index.cpu(), shape, rows)  # type: ignore[attr-defined]
     if operation in nodes.LINEAR:
         return _carried(node, number, known, rows)
     return _reached(node, number, known, rows)
@@ -211,6 +214,24 @@ def _picked(numbers: Numbers, picks: Picks, before: Shape, rows: Tensor) -> Numb
     lead = numbers.expand(*before[:count], *numbers.shape[count:])
     chosen = tuple(slice(None) if pick is None else pick.cpu() for pick in picks)
     return shortened(lead[chosen], rows, _are_whole([numbers]))
+
+
+def _added(known: dict[int, Numbers], index: Tensor, shape: Shape, rows: Tensor) -> Numbers | None:
+    """What rows have to which others are added, as experts hand back their tokens.
+
+    The same as :func:`_carried`, without a call of the node.
+    """
+    nobody = torch.full((1,), -1, device="cpu")
+    before = known.get(0, nobody).flatten().expand(shape[0])
+    added = known.get(1, nobody).flatten().expand(len(index))
+    found = before.clone()
+    found[index[added >= 0]] = added[added >= 0]
+    is_clear = ((found[index] == added) | (added < 0)).all() & (
+        (found == before) | (before < 0)
+    ).all()
+    if not is_clear:
+        return None
+    return shortened(along(found, 0, shape), rows, _are_whole(known.values()))
 
 
 def _is_mask(index: Tensor) -> bool:

@@ -186,9 +186,9 @@ def keeps_rows_of(node: Node, position: int, out: tuple[int, ...], inp: tuple[in
     if not out or out[:1] != inp[:1]:
         return False
     if operation in ("Stack", "SelectBackward"):
-        return _axes(node)[0] % len(out) > 0
+        return axes_of(node)[0] % len(out) > 0
     if operation in _ALONG:
-        axes = [axis % len(inp) for axis in _axes(node)]
+        axes = [axis % len(inp) for axis in axes_of(node)]
         return axes[0] == 0 if operation == "Permute" else 0 not in axes
     if operation in _LOSSES or len(out) != len(inp):
         return operation in _LOSSES
@@ -202,7 +202,7 @@ def keeps_rows_of(node: Node, position: int, out: tuple[int, ...], inp: tuple[in
 def selected(node: Node, output_nr: int) -> int:
     """How many entries an ``index_select`` picks, along whatever axis."""
     shape = shape_of(node, output_nr)
-    return shape[_axes(node)[0] % len(shape)] if shape else 1
+    return shape[axes_of(node)[0] % len(shape)] if shape else 1
 
 
 def axes_along(node: Node, count: int) -> list[int]:
@@ -218,13 +218,15 @@ def axes_along(node: Node, count: int) -> list[int]:
     if operation in _LAYER_NORMS:
         return [*range(count)][-len(node._saved_normalized_shape) :]  # type: ignore[attr-defined]
     is_known = operation in SAME_AXES | SELECTIONS and count
-    return [axis % count for axis in _axes(node)] if is_known else []
+    return [axis % count for axis in axes_of(node)] if is_known else []
 
 
 def axes_left_alone(node: Node, count: int) -> list[int]:
     """The axes of an operand that an operation leaves as they are; empty if that is unknown."""
     is_known = operation_of(node) in _ALONG - TURNS - GATHERS and hasattr(node, "_saved_dim")
-    gone = {axis % count for axis in _axes(node)} if is_known and count else axes_along(node, count)
+    gone = (
+        {axis % count for axis in axes_of(node)} if is_known and count else axes_along(node, count)
+    )
     return [axis for axis in range(count) if axis not in gone] if gone else []
 
 
@@ -235,7 +237,7 @@ def picks_of(node: Node) -> list[Tensor | None]:
         return [*saved._saved_indices]
     child, number = node.next_functions[0]
     assert child is not None
-    return [*[None] * (_axes(node)[0] % len(lengths_of(child, number))), saved._saved_index]
+    return [*[None] * (axes_of(node)[0] % len(lengths_of(child, number))), saved._saved_index]
 
 
 def rows_of(node: Node) -> tuple[Tensor | None, int]:
@@ -259,7 +261,7 @@ def rows_of(node: Node) -> tuple[Tensor | None, int]:
 
 def order_of(node: Node, count: int) -> list[int]:
     """How an operation of :data:`TURNS` permutes axes, of which there are so many."""
-    axes = [0, 1] if operation_of(node) == "T" else [axis % count for axis in _axes(node)]
+    axes = [0, 1] if operation_of(node) == "T" else [axis % count for axis in axes_of(node)]
     order = [*range(count)]
     if operation_of(node) == "Permute":
         return axes
@@ -268,7 +270,7 @@ def order_of(node: Node, count: int) -> list[int]:
     return order
 
 
-def _axes(node: Node) -> list[int]:
+def axes_of(node: Node) -> list[int]:
     """The axes that a node saved; torch gives negative ones as unsigned 64-bit numbers."""
     saved = {"Transpose": ("dim0", "dim1"), "Permute": ("dims",)}.get(operation_of(node), ("dim",))
     found = [getattr(node, f"_saved_{name}") for name in saved]
