@@ -187,9 +187,7 @@ def main() -> None:
     parser.add_argument("--loop", nargs="*", default=[*LOOPS], choices=[*LOOPS])
     parser.add_argument("--way", nargs="*", default=[*WAYS], choices=WAYS)
     parser.add_argument("--steps", type=int, default=10_000)
-    parser.add_argument(
-        "--clock", choices=CLOCKS, default="wall", help="cpu: this process alone"
-    )
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: this process alone")
     given = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
