@@ -19,7 +19,6 @@ from backpack_attribution.run import Run
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.extensions import GradInner
 from backpack_firstorder import SampleGradients
-from backpack_products.contractions import slices
 
 Checkpoint: TypeAlias = Mapping[str, Tensor] | str | Path
 
@@ -108,9 +107,9 @@ class InnerProduct(Method):
     def _own_of_batch(self, run: Run, batch: Any) -> Tensor:
         gradients = run.problem.gradients(batch)
         count = _rows_of([*map(len, gradients.values())])
-        found = []
-        for some in slices(count, forms.fitting(gradients)):
-            part = {name: value[some] for name, value in gradients.items()}
+        step, found = forms.fitting(gradients), []
+        for start in range(0, count, step):
+            part = {name: value[start : start + step] for name, value in gradients.items()}
             found.append(self.own(part, self.transform(part, run)))
         return torch.cat(found)
 
