@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from backpack_core._torch import peek_transform
@@ -33,6 +36,22 @@ def is_at_hand(tensor: Tensor) -> bool:
         and peek_transform() is None
         and not is_symbolic(tensor)
     )
+
+
+# A block in which no mode sees what is computed; without it, a mode may see a comparison of times.
+without_modes: Callable[[], Any] = getattr(_python_dispatch, "_disable_current_modes", nullcontext)
+# Whether ``torch.backends.mkldnn`` is switched on.
+is_onednn_on: Callable[[], bool] = getattr(torch._C, "_get_mkldnn_enabled", lambda: True)
+
+
+def onednn_linear(rows: Tensor, weight: Tensor) -> Tensor:
+    """``rows @ weight.T`` of matrices by oneDNN, as compiled models of torch have it.
+
+    Raises:
+        AttributeError: This build of torch has none.
+    """
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
+    return found
 
 
 def holders_of(tensor: Tensor) -> tuple[int, ...] | None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.tuning import memory_budget
+from backpack_products.multiply import multiply, multiply_each
 from backpack_products.recycled import take
 from backpack_products.rows import DirectRows, Rows, whole
 from backpack_products.tuning import CACHE, DIRECT, LARGE, even_size, piece_size
@@ -41,7 +42,7 @@ def products(out: Tensor, inp: Rows) -> Tensor:
     if is_column(inp, out):
         left = out.reshape(samples, positions, features)
         target = take(out, (samples, features, size))
-        found = torch.bmm(left.mT, inp.reshape(samples, positions, size), out=target)
+        found = multiply_each(left.mT, inp.reshape(samples, positions, size), target)
         return found.view(1, samples, 1, features, size)
     result = take(out, shape)
     result = out.new_empty(shape) if result is None else result
@@ -67,7 +68,7 @@ def form(out: Tensor, inp: Rows, result: Tensor) -> Iterator[tuple[Tensor, int, 
     for rows in row_steps(inp, out.element_size()):
         right = _right(inp[rows])
         for column, (piece, target) in enumerate(zip(out[:, rows], result, strict=True)):
-            torch.bmm(_batched(piece[None]), right, out=target[rows].view(-1, features, size))
+            multiply_each(_batched(piece[None]), right, target[rows].view(-1, features, size))
             yield target, column, rows
 
 
@@ -77,7 +78,7 @@ def square_sum(out: Tensor, inp: Rows) -> Tensor:
         left, right = out.square(), whole(inp).square()  # [V, N, 1, G, O], [N, 1, G, I]
         left = left.sum(0) if len(left) > 1 else left
         if right.shape[2] == 1:
-            return torch.mm(left.flatten(0, -2).T, right.flatten(0, 2)).unsqueeze(0)
+            return multiply(left.flatten(0, -2).T, right.flatten(0, 2)).unsqueeze(0)
         left = left.reshape(-1, *left.shape[-2:])  # [N, G, O]
         return torch.bmm(left.permute(1, 2, 0), right.squeeze(1).transpose(0, 1))
     result = out.new_zeros(*out.shape[3:], inp.shape[3])
@@ -113,7 +114,8 @@ def sums(out: Tensor, inp: Rows) -> Tensor:
     if is_empty(out, inp):
         return out.new_zeros(columns, groups, features, size)
     if columns == groups == 1 and isinstance(inp, Tensor):
-        return (out.reshape(-1, features).T @ inp.reshape(-1, size)).view(1, 1, features, size)
+        left, right = out.reshape(-1, features).T, inp.reshape(-1, size)
+        return multiply(left, right).view(1, 1, features, size)
     total: Tensor | None = None
     if isinstance(inp, DirectRows) and not torch.is_grad_enabled():
         total = inp.total(out)
@@ -168,7 +170,7 @@ def pieces(out: Tensor, inp: Rows, limit: int = CACHE) -> Iterator[tuple[slice, 
                 if buffer is None:
                     buffer = out.new_empty(min(few, samples) * groups * most * features * size)
                 piece = buffer[: shape[0] * shape[1] * size].view(shape)
-                torch.bmm(left, right, out=piece)
+                multiply_each(left, right, piece)
             yield some, rows, piece.view(-1, groups, some.stop - some.start, features, size)
 
 
@@ -238,7 +240,7 @@ def gram(out: Tensor, inp: Rows) -> Tensor:
     step = max(1, memory_budget() // (count * groups * size * out.element_size()))
     for start in range(0, features, step):
         some = products(out[..., start : start + step], inp).flatten(0, 1).flatten(1)
-        total = torch.addmm(total, some, some.T)
+        total = total + multiply(some, some.T)
     return total.reshape(columns, samples, columns, samples)
 
 

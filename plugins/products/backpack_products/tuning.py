@@ -32,6 +32,14 @@ SUMMED: Final = 8
 PADDED: Final = 2**17
 # From so many rows on, half of a symmetric product is formed, in bands, and mirrored.
 SYMMETRIC: Final = 384
+# The least number of positions in a band of a symmetric matrix of their inner products.
+BAND: Final = 32
+# From so many multiply-adds on, which of two libraries multiplies matters.
+WHOLE: Final = 2**22
+# The same for each product of a batch, which then are computed one by one.
+EACH: Final = 2**22
+# How much faster a library has to be to be taken.
+LARGER: Final = 1.4
 
 
 _is_unsplit = ContextVar("is_unsplit", default=False)

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from backpack_products.contractions import row_steps, slices
+from backpack_products.multiply import add_product
 from backpack_products.rows import DirectRows, Rows
-from backpack_products.tuning import SYMMETRIC
+from backpack_products.tuning import SYMMETRIC, WHOLE
 
 # From this many vectors on, forming half of a symmetric product and mirroring it is faster.
 MANY = 256
@@ -65,12 +66,13 @@ def _add_outer(total: Tensor | None, vectors: Tensor, step: int, scale: float) -
     beta = 0.0 if total is None else 1.0  # 0: total is not read
     if total is None:
         total = vectors.new_empty(vectors.shape[1], size, size)
-    if step == size:
+    is_small = vectors.numel() * size < WHOLE
+    if step == size and (is_small or vectors.shape[1] > 1):
         return torch.baddbmm(total, left, right, beta=beta, alpha=scale, out=total)
     for target, group in zip(total, vectors.unbind(1), strict=True):
         for band in slices(size, step):
-            rest = group[:, band.start :]
-            target[band, band.start :].addmm_(group[:, band].T, rest, beta=beta, alpha=scale)
+            place, rest = target[band, band.start :], group[:, band.start :]
+            add_product(place, group[:, band].T, rest, beta, scale)
     return total
 
 

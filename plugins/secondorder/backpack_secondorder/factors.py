@@ -14,6 +14,7 @@ from backpack_core.record.untouched import held
 from backpack_operations.bare import BareRule
 from backpack_products import AffineRule, contractions
 from backpack_products.affine import AffineProduct
+from backpack_products.multiply import multiply
 from backpack_products.product import SampleProduct, SumProduct
 from backpack_products.rows import JoinedRows, Rows
 from backpack_products.values import memory_of
@@ -199,7 +200,7 @@ class RotatedRows:
 def _rotate(vectors: Tensor, matrix: Tensor) -> Tensor:
     """``[..., G, D]`` times ``[D, D]`` or ``[G, D, D]``."""
     if matrix.dim() == 2:
-        return vectors @ matrix
+        return multiply(vectors.flatten(0, -2), matrix).view(vectors.shape)
     return (vectors.unsqueeze(-2) @ matrix).squeeze(-2)
 
 

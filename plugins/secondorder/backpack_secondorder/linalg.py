@@ -10,6 +10,7 @@ from torch import Tensor
 
 from backpack_core.errors import UsageError
 from backpack_core.values import without_autocast
+from backpack_products.multiply import multiply_each
 from backpack_products.values import any_of, at_least_single
 
 
@@ -73,6 +74,6 @@ def multiply(factors: Sequence[Tensor | None], sizes: Sequence[int], coordinates
             if factor.dim() - has_groups == 1:
                 flat = flat * factor.unsqueeze(-2)
             else:
-                flat = flat @ factor.mT
+                flat = multiply_each(flat, factor.mT.expand(len(flat), -1, -1))
         product = flat.reshape(last.shape).movedim(-1, axis)
     return product.transpose(0, 1).reshape(coordinates.shape)
