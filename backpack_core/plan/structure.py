@@ -62,10 +62,12 @@ class Structure:
         self._numbers: dict[int, int] = {}
         self._run: Run | None = None
         self._regions: dict[Node, Region] = {}
+        self._stepped_over: list[tuple[Site, Region]] = []
+        self._loose: set[int] = set()  # numbers of parameters that operations use
         todo: list[tuple[Place, Region]] = [(edge[:2], ()) for edge in roots]
         self._facts: list[Any] = [len(todo)]
         self.places: dict[Place, int] = {}
-        while todo:
+        while todo or (todo := self._enter_used()):
             place, region = todo.pop()
             while region and any(e and e[:2] == place for e in region[0].edges):
                 region = region[1:]  # its inputs begin
@@ -114,7 +116,21 @@ class Structure:
         if call.rule.transparent:
             region = (call, *region)
             further = self._pass(node, region)
+        elif call.stored.parameters:
+            self._stepped_over.append((self.sites[found], region))
         return zip(further, repeat(region))
+
+    def _enter_used(self) -> list[tuple[Place, Region]]:
+        """Note operations inside of calls whose parameters others use: they may be gone through."""
+        further: list[tuple[Place, Region]] = []
+        stepped_over, self._stepped_over = self._stepped_over, []
+        for site, region in stepped_over:
+            owned, names = site.call.stored.owned, site.call.stored.parameters
+            if self._loose.isdisjoint([self._number_of(owned[name][0]) for name in names]):
+                self._stepped_over.append((site, region))
+            else:
+                further += zip(self._pass(site.edge.node, region), repeat(region))
+        return further
 
     # Calls ---------------------------------------------------------------------------------------
 
@@ -209,6 +225,7 @@ class Structure:
             facts += leaf.shape, leaf.dtype
             if is_parameter(leaf):
                 facts.append(self._number_of(leaf))
+                self._loose.add(facts[-1])
             return []
         own = self._facts_of(node)
         for metadata in node._input_metadata:

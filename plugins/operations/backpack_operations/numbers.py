@@ -122,7 +122,8 @@ class Loose(NamedTuple):
                 tuple(
                     [(first[c], tuple([o.name for o in own])) for c, own in survey.freed.items()]
                 ),
-                frozenset([number[key] for key in survey.outside]),
+                # Others are data that ask for a gradient.
+                frozenset([number[key] for key in survey.outside if key in number]),
                 tuple(
                     [
                         (

@@ -30,8 +30,14 @@ from backpack_products.values import is_symbolic
 class Owners:
     """Knows the samples that entries of tensors belong to; each tensor is looked at once."""
 
-    def __init__(self, survey: GraphSurvey) -> None:
-        self._survey = survey
+    def __init__(self, survey: GraphSurvey, decides: bool = True) -> None:
+        """Nothing is looked at yet.
+
+        Args:
+            survey: What is known about the graph.
+            decides: Whether what is found decides about the graph, so that no plan can tell.
+        """
+        self._survey, self._decides = survey, decides
         self._origins = Origins(survey)
         self._data: dict[Call, Numbers | None] = {}
         self._entries: dict[Node, Numbers | None] = {}
@@ -425,7 +431,7 @@ class Owners:
 
     def _of_entry(self, node: Node) -> Numbers | None:
         survey, shape = self._survey, nodes.lengths_of(node, 0)
-        survey.has_read = True
+        survey.has_read |= self._decides
         data, count = nodes.rows_of(node) if survey.is_readable else (None, 0)
         data = data if data is not None and data.dim() and has_memory(data) else None
         numbers = None if data is None else self._of_tensor(data)
