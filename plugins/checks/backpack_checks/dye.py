@@ -75,7 +75,7 @@ class DyePropagator(Propagator):
         # Nodes may at least be called, as other quantities do to cross them.
         self._gives_again = all(call.gives_again for call, _ in survey.sites)
         self._survey = survey
-        self._owners = Owners(survey, decides=False)
+        self._owners = Owners(survey)
         self.settled: set[tuple[Call, int]] = set()
         self.is_cut = False
 
