@@ -22,7 +22,7 @@ from backpack_operations.aligning import align
 from backpack_operations.bare import add_leaves
 from backpack_operations.crossings import Crossings
 from backpack_operations.late import refuse_late_uses, refuse_unmet
-from backpack_operations.numbers import ByValue, Loose, Numbered
+from backpack_operations.numbers import ByValue, Inside, Loose, Numbered, inside_of
 from backpack_operations.own_order import Chunks
 from backpack_operations.owners import Owners, entries_of_losses
 from backpack_operations.paths import fault_in, nonlinear
@@ -45,11 +45,13 @@ class Numbers(NamedTuple):
         alignment: Where samples lie; ``None`` if every tensor has them on axis 0.
         loose: Parameters that operations use; ``None`` if modules with rules own all of them.
         looked_at: What was made of data whose numbers count; see :class:`GraphSurvey`.
+        insides: The operations inside of outputs that are gone through although they have a rule.
     """
 
     alignment: Numbered | None
     loose: Loose | None
     looked_at: tuple[tuple[int, ByValue], ...]
+    insides: tuple[tuple[int, Inside], ...]
 
 
 class Operations(Between[GraphSurvey]):
@@ -130,12 +132,22 @@ class Operations(Between[GraphSurvey]):
         if not survey.looked_at.keys() <= number.keys():
             raise Unplanned("data meet parameters inside of a module")
         looked_at = [(number[node], ByValue(found)) for node, found in survey.looked_at.items()]
-        is_all = alignment is None and loose is None and not looked_at
-        return None if is_all else Numbers(alignment, loose, tuple(looked_at))
+        insides = [
+            (n, inside_of(site))
+            for n, site in enumerate(structure.sites.values())
+            if site.call in survey.opened and not site.call.rule.transparent
+        ]
+        is_all = alignment is None and loose is None and not (looked_at or insides)
+        return None if is_all else Numbers(alignment, loose, tuple(looked_at), tuple(insides))
 
     def holds(self, numbers: Numbers | None, batch_size: int, structure: Structure) -> bool:
-        """Whether the data whose numbers count lead to the same."""
-        if numbers is None or not numbers.looked_at:
+        """Whether data whose numbers count, and operations inside of calls, are as before."""
+        if numbers is None:
+            return True
+        sites = [*structure.sites.values()]
+        if any(inside_of(sites[n]) != kept for n, kept in numbers.insides):
+            return False
+        if not numbers.looked_at:
             return True
         survey = GraphSurvey(batch_size=batch_size, sites=structure.sites)
         survey.received = dict.fromkeys(structure.sites, batch_size)

@@ -8,15 +8,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from backpack_core._torch import Node
+from backpack_core.graph.nodes import is_leaf
 from backpack_core.graph.survey import Use
 from backpack_core.plan.plan import model_of, trained_by
 from backpack_core.plan.structure import Structure, Unplanned
+from backpack_core.record.call import Site
 from backpack_core.record.owner import owner_of
-from backpack_operations import faults
+from backpack_operations import faults, nodes
 from backpack_operations.owned import owned_by_models
 from backpack_operations.paths import inside
 from backpack_operations.survey import Bare, GraphSurvey
@@ -36,6 +39,26 @@ class ByValue:
         return self.tensor.equal(other.tensor)
 
     __hash__ = None  # type: ignore[assignment]
+
+
+Inside = tuple[tuple[Any, ...], ...]  # of each node: its type, shapes, settings, and edges
+
+
+def inside_of(site: Site) -> Inside:
+    """What tells the operations inside of a call from others.
+
+    They are not in the key. Torch chooses them by how tensors lie in memory, too: of a linear map,
+    if the input is contiguous.
+    """
+    return tuple([_told_of(node) for node in inside(site)])
+
+
+def _told_of(node: Node) -> tuple[Any, ...]:
+    if is_leaf(node):
+        return (type(node),)
+    shapes = [tuple(metadata.shape) for metadata in node._input_metadata]
+    ends = [child is None for child, _ in node.next_functions]
+    return type(node), *shapes, *nodes.settings_of(node), *ends
 
 
 class Walked:

@@ -125,17 +125,26 @@ def _turned(product: Any, node: Any, shape: torch.Size) -> AffineProduct:
     count, device = len(product.sizes), product.like.device
     blank = torch.empty(product.sizes, dtype=torch.int8, device=device)
     seen = node(product.to_parameter(blank))
-    if seen.is_contiguous() and is_same_memory(seen, blank):
-        # Ordered as the factors.
-        return AffineProduct(product.out, product.inp, shape, is_own=product.is_own)
-    numbers = torch.arange(shape.numel(), device=device).reshape(product.sizes)
-    order: Tensor = node(product.to_parameter(numbers)).flatten()
+    if is_same_memory(seen, blank):  # a view: its strides tell the order
+        is_usual, strides = seen.is_contiguous(), seen.stride()
+        order = None if is_usual else partial(_seen_as, count=count, shape=shape, strides=strides)
+    else:
+        numbers = torch.arange(shape.numel(), device=device).reshape(product.sizes)
+        picks = node(product.to_parameter(numbers)).flatten()
+        order = partial(_picked_as, count=count, shape=shape, picks=picks)
+    return AffineProduct(product.out, product.inp, shape, order, product.is_own)
 
-    def arrange(mat: Tensor) -> Tensor:
-        found = mat.flatten(-count)[..., order.to(mat.device)]
-        return found.reshape(*mat.shape[:-count], *shape)
 
-    return AffineProduct(product.out, product.inp, shape, arrange, product.is_own)
+def _seen_as(mat: Tensor, count: int, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
+    """A view ``[*lead, *shape]`` of the last axes, so many, which have their entries in order."""
+    whole, lead = mat.contiguous(), mat.shape[:-count]
+    return whole.as_strided((*lead, *shape), (*whole.stride()[: len(lead)], *strides))
+
+
+def _picked_as(mat: Tensor, count: int, shape: torch.Size, picks: Tensor) -> Tensor:
+    """A copy ``[*lead, *shape]`` of the last axes, so many, with entries in another order."""
+    found = mat.flatten(-count)[..., picks.to(mat.device)]
+    return found.reshape(*mat.shape[:-count], *shape)
 
 
 def products_at(*operations: str) -> Callable[[Maker], Maker]:
