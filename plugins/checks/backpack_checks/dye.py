@@ -199,7 +199,7 @@ class DyePropagator(Propagator):
         """Call the node for all columns if that has no side effects; else the dye ends here."""
         ways = [(i, child) for i, (child, _) in enumerate(node.next_functions) if child is not None]
         is_aside = any(dye.positions and nr in there.others for nr, dye in quantities.items())
-        is_apart = is_aside or not there.kept.isdisjoint(quantities)
+        is_apart = is_aside or not there.apart_outputs.isdisjoint(quantities)
         sent = dict.fromkeys((i for i, _ in ways) if is_apart else there.apart, OPEN)
         if sent and self._goes_apart(quantities.values()):
             # Samples with zeros do not hide what is behind a parameter; a gate there may.

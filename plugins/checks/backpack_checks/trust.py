@@ -132,6 +132,6 @@ def _structure(survey: Survey) -> tuple[object, ...]:
         stored = call.stored
         axes = [tuple(map(is_batch, t.shape)) for t in (*stored.inputs, stored.outputs[index])]
         calls.append((call.path, index, call.training, *axes))
-    seen = survey.seen if isinstance(survey, GraphSurvey) else ()
+    seen = survey.between if isinstance(survey, GraphSurvey) else ()
     between = [(sys.intern(node.name()), *nodes.settings_of(node)) for node, _ in seen]
     return (*calls, *between)

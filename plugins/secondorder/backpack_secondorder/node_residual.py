@@ -13,7 +13,8 @@ from torch.autograd.graph import Node
 from backpack_core.graph.nodes import refuse
 from backpack_core.tuning import column_budget, memory_budget
 from backpack_operations import nodes
-from backpack_operations.alignment import Crossing, Place
+from backpack_operations.alignment import Crossing
+from backpack_operations.nodes import NodeOutput
 from backpack_products import Columns
 from backpack_products.columns import Root, most_often
 from backpack_products.contractions import slices
@@ -112,7 +113,7 @@ class NodeResidual:
         return len(self._places) == 1 and is_same and is_known
 
     @cached_property
-    def _started(self) -> list[Place]:
+    def _started(self) -> list[NodeOutput]:
         """Operands at which columns start: the block of ``R`` in all others is zero."""
         operation, several = nodes.operation_of(self._derivative.node), len(self._places) > 1
         if several and operation in nodes.FACTORS:
@@ -121,7 +122,7 @@ class NodeResidual:
             return [place for place in self._places if self._derivative.positions[place] != [0]]
         return self._places
 
-    def _width(self, place: Place) -> int:
+    def _width(self, place: NodeOutput) -> int:
         """How many entries a sample has at an operand."""
         return nodes.shape_of(*place).numel() // max(1, self._samples)
 
@@ -133,7 +134,7 @@ class NodeResidual:
         found = self._derivative.product({place: torch.ones_like(like).unsqueeze(0)})
         return found[place].squeeze(0) if place in found else torch.zeros_like(like)
 
-    def _columns(self, place: Place, some: slice) -> Part:
+    def _columns(self, place: NodeOutput, some: slice) -> Part:
         """Columns that start at some entries of one operand; they have a part at every operand."""
         if self._is_elementwise:
             mat, signs = unit_columns(self._apart(self._diagonal), some)
@@ -164,7 +165,7 @@ class NodeResidual:
         """``[N, D]``."""
         return tensor.reshape(self._samples, tensor.numel() // max(1, self._samples))
 
-    def _sent(self, mats: dict[Place, Tensor], signs: Tensor) -> Part:
+    def _sent(self, mats: dict[NodeOutput, Tensor], signs: Tensor) -> Part:
         """Columns ``[V, N, D]`` at operands as columns in the shapes of the operands.
 
         Of all samples, as often as one of them is chosen: who reads takes those that are.
@@ -185,7 +186,7 @@ class NodeResidual:
         return part
 
 
-def _involved(derivative: SecondDerivative) -> list[Place]:
+def _involved(derivative: SecondDerivative) -> list[NodeOutput]:
     """Operands in which the operation is not known to be linear."""
     factors = nodes.FACTORS.get(nodes.operation_of(derivative.node))
     places = derivative.positions.items()
