@@ -1,7 +1,7 @@
-"""What a convolution sends back, as a function of what arrives alone.
+"""The backward of a convolution as a function of the arriving gradient only.
 
-Torch's derivative of that computes gradients of the image and of the kernel as well, also where
-nobody asks for them: five convolutions in the place of two.
+Torch's derivative of it also computes gradients of the image and of the kernel, whether they are
+needed or not: five convolutions instead of two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Grads: TypeAlias = tuple[Tensor | None, ...]
 
 
 def of_convolution(node: Any, arrived: Tensor | None) -> Grads:
-    """What is sent to the image, the kernel and the offset."""
+    """The gradients at the image, the kernel and the bias."""
     if arrived is None:
         return None, None, None
     wanted = [child is not None for child, _ in node.next_functions]
@@ -34,7 +34,7 @@ class _Sent(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, arrived: Tensor, *given: Any) -> Grads:
-        """What torch sends."""
+        """The gradients, as torch computes them."""
         image, kernel, ctx.geometry, wanted = given
         ctx.save_for_backward(image, kernel)
         ctx.set_materialize_grads(False)
@@ -47,7 +47,7 @@ class _Sent(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *directions: Tensor | None) -> Grads:
-        """Two convolutions at most, which is what the convolution's own derivative takes."""
+        """The derivative, with at most two convolutions."""
         image, kernel = ctx.saved_tensors
         of_image, of_kernel, of_offset = directions
         found: Tensor | None = None

@@ -32,10 +32,10 @@ from backpack_secondorder.propagators import LossSqrt
 
 
 class OfCorrected(OfEigenbasis):
-    """How batches combine: eigenvectors need all samples, so eigenvalues take a second pass."""
+    """How EKFAC combines over batches: the eigenvectors of all samples first, then eigenvalues."""
 
     def first_pass(self, extension: Extension) -> Extension | None:
-        """The extension of the first pass: Kronecker factors; none if a basis is given."""
+        """The extension of the first pass, which computes factors; ``None`` if a basis is given."""
         assert isinstance(extension, EKFAC)
         assert isinstance(extension.propagator, LossSqrt)
         if extension.basis is not None:
@@ -46,7 +46,7 @@ class OfCorrected(OfEigenbasis):
         return KFLR(sharing, *settings) if samples is None else KFAC(samples, sharing, *settings)
 
     def second_pass(self, extension: Extension, known: Mapping[Tensor, Any]) -> Extension:
-        """The extension of the second pass: eigenvalues for the eigenvectors of the factors."""
+        """The extension of the second pass, which computes eigenvalues in the factors' basis."""
         assert isinstance(extension, EKFAC)
         assert isinstance(extension.propagator, LossSqrt)
         if extension.basis is not None:
@@ -123,7 +123,7 @@ class EKFAC(MatrixExtension):
         self.basis = None if basis is None else {id(p): (p, m) for p, m in basis.items()}
 
     def read(self, product: SampleProduct) -> KroneckerEigenbasis:
-        """The basis and its eigenvalues.
+        """The matrix: the basis with corrected eigenvalues.
 
         Raises:
             UsageError: A basis is given, but none for this parameter.

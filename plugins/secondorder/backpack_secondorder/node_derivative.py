@@ -27,11 +27,11 @@ from backpack_secondorder.torch_errors import explained
 
 
 class SecondDerivative:
-    """``v ↦ R v`` at an autograd node, for columns ``v`` at what the operation works on.
+    """``v ↦ R v`` at an autograd node, for columns ``v`` at the operands.
 
     Attributes:
         node: The node.
-        positions: Where each operand stands among ``node.next_functions``; leaves are constants.
+        positions: The position of each operand in ``node.next_functions``; leaves are constants.
         is_complex: Whether complex numbers are involved, for which the formula above fails.
     """
 
@@ -123,7 +123,7 @@ def _origin(tensor: Tensor) -> NodeOutput:
 def has_samples_in_front(place: NodeOutput, batch_size: int) -> bool:
     """Whether axis 0 is known to hold the samples one after the other, equally many rows of each.
 
-    That is known of outputs of calls, and of what row-wise operations make of them.
+    This is known of outputs of calls, and of results of row-wise operations on them.
     """
     return any(is_output(p, batch_size) for p in reached([place], lambda p: _rows(p, batch_size)))
 
@@ -138,7 +138,7 @@ def is_output(place: NodeOutput, batch_size: int) -> bool:
 
 
 def _rows(place: NodeOutput, batch_size: int) -> Iterator[NodeOutput]:
-    """The tensors that a row-wise operation made this one of."""
+    """The operands of a row-wise operation."""
     node, number = place
     shape = nodes.shape_of(node, number)
     if is_leaf(node) or not shape or shape[0] % batch_size or not shape[0]:

@@ -1,4 +1,4 @@
-"""The residual of an operation between modules, in the cheapest form that a ``Hessian`` has."""
+"""The residual of an operation between modules, in the cheapest form of a ``Hessian``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class NodeResidual:
         Args:
             derivative: ``R`` as a linear map.
             there: Where samples lie.
-            subsampling: Those that take part; ``None`` for all.
+            subsampling: The samples that take part; ``None`` for all.
         """
         self._derivative, self._batch_size = derivative, there.batch_size
         self._subsampling = subsampling
@@ -67,7 +67,7 @@ class NodeResidual:
 
     @cached_property
     def whole(self) -> Hessian | None:
-        """The residual in the form that a module would give; ``None`` if it has to be columns."""
+        """The residual as a diagonal or a block; ``None`` if it has to be columns."""
         place, *others = self._places
         is_whole = is_output(place, self._batch_size) and self._subsampling is None
         if others or not is_whole or self._samples != self._batch_size:
@@ -82,12 +82,12 @@ class NodeResidual:
 
     @property
     def position(self) -> int:
-        """Where the first operand stands among ``node.next_functions``."""
+        """The position of the first operand in ``node.next_functions``."""
         return self._derivative.positions[self._places[0]][0]
 
     @property
     def size(self) -> int:
-        """How many columns there are."""
+        """The number of columns."""
         each = 1 if self._is_elementwise else 2
         return each * sum(self._width(place) for place in self._started)
 
@@ -100,7 +100,7 @@ class NodeResidual:
 
     @property
     def most(self) -> int:
-        """How many columns may be formed at once."""
+        """The number of columns that may be formed at once."""
         entries = sum(nodes.shape_of(*place).numel() for place in self._places)
         like = self._derivative.like(self._places[0])
         return max(2, column_budget(like.device.type) // max(1, entries * like.element_size()))
@@ -196,7 +196,7 @@ def _involved(derivative: SecondDerivative) -> list[NodeOutput]:
 def add_residual(
     node: Node, crossed: Part, there: Crossing, subsampling: tuple[int, ...] | None
 ) -> Part:
-    """What goes on from a node: the Hessian that has crossed it, plus the node's residual.
+    """The Hessian behind a node: what crossed the node, plus the node's residual.
 
     If the residual does not fit into memory, it is sent on in chunks at once.
 
