@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from backpack_firstorder.projections import Projection as Projection
     from backpack_firstorder.sample_gradients import SampleGradients as SampleGradients
 
-# Loaded when asked for: the entry points of single extensions cost no more than themselves.
+# Loaded on demand, so that the entry point of an extension imports its own module only.
 _PUBLIC = {
     "Projection": "projections",
     "SampleGradients": "sample_gradients",

@@ -15,7 +15,7 @@ from backpack_core.errors import ShapeError, UsageError
 class Agreement:
     """Cosines and noise of ``N`` gradients, all from their Gram matrix.
 
-    None of it but :attr:`gram` and :attr:`norms` depends on the scale of the loss.
+    Only :attr:`gram` and :attr:`norms` depend on the scale of the loss.
 
     Attributes:
         gram: ``⟨g_n, g_m⟩`` over all parameters, ``[N, N]``.
@@ -65,11 +65,11 @@ class Agreement:
 
 
 def agreement(model: Module, savefield: str = "batch_dot") -> Agreement:
-    """Add up what ``BatchDotGrad`` has left on the parameters of a model.
+    """Sum the results of ``BatchDotGrad`` over the parameters of a model.
 
     Args:
         model: The model, after a backward pass with ``BatchDotGrad``.
-        savefield: The name that it was saved under.
+        savefield: The attribute in which they were saved.
 
     Raises:
         UsageError: No parameter has the field.

@@ -1,4 +1,4 @@
-"""Matrices of low rank, the nearest to individual gradients."""
+"""Low-rank approximations of per-sample gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Factors = tuple[Tensor, Tensor]
 
 
 def nearest_factors(product: SampleProduct, size: tuple[int, int], rank: int) -> Factors | None:
-    """Factors ``[N, c, O]`` and ``[N, c, I]`` nearest to gradients; ``None`` if they are as small.
+    """The best factors ``[N, c, O]`` and ``[N, c, I]``; ``None`` if gradients are as small already.
 
     Args:
         product: Of one column, ``[1, N, *θ]``.
@@ -31,9 +31,9 @@ def nearest_factors(product: SampleProduct, size: tuple[int, int], rank: int) ->
 
 
 def _of_affine(out: Tensor, inp: Tensor, rank: int) -> Factors:
-    """Of ``Σ_s out[n, s] ⊗ inp[n, s]`` with factors ``[N, S, O]`` and ``[N, S, I]``."""
+    """The factors of ``Σ_s out[n, s] ⊗ inp[n, s]``, from ``[N, S, O]`` and ``[N, S, I]``."""
     left, right = at_least_single(out), at_least_single(inp)
-    # Orthogonal bases of what the factors span, where these are not all there is.
+    # Orthogonal bases of the spans of the factors, unless these are the whole space.
     left_base, left = _reduced(left.mT)  # [N, O, k], [N, k, S]
     right_base, right = _reduced(right.mT)
     found = _truncated(left @ right.mT, rank)
@@ -42,7 +42,7 @@ def _of_affine(out: Tensor, inp: Tensor, rank: int) -> Factors:
 
 
 def _of_formed(product: SampleProduct, size: tuple[int, int], rank: int) -> Factors:
-    """Of gradients that are formed, some samples at a time."""
+    """The factors of gradients that are formed, some samples at a time."""
     single = max(1, product.shape.numel() * product.like.element_size())
     found = []
     for some in slices(product.samples, memory_budget() // single):

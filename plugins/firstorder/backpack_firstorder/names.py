@@ -28,7 +28,7 @@ def name_of(product: SampleProduct) -> str:
         return _joined(module if home is None else home, name)
     model = owner_of(module)
     found = _name_in(model, parameter)
-    if found is None:  # parameters that were replaced since
+    if found is None:  # parameters that have been replaced since
         _known.pop(model, None)
         found = _name_in(model, parameter)
     return _joined(module, product.name) if found is None else found

@@ -1,4 +1,4 @@
-"""Individual gradients token by token: every position of every sample as a sample of its own.
+"""Per-token gradients: every position of every sample is treated as a sample.
 
 The gradient of a parameter that positions share is a sum over them. A token's share is the term of
 its position, at every use of the parameter: the gradient of a copy that this position alone uses.
@@ -20,7 +20,7 @@ Per: TypeAlias = Literal["sample", "token"]
 
 
 def as_per(value: Any) -> Per:
-    """Return an argument ``per``.
+    """Check an argument ``per``; returns it.
 
     Raises:
         UsageError: It is unknown.
@@ -32,14 +32,14 @@ def as_per(value: Any) -> Per:
 
 
 def entries_of(product: SampleProduct, per: Per) -> tuple[SampleProduct, tuple[int, ...]]:
-    """A product with whatever has a gradient of its own as a sample, and the shape ``[N(, T)]``.
+    """The product of samples or of tokens, and the shape ``[N]`` or ``[N, T]`` of its entries.
 
     Position ``t`` is the one at index ``t`` of the axes that hold neither samples nor features, of
     what the module received (of a convolution, of what it returned); several axes are counted in
     the order of memory. Several uses of a parameter add up token by token.
 
     Args:
-        product: Of all samples, ``[1, N, *θ]``.
+        product: The product of all samples, ``[1, N, *θ]``.
         per: For ``"token"``, the product returned is ``[1, N · T, *θ]``.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The autograd nodes inside of attention: tensors that they saved, and gradients that arrive."""
+"""The autograd nodes inside of attention: the tensors they saved, and where gradients arrive."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ Likelihood = Callable[[Tensor], Distribution]
 
 
 class AutodiffLoss(Module):
-    """A loss of one's own, for which nobody has written a rule.
+    """Any loss function without a rule of its own.
 
     Curvature starts at its Hessian in the output, ``[N, D, D]`` for ``D`` numbers of a sample,
     which autograd finds by ``D`` products for all samples at once. So the function has to be twice
@@ -126,7 +126,7 @@ class AutodiffLoss(Module):
         return found
 
     def normalisation(self, output: Tensor) -> float:
-        """What stands in front of the sum over samples."""
+        """The factor in front of the sum over samples."""
         return 1.0 / max(1, len(output)) if self.reduction == "mean" else 1.0
 
     def extra_repr(self) -> str:
