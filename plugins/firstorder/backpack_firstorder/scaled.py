@@ -4,8 +4,8 @@
 precision above 256. Squares of the factors of ``M`` may do so even if the norm is moderate. Only
 the values tell, and on an accelerator the host would have to wait for them. So squares are computed
 in double precision there, which has room for all of them; numbers in double precision are divided
-by the largest one first. On the host, squares are computed in single precision, three times as fast,
-and checked: if one may be out of range, they are computed as on an accelerator.
+by the largest one first. On the host, squares are computed in single precision, three times as
+fast, and checked: if one may be out of range, they are computed as on an accelerator.
 """
 
 from __future__ import annotations

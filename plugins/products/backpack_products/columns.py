@@ -110,9 +110,7 @@ class Columns:
     def cut(self, size: int, turns: int = 1) -> tuple[Columns, list[Columns]]:
         """Cut off at most ``size`` columns; the others come in chunks of about that size.
 
-        Args:
-            size: The number of columns of a chunk, for each turn.
-            turns: How often the columns are repeated, see :meth:`repeated`.
+        ``turns`` says how often the columns are repeated, see :meth:`repeated`.
         """
         count = sum(self.sizes.values()) // turns
         *others, last = self.chunks(even_size(count, size), turns) if count > size else [self]
@@ -162,10 +160,7 @@ class Columns:
         return self.like({root: pick(mat) for root, mat in self.blocks.items()})
 
     def repeated(self, chosen: Sequence[int]) -> Columns:
-        """Repeat columns of the whole batch as often as the most frequent sample was chosen.
-
-        :meth:`chosen` then picks the columns of the chosen samples; all others do not count.
-        """
+        """Repeat columns of the whole batch as often as the most frequent sample was chosen."""
         turns = most_often(chosen)
         blocks: dict[Root, Tensor] = {}
         for root, mat in self.blocks.items():
@@ -295,8 +290,6 @@ class InRuns(ApartColumns):
 def split_positions(columns: Columns, owners: Tensor | None, samples: int) -> Columns:
     """Give the rows of one sample columns of their own: ``[V, R, *] → [V · K, R, *]``.
 
-    Otherwise a column would hold several vectors of one sample, and their products would mix.
-
     Args:
         columns: ``[V, R, *]``.
         owners: The sample of each row, ``[R]``; ``None`` if all rows may belong to one sample.
@@ -330,9 +323,7 @@ def _turns(owners: Tensor | None, count: int, samples: int) -> tuple[Tensor, Ten
 
 
 def require_one_form(first: Columns, second: Columns) -> None:
-    """Check that both are kept apart by sample, or neither.
-
-    Added up, one of them would be broadcast, or misread.
+    """Check that both are kept apart by sample, or neither: otherwise one would be misread.
 
     Raises:
         InternalError: Only one is kept apart.

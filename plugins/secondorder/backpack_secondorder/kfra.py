@@ -1,4 +1,4 @@
-"""Kronecker factors by a recursion over averages: one matrix instead of columns for each sample."""
+"""Kronecker factors by a recursion of batch averages: one matrix instead of columns per sample."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class BatchAveraged(Propagator):
 
     Attributes:
         subsampling: The samples that are summed and averaged over; ``None`` for all.
-        modify: What is done to that residual: ``None`` leaves it out, as in the generalised
+        modify: What is done with the residual: ``None`` leaves it out, as in the generalised
             Gauss-Newton matrix; ``"exact"`` keeps it; negative eigenvalues of the sum are set to
             zero (``"clip"``) or made positive (``"abs"``).
     """
@@ -173,7 +173,7 @@ class AverageReading(Reading):
     """``Ḡ`` at the output of the layer that uses the parameter."""
 
     def __init__(self, rule: ParametricRule, view: View, name: str, average: Tensor) -> None:
-        """Store all."""
+        """Store the average and the call."""
         super().__init__(view.parameter_itself(name).shape)
         self._layer, self._view, self._parameter, self._average = rule, view, name, average
 

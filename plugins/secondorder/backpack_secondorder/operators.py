@@ -55,7 +55,7 @@ class Term:
     multiply: Callable[[Tensor], Tensor]
 
 
-# Whether vmap was right where operations of some types met.
+# Whether vmap was right for a graph, by the types of its operations.
 _agreed: dict[frozenset[type], bool] = {}
 
 
@@ -63,7 +63,7 @@ class Operator(ABC):
     """A symmetric matrix over all parameters of a pass.
 
     Attributes:
-        used: The ids of parameters that layers have used for certain.
+        used: The ids of parameters that layers are known to use.
     """
 
     def __init__(self, graph: LossGraph) -> None:
@@ -148,8 +148,8 @@ class HessianOperator(Operator):
     def _several(self, parameter: Tensor, vectors: Tensor) -> Tensor:
         """Multiply several vectors at once by vmap; a random combination is checked alone.
 
-        So it is in measured passes, and where operations of some types meet for the first time: to
-        look at the answer is to wait for it. What a Python function does, its type does not tell.
+        The check takes place in measured passes, and for the first graph with operations of these
+        types, since the host has to wait for the result. Python functions are always checked.
         """
         is_known = not self._graph.is_measured and self._kinds and self._kinds in _agreed
         is_wrong = is_known and not _agreed[self._kinds]
@@ -179,7 +179,7 @@ class HessianOperator(Operator):
     @cached_property
     def _kinds(self) -> frozenset[type]:
         """The types of the operations behind the gradients; none if any is a Python function."""
-        with suspended(), without_autocast():  # they may be computed here
+        with suspended(), without_autocast():  # they may be computed in this call
             found = self._gradients
         roots = [gradient.grad_fn for gradient in found if gradient.grad_fn is not None]
         nodes = behind(roots).union(roots)
@@ -225,8 +225,8 @@ class CurvatureOperator(Operator):
 
 
 def is_finite(mat: Tensor) -> bool:
-    """Whether all numbers are finite; not looked at where a compiler asks."""
-    # A sum is quicker to look at, and finite only if all numbers are.
+    """Whether all numbers are finite; true under compilation, where values cannot be read."""
+    # A sum is faster to check, and finite only if all numbers are.
     return is_symbolic(mat) or bool(mat.sum().isfinite()) or bool(mat.isfinite().all())
 
 
@@ -271,8 +271,8 @@ def require_losses(losses: Sequence[View], others: Sequence[View], who: str) -> 
     """Raise unless all gradients come from extended losses, none of which depends on another.
 
     Args:
-        losses: Those whose Hessian is known.
-        others: All other calls that a gradient arrived at, in that order.
+        losses: The losses whose Hessian is known.
+        others: All other calls at which a gradient arrived, in that order.
         who: The extension, for the message.
 
     Raises:

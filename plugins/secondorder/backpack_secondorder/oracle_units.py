@@ -1,4 +1,4 @@
-"""What depends on where one module ends and the next begins, written by *units*, for ``oracles``.
+"""Oracles of quantities that depend on where modules begin and end, by *units* of a net.
 
 A unit is a call of the outermost module whose rule is not transparent. Between units, everything is
 autograd's.
@@ -28,8 +28,8 @@ class Unit:
 
     Attributes:
         module: The module.
-        given: What it received, with the graph behind.
-        outputs: What it returned, in the same graph.
+        given: The tensors that it received, with the graph behind.
+        outputs: The tensors that it returned, in the same graph.
     """
 
     module: Module

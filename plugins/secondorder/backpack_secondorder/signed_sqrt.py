@@ -54,8 +54,8 @@ class SignedSqrt(Propagator):
 
     Attributes:
         subsampling: The samples that take part; ``None`` for all.
-        leaves_out: Whether what is refused where no sample has a part concerns the parameters
-            behind it alone (:class:`Missing`), rather than all.
+        leaves_out: Whether a part that cannot be computed without samples is missing only for the
+            parameters behind it (:class:`Missing`), instead of raising for all.
     """
 
     keeps_apart = True
@@ -64,7 +64,7 @@ class SignedSqrt(Propagator):
 
     @property
     def _of_columns(self) -> LossSqrt:
-        """What does with columns what is done with columns of any kind."""
+        """The propagator of plain columns, for operations on columns of any kind."""
         return LossSqrt(subsampling=self.subsampling)
 
     def start(self, rule: LossRule, view: View) -> Hessian:
@@ -136,7 +136,7 @@ class SignedSqrt(Propagator):
         return self.rooted(Hessian(found))
 
     def _residual_of_rows(self, rule: LayerRule, view: View) -> dict[int, Hessian]:
-        """The same, with a sample for each entry of axis 0."""
+        """The residual with a sample for each entry of axis 0."""
         live = live_inputs(view)
         if second_order(rule).hessian_is_zero or not live:
             return {}
@@ -166,7 +166,7 @@ class SignedSqrt(Propagator):
         return first.merge(second)
 
     def rooted(self, quantity: Hessian) -> Hessian:
-        """Everything as columns, marked as branched, so no block is made of them again."""
+        """The Hessian as columns, marked as branched, so that no block is made of them again."""
         formed = quantity.as_columns()
         roots = () if formed.columns is None else formed.columns.blocks
         return replace(formed, branched=quantity.branched.union(roots))
@@ -179,7 +179,7 @@ class SignedSqrt(Propagator):
         size: int,
         is_rooted: bool = False,
     ) -> tuple[Hessian, Iterable[Hessian]]:
-        """Send on in chunks: at a loss its columns, elsewhere residuals too large as columns."""
+        """Split off chunks: of the columns at a loss, elsewhere of residuals that are too large."""
         if rule is not None and rule.is_loss:
             if quantity.columns is None or quantity.formed <= size:
                 return quantity, ()
@@ -245,7 +245,7 @@ class SignedSqrt(Propagator):
         return add_residual(node, sent, there, self.subsampling) if there.grads else sent
 
     def _nothing(self, node: Node, position: int, there: Crossing, root: Root) -> Hessian:
-        """Zero, at an operand of an operation; columns, where the root has something to say."""
+        """A zero Hessian at an operand; as columns, if the root marks missing parts."""
         is_apart, count = position in there.apart, 0
         if isinstance(root, Missing):
             count = most_often([n % there.batch_size for n in self.subsampling or (0,)])
@@ -259,25 +259,25 @@ class SignedSqrt(Propagator):
         return Hessian(kind({root: zeros}), branched=frozenset([root] if count else []))
 
     def take_apart(self, quantity: Hessian, positions: int | Tensor) -> Hessian:
-        """As columns."""
+        """Take the Hessian apart by sample, as columns."""
         formed = quantity.as_columns()
         if formed.columns is None:
             return formed
         return replace(formed, columns=self._of_columns.take_apart(formed.columns, positions))
 
     def put_together(self, quantity: Hessian, positions: int | Tensor) -> Hessian:
-        """The sum, where no sample reaches another one."""
+        """Join the columns of all samples; raises if a sample reaches the entries of another."""
         if quantity.columns is None:
             return quantity
         return replace(quantity, columns=self._of_columns.put_together(quantity.columns, positions))
 
     def split_positions(self, quantity: Hessian, owners: Tensor | None, samples: int) -> Hessian:
-        """Each position of a sample in turn, zeros at the others."""
+        """Give several positions of one sample columns of their own."""
         assert quantity.columns is not None
         return Hessian(split_positions(quantity.columns, owners, samples))
 
     def widen(self, quantity: Hessian, size: int, entries: Sequence[int] | None = None) -> Hessian:
-        """Zeros for the samples that were left out."""
+        """The Hessian for the whole batch, with zeros for samples that were left out."""
         if self.subsampling is None or quantity.as_columns().columns is None:
             return quantity
         formed = quantity.as_columns()
@@ -328,7 +328,7 @@ def _prefers_block(quantity: Hessian, view: View, position: int) -> bool:
 
 
 def _has_samples(view: View) -> bool:
-    """Whether it is known which rows of a call are whose."""
+    """Whether the sample of each row of a call is known."""
     return bool(view.positions) or view.owners is not None
 
 
