@@ -90,7 +90,7 @@ def some_rows(survey: GraphSurvey) -> tuple[int, dict[Node, Tensor]]:
         output. Zero and nothing if all ran on the same rows, or no extension distinguishes samples.
         A model that computes something before its first layer has no call with rows.
     """
-    received = [place for place in survey.received.items() if not survey.is_loss(place[0][0])]
+    received = [item for item in survey.received.items() if not survey.is_loss(item[0][0])]
     runs = {id(call.run) for (call, _), _ in received}
     is_one = len(runs) == 1 and id(NO_RUN) not in runs
     if is_one or not (survey.tells_samples or len({size for _, size in received}) > 1):

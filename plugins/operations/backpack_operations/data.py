@@ -154,12 +154,12 @@ class _Data:
 
     def ids(self) -> SampleIds | None:
         """The ids, by the first of several ways that finds them: cheap ways come first."""
-        found = self._of_item() if self._lists else self._of_view()
-        if found is None and self._is_readable:
-            found = self._of_copy()
-            found = self._of_joined() if found is None else found
-            found = self._of_rows() if found is None else found
-        return self._of_lengths() if found is None and self._lists else found
+        ids = self._of_item() if self._lists else self._of_view()
+        if ids is None and self._is_readable:
+            ids = self._of_copy()
+            ids = self._of_joined() if ids is None else ids
+            ids = self._of_rows() if ids is None else ids
+        return self._of_lengths() if ids is None and self._lists else ids
 
     def _of_item(self) -> SampleIds | None:
         """The ids of a view of one tensor of a list, or of another argument."""
@@ -189,7 +189,7 @@ class _Data:
 
     def _of_copy(self) -> SampleIds | None:
         """The ids of a copy of one tensor, with axis 0 moved anywhere, by values."""
-        found = list[SampleIds]()
+        readings = list[SampleIds]()
         for given, rows in self._owned:
             whole = given.tensor()
             if whole is None or not self._is_like(whole) or whole.numel() != len(self._flat):
@@ -198,9 +198,9 @@ class _Data:
                 turned = whole.movedim(0, axis)
                 if turned.flatten().equal(self._flat):
                     ids = along(rows, self._run.axis, given.shape).movedim(0, axis)
-                    found.append(viewed(ids, tuple(turned.shape), self._shape, rows))
+                    readings.append(viewed(ids, tuple(turned.shape), self._shape, rows))
                     break
-        return _same(found)
+        return _same(readings)
 
     def _of_joined(self) -> SampleIds | None:
         """The ids of several tensors that were joined, stacked or padded, by values."""
@@ -242,23 +242,23 @@ class _Data:
             if whole is None or not self._is_like(whole) or len(rows) != len(whole):
                 continue
             for axes in range(1, 1 + whole.dim()):
-                found = picked_from(whole, self._received, rows, axes)
-                if found is not None:
-                    yield found
+                picked = picked_from(whole, self._received, rows, axes)
+                if picked is not None:
+                    yield picked
                     break
 
     def _of_lengths(self) -> SampleIds | None:
         """The ids of what was made of a list, if only one reading agrees with the lengths."""
         shape, lists = self._shape, self._lists
-        found = list[SampleIds | None]()
-        found += [along(r, 0, shape) for _, r in self._joined() if shape[:1] == (len(r),)]
-        found += [self._of_items(g, a) for g in lists for a in (0, 1) if self._is_padded(g, a)]
+        readings = list[SampleIds | None]()
+        readings += [along(r, 0, shape) for _, r in self._joined() if shape[:1] == (len(r),)]
+        readings += [self._of_items(g, a) for g in lists for a in (0, 1) if self._is_padded(g, a)]
         items = [given.shape for group in lists for given in group]
         is_item = any(s[:1] == shape[:1] and len(s) == len(shape) for s in items)
-        if not found and not is_item:
+        if not readings and not is_item:
             nested = [group for group in lists if len(group[0].path) > 1]
-            found = [self._of_items(g, 0) for g in nested if shape[:1] == (len(g),)]
-        return _same([ids for ids in found if ids is not None])
+            readings = [self._of_items(g, 0) for g in nested if shape[:1] == (len(g),)]
+        return _same([ids for ids in readings if ids is not None])
 
     def _of_items(self, group: list[Given], axis: int) -> SampleIds | None:
         """The ids if an axis has one entry for each tensor; ``None`` if one has several samples."""

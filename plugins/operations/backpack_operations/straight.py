@@ -75,20 +75,22 @@ class StraightTraversal(Traversal):
         chunks: Chunks | None = self.schedule.chunks
         if chunks is None:
             return {}
-        found = super().residuals(visit)
+        residuals = super().residuals(visit)
         lane, site, view, *_ = visit
         propagator = self.groups[lane].propagator
-        size = chunks.size(lane, view.device.type) if found else None
+        size = chunks.size(lane, view.device.type) if residuals else None
         if size is None:
-            return found
-        for position, new in found.items():
+            return residuals
+        for position, new in residuals.items():
             edge = site.call.edges[position]
             assert edge is not None
-            found[position], parts = propagator.shed(None, view, new, size, self._is_rooted(edge))
+            residuals[position], parts = propagator.shed(
+                None, view, new, size, self._is_rooted(edge)
+            )
             for part in parts:
                 hand_on = partial(_hand_on, visit=visit, edge=edge, quantity=part)
                 chunks.carry(lane, site.edge.node, hand_on)
-        return found
+        return residuals
 
     def _shed(self, visit: Visit, quantity: Any) -> Any:
         """Send columns that do not fit into memory through the net in chunks; returns the rest."""

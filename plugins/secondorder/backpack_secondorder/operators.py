@@ -225,7 +225,7 @@ class CurvatureOperator(Operator):
 
 
 def is_finite(mat: Tensor) -> bool:
-    """Whether all numbers are finite; true under compilation, where values cannot be read."""
+    """Whether all numbers are finite; true for tensors without values (fake ones)."""
     # A sum is faster to check, and finite only if all numbers are.
     return is_symbolic(mat) or bool(mat.sum().isfinite()) or bool(mat.isfinite().all())
 
