@@ -62,7 +62,7 @@ def batch_of(survey: GraphSurvey) -> int:
     entering = [pooled.get(n, n) for n in entering]
     if {*sizes} != {sizes[0]}:
         others, handed = _of_others(survey, outer or entering)
-        others -= outer if outer <= others else set()  # all agree: by chance
+        others -= outer if outer <= others else set()  # as many by chance
         losses -= others
         others |= handed
         runs, entering = ([n for n in of if n not in others] for of in (runs, entering))

@@ -221,13 +221,13 @@ class Operations(Between[GraphSurvey]):
         survey, (node, output_nr, _), key = self.survey, site.edge, site[:2]
         if key not in survey.sites and run.is_announced and self.asked:
             refuse_unmet(site.call, self.context.extensions[0])
-        if survey.leaves:  # parameters may be visited after autograd has freed its tensors
+        if survey.leaves:  # which uses autograd does not reach is only known during its pass
             run.sink.look_ahead()
         if not (survey.at_base and key in survey.at_base and key in survey.sites):
             if survey.viewed and (node, output_nr) in survey.viewed:
                 self.visit_views(run, node, {output_nr: grads[output_nr]})
             run.visit(site, grads[output_nr], changed_by)
-        if run.schedule.at_nodes or survey.alignment.starts:  # this is the node's only hook call
+        if run.schedule.at_nodes or survey.alignment.starts:  # a hook set now would be too late
             self._crossings.cross(run.schedule, node, grads)
 
     def visit_views(self, run: BackwardPass, node: Node, grads: dict[int, Tensor | None]) -> None:
