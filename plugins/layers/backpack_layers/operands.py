@@ -51,8 +51,8 @@ def _of_sum(operand: Operand, mat: Tensor) -> SampleProduct | None:
     """The product at a vector that is added along the last axis."""
     node, position, shape, _ = operand
     sign = -1 if nodes.operation_of(node) == "Sub" else 1
-    found = _of_bias(_times(mat, sign * node._saved_alpha) if position else mat, shape)
-    return found or _of_rows(operand, mat)
+    product = _of_bias(_times(mat, sign * node._saved_alpha) if position else mat, shape)
+    return product or _of_rows(operand, mat)
 
 
 def _of_bias(mat: Tensor, shape: torch.Size) -> SampleProduct | None:

@@ -123,15 +123,15 @@ class Perturbations(Mapping[str, Any]):
 
     def __getitem__(self, path: str) -> Any:
         """``δ`` of the one call of a module."""
-        found = self.calls(path)
-        if len(found) != 1:
-            many = f"ran {len(found)} times: take one of perturbations.calls({path!r})"
+        perturbations = self.calls(path)
+        if len(perturbations) != 1:
+            many = f"ran {len(perturbations)} times: take one of perturbations.calls({path!r})"
             none = (
                 "did not run in this block. Run the model inside of it, and name modules that are "
                 "called: a module around it may use its weights without calling it"
             )
-            raise UsageError(f"The module {path!r} {many if found else none}.")
-        return found[0]
+            raise UsageError(f"The module {path!r} {many if perturbations else none}.")
+        return perturbations[0]
 
     def __iter__(self) -> Iterator[str]:
         """The paths."""
