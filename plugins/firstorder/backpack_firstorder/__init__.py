@@ -24,8 +24,8 @@ __all__ = ["Projection", "SampleGradients", "divisors_of"]
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
-    return found
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    return value
 
 
 declare_only_computes(__name__)

@@ -80,18 +80,18 @@ def agreement(model: Module, savefield: str = "batch_dot") -> Agreement:
         ...     loss.backward()
         >>> agreement(model).noise_scale
     """
-    found = [getattr(p, savefield) for p in model.parameters() if hasattr(p, savefield)]
-    if not found:
+    grams = [getattr(p, savefield) for p in model.parameters() if hasattr(p, savefield)]
+    if not grams:
         raise UsageError(
             f"No parameter has {savefield!r}: go backward inside backpack(BatchDotGrad()) first."
         )
-    shapes = {tuple(gram.shape) for gram in found}
+    shapes = {tuple(gram.shape) for gram in grams}
     if len(shapes) > 1:
         raise ShapeError(
             f"Parameters have {savefield!r} of different shapes {sorted(shapes)}, so some are of "
             "another pass: go backward through the whole model once."
         )
-    return Agreement(torch.stack([gram.to(found[0].device) for gram in found]).sum(0))
+    return Agreement(torch.stack([gram.to(grams[0].device) for gram in grams]).sum(0))
 
 
 def _divided(numerator: Tensor, denominator: Tensor) -> Tensor:

@@ -26,13 +26,13 @@ def see_blocks(blocks: Any) -> dict[str, Block]:
     Raises:
         UsageError: It has the wrong form.
     """
-    found: dict[str, Any] = {} if blocks is None else blocks
-    if not isinstance(found, Mapping) or not all(map(_is_block, found.values())):
+    checked: dict[str, Any] = {} if blocks is None else blocks
+    if not isinstance(checked, Mapping) or not all(map(_is_block, checked.values())):
         raise UsageError(
             "blocks are {name: (axis, count)}, as {'h.0.attn.c_proj.weight': (0, 12)} for twelve "
             f"heads. Got {blocks!r:.80}."
         )
-    return dict(found)
+    return dict(checked)
 
 
 def _is_block(value: Any) -> bool:

@@ -217,10 +217,10 @@ class ClippedSumGrad(FirstOrderExtension):
         tables = {key: _table(handles) for key, handles in groups.items()}
         norms = {key: _norms(groups[key], table) / factor for key, table in tables.items()}
         weights = (self.weights or self._clip)(norms)
-        found: dict[Tensor, Tensor] = {}
+        sums: dict[Tensor, Tensor] = {}
         for key, handles in groups.items():
-            found.update(_sums(handles, tables[key], weights[key] / factor))
-        return {parameter: found[parameter].to(parameter.dtype) for parameter in values}
+            sums.update(_sums(handles, tables[key], weights[key] / factor))
+        return {parameter: sums[parameter].to(parameter.dtype) for parameter in values}
 
     def _group(self, parameter: Tensor, module: Module | None) -> Hashable:
         """The key of the parameters that are clipped together with this one."""

@@ -161,8 +161,8 @@ def norm_by_gram(out: Tensor, inp: Rows) -> Norm:
     their own largest entry. Factors of different positions may thus differ by any magnitude. On the
     host, nothing is divided if a check shows that no digits were lost.
     """
-    found = _squares_in_range(out, inp)
-    return _scaled_norm(out, inp) if found is None else Norm(found)
+    squares = _squares_in_range(out, inp)
+    return _scaled_norm(out, inp) if squares is None else Norm(squares)
 
 
 def _scaled_norm(out: Tensor, inp: Rows) -> Norm:

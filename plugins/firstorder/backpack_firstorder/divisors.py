@@ -39,15 +39,15 @@ def divided(product: SampleProduct, divisor: Divisor) -> SampleProduct:
     shape, like = single.shape, single.like
     parts: tuple[Tensor, ...]
     if isinstance(divisor, Tensor):
-        found, expected = [*divisor.shape], [*shape]
+        sizes, expected = [*divisor.shape], [*shape]
         parts = (divisor.detach().to(like.device, like.dtype),)
     else:
-        found = [part.numel() for part in divisor]
+        sizes = [part.numel() for part in divisor]
         expected = [shape[0], shape[1:].numel()] if shape else [1, 1]
         parts = tuple(p.detach().flatten().to(like.device, like.dtype) for p in divisor)
-    if found != expected:
+    if sizes != expected:
         raise ShapeError(
-            f"Gradients {[product.samples, *shape]} are divided by numbers {expected}. Got {found}."
+            f"Gradients {[product.samples, *shape]} are divided by numbers {expected}. Got {sizes}."
         )
     return sum_of([_divided(term, *parts) for term in plain_terms(single)]).placed_as(product)
 
@@ -124,7 +124,7 @@ def divisors_of(optimizer: Optimizer, model: Module) -> dict[str, Divisor]:
         UsageError: The optimiser has no state for a trained parameter, or is of an unknown kind.
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    found: dict[str, Divisor] = {}
+    divisors: dict[str, Divisor] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -141,8 +141,8 @@ def divisors_of(optimizer: Optimizer, model: Module) -> dict[str, Divisor]:
                 f"What {type(optimizer).__name__} divides {name!r} by is not known from its state "
                 f"({keys}). Give divisors yourself, as tensors by parameter name."
             )
-        found[name] = known[0](state, groups[id(parameter)])
-    return found
+        divisors[name] = known[0](state, groups[id(parameter)])
+    return divisors
 
 
 def _adam(state: Mapping[str, Any], group: Mapping[str, Any]) -> Divisor:

@@ -29,9 +29,9 @@ def signs(key: int, places: Tensor) -> Tensor:
 
 def normal(key: int, places: Tensor) -> Tensor:
     """Standard normal numbers, by Box and Muller's method, in double precision."""
-    found = bits(key, places)
-    radius = (((found >> 32) & 0xFFFFFFFF).double() + 0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
-    return radius * (found & 0xFFFFFFFF).double().mul_(2 * pi * 2.0**-32).cos_()
+    random = bits(key, places)
+    radius = (((random >> 32) & 0xFFFFFFFF).double() + 0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
+    return radius * (random & 0xFFFFFFFF).double().mul_(2 * pi * 2.0**-32).cos_()
 
 
 def below(key: int, places: Tensor, most: int) -> Tensor:
@@ -41,10 +41,10 @@ def below(key: int, places: Tensor, most: int) -> Tensor:
 
 def bits(key: int, places: Tensor) -> Tensor:
     """64 random bits at each place, as ``int64``."""
-    found = places * _signed(_STEP) + _signed(key + _STEP)
+    mixed = places * _signed(_STEP) + _signed(key + _STEP)
     for shift, factor in _FACTORS:
-        found = (found ^ _shifted(found, shift)) * _signed(factor)
-    return found ^ _shifted(found, 31)
+        mixed = (mixed ^ _shifted(mixed, shift)) * _signed(factor)
+    return mixed ^ _shifted(mixed, 31)
 
 
 def _shifted(numbers: Tensor, count: int) -> Tensor:

@@ -36,19 +36,19 @@ def _of_affine(out: Tensor, inp: Tensor, rank: int) -> Factors:
     # Orthogonal bases of the spans of the factors, unless these are the whole space.
     left_base, left = _reduced(left.mT)  # [N, O, k], [N, k, S]
     right_base, right = _reduced(right.mT)
-    found = _truncated(left @ right.mT, rank)
-    left_out, right_out = found[0] @ left_base.mT, found[1] @ right_base.mT
+    factors = _truncated(left @ right.mT, rank)
+    left_out, right_out = factors[0] @ left_base.mT, factors[1] @ right_base.mT
     return left_out.to(out.dtype), right_out.to(out.dtype)
 
 
 def _of_formed(product: SampleProduct, size: tuple[int, int], rank: int) -> Factors:
     """The factors of gradients that are formed, some samples at a time."""
     single = max(1, product.shape.numel() * product.like.element_size())
-    found = []
+    factors = []
     for some in slices(product.samples, memory_budget() // single):
         part = product.part(slice(0, 1), some).reshape(-1, *size)
-        found.append(_truncated(at_least_single(part), rank))
-    left, right = (torch.cat(parts) for parts in zip(*found, strict=True))
+        factors.append(_truncated(at_least_single(part), rank))
+    left, right = (torch.cat(parts) for parts in zip(*factors, strict=True))
     return left.to(product.like.dtype), right.to(product.like.dtype)
 
 
@@ -56,8 +56,8 @@ def _reduced(mat: Tensor) -> Factors:
     if mat.shape[1] <= mat.shape[2]:
         eye = torch.eye(mat.shape[1], dtype=mat.dtype, device=mat.device)
         return eye.expand(len(mat), *eye.shape), mat
-    found: Factors = torch.linalg.qr(mat)
-    return found
+    factors: Factors = torch.linalg.qr(mat)
+    return factors
 
 
 def _truncated(mat: Tensor, rank: int) -> Factors:

@@ -34,9 +34,9 @@ class OfOwnLosses(OverBatches):
         """The extension that knows what the loss of a batch divides by."""
         if not extension.needs_normalisers:
             return extension
-        found = copy(extension)
-        cast(Any, found).normaliser = normaliser
-        return found
+        copied = copy(extension)
+        cast(Any, copied).normaliser = normaliser
+        return copied
 
 
 def factor_of(
@@ -54,8 +54,8 @@ def factor_of(
     Raises:
         UsageError: The losses divide by several numbers, or there is none.
     """
-    found = normalisers if isinstance(told, str) else [told]
-    numbers = [1.0 if number is None else number for number in found]
+    divisors = normalisers if isinstance(told, str) else [told]
+    numbers = [1.0 if number is None else number for number in divisors]
     tensors = [number for number in numbers if isinstance(number, Tensor)]
     if tensors and len(numbers) > 1 and not is_measured:
         return scale / _only_one(numbers, tensors[0])

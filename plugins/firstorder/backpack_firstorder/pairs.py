@@ -41,8 +41,8 @@ def as_pairing(form: Any) -> Pairing | None:
         raise UsageError(
             f"form is one of {get_args(Pairing)}, or None for the cheaper one. Got {form!r}."
         )
-    found: Pairing | None = form
-    return found
+    pairing: Pairing | None = form
+    return pairing
 
 
 def pairs(first: SampleProduct, second: SampleProduct, form: Pairing | None = None) -> Tensor:
@@ -67,11 +67,11 @@ def pairs(first: SampleProduct, second: SampleProduct, form: Pairing | None = No
 
 
 def _pairs_of_terms(first: SampleProduct, second: SampleProduct, form: Pairing | None) -> Tensor:
-    found = pairs_version(first, second, form)
-    if found is not None:
-        return found
-    found = pairs_version(second, first, form)
-    return _by_pieces(first, second) if found is None else found.T
+    version = pairs_version(first, second, form)
+    if version is not None:
+        return version
+    version = pairs_version(second, first, form)
+    return _by_pieces(first, second) if version is None else version.T
 
 
 @OpenFunction
@@ -232,13 +232,13 @@ def tables(product: LookupProduct) -> list[tuple[Tensor, Tensor]]:
     For so many samples at a time that a table fits into the memory budget.
     """
     single = max(1, product.row.shape[1] * product.shape[1] * product.like.element_size())
-    found = []
+    filled = []
     for some in slices(product.samples, isqrt(memory_budget() // single)):
         rows, place = product.row[some].unique(return_inverse=True)
         shape = torch.Size((len(rows), product.shape[1]))
         small = LookupProduct(product.out[:, some], place, shape)
-        found.append((rows, small.part(slice(0, 1), slice(0, small.samples))[0]))
-    return found
+        filled.append((rows, small.part(slice(0, 1), slice(0, small.samples))[0]))
+    return filled
 
 
 @pairs_version.register
@@ -265,6 +265,6 @@ def _lookup_with_dense(out: Tensor, row: Tensor, other: Tensor) -> Tensor:
     few = CACHE // max(1, count * len(other) * dim * out.element_size())
     for some in slices(samples, few):
         seen = other[:, row[some].flatten()].transpose(0, 1)  # [n · K, M, dim]
-        found = torch.bmm(seen, out[some].reshape(-1, dim, 1))
-        total[some] = found.view(-1, count, len(other)).sum(1)
+        products = torch.bmm(seen, out[some].reshape(-1, dim, 1))
+        total[some] = products.view(-1, count, len(other)).sum(1)
     return total

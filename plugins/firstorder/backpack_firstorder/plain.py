@@ -27,8 +27,8 @@ def plain_terms(product: SampleProduct) -> list[SampleProduct]:
     if is_formed(product):
         return [as_formed(product)]
     # Summands of a sum have its columns, and need not say so themselves.
-    found = sum_of([_placed(plain(part), product) for part in _parts(product)])
-    return [*found.parts] if isinstance(found, SumProduct) else [found]
+    whole = sum_of([_placed(plain(part), product) for part in _parts(product)])
+    return [*whole.parts] if isinstance(whole, SumProduct) else [whole]
 
 
 def _parts(product: SampleProduct) -> list[SampleProduct]:

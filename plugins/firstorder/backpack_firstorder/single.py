@@ -24,8 +24,8 @@ def in_single(product: SampleProduct) -> SampleProduct:
         for name in ("name", "module", "rule", "needs", "roots", "is_measured"):
             setattr(wide, name, getattr(product, name))
         product.results["single"] = wide
-    found: SampleProduct = product.results["single"]
-    return found
+    cast: SampleProduct = product.results["single"]
+    return cast
 
 
 @singledispatch

@@ -115,8 +115,8 @@ def chosen_by(index: Index, samples: int, device: torch.device) -> slice | Tenso
     if isinstance(index, slice):
         return index
     if isinstance(index, Sequence):
-        found = torch.as_tensor([*index], device=device)
-        return found if len(index) else found.long()
+        chosen = torch.as_tensor([*index], device=device)
+        return chosen if len(index) else chosen.long()
     number = operator.index(index)
     if not -samples <= number < samples:
         raise IndexError(f"There are {samples} samples. Got the index {number}.")
@@ -142,7 +142,7 @@ def side_by_side(terms: Sequence[SampleProduct | None], counts: Sequence[int]) -
     there = [dict(tensors_of(term)) for term in terms if term is not None]
     like = next(term for term in terms if term is not None)
     is_formed = isinstance(like, DenseProduct)
-    positions = 0 if is_formed else max(found["out"].shape[1] for found in there)
+    positions = 0 if is_formed else max(tensors["out"].shape[1] for tensors in there)
     joined = {}
     for name, first in there[0].items():
         parts = []

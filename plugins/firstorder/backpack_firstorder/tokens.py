@@ -27,8 +27,8 @@ def as_per(value: Any) -> Per:
     """
     if value not in get_args(Per):
         raise UsageError(f"per is one of {get_args(Per)}. Got {value!r}.")
-    found: Per = value
-    return found
+    per: Per = value
+    return per
 
 
 def entries_of(product: SampleProduct, per: Per) -> tuple[SampleProduct, tuple[int, ...]]:
@@ -48,9 +48,9 @@ def entries_of(product: SampleProduct, per: Per) -> tuple[SampleProduct, tuple[i
     """
     if per == "sample":
         return product, (product.samples,)
-    found, tokens = _split(product, product)
-    found.placed_as(product).needs = frozenset()  # others need whole samples
-    return found, (product.samples, tokens)
+    entries, tokens = _split(product, product)
+    entries.placed_as(product).needs = frozenset()  # others need whole samples
+    return entries, (product.samples, tokens)
 
 
 @singledispatch
@@ -75,8 +75,8 @@ def _split_factors(product: FactorProduct, of: SampleProduct) -> tuple[SamplePro
 
     def cut(factor: Tensor, axis: int) -> Tensor:  # [.., N, U · T, ..] → [.., N · T, U, ..]
         parts = factor.unflatten(axis + 1, (count, tokens))
-        found: Tensor = parts.movedim(axis + 1, axis + 2).flatten(axis, axis + 1)
-        return found
+        split: Tensor = parts.movedim(axis + 1, axis + 2).flatten(axis, axis + 1)
+        return split
 
     other = None if product.other is None else cut(whole(product.other), 0)
     return product.with_factors(cut(product.out, 1), other, None), tokens

@@ -118,8 +118,8 @@ class LossAtOutput:
             z = output.detach().requires_grad_()
             loss = self._lossfunc(z, target)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
-                found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-                raise ShapeError(f"The loss has to be a number: reduce it. Got {found}.")
+                got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+                raise ShapeError(f"The loss has to be a number: reduce it. Got {got}.")
             asked = backpack(DerivativesAtOutput(reading), check="never")
             with asked if self._has_rule else nullcontext():
                 (gradient,) = torch.autograd.grad(

@@ -139,8 +139,8 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
 
     def map(self, function: Callable[[Any], CurvatureMatrix | Tensor]) -> BlockDiagonal:
         """Apply a function to every block: ``blocks.map(lambda block: block.inverse(0.1))``."""
-        found = {name: function(block) for name, block in self.items()}
-        return BlockDiagonal(Marked(found, self.plugins))
+        mapped = {name: function(block) for name, block in self.items()}
+        return BlockDiagonal(Marked(mapped, self.plugins))
 
     def inverse(self, damping: Number = 0.0) -> BlockDiagonal:
         """The inverse of every block, after damping of its form."""
@@ -185,12 +185,12 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
 
     def state_dict(self) -> dict[str, Tensor]:
         """All blocks as tensors, for ``torch.save`` or safetensors."""
-        found = {_PLUGINS: as_tensor(self.plugins)}
+        state = {_PLUGINS: as_tensor(self.plugins)}
         for place, (name, block) in enumerate(self.items()):
             tensors = {**block.state_dict(), "place": torch.tensor(place, device="cpu")}
             tensors.pop(_PLUGINS, None)
-            found.update((f"{name}/{key}", tensor) for key, tensor in tensors.items())
-        return found
+            state.update((f"{name}/{key}", tensor) for key, tensor in tensors.items())
+        return state
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> BlockDiagonal:

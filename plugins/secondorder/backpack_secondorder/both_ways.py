@@ -48,8 +48,8 @@ def factors_of_table(product: SampleProduct, sharing: WeightSharing) -> Kronecke
     rows of a vocabulary.
     """
     if not isinstance(product, AffineProduct) or product.inp is None or product.sizes[0] > 1:
-        found = kronecker_factors(product, sharing)
-        return found.with_factors([found[0], *map(_diagonal, found[1:])])
+        factors = kronecker_factors(product, sharing)
+        return factors.with_factors([factors[0], *map(_diagonal, factors[1:])])
     order = parameter_order(product)
     if order.positions is not None:  # a transposed use has the rows at its inputs
         outer, inner = kronecker_factors(product, sharing)
@@ -117,8 +117,8 @@ def add_columns(first: KroneckerFactors, second: KroneckerFactors) -> KroneckerF
             known = parts[place]
             parts[place] = known.with_factors([part[0] + known[0], *known[1:]])
     weight = _larger(first.weight, second.weight)
-    found = parts[0].with_weight(weight) if len(parts) == 1 else both_ways(parts, weight)
-    if found is None:
+    combined = parts[0].with_weight(weight) if len(parts) == 1 else both_ways(parts, weight)
+    if combined is None:
         forms = " and ".join(sorted({part.structure for part in parts}))
         raise StructureError(
             f"Some columns of the loss reach other uses of {second.order} than others do, and what "
@@ -126,7 +126,7 @@ def add_columns(first: KroneckerFactors, second: KroneckerFactors) -> KroneckerF
             "(chunk_size=, or set_memory_budget of backpack_core), freeze the parameter, or use "
             "DiagGGNExact, which needs no structure."
         )
-    return found
+    return combined
 
 
 def _numbers(factors: KroneckerFactors) -> Tensor:

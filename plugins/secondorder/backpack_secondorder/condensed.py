@@ -71,12 +71,12 @@ def at_head(view: View, quantity: Columns) -> Columns | None:
 
 def split_at_head(view: View, quantity: Columns) -> tuple[Columns, Columns]:
     """Split columns into those with the ``HeadRoot`` of this call, and all others."""
-    found: tuple[dict[Root, Tensor], dict[Root, Tensor]] = ({}, {})
+    sides: tuple[dict[Root, Tensor], dict[Root, Tensor]] = ({}, {})
     is_plain = bool(view.positions) and not isinstance(quantity, ApartColumns)
     for root, mat in quantity.blocks.items():
         is_at_head = is_plain and isinstance(root, HeadRoot) and root.head is view.call
-        found[not is_at_head][root] = mat
-    return Columns(found[0]), quantity.like(found[1])
+        sides[not is_at_head][root] = mat
+    return Columns(sides[0]), quantity.like(sides[1])
 
 
 def condensed(columns: Columns) -> Columns:
@@ -93,9 +93,9 @@ def condensed(columns: Columns) -> Columns:
         if root.turns is None:
             blocks[Root(root.name, scale=root.scale)] = _triangles(mat)
         else:  # each entry is zero in all sets but one
-            found = _triangles(mat.unflatten(0, (-1, len(root.turns))).sum(1))
+            triangles = _triangles(mat.unflatten(0, (-1, len(root.turns))).sum(1))
             new = Root(root.name, None, root.scale, root.turns)
-            blocks[new] = taken_apart(found, root.turns).flatten(0, 1)
+            blocks[new] = taken_apart(triangles, root.turns).flatten(0, 1)
     return Columns(blocks)
 
 

@@ -71,10 +71,10 @@ def conjugate_gradients(
             f"a shape: a GGN, a BlockDiagonal, a tensor. Got {operator!r:.80}."
         )
     if not isinstance(rhs, Tensor) or rhs.dim() != 1 or len(rhs) != operator.shape[0]:
-        found = list(rhs.shape) if isinstance(rhs, Tensor) else type(rhs).__name__
+        got = list(rhs.shape) if isinstance(rhs, Tensor) else type(rhs).__name__
         raise ShapeError(
             f"Conjugate gradients take the right side as one flat vector "
-            f"[{operator.shape[0]}]: torch.cat([part.flatten() for part in parts]). Got {found}."
+            f"[{operator.shape[0]}]: torch.cat([part.flatten() for part in parts]). Got {got}."
         )
     if preconditioner is not None and not callable(preconditioner):
         raise UsageError(

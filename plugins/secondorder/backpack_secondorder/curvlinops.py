@@ -135,10 +135,10 @@ def _factors(block: CurvatureMatrix, name: str, is_corrected: bool) -> list[Tens
     parts: list[Tensor | None] = []
     if isinstance(block, wanted) and block.order.positions is None:
         parts = block.vectors if isinstance(block, KroneckerEigenbasis) else [*block]
-    found = [part for part in parts if part is not None and part.dim() == 2]
-    if not found or len(found) != len(parts):
+    factors = [part for part in parts if part is not None and part.dim() == 2]
+    if not factors or len(factors) != len(parts):
         raise UnsupportedError(
             f"curvlinops knows two Kronecker factors for a weight and one for a bias, not "
             f"{block!r} of {name!r}: freeze the parameter."
         )
-    return found
+    return factors

@@ -63,19 +63,19 @@ class Passes:
                 "all ignored."
             )
         versions = tuple(p._version for p in self._parameters)
-        found = torch.stack([loss.reshape(()) for loss in losses])
+        sums = torch.stack([loss.reshape(()) for loss in losses])
         if not self.in_order:
-            found = found.sum(0, keepdim=True)
+            sums = sums.sum(0, keepdim=True)
         if self._known is None or self._known[0] != versions:
-            self._known = versions, found
+            self._known = versions, sums
             return
         before = self._known[1]
-        bound = 10 * torch.finfo(found.dtype).eps ** 0.6 * before.abs().max()
-        if found.shape != before.shape or bool((found - before).abs().max() > bound):
+        bound = 10 * torch.finfo(sums.dtype).eps ** 0.6 * before.abs().max()
+        if sums.shape != before.shape or bool((sums - before).abs().max() > bound):
             raise UsageError(
                 "Two passes over the loader differ: the losses of the batches "
                 f"{'' if self.in_order else 'add up to '}{_text(before)} in the first one, and "
-                f"{_text(found)} now. Take a loader without augmentation at random"
+                f"{_text(sums)} now. Take a loader without augmentation at random"
                 f"{' that does not shuffle' if self.in_order else ''}, and a model without random "
                 "numbers."
             )

@@ -142,13 +142,13 @@ class EKFAC(MatrixExtension):
     def _given(self, product: SampleProduct) -> KroneckerEigenbasis:
         assert self.basis is not None
         parameter = getattr(product.module, product.name, None)
-        found = self.basis.get(id(parameter))
-        if found is None:
+        entry = self.basis.get(id(parameter))
+        if entry is None:
             raise UsageError(
                 f"EKFAC was given a basis without eigenvectors for the parameter {product.name!r} "
                 f"of {product.path}: add Kronecker factors of it to the mapping, or freeze it."
             )
-        basis = found[1].eigenbasis()
+        basis = entry[1].eigenbasis()
         if basis.order.shape != product.shape:
             raise ShapeError(
                 f"EKFAC was given eigenvectors for a parameter of shape {list(basis.order.shape)} "

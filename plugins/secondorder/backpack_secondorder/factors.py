@@ -259,9 +259,9 @@ def kept_input_covariance(product: AffineProduct, sharing: WeightSharing) -> Ten
     # Columns that reach other uses have other inputs, possibly of the same shape.
     place = [_place(tensor) for tensor in _tensors(product.inp)]
     if key not in product.kept or product.kept[key][1] != place:
-        found = input_covariance(product.inp, product.like, sharing, product.is_own)
+        covariance = input_covariance(product.inp, product.like, sharing, product.is_own)
         # The inputs are stored, too, so that no other tensor can get their address.
-        product.kept[key] = found, place, JoinedRows(product.inp)
+        product.kept[key] = covariance, place, JoinedRows(product.inp)
     factor: Tensor = product.kept[key][0]
     return factor
 

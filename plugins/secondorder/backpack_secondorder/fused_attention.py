@@ -59,9 +59,9 @@ def of_fused_attention(node: Any, arrived: Tensor | None, *others: Tensor | None
         mask = square.masked_fill(later, float("-inf"))
     scale = query.shape[-1] ** -0.5 if node._saved_scale is None else node._saved_scale
     wants_mask = count > 3 and node.next_functions[3][0] is not None
-    found = _in_pieces(arrived, query, key, value, mask, scale)
-    dmask = _of_mask(found[3], mask) if wants_mask and mask is not None else None
-    return (*found[:3], dmask, *(None,) * count)[:count]
+    grads = _in_pieces(arrived, query, key, value, mask, scale)
+    dmask = _of_mask(grads[3], mask) if wants_mask and mask is not None else None
+    return (*grads[:3], dmask, *(None,) * count)[:count]
 
 
 def _in_pieces(

@@ -169,11 +169,11 @@ def _leads_to_another(use: Use, uses: Sequence[Use]) -> bool:
 
 
 def _by_root(uses: Sequence[Use]) -> dict[Root, list[SampleProduct]]:
-    found: dict[Root, list[SampleProduct]] = {}
+    products: dict[Root, list[SampleProduct]] = {}
     for use in uses:
         for root, columns in use.hessian.by_root():
-            found.setdefault(root, []).append(use.product(columns))
-    return found
+            products.setdefault(root, []).append(use.product(columns))
+    return products
 
 
 def _squares(root: Root, products: Sequence[SampleProduct], per_sample: bool) -> Tensor:

@@ -118,8 +118,8 @@ class OutputJacobian:
         if self._edge is None:
             return {parameter: torch.zeros_like(parameter) for parameter in parameters}
         in_vectors = create_graph and not self._is_differentiable
-        found = gradients((self._edge,), parameters, (vector,), create_graph, in_vectors=in_vectors)
-        return dict(zip(parameters, found, strict=True))
+        grads = gradients((self._edge,), parameters, (vector,), create_graph, in_vectors=in_vectors)
+        return dict(zip(parameters, grads, strict=True))
 
     def _check(self, vectors: Mapping[Tensor, Tensor]) -> None:
         if not isinstance(vectors, Mapping) or not any(p in vectors for p in self.parameters):

@@ -84,10 +84,10 @@ class FactorsExtension(MatrixExtension):
 
     def as_stored(self, value: Matrix, parameter: Tensor) -> Matrix:
         """Cast the factors, with the parts to which later chunks of columns are added."""
-        found = super().as_stored(value, parameter)
-        if isinstance(found, KroneckerFactors) and isinstance(value, KroneckerFactors):
-            found.parts = [part.to(found[0].dtype) for part in value.parts]
-        return found
+        factors = super().as_stored(value, parameter)
+        if isinstance(factors, KroneckerFactors) and isinstance(value, KroneckerFactors):
+            factors.parts = [part.to(factors[0].dtype) for part in value.parts]
+        return factors
 
     def combine(self, first: KroneckerFactors, second: KroneckerFactors) -> KroneckerFactors:
         """Add the factors of two chunks of columns, which enter only one factor of each use."""

@@ -130,10 +130,10 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
 
     def with_factors(self, factors: Iterable[Tensor]) -> KroneckerFactors:
         """Other factors for the same parameter, of the same weight."""
-        found = [*factors]
-        device = found[0].device
+        stored = [*factors]
+        device = stored[0].device
         weight = self.weight.to(device) if isinstance(self.weight, Tensor) else self.weight
-        return KroneckerFactors(found, self.order.on(device), weight)
+        return KroneckerFactors(stored, self.order.on(device), weight)
 
     def with_weight(self, weight: Number) -> KroneckerFactors:
         """The same factors; in sums, the averages have this weight."""

@@ -114,8 +114,8 @@ class _Backend:
         """The Jacobians ``[N, C, P]`` and outputs ``[N, C]``."""
         if enable_backprop:
             with disable():
-                found: Pair = super().jacobians(x, enable_backprop)  # type: ignore[misc]
-            return found
+                pair: Pair = super().jacobians(x, enable_backprop)  # type: ignore[misc]
+            return pair
         _extend(self._model)
         output = self._output(x)
         extension = Jacobians(savefield="laplace_jacobians")
@@ -192,10 +192,10 @@ class _Backend:
         """The results of all parameters, ``[*axes, P]``; zero for those that were not reached."""
         parts = []
         for parameter in self.params:
-            found = self._taken(parameter, field)
-            if found is None:
-                found = parameter.new_zeros(*axes, *parameter.shape)
-            parts.append(found.reshape(*axes, parameter.numel()))
+            result = self._taken(parameter, field)
+            if result is None:
+                result = parameter.new_zeros(*axes, *parameter.shape)
+            parts.append(result.reshape(*axes, parameter.numel()))
         return torch.cat(parts, -1)
 
     def _chosen(self, rows: Tensor) -> Tensor:

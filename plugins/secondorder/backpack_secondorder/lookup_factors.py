@@ -79,8 +79,8 @@ def lookups(product: TableProduct) -> LookupProduct:
     is_own = product.is_own
     is_own = None if is_own is None else is_own.repeat_interleave(len(rows), 1)
     row = rows.repeat(uses).expand(samples, uses * len(rows))
-    found = LookupProduct(out.flatten(2, 3), row, torch.Size((num, dim)), is_own)
-    return found.placed_as(product)
+    lookup = LookupProduct(out.flatten(2, 3), row, torch.Size((num, dim)), is_own)
+    return lookup.placed_as(product)
 
 
 def _inputs(product: LookupProduct, sharing: WeightSharing) -> Tensor:

@@ -43,9 +43,11 @@ class SecondDerivative:
         """
         self.node = node
         with torch.enable_grad():
-            found = bridge.call(node, grads)
-        self.is_complex = any(t.is_complex() for t in (*found.values(), *grads) if t is not None)
-        self._gradients = {i: t for i, t in found.items() if t.grad_fn is not None}
+            gradients = bridge.call(node, grads)
+        self.is_complex = any(
+            t.is_complex() for t in (*gradients.values(), *grads) if t is not None
+        )
+        self._gradients = {i: t for i, t in gradients.items() if t.grad_fn is not None}
         self._ends = {_place(node, i) for i, (child, _) in enumerate(node.next_functions) if child}
         self.positions: dict[NodeOutput, list[int]] = {}
         for i, (child, _) in enumerate(node.next_functions):

@@ -131,8 +131,8 @@ class NodeResidual:
         """``R`` of an elementwise operation: shape ``[*shape]``."""
         (place,) = self._places
         like = self._derivative.like(place)
-        found = self._derivative.product({place: torch.ones_like(like).unsqueeze(0)})
-        return found[place].squeeze(0) if place in found else torch.zeros_like(like)
+        product = self._derivative.product({place: torch.ones_like(like).unsqueeze(0)})
+        return product[place].squeeze(0) if place in product else torch.zeros_like(like)
 
     def _columns(self, place: NodeOutput, some: slice) -> Part:
         """Columns that start at some entries of one operand; they have a part at every operand."""
@@ -142,9 +142,9 @@ class NodeResidual:
         # Σ_d e_d h_dᵀ + h_d e_dᵀ = 1/2 Σ_d (a e_d + h_d/a)(·)ᵀ - (a e_d - h_d/a)(·)ᵀ, with
         # a² = ‖h_d‖: both halves have the same size, so the least cancels.
         unit = unit_vectors(self._apart(self._derivative.like(place)), some)  # [d, N, D]
-        found = self._derivative.product({place: unit.reshape(-1, *nodes.shape_of(*place))})
+        products = self._derivative.product({place: unit.reshape(-1, *nodes.shape_of(*place))})
         # What couples an operand to a parameter is in no block of the diagonal.
-        rows = {p: found[p].reshape(*unit.shape[:2], -1) for p in self._places if p in found}
+        rows = {p: products[p].reshape(*unit.shape[:2], -1) for p in self._places if p in products}
         for other in self._started:  # pairs of started operands are met twice
             if other in rows:
                 rows[other] = rows[other] / 2

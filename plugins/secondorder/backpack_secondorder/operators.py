@@ -142,8 +142,8 @@ class HessianOperator(Operator):
             parts.append(product.reshape(len(product), -1).diagonal(start))
         if not parts:
             return torch.zeros_like(single[0])
-        found = torch.cat(parts).reshape(parameter.shape)
-        return found if self._is_differentiable else found.detach()
+        entries = torch.cat(parts).reshape(parameter.shape)
+        return entries if self._is_differentiable else entries.detach()
 
     def _several(self, parameter: Tensor, vectors: Tensor) -> Tensor:
         """Multiply several vectors at once by vmap; a random combination is checked alone.
@@ -165,23 +165,23 @@ class HessianOperator(Operator):
                 gradient = self._gradients[self._place(parameter)]
                 if not gradient.requires_grad:
                     return torch.zeros_like(vectors)
-                (found,) = torch.autograd.grad(
+                (products,) = torch.autograd.grad(
                     (gradient,), (parameter,), (vectors,), retain_graph=True, is_grads_batched=True
                 )
         except RuntimeError:  # one by one, the error is explained
             return self.multiply(parameter, vectors)
         if is_known:
-            return found
+            return products
         expected = self.multiply(parameter, total.unsqueeze(0)).squeeze(0)
-        _agreed[self._kinds] = agree(weights, found, expected, found.abs().sum())
-        return found if _agreed[self._kinds] else self.multiply(parameter, vectors)
+        _agreed[self._kinds] = agree(weights, products, expected, products.abs().sum())
+        return products if _agreed[self._kinds] else self.multiply(parameter, vectors)
 
     @cached_property
     def _kinds(self) -> frozenset[type]:
         """The types of the operations behind the gradients; none if any is a Python function."""
         with suspended(), without_autocast():  # they may be computed in this call
-            found = self._gradients
-        roots = [gradient.grad_fn for gradient in found if gradient.grad_fn is not None]
+            gradients = self._gradients
+        roots = [gradient.grad_fn for gradient in gradients if gradient.grad_fn is not None]
         nodes = behind(roots).union(roots)
         return frozenset() if any(map(is_function, nodes)) else frozenset(map(type, nodes))
 
@@ -319,13 +319,13 @@ def edge_at_input(view: View) -> GradientEdge:
 
 def _edge_of_loss(view: View) -> GradientEdge:
     assert view.node is not None
-    found = _edge_at(view.call, view.index, view.node)
-    if found is None:
+    edge = _edge_at(view.call, view.index, view.node)
+    if edge is None:
         raise UnsupportedError(
             f"The output of {view.path} was changed in place afterwards, so the gradient of some "
             "samples cannot be told. Use an out-of-place operation."
         )
-    return GradientEdge(found.node, found.output_nr)
+    return GradientEdge(edge.node, edge.output_nr)
 
 
 def _edge_at(call: Call, index: int, node: Node) -> Edge | None:

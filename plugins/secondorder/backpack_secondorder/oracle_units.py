@@ -90,7 +90,7 @@ def _trace(reference: Reference) -> tuple[Tensor, Tensor, list[Unit]]:
 def _residuals(reference: Reference) -> list[tuple[dict[str, Tensor], Tensor]]:
     """For each curved unit, ``∂x/∂θ`` by name, ``[N, *x, *θ]``, and ``Σ_o g_o ∂²f_o/∂x²``."""
     _, loss, units = traced(reference)
-    found = []
+    residuals = []
     for unit in units:
         inputs = [t for t in unit.given.tensors() if t.requires_grad]
         for x in inputs[:1]:  # units that are nonlinear in several inputs are refused
@@ -100,8 +100,8 @@ def _residuals(reference: Reference) -> list[tuple[dict[str, Tensor], Tensor]]:
             ]
             curvature = unit.curvature(x, slopes)
             if curvature.any():
-                found.append((oracle.jacobians(x, reference.parameters), curvature))
-    return found
+                residuals.append((oracle.jacobians(x, reference.parameters), curvature))
+    return residuals
 
 
 def positive_curvature(

@@ -129,9 +129,9 @@ class MixedSqrt(LossSqrt):
         if rule is None:  # their roots are new, so no column has a part elsewhere
             return quantity.cut(size)
         if rule.is_loss and not is_rooted:
-            found = at_head(view, quantity)
-            if found is not None:
-                return found, ()
+            marked = at_head(view, quantity)
+            if marked is not None:
+                return marked, ()
         return super().shed(rule, view, quantity, size, is_rooted)
 
     def propagate(self, rule: LayerRule, view: View, quantity: Columns) -> dict[int, Columns]:
@@ -146,8 +146,8 @@ class MixedSqrt(LossSqrt):
 
     def residual(self, rule: LayerRule, view: View) -> dict[int, Columns]:
         """The fewer columns at the input of a head that replace those at its output."""
-        found: dict[int, Columns] = view.kept.pop(_BEHIND_HEAD, {})
-        return found
+        condensed: dict[int, Columns] = view.kept.pop(_BEHIND_HEAD, {})
+        return condensed
 
 
 def truncated(root: Tensor, tolerance: float) -> Tensor:

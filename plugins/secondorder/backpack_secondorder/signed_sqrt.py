@@ -81,13 +81,13 @@ class SignedSqrt(Propagator):
             except UnsupportedError:  # negative weights, or a negative factor after the loss
                 pass
         eye = unit_vectors(view.input)
-        found = rule.hessian_mat_prod(view, eye)
-        return Hessian(eigen_columns("loss", found, view.is_measured))
+        hessian = rule.hessian_mat_prod(view, eye)
+        return Hessian(eigen_columns("loss", hessian, view.is_measured))
 
     def arrive(self, rule: LayerRule, view: View, waiting: Hessian | None) -> Hessian | None:
         """Cast to the dtype of the gradient: under autocast, neighbouring layers differ."""
-        found: Hessian | None = super().arrive(rule, view, waiting)
-        return None if found is None else found.with_rows_formed().to(view.dtype)
+        hessian: Hessian | None = super().arrive(rule, view, waiting)
+        return None if hessian is None else hessian.with_rows_formed().to(view.dtype)
 
     def propagate(self, rule: LayerRule, view: View, quantity: Hessian) -> dict[int, Hessian]:
         """``J_xᵀ H J_x``; for several inputs only as columns, which keep the mixed terms."""
@@ -116,10 +116,10 @@ class SignedSqrt(Propagator):
 
     def residual(self, rule: LayerRule, view: View) -> dict[int, Hessian]:
         """``Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²`` of a nonlinear call."""
-        found = self._residual_of_rows(rule, view)
+        residuals = self._residual_of_rows(rule, view)
         if view.positions == 1:
-            return found
-        return {place: self._of_samples(view, quantity) for place, quantity in found.items()}
+            return residuals
+        return {place: self._of_samples(view, quantity) for place, quantity in residuals.items()}
 
     def _of_samples(self, view: View, quantity: Hessian) -> Hessian:
         """The Hessian of each row as that of each sample: those of one get columns of their own.
@@ -130,10 +130,10 @@ class SignedSqrt(Propagator):
         samples = view.samples if chosen is None or not view.positions else len(chosen)
         if owners is None:
             owners = torch.arange(samples, device="cpu").repeat_interleave(view.positions)
-        found = self.split_positions(quantity.as_columns(), owners, samples).columns
-        if found is not None and chosen is not None and not view.positions:
-            found = found.repeated([n % samples for n in chosen])
-        return self.rooted(Hessian(found))
+        columns = self.split_positions(quantity.as_columns(), owners, samples).columns
+        if columns is not None and chosen is not None and not view.positions:
+            columns = columns.repeated([n % samples for n in chosen])
+        return self.rooted(Hessian(columns))
 
     def _residual_of_rows(self, rule: LayerRule, view: View) -> dict[int, Hessian]:
         """The residual with a sample for each entry of axis 0."""

@@ -46,7 +46,7 @@ def gradients(
     """
     formulas = FORMULAS | OF_VECTORS if in_vectors else FORMULAS
     with _by_formula(outputs, formulas) if create_graph else nullcontext():
-        found = torch.autograd.grad(
+        grads = torch.autograd.grad(
             outputs,  # type: ignore[arg-type] # tensors and edges may be mixed
             inputs,  # type: ignore[arg-type]
             vectors,
@@ -54,7 +54,7 @@ def gradients(
             retain_graph=retain_graph,
             materialize_grads=True,
         )
-    return [*found]
+    return [*grads]
 
 
 @contextmanager

@@ -122,7 +122,7 @@ def couples_nothing(node: Node, there: Crossing, is_apart: bool) -> bool:
 
 
 def _leaves(starts: list[Node]) -> list[Node]:
-    return [found for found in reached(starts, children_of) if is_leaf(found)]
+    return [node for node in reached(starts, children_of) if is_leaf(node)]
 
 
 def needs_samples(view: View, what: str) -> UnsupportedError:
