@@ -12,8 +12,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import Node, current_node
-from backpack_core.contract.extension import Extension
-from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.active import Context
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.between import Between
@@ -28,9 +26,9 @@ from backpack_operations.bare import add_leaves
 from backpack_operations.crossings import Crossings
 from backpack_operations.late import refuse_late_uses, refuse_unmet
 from backpack_operations.own_order import Chunks
-from backpack_operations.owners import owners_of_losses
+from backpack_operations.owners import Owners, owners_of_losses
 from backpack_operations.paths import fault_in, nonlinear
-from backpack_operations.planned import PlannedAlignment, PlannedUses
+from backpack_operations.planned import ByValue, PlannedAlignment, PlannedUses
 from backpack_operations.straight import StraightTraversal
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_behind
@@ -49,31 +47,28 @@ class PlannedFacts(NamedTuple):
     Attributes:
         alignment: Where samples lie; ``None`` if every tensor has them on axis 0.
         uses: How operations use parameters; ``None`` if modules with rules use all of them.
+        looked_at: Sample ids that values of data told; see :class:`GraphSurvey`.
     """
 
     alignment: PlannedAlignment | None
     uses: PlannedUses | None
+    looked_at: tuple[tuple[int, ByValue], ...]
 
 
 class Operations(Between[GraphSurvey]):
     """What lies between the calls of one pass: any operations."""
 
-    def __init__(self, context: Context, asked: Sequence[Propagator], survey: GraphSurvey) -> None:
-        super().__init__(context, asked, survey)
-        self._crossings = Crossings(survey)
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.survey = GraphSurvey(
+            beside=context.beside, tells_samples=context.tells_samples, told=context.told
+        )
+        self._crossings = Crossings(self.survey)
         self._edges: list[Edge] = []
         self._is_first = True
         self._with_hooks: tuple[set[Node], set[Node], set[Node]] = set(), set(), set()
         self._visited_views: set[Call] = set()
         self._visited_modules: dict[Module, None] = {}
-
-    @classmethod
-    def of(cls, context: Context, asked: Sequence[Propagator]) -> Operations:
-        """Begin with a survey that knows only what the user said."""
-        survey = GraphSurvey(
-            beside=context.beside, tells_samples=context.tells_samples, told=context.told
-        )
-        return cls(context, asked, survey)
 
     told = staticmethod(told)
 
@@ -89,15 +84,15 @@ class Operations(Between[GraphSurvey]):
         survey, context = self.survey, self.context
         refusals.refuse_beside(survey, context.extensions)
         ask_without_rule(survey, context)
-        is_per_sample = any(propagator.per_sample for propagator in self.asked)
-        fault = fault_in(survey) if is_per_sample else None
+        fault = fault_in(survey) if context.is_per_sample else None
         if fault is not None:
             raise fault
         self._edges += edges
-        can_keep_apart = all(propagator.keeps_apart for propagator in self.asked)
+        can_keep_apart = all(propagator.keeps_apart for propagator in context.propagators)
         align(survey.alignment, survey, self._edges, can_keep_apart)
         self._note_owners()
-        refusals.refuse_misaligned(survey, survey.alignment, self.asked)
+        refusals.refuse_misaligned(survey, survey.alignment, context.propagators)
+        refusals.refuse_other_order(survey, context.extensions)
         add_leaves(survey)
         if survey.sites and survey.bare:
             if context.groups and self._is_first:
@@ -106,19 +101,13 @@ class Operations(Between[GraphSurvey]):
 
     def _note_owners(self) -> None:
         """Note the sample of each row of the losses, if ``subsampling`` chooses samples there."""
-        if any(propagator.subsampling is not None for propagator in self.asked):
+        if any(p.subsampling is not None for p in self.context.propagators):
             self.survey.loss_owners = owners_of_losses(self.survey)
 
-    def refuse_terms(
-        self,
-        roots: Sequence[Edge],
-        of_losses: Sequence[Extension],
-        divided: Sequence[Extension],
-        is_inside: bool,
-    ) -> None:
+    def refuse_terms(self, roots: Sequence[Edge], is_inside: bool) -> None:
         """Raise unless it is called on a weighted sum of extended losses."""
-        refuse_other_terms(self.survey, roots, of_losses, is_inside)
-        refuse_unknown_normaliser(self.survey, roots, divided)
+        refuse_other_terms(self.survey, roots, self.context.of_losses, is_inside)
+        refuse_unknown_normaliser(self.survey, roots, self.context.with_normalisers)
 
     def nonlinear(self) -> list[Node]:
         """The operations that the table does not list as linear."""
@@ -138,9 +127,23 @@ class Operations(Between[GraphSurvey]):
         survey = self.survey
         if why := survey.why_unusual:
             raise Unplanned(why)
-        alignment = None if survey.alignment.is_plain else PlannedAlignment.of(survey, structure)
-        uses = PlannedUses.of(survey, structure)
-        return None if alignment is None and uses is None else PlannedFacts(alignment, uses)
+        is_plain = survey.alignment.is_plain and not survey.are_moved
+        alignment = None if is_plain else PlannedAlignment.of(survey, structure)
+        uses, number = PlannedUses.of(survey, structure), structure.between
+        if not survey.looked_at.keys() <= number.keys():
+            raise Unplanned("data meet parameters inside of a module")
+        looked_at = [(number[node], ByValue(ids)) for node, ids in survey.looked_at.items()]
+        is_nothing = alignment is None and uses is None and not looked_at
+        return None if is_nothing else PlannedFacts(alignment, uses, tuple(looked_at))
+
+    def holds(self, facts: PlannedFacts | None, batch_size: int, structure: Structure) -> bool:
+        """Whether the values of this pass's data tell the same sample ids."""
+        if facts is None or not facts.looked_at:
+            return True
+        survey = GraphSurvey(batch_size=batch_size, sites=structure.sites)
+        survey.received = dict.fromkeys(structure.sites, batch_size)
+        ids, between = Owners(survey).ids, [*structure.between]
+        return all(ByValue(ids.of_data_at(between[n])) == told for n, told in facts.looked_at)
 
     def fill(self, facts: PlannedFacts | None, structure: Structure) -> None:
         """Fill in the survey of another graph of the same structure."""
@@ -219,7 +222,7 @@ class Operations(Between[GraphSurvey]):
     ) -> None:
         """Visit the call, or those that returned views of its output; then cross its node."""
         survey, (node, output_nr, _), key = self.survey, site.edge, site[:2]
-        if key not in survey.sites and run.is_announced and self.asked:
+        if key not in survey.sites and run.is_announced and self.context.propagators:
             refuse_unmet(site.call, self.context.extensions[0])
         if survey.leaves:  # which uses autograd does not reach is only known during its pass
             run.sink.look_ahead()

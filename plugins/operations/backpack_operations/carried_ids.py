@@ -161,7 +161,11 @@ class CarriedIds:
         is_constant = self._origins.of_constants
         beside = {i for i, child in unknown.items() if child is not None and is_constant(child)}
         telling = {i: ids for i, ids in operand_ids.items() if i not in beside}
-        return sample_ids.through_node(node, output_nr, telling, rows, is_readable)
+        note = self._note_read
+        return sample_ids.through_node(node, output_nr, telling, rows, is_readable, note)
+
+    def _note_read(self) -> None:
+        self._survey.are_by_values = True
 
     def _or_told(self, output: NodeOutput, ids: SampleIds | None) -> SampleIds | None:
         """The ids, or else the rows of the user's index, if these are as many.
@@ -246,9 +250,14 @@ class CarriedIds:
         survey, rows = self._survey, self._input_rows
         items = None if survey.told is None else survey.told.items
         if call is not None:
-            return of_data(data, call.run, rows, survey.depth, items, call.is_readable)
-        by_run = (of_data(data, run, rows, survey.depth, items) for run in self._runs)
-        return next((ids for ids in by_run if ids is not None), None)
+            ids = of_data(data, call.run, rows, survey.depth, items, call.is_readable)
+        else:
+            by_run = (of_data(data, run, rows, survey.depth, items) for run in self._runs)
+            ids = next((each for each in by_run if each is not None), None)
+        # That data are in the order of the model's input is not looked at again in later passes.
+        is_usual = ids is None or ids.equal(along(rows, 0, tuple(ids.shape)))
+        survey.are_by_values |= not is_usual
+        return ids
 
     @property
     def _runs(self) -> list[Run]:
@@ -263,13 +272,14 @@ class CarriedIds:
         """The ids where parameters meet data outside of modules, if the rows are the data's."""
         if node not in self._entries:
             is_entry = self._origins.of_constants(node) and not self._origins.has_own_rows(node)
-            self._entries[node] = self._of_data_at(node) if is_entry else None
+            self._entries[node] = self.of_data_at(node) if is_entry else None
+            if is_entry:
+                self._survey.looked_at[node] = self._entries[node]
         return self._entries[node]
 
-    def _of_data_at(self, node: Node) -> SampleIds | None:
+    def of_data_at(self, node: Node) -> SampleIds | None:
         """The ids of the data that an operation saved, as an index or a factor."""
         survey, shape = self._survey, nodes.lengths_of(node, 0)
-        survey.values_read = True
         data, count = nodes.rows_of(node) if survey.is_readable else (None, 0)
         data = data if data is not None and data.dim() and has_memory(data) else None
         ids = None if data is None else self._of_tensor(data)

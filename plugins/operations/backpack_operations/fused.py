@@ -1,7 +1,8 @@
-"""Columns through fused attention on a CPU, many in one call of its backward kernel.
+"""Columns through fused kernels, for which vmap has no rule and would loop over columns.
 
-``torch.vmap`` has no rule for this kernel, and falls back to a loop over columns. The kernel's
-batch axis can hold columns as well as samples: ``[V · N, H, L, E]``.
+The backward kernel of fused attention on a CPU takes columns as further samples,
+``[V · N, H, L, E]``, as many in one call as fit into memory. Weight normalisation is written as a
+formula of few operations.
 """
 
 from __future__ import annotations
@@ -16,8 +17,6 @@ from backpack_core.tuning import memory_budget
 from backpack_operations import nodes
 from backpack_products.contractions import slices
 
-_ATTENTION = "ScaledDotProductFlashAttentionForCpu"
-
 
 def fused_product(node: Node, mats: dict[int, Tensor]) -> dict[int, Tensor] | None:
     """The vector-Jacobian products of a fused kernel.
@@ -28,21 +27,41 @@ def fused_product(node: Node, mats: dict[int, Tensor]) -> dict[int, Tensor] | No
 
     Returns:
         Columns by position in ``node.next_functions``; ``None`` for all other nodes, and if the
-        result has to be differentiable, which the kernel is not.
+        result has to be differentiable, but the kernel is not.
     """
-    if nodes.operation_of(node) != _ATTENTION or [*mats] != [0] or len(mats[0]) < 2:
+    operation = nodes.operation_of(node)
+    if operation not in _KERNELS or [*mats] != [0]:
         return None
-    if torch.is_grad_enabled() and mats[0].requires_grad:
+    sent = _KERNELS[operation](node, mats[0])
+    if sent is None:
         return None
-    # Each chunk of columns also needs copies of query, key, value and output, and their gradients.
-    few = max(1, memory_budget() // max(1, 8 * mats[0][:1].nbytes))
-    parts = [_attention(node, mats[0][some]) for some in slices(len(mats[0]), few)]
-    sent = (torch.cat(part) for part in zip(*parts, strict=True))
     return {i: mat for i, mat in enumerate(sent) if node.next_functions[i][0] is not None}
 
 
-def _attention(node: Any, mat: Tensor) -> list[Tensor]:
+def weight_norm(node: Any, mat: Tensor) -> list[Tensor]:
+    """Columns at ``v`` and at ``g``, from columns ``[V, *w]`` at ``w = g v / |v|``.
+
+    Torch's own backward treats the norm as a constant when it is differentiated again.
+    """
+    v, g = node._saved_v, node._saved_g
+    axes = [axis for axis in range(v.dim()) if axis != node._saved_dim]
+    norm = torch.linalg.vector_norm(v, dim=axes, keepdim=True)
+    along = (mat * v).sum([axis + 1 for axis in axes], keepdim=True) / norm
+    return [g / norm * (mat - v / norm * along), along]
+
+
+def _attention(node: Node, mat: Tensor) -> list[Tensor] | None:
     """Columns at query, key and value, from columns ``[V, N, H, L, E]`` at the output."""
+    if len(mat) < 2 or (torch.is_grad_enabled() and mat.requires_grad):
+        return None
+    # Each chunk of columns also needs copies of query, key, value and output, and their gradients.
+    few = max(1, memory_budget() // max(1, 8 * mat[:1].nbytes))
+    parts = [_by_kernel(node, mat[some]) for some in slices(len(mat), few)]
+    return [torch.cat(part) for part in zip(*parts, strict=True)]
+
+
+def _by_kernel(node: Any, mat: Tensor) -> list[Tensor]:
+    """The same for a chunk of columns, by one call of the kernel."""
     columns = len(mat)
 
     def repeated(saved: Tensor) -> Tensor:
@@ -57,3 +76,9 @@ def _attention(node: Any, mat: Tensor) -> list[Tensor]:
     options = node._saved_dropout_p, node._saved_is_causal
     grads = backward(mat.flatten(0, 1), *inputs, *options, attn_mask=mask, scale=node._saved_scale)
     return [each.unflatten(0, (columns, -1)) for each in grads]
+
+
+_KERNELS = {
+    "ScaledDotProductFlashAttentionForCpu": _attention,
+    "WeightNormInterface": weight_norm,
+}

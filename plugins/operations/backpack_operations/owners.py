@@ -127,11 +127,14 @@ class Owners:
 
     def received_permuted(self, call: Call) -> bool:
         """Whether a call is known to have received one row of each sample, in another order."""
-        edge = call.edges[0] if call.edges else None
         # Packed sequences are sorted on purpose.
-        if edge is None or any(is_packed(other) for other, _ in self._survey.received):
+        if not call.edges or any(is_packed(other) for other, _ in self._survey.received):
             return False
-        rows = self.rows(*edge[:2], is_free=True)
+        if (edge := call.edges[0]) is not None:
+            rows = self.rows(*edge[:2], is_free=True)
+        else:
+            shape = tuple(call.stored.inputs[0].shape)
+            rows = self._rows(self.ids.of_input(call), shape, is_free=True)
         return rows is not None and self._permutes(rows)
 
     def received_elsewhere(self, call: Call) -> bool:

@@ -7,7 +7,11 @@ filled in without a walk.
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable
+from itertools import chain
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor
 
 from backpack_core.graph.survey import Use
 from backpack_core.plan.plan import model_of, trained_by
@@ -18,11 +22,50 @@ from backpack_operations.parameter_owners import owned_by_models
 from backpack_operations.paths import inside
 from backpack_operations.survey import Bare, GraphSurvey
 
+T = TypeVar("T", bound=Hashable)
+
+
+class ByValue:
+    """A tensor, or ``None``, that compares by value."""
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        self.tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ByValue) or self.tensor is None or other.tensor is None:
+            return isinstance(other, ByValue) and self.tensor is other.tensor
+        return self.tensor.equal(other.tensor)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Walked:
+    """A graph in the order of walks: that of its structure, then the inside of opened calls.
+
+    Attributes:
+        nodes: The nodes between calls and inside of opened ones, with their numbers.
+        places: The outputs of calls and of nodes, with their numbers.
+    """
+
+    def __init__(self, survey: GraphSurvey, structure: Structure) -> None:
+        opened = [site for site in structure.sites.values() if site.call in survey.opened]
+        within = dict.fromkeys(chain(*map(inside, opened)))
+        outputs = [(node, nr) for node in within for nr in range(len(node._input_metadata))]
+        self.nodes = _numbered((*structure.between, *within))
+        self.places = _numbered((*structure.places, *outputs))
+
+
+def _numbered(items: Iterable[T]) -> dict[T, int]:
+    return {item: number for number, item in enumerate(dict.fromkeys(items))}
+
 
 class PlannedAlignment(NamedTuple):
     """An :class:`Alignment` with numbers instead of nodes.
 
     Attributes:
+        owned: The masks of entries by sample, where entries are in no order.
+        sample_ids: The sample of each entry, at outputs of calls where columns are kept apart.
+        are_moved: Whether rows may be in another order than those of the model's input.
         received: See :class:`GraphSurvey`, as ``unusual``.
         unusual: Outputs of calls that received data, or contain modules.
         tables: Those among them that are tables.
@@ -31,6 +74,9 @@ class PlannedAlignment(NamedTuple):
     positions: tuple[tuple[int, int], ...]
     before: frozenset[int]
     apart: frozenset[int]
+    owned: tuple[tuple[int, ByValue], ...]
+    sample_ids: tuple[tuple[int, ByValue], ...]
+    are_moved: bool
     starts: tuple[int, ...]
     faults: tuple[int, ...]
     received: tuple[tuple[int, int], ...]
@@ -44,17 +90,23 @@ class PlannedAlignment(NamedTuple):
         Raises:
             Unplanned: It depends on more than the structure.
         """
-        alignment, places = survey.alignment, structure.places
+        alignment, walked = survey.alignment, Walked(survey, structure)
+        places = walked.places
         number = {site: n for n, site in enumerate(structure.sites)}
         unusual = [(number[site[:2]], site.edge.node in survey.tables) for site in survey.unusual]
-        if alignment.owned or alignment.beside:
-            raise Unplanned("rows are in an order that numbers in tensors tell")
+        if alignment.beside:
+            raise Unplanned("the loss depends on a parameter without any sample")
+        at_sites = (site.edge[:2] for site in survey.sites.values())
+        ids = {o: survey.sample_ids.get(o) for o in at_sites if o in alignment.apart}
         try:
             return cls(
                 tuple([(places[place], count) for place, count in alignment.positions.items()]),
                 frozenset([places[place] for place in alignment.before]),
                 frozenset([places[place] for place in alignment.apart]),
-                tuple([structure.between[node] for node in alignment.starts]),
+                tuple([(places[place], ByValue(own)) for place, own in alignment.owned.items()]),
+                tuple([(places[o], ByValue(own)) for o, own in ids.items() if own is not None]),
+                bool(survey.are_moved),
+                tuple([walked.nodes[node] for node in alignment.starts]),
                 tuple([number[site] for site in alignment.faults]),
                 tuple([(number[site], rows) for site, rows in survey.received.items()]),
                 tuple([n for n, _ in unusual]),
@@ -65,17 +117,20 @@ class PlannedAlignment(NamedTuple):
 
     def fill(self, survey: GraphSurvey, structure: Structure) -> None:
         """Fill in the alignment of another graph of the same structure."""
-        alignment, places, between = survey.alignment, [*structure.places], [*structure.between]
+        walked = Walked(survey, structure)
+        alignment, places, between = survey.alignment, [*walked.places], [*walked.nodes]
         sites, keys = [*structure.sites.values()], [*structure.sites]
         alignment.positions = {places[n]: count for n, count in self.positions}
         alignment.before = {places[n] for n in self.before}
         alignment.apart = {places[n] for n in self.apart}
+        alignment.owned = {places[n]: t for n, own in self.owned if (t := own.tensor) is not None}
+        survey.sample_ids = {places[n]: own.tensor for n, own in self.sample_ids}
         alignment.starts = dict.fromkeys([between[n] for n in self.starts])
         # The errors are never raised: the first graph was not refused.
         alignment.faults = {keys[n]: faults.elsewhere() for n in self.faults}
         survey.received = {keys[n]: rows for n, rows in self.received}
         survey.axes = dict.fromkeys(keys, 0)
-        survey.unusual, survey.are_moved = [sites[n] for n in self.unusual], False
+        survey.unusual, survey.are_moved = [sites[n] for n in self.unusual], self.are_moved
         survey.tables = set().union(*(inside(sites[n]) for n in self.tables))
 
 
@@ -102,7 +157,8 @@ class PlannedUses(NamedTuple):
         """
         if not (survey.bare or survey.leaves or survey.freed):
             return None
-        node, place = structure.between, structure.places
+        walked = Walked(survey, structure)
+        node, place = walked.nodes, walked.places
         number = {id(own): n for n, own in enumerate(structure.parameters)}
         first = {call: n for n, (call, _) in reversed([*enumerate(structure.sites)])}
         at_leaves = Counter(id(own) for own in survey.alignment.leaves.values())
@@ -116,7 +172,7 @@ class PlannedUses(NamedTuple):
                 (number[key], node[use.node], tuple([(node[n], i) for n, i in use.edges]))
                 for key, use in survey.bare.items()
             ]
-            outside = frozenset([number[key] for key in survey.outside])
+            outside = frozenset([number[key] for key in survey.outside & number.keys()])
             seen = [(number[k], k, use) for k, use in survey.uses.items() if use.call in first]
         except KeyError as error:
             raise Unplanned("a parameter is used where no walk by rules gets to") from error
@@ -128,7 +184,8 @@ class PlannedUses(NamedTuple):
 
     def fill(self, survey: GraphSurvey, structure: Structure) -> None:
         """Fill in the uses of another graph of the same structure."""
-        between, places = [*structure.between], [*structure.places]
+        walked = Walked(survey, structure)
+        between, places = [*walked.nodes], [*walked.places]
         calls, parameters = [call for call, _ in structure.sites], structure.parameters
         survey.alignment.leaves = {places[at]: parameters[n] for at, n in self.leaves}
         for n, last, edges in self.bare:

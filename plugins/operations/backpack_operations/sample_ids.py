@@ -39,7 +39,12 @@ def along(rows: Tensor, axis: int, shape: Shape) -> SampleIds:
 
 
 def through_node(
-    node: Node, output_nr: int, operand_ids: OperandIds, rows: Tensor, is_readable: bool
+    node: Node,
+    output_nr: int,
+    operand_ids: OperandIds,
+    rows: Tensor,
+    is_readable: bool,
+    note_read: Callable[[], None],
 ) -> SampleIds | None:
     """The ids at an output of an operation; ``None`` if unknown, as where samples may meet.
 
@@ -49,11 +54,16 @@ def through_node(
         operand_ids: The ids at its operands.
         rows: The sample of each row that the model received.
         is_readable: Whether the tensors that the operation saved may be read.
+        note_read: Called if the ids depend on values of these tensors.
     """
     shape, operation = nodes.lengths_of(node, output_nr), nodes.operation_of(node)
     known = {position: ids for position, ids in operand_ids.items() if ids is not None}
-    is_one = len(known) == len(operand_ids) and all(ids.numel() == 1 for ids in known.values())
+    is_all = len(known) == len(operand_ids)
+    if is_readable and is_all and _is_beside_constants(node, known):
+        return _through_linear(node, output_nr, known, rows)
+    is_one = is_all and all(ids.numel() == 1 for ids in known.values())
     if is_one and is_readable and _may_have_others(node, shape, known, len(rows)):
+        note_read()
         return _depending(node, output_nr, known, rows)
     if operation in nodes.ELEMENTWISE and known:
         unknown = [_operand_shape(node, i) for i in operand_ids.keys() - known.keys()]
@@ -77,14 +87,19 @@ def through_node(
         return viewed(first, _operand_shape(node, position), shape, rows)
     if operation in nodes.TURNS:
         return first.permute(nodes.order_of(node, len(shape)))
-    if not is_readable:
+    is_one = not nodes.is_function(node) and _are_of_one(known.values())
+    if not is_readable or not (is_one or operation in nodes.INDEXED | nodes.LINEAR):
         return None
+    if not nodes.is_told_by_settings(type(node)):
+        note_read()
     if operation in nodes.INDEXED:
         return _picked(first, nodes.picks_of(node), _operand_shape(node, position), rows)
+    is_by_rows = len(shape) > 1 and not any(map(are_elsewhere, known.values()))
+    if operation == "IndexAdd" and is_by_rows and nodes.axes_of(node) == [0]:
+        return _added(known, node._saved_index.cpu(), shape, rows)  # type: ignore[attr-defined]
     if operation in nodes.LINEAR:
         return _through_linear(node, output_nr, known, rows)
-    is_one = not nodes.is_function(node) and _are_of_one(known.values())
-    return _depending(node, output_nr, known, rows) if is_one else None
+    return _depending(node, output_nr, known, rows)
 
 
 def _operand_shape(node: Node, position: int) -> Shape:
@@ -110,6 +125,19 @@ def _may_have_others(node: Node, shape: Shape, known: dict[int, SampleIds], samp
         return False
     has_others = len(known) < len(node.next_functions) or operation == "ConstantPadNd"
     return has_others and any(length and not length % samples for length in shape)
+
+
+def _is_beside_constants(node: Node, known: dict[int, SampleIds]) -> bool:
+    """Whether a row of one sample is joined with constant rows, which may become other samples'.
+
+    A recurrent net that goes backwards through sequences of several lengths does so: it begins with
+    the longest, and the others join with their first state. If several rows of a sample are joined
+    with constants, they are a padded sequence.
+    """
+    if nodes.operation_of(node) != "Cat" or not 0 < len(known) < len(node.next_functions):
+        return False
+    shapes = [_operand_shape(node, position) for position in known]
+    return all(s[:1] == (1,) and nodes.axes_along(node, len(s)) == [0] for s in shapes)
 
 
 # Fast paths ---------------------------------------------------------------------------------------
@@ -199,6 +227,24 @@ def _picked(
     return shortened(lead[index], rows, _are_whole([ids]))
 
 
+def _added(
+    known: dict[int, SampleIds], index: Tensor, shape: Shape, rows: Tensor
+) -> SampleIds | None:
+    """The ids where an index adds rows to others, as experts hand back their tokens.
+
+    The same as :func:`_through_linear`, without a call of the node.
+    """
+    nobody = torch.full((1,), -1, device="cpu")
+    before = known.get(0, nobody).flatten().expand(shape[0])
+    added = known.get(1, nobody).flatten().expand(len(index))
+    ids = before.clone()
+    ids[index[added >= 0]] = added[added >= 0]
+    are_kept = ((ids == before) | (before < 0)).all()
+    if not bool(((ids[index] == added) | (added < 0)).all() & are_kept):
+        return None
+    return shortened(along(ids, 0, shape), rows, _are_whole(known.values()))
+
+
 # Any operation: marks are sent through it ---------------------------------------------------------
 
 
@@ -244,7 +290,8 @@ def _through_linear(
     ids = ids.clamp(0, last)
     if ((checks - codes[ids] * ones).abs() > ones / 4)[is_some].any():
         return None
-    return shortened(torch.where(is_some, ids, -1), rows, _are_whole(known.values()))
+    is_whole = _are_whole(known.values()) and not _is_beside_constants(node, known)
+    return shortened(torch.where(is_some, ids, -1), rows, is_whole)
 
 
 def _generator() -> torch.Generator:

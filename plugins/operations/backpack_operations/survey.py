@@ -80,6 +80,8 @@ class GraphSurvey(Survey):
         sample_ids: The sample of each entry of a tensor, where it was asked for; see ``owners.py``.
         are_moved: Whether any tensor may have its rows in another order than the model's
             input; ``None`` before it was asked for.
+        are_by_values: Whether values of tensors, such as an index, say that rows are moved.
+        looked_at: By an operation of parameters and data, the sample ids that the data told.
         unclear: Calls that received rows picked from the data, of unknown samples.
         values_read: Whether values of tensors were compared to find the samples.
         is_straight: Whether every call has a rule and its samples on axis 0, as a plan says.
@@ -109,6 +111,8 @@ class GraphSurvey(Survey):
     loss_owners: dict[tuple[Call, int], Tensor] = field(default_factory=dict)
     sample_ids: dict[tuple[Node, int], Tensor | None] = field(default_factory=dict)
     are_moved: bool | None = None
+    are_by_values: bool = False
+    looked_at: dict[Node, Tensor | None] = field(default_factory=dict)
     unclear: set[Call] = field(default_factory=set)
     values_read: bool = False
     is_straight: bool = False
@@ -122,13 +126,12 @@ class GraphSurvey(Survey):
         reasons = {
             "samples=... says which rows are whose": self.told is not None,
             "numbers in tensors were read to tell where samples are": self.values_read,
-            "rows are picked, turned or handed out": bool(self.are_moved or self.call_rows),
+            "indices or data say which rows are whose": bool(self.are_moved and self.are_by_values),
+            "a part of the rows is known": bool(self.call_rows),
             "samples lie on another axis": self.is_declared or any(self.axes.values()),
             "each item of a list is a sample's": self.depth is not None,
             "weights are handed over": bool(self.handed),
-            "a view was overwritten in place": bool(
-                self.viewed or self.at_base or self.computed_from
-            ),
+            "a view was overwritten in place": bool(self.viewed or self.at_base),
             "parameters are sharded": bool(self.shards),
             "a loss has no rule": bool(self.unruled_losses),
             "a quantity does not exist everywhere": bool(
