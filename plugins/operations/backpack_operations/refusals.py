@@ -153,16 +153,16 @@ def refuse_misaligned(
 def refuse_other_order(survey: GraphSurvey, extensions: Sequence[Extension]) -> None:
     """Raise if a model puts all of its data into another order, before any layer.
 
-    Results of single samples could be in either order; sums over samples are the same in both. It
-    does not raise if other data are beside them in the order of samples, as negatives beside
-    positives.
+    Results of single samples could then be in either order; sums over samples are the same in both.
+    It does not raise if other data are in the order of the samples (positives beside permuted
+    negatives).
 
     Args:
         survey: What is known about the graph.
         extensions: What was asked for.
 
     Raises:
-        SampleMixingError: It does so.
+        SampleMixingError: All data are permuted, and an extension has results of single samples.
     """
     is_known = survey.is_told or survey.depth is not None or not survey.alignment.faults
     if is_known or all(e.over_batches == "sum" or not e.propagator.per_sample for e in extensions):
