@@ -39,7 +39,7 @@ from backpack_products.recycled import take
 from backpack_products.rows import Rows, whole
 from backpack_products.tuning import BAND, READ, SHARED
 
-# How much larger than what was lost a square is, so that six digits are right.
+# A square must exceed the rounding error by this factor, so that six digits are right.
 _DIGITS = 1e6
 
 
@@ -131,9 +131,9 @@ def is_gram_cheaper(out: Tensor, inp: Rows, is_summed: bool = False) -> bool:
 
 
 def gram_count(positions: float, features: int, size: int, columns: int = 1) -> float:
-    """What :func:`norm_by_gram` costs for one sample, in multiply-adds.
+    """The cost of :func:`norm_by_gram` for one sample, in multiply-adds.
 
-    Scaling comes to that where values cannot be looked at: three times reading the factors.
+    If values cannot be read, scaling adds three readings of the factors.
     """
     read = READ * positions * (columns * features + size)
     return positions**2 * (columns * (features + READ) + size) + read
@@ -160,13 +160,13 @@ def inner(out: Tensor, inp: Rows, other_out: Tensor, other_inp: Rows) -> Tensor:
 def norm_by_gram(out: Tensor, inp: Rows) -> Norm:
     """:func:`norm` from inner products of a product with itself.
 
-    They leave the range of numbers long before the norm does. So inputs of each position, and of
-    each group, are divided by their largest entry; columns are multiplied with that, and divided by
-    the largest entry that they have then. Factors of one position may so be as far from those of
-    another as numbers go. On the host, nothing is divided where a look shows that nothing was lost.
+    Inner products overflow and underflow long before the norm does. So the inputs of each position
+    and group are divided by their largest entry; columns are multiplied by it, and then divided by
+    their own largest entry. Factors of different positions may thus differ by any magnitude. On the
+    host, nothing is divided if a check shows that no digits were lost.
     """
-    found = _squares_in_range(out, inp)
-    return _scaled_norm(out, inp) if found is None else Norm(found)
+    squares = _squares_in_range(out, inp)
+    return _scaled_norm(out, inp) if squares is None else Norm(squares)
 
 
 def _scaled_norm(out: Tensor, inp: Rows) -> Norm:
@@ -178,7 +178,7 @@ def _scaled_norm(out: Tensor, inp: Rows) -> Norm:
         for column in out[:, rows]:
             count, left = len(column), _by_group(column)
             highest = largest(left, 2)
-            # What is divided by is large enough for a share of any position that has columns.
+            # The divisor is large enough for the contribution of any position that has columns.
             peak = torch.maximum(highest * most, few * most * (highest > 0))
             peak = divisor(peak.view(count, -1).amax(1))  # [n]
             share = most.view(count, -1) / peak.unsqueeze(1)
@@ -192,7 +192,7 @@ def _scaled_norm(out: Tensor, inp: Rows) -> Norm:
 
 
 def _squares_in_range(out: Tensor, inp: Rows) -> Tensor | None:
-    """Squared norms from Gram matrices of factors as they are; ``None`` if digits may be lost."""
+    """Squared norms from Gram matrices of unscaled factors; ``None`` if digits may be lost."""
     if not may_look(out):
         return None
     squares, lost = out.new_empty(out.shape[:2]), out.new_empty(out.shape[:2])

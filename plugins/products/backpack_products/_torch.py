@@ -22,10 +22,10 @@ def is_symbolic(tensor: Tensor) -> bool:
 
 
 def is_at_hand(tensor: Tensor) -> bool:
-    """Whether to look at numbers is free: they are on the host, and nobody records who looks.
+    """Whether reading a tensor's values is free: they are on the host, and nothing records reads.
 
-    But for a mode that takes what is read for an assumption, and says so
-    (``reads_are_assumptions``): it records what is computed without it.
+    Modes that record operations do not allow it, except for modes with ``reads_are_assumptions``:
+    these take the values that are read for constants.
     """
     mode = _get_current_dispatch_mode()
     return (
@@ -55,15 +55,15 @@ def onednn_linear(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def holders_of(tensor: Tensor) -> tuple[int, ...] | None:
-    """How many hold a tensor, its base and its storage, in Python and below; ``None`` if unknown.
+    """Reference counts of a tensor, its base and its storage, in Python and C++.
 
-    Views, arrays, graphs and lists all show in one of these counts.
+    Views, NumPy arrays, graphs and lists all increase one of them. ``None`` if torch lacks a count.
     """
     count: Any = getattr(torch._C, "_storage_Use_Count", None)
     if count is None:
         return None
     storage, base = tensor.untyped_storage(), tensor._base
-    found: list[int] = [sys.getrefcount(tensor), sys.getrefcount(storage), count(storage._cdata)]
+    counts: list[int] = [sys.getrefcount(tensor), sys.getrefcount(storage), count(storage._cdata)]
     for one in (tensor,) if base is None else (tensor, base):
-        found.append(one._use_count())  # type: ignore[attr-defined]
-    return (*found, sys.getrefcount(base))
+        counts.append(one._use_count())  # type: ignore[attr-defined]
+    return (*counts, sys.getrefcount(base))

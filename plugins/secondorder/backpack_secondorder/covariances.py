@@ -38,7 +38,7 @@ def outer_sum(inp: Rows, itemsize: int, scale: float = 1.0, mean: bool = False) 
         if part.shape[1] == 1 or part.stride(0) == positions * part.stride(1):
             total = _add_outer(total, part.flatten(0, 1), band, scale)
             continue
-        # Patches lie as [I, S]: a product for each sample is cheaper than copying them together.
+        # Patches are stored as [I, S]: a product for each sample is cheaper than a joining copy.
         for sample in part:
             total = _add_outer(total, sample, band, scale)
     assert total is not None
@@ -63,7 +63,7 @@ def _add_outer(total: Tensor | None, vectors: Tensor, step: int, scale: float) -
     if torch.is_grad_enabled():
         product = torch.bmm(left, right) * scale
         return product if total is None else total + product
-    beta = 0.0 if total is None else 1.0  # 0: total is not read
+    beta = 0.0 if total is None else 1.0  # with beta = 0, total is not read
     if total is None:
         total = vectors.new_empty(vectors.shape[1], size, size)
     is_small = vectors.numel() * size < WHOLE
