@@ -185,7 +185,7 @@ def choose(claims: list[Claim[T]], key: str, what: str) -> Claim[T]:
     return chosen
 
 
-def version_of(versions: Mapping[str, T], key: str) -> T:
+def preferred_version(versions: Mapping[str, T], key: str) -> T:
     """Of several versions by package, the only one, or the one of the preferred package.
 
     Raises:
@@ -252,7 +252,7 @@ def preference(key: str) -> str:
     key ``*`` stands for all others.
     """
     pairs = [p.strip().rsplit("=", 1) for p in os.environ.get("BACKPACK_PREFER", "").split(",")]
-    environment = {spelled_out(pair[0]): pair[1] for pair in pairs if len(pair) == 2}
+    environment = {qualified_name(pair[0]): pair[1] for pair in pairs if len(pair) == 2}
     tables = preferred, environment
     return next(filter(None, (t.get(name) for name in (key, "*") for t in tables)), "")
 
@@ -265,13 +265,13 @@ def preferred_of(key: str, rivals: Iterable[Any]) -> Any:
     return chosen[0] if len(chosen) == 1 else None
 
 
-def spelled_out(key: str | type) -> str:
+def qualified_name(key: str | type) -> str:
     """The qualified name of a class that may be given by an alias, as ``torch.nn.Linear``."""
-    kind = key if isinstance(key, type) else class_named(key)
+    kind = key if isinstance(key, type) else imported_class(key)
     return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else str(key)
 
 
-def class_named(name: str) -> Any:
+def imported_class(name: str) -> Any:
     """The class with a qualified name if its module is imported already; else ``None``."""
     module, _, attribute = name.rpartition(".")
     return getattr(sys.modules.get(module), attribute, None)

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from backpack_core.discovery import Plugin, canonical, spelled_out
+from backpack_core.discovery import Plugin, canonical, qualified_name
 
 NAME = "backpack-provides.json"
 # The names by distribution, of those that are known whether they are installed or not.
@@ -56,7 +56,7 @@ def text_of(found: Any) -> str:
     return json.dumps(found, indent=1, sort_keys=True) + "\n"
 
 
-def said_by(package: str) -> dict[str, str]:
+def declared_by(package: str) -> dict[str, str]:
     """What the file of a package says; nothing if there is none, or if it is damaged."""
     home = home_of(package)
     found = _read(beside(home, NAME)) if home else {}
@@ -91,7 +91,7 @@ def providers(names: Collection[str], plugins: Iterable[Plugin]) -> Iterator[Pro
     for package in dict.fromkeys(plugin.package for plugin in plugins):
         mine = {plugin.value: plugin for plugin in plugins if plugin.package == package}
         said = {name: p.value for p in mine.values() for name in (p.name, p.attribute)}
-        said |= said_by(package)
+        said |= declared_by(package)
         first = next(iter(mine.values()))
         for name in _among(said, names):
             plugin = mine.get(said[name], first)
@@ -104,4 +104,4 @@ def providers(names: Collection[str], plugins: Iterable[Plugin]) -> Iterator[Pro
 
 def _among(said: Iterable[str], names: Collection[str]) -> list[str]:
     """Those that are said to be provided; a module type may be named by an alias."""
-    return [name for name in said if name and spelled_out(name) in names]
+    return [name for name in said if name and qualified_name(name) in names]

@@ -25,12 +25,12 @@ from backpack_core._torch import parametrizations_of
 from backpack_core.engine.hooks import OutputHook
 from backpack_core.errors import UsageError
 from backpack_core.plugins.registry import FALLBACK, Resolved, registry
-from backpack_core.record.call import NOTHING, SITES, Call, attach_viewed, put_in_order
+from backpack_core.record.call import NOTHING, SITES, Call, record_at_base, to_stored
 from backpack_core.record.execution import (
     Execution,
     Received,
     aliases,
-    is_made,
+    is_recordable,
     new_base,
     simple_node,
 )
@@ -38,8 +38,8 @@ from backpack_core.record.owner import OWNER_ATTRIBUTE, Owner, run_of_model
 from backpack_core.record.state import (
     TRAITS_ATTRIBUTE,
     Traits,
-    noted_of,
     tensors_of,
+    versions_and_frozen,
 )
 from backpack_core.record.storage import storage
 from backpack_core.record.structure import in_order, iter_tensors, map_tensors, tensors_in
@@ -144,7 +144,7 @@ def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execu
         _attach(_call(module, traits, resolved, kept, execution, execution), 0, result, *simple)
         return None
     outputs = (result,) if isinstance(result, Tensor) else tuple(iter_tensors(result))
-    live = [o for o in outputs if is_made(o)]
+    live = [o for o in outputs if is_recordable(o)]
     if not live:
         if not resolved.is_fallback:
             # States, behind the first output, may have samples elsewhere.
@@ -162,7 +162,7 @@ def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execu
     kept = args, kwargs, inputs, outputs
     call = _call(module, traits, resolved, kept, received, execution)
     for index, output in enumerate(outputs):
-        if is_made(output):
+        if is_recordable(output):
             shown = own.get(id(output), output)
             assert shown.grad_fn is not None
             base = new_base(shown, execution.tensors) if shown._is_view() else None
@@ -202,14 +202,14 @@ def _call(
     else:
         owned, parameters, computed = _tensors(module, resolved, of)
     detached = tuple(map(Tensor.detach, outputs))
-    counts, frozen = noted_of(detached, owned)
+    counts, frozen = versions_and_frozen(detached, owned)
     before = what.versions
     noted: Any
     noted = args, kwargs, inputs, detached, before, counts, owned, parameters, computed, frozen
     thread, is_readable = get_ident(), _torch.saving_hooks() is None
-    run, gives_again = run_of_model(module, thread), is_readable
+    run, unpacks_twice = run_of_model(module, thread), is_readable
     if not is_readable:
-        noted, run, gives_again = storage().keep(put_in_order(noted), run)
+        noted, run, unpacks_twice = storage().keep(to_stored(noted), run)
     return Call(
         module,
         resolved.rule,
@@ -222,7 +222,7 @@ def _call(
         run,
         what.is_rewired,
         is_readable,
-        gives_again,
+        unpacks_twice,
     )
 
 
@@ -232,7 +232,7 @@ def _attach(call: Call, index: int, output: Tensor, node: Any, base: Tensor | No
     hook = OutputHook(call, index, output.output_nr)
     hook.hooks = weakref.ref(hook_first(output, node, hook))
     if base is not None:
-        attach_viewed(call, index, output, base)
+        record_at_base(call, index, output, base)
 
 
 def _tensors(

@@ -13,7 +13,7 @@ from backpack_core.cli.reports import Provided, Report
 from backpack_core.contract.bases import Candidate, faults_of, with_line
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
-from backpack_core.discovery import Claim, Plugin, spelled_out
+from backpack_core.discovery import Claim, Plugin, qualified_name
 from backpack_core.errors import PluginVersionError
 from backpack_core.plugins.registry import registry
 from backpack_core.testing.execution import has_second_derivative
@@ -85,13 +85,13 @@ def _claims(plugin: Plugin) -> list[tuple[Provided, Any]]:
                 found.append((Provided(kind, key, name, detail), value))
 
     for module_type, rules in registry.rules.items():
-        add("layer rule", spelled_out(module_type), rules)
+        add("layer rule", qualified_name(module_type), rules)
     for name, extensions in registry.extensions.items():
         add("extension", name, extensions)
     for name, propagators in registry.propagators.items():
         add("propagator", name, propagators)
     for (extension, module_type), overrides in registry.overrides.items():
-        add("pair override", f"{extension.__name__}/{spelled_out(module_type)}", overrides)
+        add("pair override", f"{extension.__name__}/{qualified_name(module_type)}", overrides)
     return found
 
 

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from backpack_core.discovery import Claim, Plugin, spelled_out
+from backpack_core.discovery import Claim, Plugin, qualified_name
 from backpack_core.plugins import ensure_loaded, known_plugins
 from backpack_core.plugins.registry import registry
-from backpack_core.provided import KNOWN, NAME, beside, home_of, known, said_by, text_of
+from backpack_core.provided import KNOWN, NAME, beside, declared_by, home_of, known, text_of
 
 
 def provided_by(plugins: Iterable[Plugin]) -> dict[str, dict[str, str]]:
@@ -28,7 +28,7 @@ def provided_by(plugins: Iterable[Plugin]) -> dict[str, dict[str, str]]:
             for claim in claims:
                 if claim.provenance == plugin.provenance:
                     names = found.setdefault(plugin.package, {})
-                    names[spelled_out(key)] = _class_named(claim.value)
+                    names[qualified_name(key)] = _class_named(claim.value)
     return found
 
 
@@ -40,8 +40,8 @@ def _class_named(value: Any) -> str:
 def untrue(plugin: Plugin) -> Iterator[str]:
     """What the file beside the code of a plugin that is loaded says of it, and is not so."""
     own = provided_by([plugin]).get(plugin.package, {})
-    for name, value in said_by(plugin.package).items():
-        if value == plugin.value and spelled_out(name) not in own:
+    for name, value in declared_by(plugin.package).items():
+        if value == plugin.value and qualified_name(name) not in own:
             yield f"{NAME} says that it provides {name}, which it does not"
 
 

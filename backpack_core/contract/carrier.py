@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from backpack_core.contract.propagator import Propagator
 
 
-class Found(NamedTuple):
+class ParameterResult(NamedTuple):
     """The result that a carrier has for a parameter.
 
     Attributes:
@@ -63,7 +63,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def find(self, view: View, trained: Sequence[Trained], quantity: Any) -> Iterable[Any]:
-        """A :class:`Found` for each of some parameters; else a reading for each, in order."""
+        """A :class:`ParameterResult` for each parameter; else a reading for each, in order."""
 
     @abstractmethod
     def send(self, view: View, quantity: Any) -> dict[int, Any]:

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar, get_args, get_type_hints
 from torch import Tensor
 
 from backpack_core.contract.reading import Reading
-from backpack_core.discovery import spelled_out, version_of
+from backpack_core.discovery import preferred_version, qualified_name
 from backpack_core.errors import PluginError
 
 R = TypeVar("R")
@@ -71,7 +71,7 @@ class OpenFunction(Generic[R]):
         chosen = self._chosen
         its = next(filter(self._versions.__contains__, form.__mro__), None)
         versions = {"": self.definition} if its is None else self._versions[its]
-        function = version_of(versions, f"{self.__name__}/{spelled_out(its or form)}")
+        function = preferred_version(versions, f"{self.__name__}/{qualified_name(its or form)}")
         if len(versions) == 1:  # else a preference decides, which may change
             chosen[form] = function
         return function

@@ -11,10 +11,10 @@ from torch.nn import Module
 
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.call import path_of
-from backpack_core.record.untouched import Versions, held
+from backpack_core.record.untouched import Versions, versions_in
 
-# Set by the engine.
-_PLACE = ("name", "module", "parameter", "rule", "needs", "kept", "beside", "is_measured")
+# The attributes that the engine sets.
+_OF_ENGINE = "name module parameter rule needs call_cache column_cache is_measured"
 
 
 class Reading:
@@ -45,8 +45,8 @@ class Reading:
         self.shape = shape
         self.results: dict[Any, Any] = {}
         self.made: list[tuple[Tensor, int]] = []
-        self.kept: dict[Any, Any] = {}
-        self.beside: dict[Any, Any] = {}
+        self.call_cache: dict[Any, Any] = {}
+        self.column_cache: dict[Any, Any] = {}
 
     @property
     def path(self) -> str:
@@ -55,13 +55,13 @@ class Reading:
 
     def placed_as(self, other: Reading) -> Self:
         """This reading, with the place (module, name, rule) of another one."""
-        for name in _PLACE:
+        for name in _OF_ENGINE.split():
             setattr(self, name, getattr(other, name))
         return self
 
     def held(self) -> Versions:
         """The tensors that it is made of, with their versions."""
-        return held(self)
+        return versions_in(self)
 
     def lasting(self) -> Any:
         """The reading in a form that outlives the graph of the pass. Default: itself."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import keeps_graph
+from backpack_core.autocast import without_autocast
 from backpack_core.contract.observer import Driver, Grads, Options
 from backpack_core.engine import losses
 from backpack_core.engine.active import Context
@@ -33,10 +34,9 @@ from backpack_core.engine.planning import Planning
 from backpack_core.engine.schedule import HookSchedule
 from backpack_core.engine.sink import FieldSink
 from backpack_core.graph.survey import Survey
-from backpack_core.record.call import Call, Edge, Kept, Site
+from backpack_core.record.call import Call, CallCaches, Edge, Site
 from backpack_core.record.view import View
 from backpack_core.replaced import replaced
-from backpack_core.values import without_autocast
 
 
 class BackwardPass:
@@ -115,7 +115,7 @@ class BackwardPass:
         self._divided = [e for e in context.extensions if e.needs_normalisers]
         self.is_per_sample = any(propagator.per_sample for propagator in asked)
         self.is_curvature = bool(whole) or any(group.propagator.travels for group in groups)
-        self._kept: Kept = {}
+        self._kept: CallCaches = {}
         self._release_last: list[Call] = []
         self.groups = list(context.groups)
         self._is_part = is_part

@@ -18,7 +18,7 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.active import Context
 from backpack_core.graph.survey import Survey
 from backpack_core.plan.structure import Structure
-from backpack_core.record.call import Edge, Kept, Site
+from backpack_core.record.call import CallCaches, Edge, Site
 
 if TYPE_CHECKING:  # those ask it, and hand themselves over
     from backpack_core.engine.backward import BackwardPass
@@ -128,7 +128,7 @@ class Between(ABC, Generic[S]):
     # Visits ---------------------------------------------------------------------------------------
 
     @abstractmethod
-    def traversal(self, schedule: Schedule, sink: FieldSink, kept: Kept) -> Traversal:
+    def traversal(self, schedule: Schedule, sink: FieldSink, kept: CallCaches) -> Traversal:
         """What happens at visits.
 
         Args:

@@ -26,8 +26,8 @@ from backpack_core.plan.structure import Structure
 from backpack_core.plugins.loading import missing
 from backpack_core.plugins.manager import hooks
 from backpack_core.plugins.registry import registry
-from backpack_core.record.call import Call, Edge, Kept, Site, is_noted, site_at
-from backpack_core.record.owner import OWNER_ATTRIBUTE, is_parameter, results_handed_over
+from backpack_core.record.call import Call, CallCaches, Edge, Site, has_call, site_at
+from backpack_core.record.owner import OWNER_ATTRIBUTE, computed_substitutes, is_parameter
 from backpack_core.record.run import NO_RUN, Run
 from backpack_core.record.view import View
 
@@ -89,7 +89,7 @@ class Chain(Between[Survey]):
         """Walk from call to call."""
         if self.context.beside:
             raise needs_operations("backpack(beside=[...]) leaves out a part of the graph")
-        if results_handed_over():
+        if computed_substitutes():
             raise needs_operations("Weights are handed over, as by torch.func.functional_call")
         is_late, todo = bool(self.survey.sites), self._below(edges)
         while todo:
@@ -102,8 +102,8 @@ class Chain(Between[Survey]):
     def _below(self, roots: list[Edge]) -> list[Site]:
         """The last calls, below what functions make of them."""
         found: list[Site] = []
-        todo, seen = [edge.node for edge in roots if not is_noted(edge.node)], set[Node]()
-        found += [self._site_at(edge, "backward()") for edge in roots if is_noted(edge.node)]
+        todo, seen = [edge.node for edge in roots if not has_call(edge.node)], set[Node]()
+        found += [self._site_at(edge, "backward()") for edge in roots if has_call(edge.node)]
         while todo:
             node = todo.pop()
             if node in seen:
@@ -112,7 +112,7 @@ class Chain(Between[Survey]):
             for child, number in node.next_functions:
                 if child is None:
                     continue
-                if is_noted(child):
+                if has_call(child):
                     found.append(self._site_at(Edge(child, number), described(node)))
                 elif not is_leaf(child):
                     todo.append(child)
@@ -122,7 +122,7 @@ class Chain(Between[Survey]):
         return found
 
     def _site_at(self, edge: Edge, user: str) -> Site:
-        site = site_at(edge) if is_noted(edge.node) else None
+        site = site_at(edge) if has_call(edge.node) else None
         if site is None:
             raise needs_operations(
                 f"{user} uses what the operation {described(edge.node)!r} made"
@@ -181,7 +181,7 @@ class Chain(Between[Survey]):
             self._run = run
         if run is not self._run:
             return "ran in another call of the model than others"
-        if run.sizes and (run.sizes != (rows,) or len(run.given) > 1):
+        if run.sizes and (run.sizes != (rows,) or len(run.inputs) > 1):
             return f"received {rows} rows, and its model {' and '.join(map(str, run.sizes))}"
         if run.sizes and not any(call.edges) and call.receives_input < 2:
             return "received something else than its model did"
@@ -223,7 +223,7 @@ class Chain(Between[Survey]):
         """Nothing to do."""
         return
 
-    def traversal(self, schedule: Schedule, sink: FieldSink, kept: Kept) -> Traversal:
+    def traversal(self, schedule: Schedule, sink: FieldSink, kept: CallCaches) -> Traversal:
         """All columns go through at once."""
         return Traversal(schedule, sink)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.graph.parameters import Trained, complex_parameter, trained_in
-from backpack_core.record.call import Call, Edge, Kept, Site, site_at
+from backpack_core.record.call import Call, CallCaches, Edge, Site, site_at
 from backpack_core.record.view import View
 
 
@@ -83,7 +83,7 @@ class Survey:
         """The call that what is sent to an edge arrives at, in this graph."""
         return site_at(edge)
 
-    def place_of(self, site: Site) -> tuple[int, int]:
+    def axis_and_positions(self, site: Site) -> tuple[int, int]:
         """Which axis of an output holds the samples; how many of its entries each of them has."""
         return 0, 1
 
@@ -115,10 +115,10 @@ class Survey:
             use = self.uses[id(parameter)] = Use(parameter, call, name)
         return use
 
-    def view(self, site: Site, kept: Kept, grad: Tensor | None = None) -> View:
+    def view(self, site: Site, kept: CallCaches, grad: Tensor | None = None) -> View:
         """What rules see at an output, with the gradient there and what calls have computed."""
         call, index, (node, *_), _ = site
-        axis, positions = self.place_of(site)
+        axis, positions = self.axis_and_positions(site)
         known = kept.setdefault(call, {})
         view = View(call, index, grad, node, axis, known, positions, self.batch_size)
         view.is_checked = not self.is_planned

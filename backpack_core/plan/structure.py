@@ -166,7 +166,7 @@ class Structure:
         run = call.run
         if not run.memories:
             return ()
-        given = () if len(run.given) < 2 else tuple([g.span for g in run.given])
+        given = () if len(run.inputs) < 2 else tuple([g.span for g in run.inputs])
         return run.receives((tensor,)), *[span_of(tensor) == span for span in given]
 
     def _number_of(self, parameter: Tensor) -> int:
@@ -184,9 +184,9 @@ class Structure:
             return int(run.is_distributed)
         if self._run is None:
             self._run = run
-            self._facts += run.axis, run.is_distributed, run.is_inner, len(run.given)
+            self._facts += run.axis, run.is_distributed, run.has_computed_input, len(run.inputs)
             self._facts.append(torch.Size(run.sizes))
-            for given in run.given:
+            for given in run.inputs:
                 self._facts += given.path, given.dtype, torch.Size(given.shape)
         if run is not self._run:  # which rows each has is told by memory
             raise Unplanned("a model was called several times")

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from backpack_core.discovery import Plugin, discover, preferred, settle, spelled_out
+from backpack_core.discovery import Plugin, discover, preferred, qualified_name, settle
 from backpack_core.errors import (
     BrokenPluginWarning,
     MissingPluginError,
@@ -168,7 +168,7 @@ def who_has(wanted: str | type[Module], otherwise: str = "") -> str:
 def providers_of(wanted: str | type[Module]) -> Iterator[Provider]:
     """Those of a class, or of the nearest parent for which there are some."""
     kinds = wanted.__mro__ if isinstance(wanted, type) else ()
-    for names in [{spelled_out(kind)} for kind in kinds] or [{str(wanted)}]:
+    for names in [{qualified_name(kind)} for kind in kinds] or [{str(wanted)}]:
         found = [*providers(names, known_plugins())]
         if found:
             yield from found
@@ -223,7 +223,7 @@ def prefer(distribution: str, *keys: Any) -> None:
             f"preferred for. Got {(distribution, *keys)!r:.80}."
         )
     with lock:
-        preferred.update((spelled_out(key), distribution) for key in keys or ("*",))
+        preferred.update((qualified_name(key), distribution) for key in keys or ("*",))
         registry.forget()
         plugins = _plugins or []
         before = [p for p in plugins if p.state == "loaded"]

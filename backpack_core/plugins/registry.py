@@ -19,7 +19,7 @@ from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, ModuleType, NoRule, is_module_type
-from backpack_core.discovery import Claim, Provenance, choose, class_named, spelled_out
+from backpack_core.discovery import Claim, Provenance, choose, imported_class, qualified_name
 from backpack_core.errors import PluginError
 from backpack_core.plugins.sameness import methods_behind, same_maps
 
@@ -123,7 +123,7 @@ class Registry:
         for parent in same_maps(kind):
             claims = self._claims_for(parent)
             if claims:
-                claim = choose(claims, spelled_out(parent), "layer rule")
+                claim = choose(claims, qualified_name(parent), "layer rule")
                 names = getattr(claim.value, "params", ())
                 methods = methods_behind(parent)
                 return Resolved(claim.value, claim.provenance, False, tuple(names), methods)
@@ -149,7 +149,7 @@ class Registry:
         for kind in kinds:
             for (extension_type, key), claims in [*self.overrides.items()]:
                 if isinstance(extension, extension_type) and _names(key, kind):
-                    name = f"{extension_type.__name__}/{spelled_out(kind)}"
+                    name = f"{extension_type.__name__}/{qualified_name(kind)}"
                     return choose(claims, name, "pair override").value
         return None
 
@@ -172,7 +172,7 @@ class Registry:
 
 
 def _names(key: ModuleType, kind: type) -> bool:
-    return kind is (class_named(key) if isinstance(key, str) else key)
+    return kind is (imported_class(key) if isinstance(key, str) else key)
 
 
 def _identity(value: Any) -> Any:

@@ -94,7 +94,7 @@ class Stored(NamedTuple):
     frozen: Sequence[str] = ()
 
 
-def put_in_order(noted: Any) -> Stored:
+def to_stored(noted: Any) -> Stored:
     """Make the stored form of a call from what its hook noted, which had to be quick."""
     args, kwargs, inputs, outputs, received, counts, owned, parameters, computed, frozen = noted
     versions = (*received, *counts[: len(outputs)])
@@ -137,7 +137,7 @@ class Call:
             its input: the edges lead nowhere, and only the output's own node knows the way.
         is_readable: What autograd saved may be read by others: no hooks stand before it, as in a
             checkpoint, which gives every tensor once.
-        gives_again: Or those of a checkpoint that gives them to us, and to autograd once more.
+        unpacks_twice: Or those of a checkpoint that gives them to us, and to autograd once more.
         run: What the model received, if it ran as a whole.
         stored: The tensors; once they are freed, asking for them raises.
         is_released: Whether they were freed.
@@ -154,7 +154,7 @@ class Call:
     run: Run = NO_RUN
     is_rewired: bool = False
     is_readable: bool = True
-    gives_again: bool = True
+    unpacks_twice: bool = True
     is_released: bool = False
     stored: Stored = field(init=False)
     _alive: object = _ALIVE
@@ -177,7 +177,7 @@ class Call:
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
         noted = self.noted
         if noted is not None:
-            self.stored = noted if isinstance(noted, Stored) else put_in_order(noted)
+            self.stored = noted if isinstance(noted, Stored) else to_stored(noted)
             self.noted = None
             return self.stored
         raise ReleasedIOError(
@@ -205,7 +205,7 @@ class Call:
         return f"<call of {self.path}: {received} -> {returned}>"
 
 
-Kept = dict[Call, dict[Any, Any]]  # what was computed of calls, for all columns
+CallCaches = dict[Call, dict[Any, Any]]  # what was computed of calls, for all columns
 
 
 def path_of(module: Module) -> str:
@@ -243,7 +243,7 @@ def edge_of(tensor: Tensor) -> Edge | None:
     return None if node is None else tuple.__new__(Edge, (node, tensor.output_nr, 0))
 
 
-def attach_viewed(call: Call, index: int, output: Tensor, base: Tensor) -> None:
+def record_at_base(call: Call, index: int, output: Tensor, base: Tensor) -> None:
     """Record a call also at the tensor that its output is a view of; see :func:`viewed_at`."""
     if output.dtype != base.dtype:
         return  # parts of complex numbers: the operations know the way
@@ -254,7 +254,7 @@ def attach_viewed(call: Call, index: int, output: Tensor, base: Tensor) -> None:
     table.setdefault(base.output_nr, []).append((call, index, layout))
 
 
-def is_noted(node: Node) -> bool:
+def has_call(node: Node) -> bool:
     """Whether a call is recorded at an output of a node, or at a view of one."""
     noted: Any = node.metadata
     return SITES in noted or VIEWED in noted

@@ -128,7 +128,7 @@ class _Twin(torch.autograd.Function):
         return grad
 
 
-def is_made(output: Tensor) -> bool:
+def is_recordable(output: Tensor) -> bool:
     """Whether a call can be recorded at a tensor: it has a node, and is dense or nested."""
     return output.grad_fn is not None and output.layout in (torch.strided, torch.jagged)
 

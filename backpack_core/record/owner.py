@@ -30,7 +30,7 @@ _RETURNED: Final = "backpack_returned"
 # Extended models that somebody holds.
 MODELS: weakref.WeakValueDictionary[int, Module] = weakref.WeakValueDictionary()
 # Tensors that stood in the place of parameters, by ``id``, with the module that had each.
-HANDED: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Module], str]] = {}
+SUBSTITUTES: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Module], str]] = {}
 
 
 def _still_running() -> list[tuple[Owner, Run]]:
@@ -103,7 +103,7 @@ class Owner:
                 if tensor is not None and not isinstance(tensor, Parameter):
                     key = id(tensor)
                     forget = partial(_forget, key)
-                    HANDED[key] = weakref.ref(tensor, forget), weakref.ref(part), name
+                    SUBSTITUTES[key] = weakref.ref(tensor, forget), weakref.ref(part), name
 
     def end(self, results: Iterable[Tensor] = ()) -> None:
         """Note that the run has ended, or was left by an exception.
@@ -117,7 +117,8 @@ class Owner:
         if places:
             run = known[places[-1]][1]
             del known[places[-1] :]
-            for tensor in results if run.sizes and not (run.is_inner or self.axes) else ():
+            is_outermost = run.sizes and not (run.has_computed_input or self.axes)
+            for tensor in results if is_outermost else ():
                 node: Any = tensor.grad_fn
                 if node is not None:
                     node.metadata.setdefault(_RETURNED, set()).add(tensor.output_nr)
@@ -152,18 +153,18 @@ def owners_of(modules: Iterable[Module]) -> list[Module]:
 
 
 def _forget(key: int, reference: weakref.ref[Tensor]) -> None:
-    if key in HANDED and HANDED[key][0] is reference:
-        del HANDED[key]
+    if key in SUBSTITUTES and SUBSTITUTES[key][0] is reference:
+        del SUBSTITUTES[key]
 
 
 def is_parameter(tensor: Tensor) -> bool:
     """Whether a tensor is a parameter, or stood in the place of one when a model ran."""
-    return isinstance(tensor, Parameter) or id(tensor) in HANDED
+    return isinstance(tensor, Parameter) or id(tensor) in SUBSTITUTES
 
 
-def results_handed_over() -> dict[tuple[Node, int], Tensor]:
+def computed_substitutes() -> dict[tuple[Node, int], Tensor]:
     """Results of a computation that stood in the place of parameters, by the output of a node."""
-    handed = (reference() for reference, *_ in [*HANDED.values()])
+    handed = (reference() for reference, *_ in [*SUBSTITUTES.values()])
     return {(t.grad_fn, t.output_nr): t for t in handed if t is not None and t.grad_fn is not None}
 
 

@@ -56,7 +56,7 @@ def layout_of(tensor: Tensor, axis: int) -> SampleLayout:
     )
 
 
-class Given(NamedTuple):
+class ModelInput(NamedTuple):
     """A tensor that an extended model received.
 
     Attributes:
@@ -92,9 +92,9 @@ class Run(NamedTuple):
         memories: How input tensors, and what layers made of them, lie in their memories.
         is_distributed: Whether it runs inside of DistributedDataParallel.
         passed: Objects that keep the memories added by :meth:`pass_on` from being reused.
-        is_inner: Whether any of what it received was computed from parameters or by other models.
+        has_computed_input: Whether an input has a graph: parameters or another model computed it.
         rows: Which rows of which memory the first of its input tensors is; see :func:`rows_of`.
-        given: Its input tensors.
+        inputs: Its input tensors.
         axis: Where samples are said to be in them.
     """
 
@@ -102,9 +102,9 @@ class Run(NamedTuple):
     memories: dict[int, SampleLayout]
     is_distributed: bool
     passed: list[object]
-    is_inner: bool = False
+    has_computed_input: bool = False
     rows: tuple[int, range] | None = None
-    given: tuple[Given, ...] = ()
+    inputs: tuple[ModelInput, ...] = ()
     axis: int = 0
 
     def receives(self, tensors: Iterable[Tensor]) -> int:
@@ -172,12 +172,12 @@ def run_of(
         axis: Where samples are said to be in them.
         is_distributed: Whether it runs inside of DistributedDataParallel.
     """
-    is_inner = False
+    has_computed_input = False
     sizes: list[int] = []
     memories: dict[int, SampleLayout] = {}
-    given: list[Given] = []
+    given: list[ModelInput] = []
     for path, tensor in placed:
-        is_inner = is_inner or tensor.grad_fn is not None
+        has_computed_input = has_computed_input or tensor.grad_fn is not None
         has_axis = tensor.dim() > axis and not tensor.is_nested
         if has_axis:
             sizes.append(tensor.shape[axis])
@@ -186,9 +186,9 @@ def run_of(
             if has_axis:
                 memories[memory] = layout
             if not axis:
-                given.append(Given(path, layout, memory, weakref.ref(tensor), tensor.dtype))
+                given.append(ModelInput(path, layout, memory, weakref.ref(tensor), tensor.dtype))
     rows = rows_of(placed[0][1]) if placed and not axis else None
-    return Run(tuple(sizes), memories, is_distributed, [], is_inner, rows, tuple(given))
+    return Run(tuple(sizes), memories, is_distributed, [], has_computed_input, rows, tuple(given))
 
 
 NO_RUN: Final[Run] = Run((), {}, False, [])

@@ -63,7 +63,7 @@ def tensors_of(
     return owned, count
 
 
-def noted_of(
+def versions_and_frozen(
     outputs: tuple[Tensor, ...], owned: dict[str, Tensor | None]
 ) -> tuple[list[int], Sequence[str]]:
     """Versions of outputs and of a module's tensors, and which of the latter need no gradient."""
@@ -91,7 +91,7 @@ def _nested(module: Module, name: str) -> Tensor | None:
 
 _PLAIN = (int, float, bool, str, type(None), type(...), torch.dtype)
 _ENDS = attrgetter("start", "stop", "step")
-OF_ALL = frozenset(vars(Module())) - {"training"}
+MODULE_ATTRIBUTES = frozenset(vars(Module())) - {"training"}
 TRAITS_ATTRIBUTE = "_backpack_traits"
 OUR_ATTRIBUTES = (TRAITS_ATTRIBUTE, OWNER_ATTRIBUTE, PATH_ATTRIBUTE)
 
@@ -115,7 +115,7 @@ def settings_of(module: Module) -> Settings:
     known = {
         name: [*value] if isinstance(value, list) else value
         for name, value in module.__dict__.items()
-        if name not in OF_ALL
+        if name not in MODULE_ATTRIBUTES
         and _is_plain(value)
         and name not in OUR_ATTRIBUTES
         and not (isinstance(value, list) and name[0] == "_")
@@ -149,7 +149,7 @@ class Traits:
         self.settings = settings
         names, values = settings
         self.is_whole = attributes.keys().isdisjoint(resolved.params)
-        others = attributes.keys() - OF_ALL - {*names, *OUR_ATTRIBUTES}
+        others = attributes.keys() - MODULE_ATTRIBUTES - {*names, *OUR_ATTRIBUTES}
         # For a single name, a getter would return no tuple.
         self._plain = itemgetter(*names, *["_forward_hooks"] * 2)
         self._others = itemgetter(*others, *["_forward_hooks"] * 2)

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
     from backpack_core.record.view import View
 
 
-class Taken(ABC):
+class UnpackedTensors(ABC):
     """The tensors of a call that a storage holds, as one visit gets them back.
 
     Attributes:
-        found: Those that are back, by slot; slots count inputs first.
+        tensors: Those that are back, by slot; slots count inputs first.
     """
 
-    found: dict[int, Tensor]
+    tensors: dict[int, Tensor]
 
     @abstractmethod
     def tensor(self, slot: int) -> tuple[Tensor, bool]:
@@ -64,7 +64,7 @@ class Storage:
         """
         raise _missing("A forward pass whose saved tensors go through hooks, as in a checkpoint,")
 
-    def open(self, stored: Stored) -> Taken:
+    def unpack(self, stored: Stored) -> UnpackedTensors:
         """What gets the tensors of a call back, in one visit; it has ``saved``."""
         raise _missing("A call that was stored through hooks")
 
@@ -182,8 +182,8 @@ def read(view: View, slot: int, what: str) -> Tensor:
     Raises:
         OverwrittenInputError: It was changed in place since the forward pass.
     """
-    if view.taken is not None:
-        tensor, is_changed = view.taken.tensor(slot)
+    if view.unpacked is not None:
+        tensor, is_changed = view.unpacked.tensor(slot)
     else:
         stored = view.stored
         tensor = (*stored.inputs, *stored.outputs)[slot]

@@ -79,7 +79,7 @@ def ask(view: View, plugin: object, method: str, *given: Any) -> Any:
     return result
 
 
-def held(value: object) -> Versions:
+def versions_in(value: object) -> Versions:
     """The tensors among an object's attributes, and in dicts among these, with their versions."""
     found: Versions = []
     for item in getattr(value, "__dict__", NOTHING).values():
@@ -92,10 +92,10 @@ def held(value: object) -> Versions:
     return found
 
 
-def shown_by(view: View) -> list[Tensor]:
+def visible_tensors(view: View) -> list[Tensor]:
     """Every tensor that a rule can get from a view, with all samples."""
     stored, gradient = view.stored, (view._whole or view).grad_output
-    taken = () if view.taken is None else view.taken.found.values()
+    taken = () if view.unpacked is None else view.unpacked.tensors.values()
     tensors = [*stored.inputs, *stored.outputs, *[t for t, _ in stored.owned.values()], *taken]
     return tensors if gradient is None else [*tensors, gradient]
 
@@ -116,16 +116,16 @@ def owned(value: Any, view: View, results: set[int]) -> Any:
         is_plain = isinstance(value, (tuple, dict))
         return map_tensors(value, lambda t: owned(t, view, results)) if is_plain else value
     memory = memory_of(value)
-    if memory in results or memory in memories(view):
+    if memory in results or memory in visible_memory(view):
         value = value.clone()
         memory = memory_of(value)
     results.add(memory)
     return value
 
 
-def memories(view: View) -> set[int]:
+def visible_memory(view: View) -> set[int]:
     """The memory of what rules were shown at a visit."""
     taken = view.memories
-    if taken is None or view.taken is not None:  # else more tensors were unpacked since
-        taken = view.memories = (taken or set()) | memories_of(shown_by(view))
+    if taken is None or view.unpacked is not None:  # else more tensors were unpacked since
+        taken = view.memories = (taken or set()) | memories_of(visible_tensors(view))
     return taken

@@ -20,7 +20,7 @@ from backpack_core._torch import Node, version_of
 from backpack_core.errors import OverwrittenInputError, UsageError
 from backpack_core.record.call import Call, Stored
 from backpack_core.record.state import as_it_was
-from backpack_core.record.storage import Taken, read, storage
+from backpack_core.record.storage import UnpackedTensors, read, storage
 from backpack_core.record.structure import as_index, map_tensors
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ class View:
         self.index = index
         self.node = node
         self.axis = axis
-        self.kept: dict[Any, Any] = {} if kept is None else kept
+        self.call_cache: dict[Any, Any] = {} if kept is None else kept
         self.is_differentiable = torch.is_grad_enabled()
         self.is_reached = True
         self.inner: Tensor | None = None
@@ -90,7 +90,9 @@ class View:
         self._whole: View | None = None
         self.counted: list[tuple[Tensor, int]] | None = None
         self.memories: set[int] | None = None
-        self.taken: Taken | None = storage().open(self.stored) if self.stored.saved else None
+        self.unpacked: UnpackedTensors | None = (
+            storage().unpack(self.stored) if self.stored.saved else None
+        )
         self.indices: tuple[int, ...] | None = None
         self._pick: Any = None
         if axis and grad_output is not None:
@@ -154,7 +156,7 @@ class View:
     @property
     def values(self) -> Stored:
         """The call's tensors with their numbers, unpacked where hooks took them."""
-        return self.stored if self.taken is None else self.taken.values()
+        return self.stored if self.unpacked is None else self.unpacked.values()
 
     @property
     def input(self) -> Tensor:
@@ -289,7 +291,7 @@ class View:
 
     def _picked(self, indices: tuple[int, ...]) -> View:
         view = copy(self)
-        view.kept, view._tensors, view._columns, view._whole = {}, {}, [], self.full
+        view.call_cache, view._tensors, view._columns, view._whole = {}, {}, [], self.full
         view.indices = indices
         view._pick = as_index(view.indices, self.stored.outputs[self.index].device)
         whole = self.full.grad_output
@@ -333,9 +335,9 @@ class View:
         A value from a pass without gradients is not reused where quantities are differentiable.
         """
         full = (key, self.is_differentiable, self.dtype)
-        if full not in self.kept:
-            self.kept[full] = compute()
-        value: T = self.kept[full]
+        if full not in self.call_cache:
+            self.call_cache[full] = compute()
+        value: T = self.call_cache[full]
         return value
 
     def once_per_columns(self, key: str, mat: Tensor, compute: Callable[[], T]) -> T:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from backpack_core.errors import PluginCodeError
-from backpack_core.record.untouched import PLAIN, Guard, Versions, held, shown_by
+from backpack_core.record.untouched import PLAIN, Guard, Versions, versions_in, visible_tensors
 from backpack_core.record.view import View
 
 
@@ -28,7 +28,7 @@ class ByVersions(Guard):
             if Tensor in kind.__mro__:
                 found += ((value, value._version),)
             elif kind not in PLAIN:
-                found += held(value)
+                found += versions_in(value)
         return found
 
     def after(self, view: View, seen: Versions, plugin: object, method: str) -> None:
@@ -44,12 +44,12 @@ class ByVersions(Guard):
 
 def _counted(view: View) -> Versions:
     """The tensors that a view shows, with their versions; those without a version are left out."""
-    tensors = shown_by(view)
+    tensors = visible_tensors(view)
     try:
         versions = [(tensor, tensor._version) for tensor in tensors]
     except RuntimeError:
         versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
-    if view.taken is None:  # else more tensors are unpacked during the visit
+    if view.unpacked is None:  # else more tensors are unpacked during the visit
         view.counted = versions
     return versions
 

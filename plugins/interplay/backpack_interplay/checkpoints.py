@@ -169,7 +169,7 @@ class _Hook(NamedTuple):
     is_foreign: bool
 
     @property
-    def gives_again(self) -> bool:
+    def unpacks_twice(self) -> bool:
         """Whether a tensor that it takes can be had by us and by autograd."""
         return not self.is_foreign and getattr(torch_checkpoint, "_Holder", None) is _Holder
 

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from backpack_core._torch import has_memory, memory_of, version_of
 from backpack_core.record.call import Stored
 from backpack_core.record.run import Run, layout_of
-from backpack_core.record.storage import Taken
+from backpack_core.record.storage import UnpackedTensors
 from backpack_core.record.structure import map_tensors
 from backpack_interplay.checkpoints import SavedTensor, save, unpack
 
@@ -45,14 +45,14 @@ def shown_by(run: Run, tensors: Sequence[Tensor], stands: Iterable[Tensor]) -> R
     return run._replace(memories={memory_of(t): layout_of(t, axis) for t in given})
 
 
-class Unpacked(Taken):
+class Unpacked(UnpackedTensors):
     """The tensors of a call that were unpacked during a visit."""
 
-    __slots__ = ("_stored", "found")
+    __slots__ = ("_stored", "tensors")
 
     def __init__(self, stored: Stored) -> None:
         self._stored = stored
-        self.found: dict[int, Tensor] = {}
+        self.tensors: dict[int, Tensor] = {}
 
     def tensor(self, slot: int) -> tuple[Tensor, bool]:
         """Unpack one, once, and compare its version."""
@@ -69,11 +69,11 @@ class Unpacked(Taken):
         return _replaced(stored, found)
 
     def _unpacked(self, slot: int) -> Tensor:
-        if slot not in self.found:
+        if slot not in self.tensors:
             stored, saved = self._stored, self._stored.saved[slot]
             kept = (*stored.inputs, *stored.outputs)[slot]
-            self.found[slot] = kept if saved is None else unpack(saved)
-        return self.found[slot]
+            self.tensors[slot] = kept if saved is None else unpack(saved)
+        return self.tensors[slot]
 
 
 def _replaced(stored: Stored, by: dict[int, Tensor]) -> Stored:

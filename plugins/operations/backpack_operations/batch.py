@@ -54,7 +54,7 @@ def batch_of(survey: GraphSurvey) -> int:
         return 0
     calls = dict.fromkeys(call for call, _ in received if not survey.is_loss(call))
     runs = [n for call in calls for n in call.run.sizes]
-    outer = {n for call in calls if not call.run.is_inner for n in call.run.sizes}
+    outer = {n for call in calls if not call.run.has_computed_input for n in call.run.sizes}
     losses, entering = _of_losses(survey), [*_entering(calls)]
     pooled = {} if survey.is_declared else _pooled(survey)
     runs, outer = [pooled.get(n, n) for n in runs], {pooled.get(n, n) for n in outer}
@@ -106,7 +106,7 @@ def some_rows(survey: GraphSurvey) -> tuple[int, dict[Node, Tensor]]:
         if known is not None:
             is_given = is_first and size == len(known[1])
             node = survey.sites[call, index].edge.node if is_given else None
-            (inner if run.is_inner else found)[known[0]].append((known[1], node))
+            (inner if run.has_computed_input else found)[known[0]].append((known[1], node))
     for memory in found or inner:  # what runs on what others send has their samples
         found[memory] += inner[memory]
     parts = [of for of in found.values() if len({rows for rows, _ in of}) > 1]
@@ -136,7 +136,7 @@ def other_run(survey: GraphSurvey) -> tuple[Call, int] | None:
     if not samples or survey.rows or survey.depth is not None or _of_losses(survey) == {samples}:
         return None
     for call, _ in survey.received:
-        sizes = () if survey.is_loss(call) or call.run.is_inner else call.run.sizes
+        sizes = () if survey.is_loss(call) or call.run.has_computed_input else call.run.sizes
         sizes = sizes or tuple(_entering([call] if call.run is NO_RUN else []))
         rows = next((n for n in sizes if n > samples and not n % samples), 0)
         if rows and samples not in sizes:

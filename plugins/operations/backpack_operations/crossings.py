@@ -14,7 +14,7 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.location import place_between
 from backpack_core.engine.schedule import Schedule, add
 from backpack_core.graph.nodes import is_leaf
-from backpack_core.record.call import Edge, is_noted
+from backpack_core.record.call import Edge, has_call
 from backpack_operations import nodes
 from backpack_operations.alignment import Crossing
 from backpack_operations.order import children_of
@@ -64,7 +64,7 @@ class Crossings:
             node = todo[-1]
             if node not in known:
                 children = children_of(node)
-                if is_noted(node) or any(known.get(child) for child in children):
+                if has_call(node) or any(known.get(child) for child in children):
                     known[node] = True
                 elif new := [child for child in children if child not in known]:
                     todo += new

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from backpack_core._torch import has_memory, memory_of
 from backpack_core.record.call import Call
-from backpack_core.record.run import Given, Run, SampleLayout, layout_of, span_of
+from backpack_core.record.run import ModelInput, Run, SampleLayout, layout_of, span_of
 from backpack_operations.moves import Numbers, Shape, along, shortened, viewed
 from backpack_products.values import is_symbolic
 
@@ -138,18 +138,18 @@ class _Data:
         self._received, self._run = data, run
         self._shape: Shape = tuple(data.shape)
         self._is_readable = is_readable and has_memory(data) and not is_symbolic(data)
-        self._samples, self._groups = samples, list[list[Given]]()
+        self._samples, self._groups = samples, list[list[ModelInput]]()
         known = dict[tuple[int, ...], Tensor]()
-        if items is not None and len(items) == len(run.given):
+        if items is not None and len(items) == len(run.inputs):
             self._groups = joinable(run)
-            known = {given.path: rows for given, rows in zip(run.given, items, strict=True)}
+            known = {given.path: rows for given, rows in zip(run.inputs, items, strict=True)}
         elif depth is not None:
             self._groups = groups(run, depth)
             known = {g.path: samples[n, None] for of in self._groups for n, g in enumerate(of)}
         # Given tensors, each with the samples of its rows, or with the only one.
         self._told = [
             (given, known.get(given.path, samples))
-            for given in run.given
+            for given in run.inputs
             if given.path in known or given.shape[run.axis : run.axis + 1] == samples.shape
         ]
 
@@ -264,19 +264,19 @@ class _Data:
         is_clear = bool(readings) and all(readings[0].equal(other) for other in readings)
         return readings[0] if is_clear else None
 
-    def _of_items(self, group: list[Given], axis: int) -> Numbers | None:
+    def _of_items(self, group: list[ModelInput], axis: int) -> Numbers | None:
         """Of one row for each item; ``None`` where an item is of several samples."""
         known = {given.path: rows for given, rows in self._told}
         rows = [known[given.path] for given in group if len(known.get(given.path, ())) == 1]
         return along(torch.cat(rows), axis, self._shape) if len(rows) == len(group) else None
 
-    def _is_padded(self, group: list[Given], axis: int) -> bool:
+    def _is_padded(self, group: list[ModelInput], axis: int) -> bool:
         """Whether it is as long as items that were padded, and has them on an axis."""
         lengths, (first, *_) = [g.shape[0] for g in group if g.shape], group
         shape = [len(group), max(lengths, default=0)][:: 1 - 2 * axis]
         return len(lengths) == len(group) and self._shape == (*shape, *first.shape[1:])
 
-    def _joined(self) -> Iterator[tuple[list[Given], Tensor]]:
+    def _joined(self) -> Iterator[tuple[list[ModelInput], Tensor]]:
         """Groups of tensors that may have been joined, with the samples of the rows."""
         known = {given.path: rows for given, rows in self._told}
         # What has no samples in front, may be all samples'.
@@ -309,16 +309,16 @@ def _seen_through(view: Tensor, layout: SampleLayout, samples: Tensor) -> Number
     return shortened(seen, samples)
 
 
-def lists(run: Run, depth: int) -> list[list[Given]]:
+def lists(run: Run, depth: int) -> list[list[ModelInput]]:
     """Tensors whose paths differ at one depth only: those in a list, or in items of one."""
-    found = defaultdict[tuple[int, ...], list[Given]](list)
-    for given in run.given if len(run.given) > 1 and not run.axis else ():
+    found = defaultdict[tuple[int, ...], list[ModelInput]](list)
+    for given in run.inputs if len(run.inputs) > 1 and not run.axis else ():
         if len(given.path) > depth:
             found[given.path[:depth] + given.path[depth + 1 :]].append(given)
     return [several for several in found.values() if len(several) > 1]
 
 
-def groups(run: Run, depth: int) -> list[list[Given]]:
+def groups(run: Run, depth: int) -> list[list[ModelInput]]:
     """The same of one kind each: an index beside them in the list is none of them."""
     found = []
     for several in lists(run, depth):
@@ -329,13 +329,13 @@ def groups(run: Run, depth: int) -> list[list[Given]]:
     return [g for g in found if len(g) > 1 and (len(g[0].path) > 1 or _can_join(g))]
 
 
-def joinable(run: Run) -> list[list[Given]]:
+def joinable(run: Run) -> list[list[ModelInput]]:
     """The lists of tensors that a model received, and may have joined."""
-    depths = range(max((len(given.path) for given in run.given), default=0))
+    depths = range(max((len(given.path) for given in run.inputs), default=0))
     return [several for depth in depths for several in lists(run, depth) if _can_join(several)]
 
 
-def _can_join(group: list[Given]) -> bool:
+def _can_join(group: list[ModelInput]) -> bool:
     """Whether several tensors have one shape but for axis 0."""
     return all(given.shape for given in group) and len({given.shape[1:] for given in group}) == 1
 

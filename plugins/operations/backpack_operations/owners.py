@@ -385,7 +385,7 @@ class Owners:
             given = self.of_input(call)
         if given is None and not any(call.edges[:1]):
             # One of several inputs may be as long as the batch by chance.
-            is_sure = call.receives_input > 1 or len(call.run.given) < 2
+            is_sure = call.receives_input > 1 or len(call.run.inputs) < 2
             given = self._of_data(tuple(received.shape), declared, is_sure)
         if given is None or given.numel() != max(given.shape, default=0):
             return None

@@ -33,8 +33,8 @@ def tell_parts(survey: GraphSurvey) -> None:
     It is a fault of a survey if tensors of several lengths were joined, and may be anything.
     """
     samples, calls = survey.batch_size, dict.fromkeys(call for call, _ in survey.received)
-    runs = {id(call.run): call.run for call in calls if not call.run.is_inner}.values()
-    if all(len(run.given) < 2 for run in runs):
+    runs = {id(call.run): call.run for call in calls if not call.run.has_computed_input}.values()
+    if all(len(run.inputs) < 2 for run in runs):
         return
     fresh = [c for c in calls if not (c.rule.is_loss or any(c.edges[:1]) or _is_whole(c))]
     readings = _readings(survey, runs, fresh)
@@ -52,7 +52,7 @@ def tell_parts(survey: GraphSurvey) -> None:
         # No module has received any of it: the number of entries at the ends is all there is.
         _read(survey, *reading)
         return
-    given = {given.shape[0] for run in runs for given in run.given if given.shape}
+    given = {given.shape[0] for run in runs for given in run.inputs if given.shape}
     rows = {call.stored.inputs[0].shape[:1].numel() for call in fresh}
     is_joined = reading[0] not in given and not rows <= given  # items, and nothing is as many
     is_told = any(map(is_packed, fresh))
@@ -69,7 +69,7 @@ def tell_parts(survey: GraphSurvey) -> None:
 
 def _readings(survey: GraphSurvey, runs: Iterable[Run], fresh: list[Call]) -> list[Reading]:
     """Ways to take each item of a list for a sample that losses, and modules, do not contradict."""
-    deepest = max((len(given.path) for run in runs for given in run.given), default=0)
+    deepest = max((len(given.path) for run in runs for given in run.inputs), default=0)
     found = list[Reading]()
     for depth in range(deepest):
         counts = {len(group) for run in runs for group in groups(run, depth)}
@@ -80,7 +80,7 @@ def _readings(survey: GraphSurvey, runs: Iterable[Run], fresh: list[Call]) -> li
 def _is_padded(call: Call) -> bool:
     """Whether a module received one row for each item of a list of several lengths."""
     rows = call.stored.inputs[0].shape[:1].numel()
-    depths = range(max((len(given.path) for given in call.run.given), default=0))
+    depths = range(max((len(given.path) for given in call.run.inputs), default=0))
     lists = [group for depth in depths for group in groups(call.run, depth)]
     lengths = [{given.shape[0] for given in group if given.shape} for group in lists]
     return any(
@@ -106,7 +106,7 @@ def _knows(survey: GraphSurvey, fresh: list[Call], samples: int, depth: int | No
 def _is_whole(call: Call) -> bool:
     """Whether a module received nothing, or all that the model did: neither tells items apart."""
     shapes = [tuple(tensor.shape) for tensor in call.stored.inputs]
-    return not shapes or (len(shapes) > 1 and shapes == [given.shape for given in call.run.given])
+    return not shapes or (len(shapes) > 1 and shapes == [given.shape for given in call.run.inputs])
 
 
 def _read(survey: GraphSurvey, samples: int, depth: int | None) -> None:

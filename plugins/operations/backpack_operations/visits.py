@@ -61,7 +61,7 @@ class GraphTraversal(StraightTraversal):
     def _has_one_entry(self, edge: Edge) -> bool:
         """Whether samples have one entry each there; what outputs are views of is another shape."""
         to = self.survey.site_at(edge)
-        return to is None or to.layout is not None or self.survey.place_of(to)[1] == 1
+        return to is None or to.layout is not None or self.survey.axis_and_positions(to)[1] == 1
 
     def _widened(self, visit: Visit, quantity: Any) -> Any:
         """A quantity at a call for the whole batch."""

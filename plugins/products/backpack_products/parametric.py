@@ -112,7 +112,7 @@ class ParametricRule(SecondOrderRule):
             return [p if p.samples == count else regrouped(p, p.columns, count, {}) for p in found]
         count, samples = columns.mat.shape[:2]
         products = self.param_products(view, names, columns.flat)
-        return [regrouped(product, count, samples, view.kept) for product in products]
+        return [regrouped(product, count, samples, view.call_cache) for product in products]
 
     def param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
         """``M`` of :meth:`param_product`, formed. Shape ``[V, N, *θ]``."""

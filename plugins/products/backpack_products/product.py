@@ -74,7 +74,7 @@ class SampleProduct(Reading, ABC):
     def __init__(self, columns: int, samples: int, shape: torch.Size, like: Tensor) -> None:
         # Not by super().__init__, since many products are made.
         self.shape, self.columns, self.samples, self.like = shape, columns, samples, like
-        self.results, self.made, self.kept, self.beside = {}, [], {}, {}
+        self.results, self.made, self.call_cache, self.column_cache = {}, [], {}, {}
 
     @abstractmethod
     def part(self, columns: slice, samples: slice) -> Tensor:
