@@ -1,4 +1,4 @@
-"""Every installed extension, by class name: ``from backpack_core.extensions import BatchGrad``."""
+"""Every installed extension by class name: ``from backpack_core.extensions import BatchGrad``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     ensure_loaded()
     if name not in registry.extensions:
-        load_provider(name)  # while plugins load, one may ask for the class of a later one
+        load_provider(name)  # a plugin may ask, while it is loaded, for the class of a later one
     claims = registry.extensions.get(name)
     if claims:
         return choose(claims, name, "extension").value

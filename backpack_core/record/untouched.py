@@ -1,8 +1,8 @@
-"""Calls a plugin's code, and gives results their own memory.
+"""Calls the code of plugins, and makes sure that results have their own memory.
 
-What a rule or an extension is shown belongs to others, too: the gradient at an output becomes
-``.grad``. A library may guard it. No two results share memory, nor does a result share it with what
-the pass was shown.
+Tensors that a rule or an extension gets may be used elsewhere: the gradient of an output becomes
+``.grad``. A library may guard against changes of them. No result shares memory with another result,
+nor with a tensor that rules got.
 """
 
 from __future__ import annotations
@@ -19,50 +19,51 @@ from backpack_core.record.call import NOTHING
 from backpack_core.record.structure import map_tensors
 from backpack_core.record.view import View
 
-# Types that hold no tensors, or are looked at elsewhere; cheaper to test than ``isinstance``.
+# Types of attributes that hold no tensors, or whose tensors are found elsewhere. A set of exact
+# types is faster than ``isinstance``.
 PLAIN = frozenset([int, str, bool, type(None), type, ABCMeta, frozenset, list, torch.Size, View])
 
 Versions = list[tuple[Tensor, int]]
 
 
 class Guard(ABC):
-    """Sees that a plugin's code does not change what it is given."""
+    """Checks that a plugin's code does not change the tensors that it gets."""
 
     @abstractmethod
     def before(self, view: View, given: Iterable[Any]) -> Versions:
-        """The tensors that a plugin may come by, with their versions.
+        """The tensors that a plugin's method can reach, with their version counters.
 
         Args:
-            view: What it sees.
-            given: Its arguments: tensors, or objects that hold some as attributes.
+            view: The view that it gets.
+            given: Its other arguments: tensors, or objects that have some as attributes.
         """
 
     @abstractmethod
     def after(self, view: View, seen: Versions, plugin: object, method: str) -> None:
-        """Raise if a tensor has another version than before a plugin was asked.
+        """Raise if the version of a tensor differs from that before the method was called.
 
         Raises:
-            PluginCodeError: One has.
+            PluginCodeError: A tensor was changed in place.
         """
 
 
-# A library adds its own; without one, nobody looks.
+# A library appends its guard; without one, changes are not noticed.
 GUARDS: list[Guard] = []
 
 
 def guard_of(view: View) -> Guard | None:
-    """Who guards a visit; nobody in a pass of a known plan, where a plugin does the same again."""
+    """The guard of a visit; ``None`` in a pass with a known plan: plugins were checked before."""
     return GUARDS[-1] if view.is_checked and GUARDS else None
 
 
 def ask(view: View, plugin: object, method: str, *given: Any) -> Any:
-    """Call a method of a plugin; who guards the visit sees what it does to what it is given.
+    """Call a method of a plugin, under the guard of the visit if there is one.
 
     Args:
-        view: What it sees.
+        view: The view that it gets.
         plugin: The rule, extension or propagator.
         method: The name of its method.
-        given: The arguments: tensors, or objects that hold some as attributes.
+        given: The other arguments: tensors, or objects that have some as attributes.
 
     Returns:
         The method's result.
@@ -81,34 +82,34 @@ def ask(view: View, plugin: object, method: str, *given: Any) -> Any:
 
 def versions_in(value: object) -> Versions:
     """The tensors among an object's attributes, and in dicts among these, with their versions."""
-    found: Versions = []
+    versions: Versions = []
     for item in getattr(value, "__dict__", NOTHING).values():
         kind = type(item)
         if kind in PLAIN or (kind is dict and not item):
             continue
-        for part in item.values() if kind is dict else (item,):  # results, and what is kept
+        for part in item.values() if kind is dict else (item,):  # dicts are results and caches
             if Tensor in type(part).__mro__:
-                found += ((part, part._version),)
-    return found
+                versions += ((part, part._version),)
+    return versions
 
 
 def visible_tensors(view: View) -> list[Tensor]:
     """Every tensor that a rule can get from a view, with all samples."""
     stored, gradient = view.stored, (view._whole or view).grad_output
-    taken = () if view.unpacked is None else view.unpacked.tensors.values()
-    tensors = [*stored.inputs, *stored.outputs, *[t for t, _ in stored.owned.values()], *taken]
+    unpacked = () if view.unpacked is None else view.unpacked.tensors.values()
+    tensors = [*stored.inputs, *stored.outputs, *[t for t, _ in stored.owned.values()], *unpacked]
     return tensors if gradient is None else [*tensors, gradient]
 
 
 def owned(value: Any, view: View, results: set[int]) -> Any:
-    """A value in memory of its own.
+    """The value with memory of its own: tensors that share memory are cloned.
 
     Args:
-        value: What an extension returned: a tensor, a list, tuple or dict of tensors, or an object
-            that sees to its memory itself.
+        value: What an extension returned: a tensor; a list, tuple or dict of tensors; or an object
+            that manages its own memory.
         view: The visit.
-        results: The memory of the results of other visits: what arrives at two calls may be one
-            tensor. That of this value is added.
+        results: The memory of results of all visits, since two calls may receive one tensor. The
+            memory of this value is added.
     """
     if not isinstance(value, Tensor):
         if isinstance(value, list):
@@ -124,8 +125,8 @@ def owned(value: Any, view: View, results: set[int]) -> Any:
 
 
 def visible_memory(view: View) -> set[int]:
-    """The memory of what rules were shown at a visit."""
-    taken = view.memories
-    if taken is None or view.unpacked is not None:  # else more tensors were unpacked since
-        taken = view.memories = (taken or set()) | memories_of(visible_tensors(view))
-    return taken
+    """The memory of the tensors that rules can get at a visit."""
+    memories = view.memories
+    if memories is None or view.unpacked is not None:  # more tensors may have been unpacked since
+        memories = view.memories = (memories or set()) | memories_of(visible_tensors(view))
+    return memories
