@@ -16,7 +16,7 @@ from backpack_core.contract.rules import LayerRule
 from backpack_core.discovery import Claim, Plugin, qualified_name
 from backpack_core.errors import PluginVersionError
 from backpack_core.plugins.registry import registry
-from backpack_core.testing.execution import has_second_derivative
+from backpack_core.testing.layer_run import has_second_derivative
 from backpack_products.derivatives import second_order
 from backpack_products.elementwise import ElementwiseRule
 from backpack_products.loss import HessianLossRule

@@ -66,7 +66,7 @@ class Ledger:
 
 def _class_of(case: Case) -> str:
     """The rule or extension that a case is about, as an entry point names it."""
-    made = case.made()
+    made = case.make()
     with installed(case):
         kind = type(registry.resolve(made).rule if isinstance(made, Module) else made)
     return f"{kind.__module__}:{kind.__qualname__}"

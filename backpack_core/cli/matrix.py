@@ -27,7 +27,7 @@ from backpack_core.errors import BackpackError
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.testing.cases import LossCase, RuleCase
-from backpack_core.testing.execution import has_second_derivative
+from backpack_core.testing.layer_run import has_second_derivative
 from backpack_core.testing.loss_checks import in_front_of
 from backpack_core.testing.nets import Made, Problem
 from backpack_core.testing.network import SoftmaxLoss, build_net, install_own_rules

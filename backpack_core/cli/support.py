@@ -27,8 +27,8 @@ from backpack_core.discovery import choose
 from backpack_core.errors import BackpackError, UsageError, nearest
 from backpack_core.extending import extend
 from backpack_core.plugins.registry import Resolved, registry
-from backpack_core.testing.execution import has_second_derivative
-from backpack_core.testing.quantities import has_to_be_told, quantity_of
+from backpack_core.testing.layer_run import has_second_derivative
+from backpack_core.testing.quantities import needs_arguments, quantity_of
 from backpack_products.affine import AffineProduct
 from backpack_products.extensions import FirstOrderExtension
 from backpack_products.parametric import ParametricRule
@@ -213,7 +213,7 @@ def _line(error: BaseException, module: str) -> str:
 
 def trial(given: Given, *kinds: type[Extension]) -> str:
     """Why a run of extensions is refused; empty where it is not, or cannot be known."""
-    if any(map(has_to_be_told, kinds)) or len(given.modules) < 2 or len(given.data) < 2:
+    if any(map(needs_arguments, kinds)) or len(given.modules) < 2 or len(given.data) < 2:
         return ""
     model, lossfunc = map(extend, given.modules[:2])
     try:

@@ -1,4 +1,4 @@
-"""What it costs to load a plugin, measured in an interpreter of its own."""
+"""Measures the time to load a plugin, in a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _LINE = re.compile(r"^import time: +(\d+) \| +(\d+) \| ( *)(\S+)$", re.MULTILINE
 
 
 class _Import(NamedTuple):
-    """A module, what imported it, and microseconds alone and with what it imports itself."""
+    """An imported module, its importer, and microseconds for itself and including its imports."""
 
     module: str
     by: _Import | None
@@ -57,16 +57,16 @@ class _Import(NamedTuple):
 def check_import(
     distribution: str, seconds: float = SECONDS, heavy: Collection[str] = HEAVY
 ) -> None:
-    """Require that a plugin is loaded quickly, and that it imports nothing heavy for that.
+    """Require that a plugin loads fast, and imports nothing heavy when it is loaded.
 
     All modules that its entry points name are imported by a fresh interpreter, after torch and
-    backpack-core. Time that the process waits for a core does not count. Of three attempts one has
-    to be quick, since the first reads and compiles files.
+    backpack-core. Time in which the process waits for a core does not count. One of three attempts
+    has to be fast enough, since the first one reads and compiles files.
 
     Args:
         distribution: Name of the installed distribution, as ``"backpack-plugin-scale"``.
-        seconds: What it may take.
-        heavy: Packages, and modules of torch, that it may import in functions only.
+        seconds: The time that it may take.
+        heavy: Packages, and modules of torch, that it may import only in functions.
 
     Raises:
         CheckFailure: It takes longer, or imports something heavy. The message names the module.
@@ -103,7 +103,7 @@ def check_import(
 
 
 def _imported(distribution: str, modules: list[str]) -> tuple[float, set[str], list[_Import]]:
-    """Seconds, the modules that were not there before, and all imports."""
+    """Seconds, the newly imported modules, and all imports."""
     command = [sys.executable, "-X", "importtime", "-c", _SCRIPT, json.dumps(sys.path), *modules]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
@@ -124,7 +124,7 @@ def _is_in(packages: set[str], found: _Import | None) -> bool:
 
 
 def _importer(found: _Import, own: set[str]) -> str:
-    """The plugin's module from which an import started."""
+    """The plugin's own module that led to an import."""
     by = found.by
     while by is not None and not _is_in(own, by):
         by = by.by

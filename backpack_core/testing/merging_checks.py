@@ -1,4 +1,4 @@
-"""Checks of an extension's declared degree, and of how it combines values of batches."""
+"""Checks of an extension's declared degree, and of how its values of batches combine."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ HALVES = slice(0, 1), slice(1, None)
 
 
 def degree(nets: Nets) -> Entries:
-    """A quarter of the loss has values that are smaller by ``4 ** degree``."""
-    given, (extension,) = nets.problem(), nets.fresh()
+    """Check that values for a quarter of the loss are smaller by ``4 ** degree``."""
+    given, (extension,) = nets.problem(), nets.make_extensions()
     over = declaration(extension)
     if extension.degree is None or isinstance(over, Refused):
         return
     whole = given.run([extension])[1][extension.savefield]
-    part = given.run(nets.fresh(), scale=0.25)[1][extension.savefield]
+    part = given.run(nets.make_extensions(), scale=0.25)[1][extension.savefield]
     for name, stored in whole.items():
         found = over.take_apart(part[name])
         for key, tensor in over.take_apart(stored).items():
@@ -42,7 +42,7 @@ def degree(nets: Nets) -> Entries:
 def _of_batches(
     made: Made, extension: Extension, batches: tuple[slice, ...], taken: Callable[[Any], Any]
 ) -> dict[str, list[Any]]:
-    """The value of an extension for each of some batches, by parameter."""
+    """The values of an extension for each of several batches, by parameter."""
     net, arguments, loss = made
     found: dict[str, list[Any]] = {}
     for batch in batches:
@@ -57,8 +57,8 @@ def _of_batches(
 
 
 def samples_add(nets: Nets) -> Entries:
-    """Where ``sums_samples`` is declared, values of two batches add up to that of both."""
-    (extension,) = nets.fresh()
+    """Check that values of two batches add up, where ``sums_samples`` is declared."""
+    (extension,) = nets.make_extensions()
     if extension.sums_samples:
         made, batches = nets.problem(reduction="sum").extended(), (slice(None), *HALVES)
         found = _of_batches(made, extension, batches, lambda stored: list(iter_tensors(stored)))
@@ -69,8 +69,8 @@ def samples_add(nets: Nets) -> Entries:
 
 
 def two_halves(nets: Nets, reduction: str) -> Entries:
-    """Values of two batches combine to that of the whole batch."""
-    given, (extension,) = nets.problem(reduction=reduction), nets.fresh()
+    """Check that values of two batches combine to the value of the whole batch."""
+    given, (extension,) = nets.problem(reduction=reduction), nets.make_extensions()
     over = declaration(extension)
     if over.refusal:
         require(len(over.refusal.split()) > 5, f"{nets.case.label()} refuses without a reason.")
@@ -92,7 +92,7 @@ def two_halves(nets: Nets, reduction: str) -> Entries:
 
 
 def _combined(made: Made, extension: Extension, reduction: str) -> dict[str, Any]:
-    """The values of two halves, combined by the definition, by parameter."""
+    """The values of two halves, combined as declared, by parameter."""
     reader = declaration(extension).reader(extension)
     over, (net, arguments, _) = declaration(reader), made
     sizes = [len(arguments.args[0][half]) for half in HALVES]
@@ -110,7 +110,7 @@ def _combined(made: Made, extension: Extension, reduction: str) -> dict[str, Any
 
 
 def _whole(part: Part, power: float, tensors: list[Tensor], sizes: list[int]) -> Tensor:
-    """One part of a value, with as many powers of the normaliser."""
+    """One part of the combined value, with its power of the normaliser."""
     scaled = [tensor * size**power for tensor, size in zip(tensors, sizes, strict=True)]
     if part.way == "concatenate":
         whole = torch.cat(scaled, part.axis)

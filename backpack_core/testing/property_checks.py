@@ -1,4 +1,7 @@
-"""Checks of a rule's declarations and second derivatives; as those of its products."""
+"""Checks of a rule's declarations and second derivatives.
+
+A check takes the run of a layer. It raises, or yields what has to be compared.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,22 @@ from torch import Tensor
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import Arguments, RuleCase
 from backpack_core.testing.compare import Entries, require
-from backpack_core.testing.execution import Execution, execute
+from backpack_core.testing.layer_run import LayerRun, run_layer
 from backpack_products.parametric import ParametricRule
 
 
-def _weights(run: Execution) -> Tensor:
+def _weights(run: LayerRun) -> Tensor:
     return oracle.draw(tuple(run.output.shape), 7)
 
 
-def _contracted(run: Execution, target: Tensor, weights: Tensor) -> Tensor:
+def _contracted(run: LayerRun, target: Tensor, weights: Tensor) -> Tensor:
     """``Σ_o weights_o ∂²f_o/∂target²`` as a square matrix."""
     found = oracle.hessian((run.output * weights).sum(), target)
     return found.reshape(target.numel(), target.numel()).detach()
 
 
-def not_twice_differentiable(run: Execution) -> None:
-    """The oracle for second derivatives raises, as the case declares."""
+def not_twice_differentiable(run: LayerRun) -> None:
+    """Check that the oracle for second derivatives raises, as the case declares."""
     try:
         for target in run.live.values() or run.parameters.values():
             # Squared, so that the gradient depends on the input even if the layer is linear.
@@ -33,8 +36,8 @@ def not_twice_differentiable(run: Execution) -> None:
     require(False, "twice_differentiable=False is declared, but torch can: remove it.")
 
 
-def derivative(run: Execution) -> Entries:
-    """Against the diagonal of the Jacobian, which has nothing else."""
+def derivative(run: LayerRun) -> Entries:
+    """Compare with the diagonal of the Jacobian, whose other entries must vanish."""
     jacobian = run.jacobians[0].reshape(run.output.numel(), -1)
     own = jacobian.diagonal()
     said = "The layer is not elementwise: an output depends on another entry of the input."
@@ -43,23 +46,23 @@ def derivative(run: Execution) -> Entries:
     yield "derivative", run.call("derivative").expand_as(expected), expected
 
 
-def second_derivative(run: Execution) -> Entries:
-    """Against the second derivative of the sum of all outputs."""
+def second_derivative(run: LayerRun) -> Entries:
+    """Compare with the second derivative of the sum of all outputs."""
     expected = _contracted(run, run.live[0], torch.ones_like(run.output)).diagonal()
     expected = expected.reshape(run.output.shape)
     yield "second_derivative", run.call("second_derivative").expand_as(expected), expected
 
 
-def second_derivative_mat_prod(run: Execution) -> Entries:
-    """Against ``Σ_o g_o ∂²f_o/∂x² mat``."""
+def second_derivative_mat_prod(run: LayerRun) -> Entries:
+    """Compare with ``Σ_o g_o ∂²f_o/∂x² mat``."""
     weights, mat = _weights(run), run.input_columns()
     expected = (mat.flatten(1) @ _contracted(run, run.live[0], weights)).reshape(mat.shape)
     found = run.call("second_derivative_mat_prod", weights, mat)
     yield "second_derivative_mat_prod", found, expected
 
 
-def hessian_is_zero(run: Execution) -> None:
-    """No second derivative at a random point, in any input or any two of them."""
+def hessian_is_zero(run: LayerRun) -> None:
+    """Check that second derivatives in all (pairs of) inputs vanish at a random point."""
     value = (run.output * _weights(run)).sum()
     gradients = oracle.gradients(value, [*run.live.values()], again=True)
     for slot, gradient in zip(run.live, gradients, strict=True):
@@ -70,8 +73,8 @@ def hessian_is_zero(run: Execution) -> None:
             require(not bool(block.any()), said)
 
 
-def hessian_is_diagonal(run: Execution) -> Entries:
-    """Diagonal, and entry ``i`` depends on output ``i`` only."""
+def hessian_is_diagonal(run: LayerRun) -> Entries:
+    """Check that the Hessian is diagonal, and that its entry ``i`` depends on output ``i`` only."""
     same = run.output.shape == run.live[0].shape
     require(same, "hessian_is_diagonal is declared, but input and output differ in shape.")
     weights = _weights(run)
@@ -81,12 +84,12 @@ def hessian_is_diagonal(run: Execution) -> Entries:
     yield "hessian_is_diagonal is declared: ∂²f/∂x²", found, expected
 
 
-def jacobian_is_constant(run: Execution) -> Entries:
-    """``J_nᵀ c = J_0ᵀ c`` for all samples ``n``, at the case's input and at another."""
+def jacobian_is_constant(run: LayerRun) -> Entries:
+    """Check ``J_nᵀ c = J_0ᵀ c`` for all samples ``n``, at the case's input and at another."""
     column = run.columns()[:, :1]
     mat = column.expand(-1, *run.output.shape)
     first = run.call("jac_t_mat_prod", column, view=run.view.subsample([0]))
-    for where, at in (("", run), (" at another input", execute(run.case, _elsewhere(run.case)))):
+    for where, at in (("", run), (" at another input", run_layer(run.case, _elsewhere(run.case)))):
         own = at.call("jac_t_mat_prod", mat)
         for slot, leaf in at.live.items():
             if leaf.shape[:1] == run.output.shape[:1]:
@@ -100,13 +103,13 @@ def jacobian_is_constant(run: Execution) -> Entries:
 
 
 def _elsewhere(case: RuleCase) -> Arguments:
-    """The case's inputs, with other numbers in the tensors that are differentiated."""
+    """The case's inputs, with other values in the tensors that are differentiated."""
     own, other = case.arguments(), case.arguments(seed=9).tensors()
     return own.map_numbered(lambda slot, x: other[slot] if case.is_live(slot, x) else x)
 
 
-def linear_in_params(run: Execution) -> None:
-    """No second derivative in the declared parameters."""
+def linear_in_params(run: LayerRun) -> None:
+    """Check that second derivatives in the declared parameters vanish."""
     assert isinstance(run.rule, ParametricRule)
     declared = set(run.rule.linear_in_params)
     unknown = declared - {*run.rule.params, *run.parameters}
@@ -118,8 +121,8 @@ def linear_in_params(run: Execution) -> None:
         require(float(found.abs().max()) <= run.case.tolerances.float64 * scale, said)
 
 
-def mixes_samples(run: Execution) -> None:
-    """Against the blocks of the Jacobians between different samples."""
+def mixes_samples(run: LayerRun) -> None:
+    """Compare with the blocks of the Jacobians between different samples."""
     declared, samples = run.rule.mixes_samples(run.view), run.view.batch_size
     mixing = any(
         oracle.mix(run.jacobians[slot].movedim(run.batch_axis, 0), run.output.dim())

@@ -1,6 +1,7 @@
 """Checks of a rule's products against dense Jacobians by autograd.
 
-A check takes an execution. It raises, or yields what it wants compared: what, found, expected.
+A check takes the run of a layer. It raises, or yields what has to be compared: a name, the value
+that was found, and the one that is expected.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from backpack_core.errors import OverwrittenInputError, UnsupportedError
 from backpack_core.record.view import View
 from backpack_core.testing import oracle
 from backpack_core.testing.compare import CheckFailure, Entries, agree, require, untouched
-from backpack_core.testing.execution import Execution, execute
+from backpack_core.testing.layer_run import LayerRun, run_layer
 from backpack_core.tuning import memory_budget, set_memory_budget
 from backpack_products import operations as ops
 from backpack_products.affine import AffineProduct
 from backpack_products.parametric import AffineRule
 from backpack_products.product import SampleProduct
 
-# What a parametrised weight is computed from: a rule names the weight.
+# Names of the parameters that a parametrised weight is computed from; a rule covers the weight.
 IS_COMPUTED = re.compile(r"(^|\.)parametrizations\.")
 
 
-def jac_t_mat_prod(run: Execution, mat: Tensor | None = None, view: View | None = None) -> Entries:
-    """For every input, against ``Jᵀ mat``; that of samples, where the view has some."""
+def jac_t_mat_prod(run: LayerRun, mat: Tensor | None = None, view: View | None = None) -> Entries:
+    """Compare with ``Jᵀ mat`` for every input; for the view's samples only, if it has some."""
     mat, chosen = run.columns() if mat is None else mat, _chosen(view)
     found = run.call("jac_t_mat_prod", mat[:, chosen], view=view)
     for slot in run.live:
@@ -40,9 +41,9 @@ def jac_t_mat_prod(run: Execution, mat: Tensor | None = None, view: View | None 
 
 
 def param_jac_t_mat_prod(
-    run: Execution, mat: Tensor | None = None, view: View | None = None
+    run: LayerRun, mat: Tensor | None = None, view: View | None = None
 ) -> Entries:
-    """For every covered parameter, sample by sample."""
+    """Compare sample by sample, for every covered parameter."""
     mat, chosen = run.columns() if mat is None else mat, _chosen(view)
     for name in run.parameters:
         found = run.call("param_jac_t_mat_prod", name, mat[:, chosen], view=view)
@@ -50,8 +51,8 @@ def param_jac_t_mat_prod(
         yield f"param_jac_t_mat_prod of {name!r}", found, expected[:, chosen]
 
 
-def products(run: Execution, mat: Tensor | None = None, view: View | None = None) -> Entries:
-    """Transposed Jacobians in inputs and parameters."""
+def products(run: LayerRun, mat: Tensor | None = None, view: View | None = None) -> Entries:
+    """Transposed Jacobian products with inputs and parameters."""
     if not run.rule.transparent:
         yield from jac_t_mat_prod(run, mat, view)
     yield from param_jac_t_mat_prod(run, mat, view)
@@ -61,9 +62,9 @@ def _chosen(view: View | None) -> slice | list[int]:
     return slice(None) if view is None or view.indices is None else list(view.indices)
 
 
-def accepts(run: Execution) -> None:
-    """``params`` has every parameter; ``check()`` passes; nothing is kept, changed, or drawn."""
-    fresh, covered = execute(run.case), run.rule.parameter_names(run.module)
+def accepts(run: LayerRun) -> None:
+    """Check that ``params`` is complete, ``check()`` passes, and nothing is kept or changed."""
+    fresh, covered = run_layer(run.case), run.rule.parameter_names(run.module)
     left_out = [
         repr(name)
         for name, theta in run.module.named_parameters()
@@ -81,8 +82,8 @@ def accepts(run: Execution) -> None:
         list(products(fresh, mat))
 
 
-def overwritten_input(run: Execution) -> None:
-    """The stored input is no longer what the layer received."""
+def overwritten_input(run: LayerRun) -> None:
+    """Check that the rule refuses an input that the layer has overwritten."""
     try:
         run.call("jac_t_mat_prod", run.columns())
     except OverwrittenInputError:
@@ -90,15 +91,15 @@ def overwritten_input(run: Execution) -> None:
     require(False, "overwrites_input is declared, but the rule does not raise on it.")
 
 
-def jac_mat_prod(run: Execution) -> Entries:
-    """Against ``J mat`` for the first input. With ``jac_t_mat_prod``, they are adjoint."""
+def jac_mat_prod(run: LayerRun) -> Entries:
+    """Compare with ``J mat`` for the first input."""
     mat = run.input_columns()
     expected = oracle.product(run.jacobians[0], mat)
     yield "jac_mat_prod", run.call("jac_mat_prod", mat), expected
 
 
-def param_jac_mat_prod(run: Execution) -> Entries:
-    """For every covered parameter."""
+def param_jac_mat_prod(run: LayerRun) -> Entries:
+    """Compare with ``J mat`` for every covered parameter."""
     for name, theta in run.parameters.items():
         mat = oracle.draw((2, *theta.shape), 5)
         expected = oracle.product(run.jacobians[name], mat)
@@ -120,12 +121,12 @@ _DEFINITIONS: dict[str, tuple[Callable[[SampleProduct], Tensor], Callable[[Tenso
     ),
 }
 
-# What other extensions may need in the same pass.
+# Operations that other extensions may need in the same pass.
 _PLANS: tuple[tuple[Any, ...], ...] = ((), (ops.batch_sum, ops.square_sum), (ops.dense,))
 
 
-def operations(run: Execution) -> Entries:
-    """Each operation against its definition by ``M``, alone and together, with little memory."""
+def operations(run: LayerRun) -> Entries:
+    """Compare each operation with its definition, alone and with others, with little memory."""
     mat = run.columns()
     for name in run.parameters:
         formed = oracle.per_sample_product(run.jacobians[name], mat, run.batch_axis)
@@ -148,40 +149,40 @@ def _budget(size: int) -> Iterator[None]:
         set_memory_budget(before)
 
 
-def subsampled_call(run: Execution) -> Entries:
-    """Products of ``view.subsample([2, 0])``."""
+def subsampled_call(run: LayerRun) -> Entries:
+    """Check the products of ``view.subsample([2, 0])``."""
     view = run.view.subsample((2, 0))
     run.rule.check(view)
     return products(run, view=view)
 
 
-def non_contiguous_columns(run: Execution) -> Entries:
-    """Columns with strides in another order, and columns that share memory."""
+def non_contiguous_columns(run: LayerRun) -> Entries:
+    """Check columns with permuted strides, and columns that share memory."""
     mat = run.columns()
     for strided in (mat.movedim(0, -1).contiguous().movedim(-1, 0), mat[:1].expand_as(mat)):
         yield from products(run, strided)
 
 
-def non_contiguous_input(run: Execution) -> Entries:
-    """Inputs that are every other entry of a larger tensor."""
-    run = execute(run.case, strided=True)
+def non_contiguous_input(run: LayerRun) -> Entries:
+    """Check inputs that are every other entry of a larger tensor."""
+    run = run_layer(run.case, strided=True)
     left = any(tensor.numel() > 1 and tensor.is_contiguous() for tensor in run.live.values())
     require(not left, "The kit could not make the inputs non-contiguous.")
     return products(run)
 
 
-def keeps_dtype(run: Execution) -> None:
-    """In single precision, what every product returns is in single precision."""
-    single = execute(run.case, dtype=torch.float32)
+def keeps_dtype(run: LayerRun) -> None:
+    """Check that every product of single-precision columns is in single precision."""
+    single = run_layer(run.case, dtype=torch.float32)
     single.jacobians = {key: jacobian.float() for key, jacobian in run.jacobians.items()}
     for what, found, expected in products(single):
         dtype = expected.dtype if found is None else found.dtype
         require(dtype == expected.dtype, f"{what}: {dtype}, of columns in {expected.dtype}.")
 
 
-def changed_since(run: Execution) -> None:
-    """Parameters and mode change after the forward pass: products must be those of the forward."""
-    run = execute(run.case)
+def changed_since(run: LayerRun) -> None:
+    """Change parameters and mode after the forward pass: products must be those of the forward."""
+    run = run_layer(run.case)
     require(bool(run.jacobians), "Nothing is differentiated.")  # from before the change, too
     for part in run.module.modules():
         for name, parameter in part.named_parameters(recurse=False):
@@ -198,8 +199,8 @@ def changed_since(run: Execution) -> None:
         ) from None
 
 
-def affine_form(run: Execution) -> Entries:
-    """``W x + b`` in weight-sharing form is the output, rearranged."""
+def affine_form(run: LayerRun) -> Entries:
+    """Check that ``W x + b`` in weight-sharing form is the output, rearranged."""
     rule, view = run.rule, run.view
     assert isinstance(rule, AffineRule)
     with torch.no_grad():
@@ -211,8 +212,8 @@ def affine_form(run: Execution) -> Entries:
     yield "W x + b in affine form", found, expected
 
 
-def _matrix(run: Execution, name: str) -> Tensor:
-    """A parameter as ``[G, O, I]``, or a bias as ``[G, O]``."""
+def _matrix(run: LayerRun, name: str) -> Tensor:
+    """A weight as ``[G, O, I]``, or a bias as ``[G, O]``."""
     given, numbers = _affine_product(run, name)
     theta = run.parameters[name].detach()
     matrix = torch.empty_like(theta).flatten()
@@ -220,16 +221,16 @@ def _matrix(run: Execution, name: str) -> Tensor:
     return matrix.reshape(given.sizes)
 
 
-def _affine_product(run: Execution, name: str) -> tuple[AffineProduct, Tensor]:
-    """A parameter's product, and the numbers of its entries in affine form."""
+def _affine_product(run: LayerRun, name: str) -> tuple[AffineProduct, Tensor]:
+    """The product of a parameter, and the flat indices of its entries in affine form."""
     assert isinstance(run.rule, AffineRule)
     given = run.rule.param_product(run.view, name, run.columns())
     assert isinstance(given, AffineProduct)
     return given, torch.arange(given.shape.numel()).reshape(given.sizes)
 
 
-def affine_weight(run: Execution) -> None:
-    """The arrangement of a parameter uses every entry once, with any leading axes."""
+def affine_weight(run: LayerRun) -> None:
+    """Check that the arrangement of a parameter is a permutation, with any leading axes."""
     for name in run.parameters:
         given, numbers = _affine_product(run, name)
         arranged = given.to_parameter(numbers)

@@ -1,4 +1,4 @@
-"""Runs the checks of a case, and turns cases into pytest tests. Imports all checks."""
+"""Runs the checks of a case, and turns cases into pytest tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from backpack_core.errors import AutodiffFallbackWarning, UsageError, ZeroCurvat
 from backpack_core.testing.cases import Case, ExtensionCase, LossCase, RuleCase, installed
 from backpack_core.testing.checks import CHECKS, Check
 from backpack_core.testing.compare import CheckFailure
-from backpack_core.testing.execution import traits
+from backpack_core.testing.layer_run import traits
 from backpack_core.testing.network import install_own_rules
 
 Status = Literal["passed", "failed", "expected failure", "unexpected pass", "not judged"]
@@ -28,8 +28,8 @@ class CheckResult:
     Attributes:
         case: Label of the case.
         check: Name of the check.
-        status: What happened. An expected failure that passes is a failure. A check is not judged
-            if one failed that it rests on.
+        status: The outcome. An expected failure that passes is a failure. A check is not judged if
+            one of its prerequisites failed.
         message: What was found, or the reason for an expected failure.
         error: What the check raised.
     """
@@ -51,11 +51,11 @@ def check_rule(case: RuleCase, checks: Iterable[str] | None = None) -> list[Chec
 
     Args:
         case: The layer.
-        checks: Names of the checks to run, whatever became of others; default: all that mean
-            something for it, each after those it rests on.
+        checks: Names of the checks to run, without their prerequisites; default: all that apply,
+            each after its prerequisites.
 
     Returns:
-        One result for each check. Nothing is raised for a fault in the rule.
+        One result for each check. A fault in the rule does not raise.
     """
     return _check(case, checks)
 
@@ -88,7 +88,7 @@ def _check(case: Case, names: Iterable[str] | None) -> list[CheckResult]:
 
 
 def checks_of(case: Case) -> list[Check]:
-    """The checks that mean something for a case, in order.
+    """The checks that apply to a case, in order.
 
     Raises:
         UsageError: The case cannot be run, or expects a failure of a check that it does not have.
@@ -111,12 +111,12 @@ def checks_of(case: Case) -> list[Check]:
     return own
 
 
-# What became of the checks of each case that ran; "reported" is a failure that a test has shown.
+# The status of the checks of each case that ran; "reported" is a failure that a test has shown.
 _ran: WeakKeyDictionary[Case, dict[str, str]] = WeakKeyDictionary()
 
 
 def outcome(case: Case, check: Check) -> CheckResult:
-    """Run one check, whatever became of others."""
+    """Run one check without its prerequisites."""
     install_own_rules()
     error, reason = None, case.expected_failures.get(check.name)
     with installed(case), warnings.catch_warnings():
@@ -140,19 +140,19 @@ def outcome(case: Case, check: Check) -> CheckResult:
 
 
 def first_cause(case: Case, check: Check) -> Check | None:
-    """The check at the bottom that failed, of those that a check rests on; they run if need be."""
-    for ground in checks_of(case):
-        if ground.name in check.grounds:
-            cause = first_cause(case, ground)
-            if cause is None and ground.name not in _ran.get(case, {}):
-                outcome(case, ground)
-            if cause is not None or _ran[case][ground.name] in ("failed", "reported"):
-                return cause or ground
+    """The first failed check among all prerequisites of a check, which run if need be."""
+    for prerequisite in checks_of(case):
+        if prerequisite.name in check.prerequisites:
+            cause = first_cause(case, prerequisite)
+            if cause is None and prerequisite.name not in _ran.get(case, {}):
+                outcome(case, prerequisite)
+            if cause is not None or _ran[case][prerequisite.name] in ("failed", "reported"):
+                return cause or prerequisite
     return None
 
 
 def _judged(case: Case, check: Check) -> CheckResult:
-    """The outcome of a check, unless one failed that it rests on."""
+    """The outcome of a check, unless one of its prerequisites failed."""
     cause = first_cause(case, check)
     if cause is None:
         return outcome(case, check)
@@ -162,7 +162,7 @@ def _judged(case: Case, check: Check) -> CheckResult:
 
 @dataclass(eq=False)
 class BoundCheck:
-    """One check of one case, the argument of a decorated test, which has to call it once.
+    """One check of one case: the argument of a decorated test, which has to call it once.
 
     Attributes:
         case: The case.
@@ -175,14 +175,14 @@ class BoundCheck:
     called: bool = False
 
     def __call__(self) -> None:
-        """Run the check, unless one failed that it rests on.
+        """Run the check, unless one of its prerequisites failed.
 
         Raises:
             Exception: The rule or extension raised.
-            Failed: The check found a fault. Where no test of this process has said yet that the
-                cause failed (it was not selected, or runs elsewhere), this one does.
+            Failed: The check found a fault, or a prerequisite did that no test of this process has
+                reported (because it was not selected, or runs in another process).
             Skipped: It is not judged.
-            AssertionError: A declared failure passed.
+            AssertionError: An expected failure passed.
         """
         import pytest
 
@@ -206,10 +206,10 @@ class BoundCheck:
             pytest.fail("\n".join(filter(None, lines)), pytrace=False)
 
     def _resting(self, check: Check) -> str:
-        """How many checks rest on one."""
+        """The end of the message: how many checks build on a failed one."""
         found = {check.name}
         for other in checks_of(self.case):
-            found |= {other.name} if found & other.grounds else set()
+            found |= {other.name} if found & other.prerequisites else set()
         number = len(found) - 1
         return f"Not judged, since they rest on it: {number} checks." if number else ""
 
@@ -217,8 +217,8 @@ class BoundCheck:
 def parametrize_rule_checks(cases: Sequence[RuleCase]) -> Callable[[Test], Test]:
     """Give a test one pytest case for every check of every layer.
 
-    The test has one argument, ``check``, and fails unless it calls that. A case gets all checks
-    that apply to its kind of rule.
+    The test has an argument ``check``, and fails unless it calls that. A case gets all checks that
+    apply to its kind of rule.
 
     Args:
         cases: The layers, each in one configuration.

@@ -20,7 +20,7 @@ from backpack_core.testing import (
     check_extension,
     check_loss,
     check_rule,
-    execution,
+    layer_run,
     parametrize_rule_checks,
 )
 from backpack_core.testing.checks import CHECKS
@@ -62,11 +62,11 @@ def test_no_check_vanishes() -> None:
     assert all(len(set(names)) == len(names) for names in found.values())
 
 
-def test_grounds_are_checks_that_come_before() -> None:
+def test_prerequisites_are_checks_that_come_before() -> None:
     for checks in CHECKS.values():
         names = [check.name for check in checks]
         for number, check in enumerate(checks):
-            assert check.grounds <= set(names[:number]), check.name
+            assert check.prerequisites <= set(names[:number]), check.name
 
 
 def test_what_rests_on_a_failure_is_not_judged() -> None:
@@ -93,7 +93,7 @@ def test_needs_are_traits() -> None:
 
 def known_traits() -> set[str]:
     """The words in quotes in the module that finds them."""
-    tree = ast.parse(inspect.getsource(execution))
+    tree = ast.parse(inspect.getsource(layer_run))
     return {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
 
 
