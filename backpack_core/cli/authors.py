@@ -1,4 +1,4 @@
-"""The commands for authors of plugins: new, update, certify. Each imports what it needs."""
+"""The subcommands for authors of plugins: new, update, certify."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loaded plugin provides, and what is wrong with it. Imports core and its registry."""
+"""Describes what a loaded plugin provides, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from backpack_products.loss import HessianLossRule
 
 
 def report(plugin: Plugin) -> Report:
-    """Describe a plugin as far as it got."""
+    """The report on a plugin, whether it is loaded or failed."""
     result = Report.of(plugin)
     if plugin.error is not None:
         _describe_error(result, plugin.error)
@@ -41,9 +41,9 @@ def report(plugin: Plugin) -> Report:
 
 
 def _missing_types(rule: type[LayerRule], result: Report) -> Iterator[str]:
-    """What is wrong with ``module_types``, once the packages that it names were imported.
+    """The faults of ``module_types``, after importing the packages that it names.
 
-    A library that is not installed is not a slip: it is noted.
+    A library that is not installed is not a fault; it is noted in ``result.absent``.
     """
     for name in rule.module_types:
         package = name.rpartition(".")[0] if isinstance(name, str) else ""
@@ -72,7 +72,7 @@ def _describe_error(result: Report, error: BaseException) -> None:
 
 
 def _claims(plugin: Plugin) -> list[tuple[Provided, Any]]:
-    """What the registry holds from this plugin, described, and as it is."""
+    """What the registry has from this plugin: descriptions and values."""
     found: list[tuple[Provided, Any]] = []
 
     def add(kind: str, key: str, claims: list[Claim[Any]]) -> None:
@@ -96,7 +96,7 @@ def _claims(plugin: Plugin) -> list[tuple[Provided, Any]]:
 
 
 def _broken(value: Any) -> list[str]:
-    """What a rule or extension declares and does not implement."""
+    """What a rule or extension declares but does not implement."""
     if isinstance(value, LayerRule):
         name = type(value).__name__
         return [f"{name} {text}" for text in _broken_rule(value)]

@@ -1,4 +1,4 @@
-"""Rows of ``backpack plugins``. Imports neither torch nor plugins; another process may."""
+"""The rows of ``backpack plugins``. Imports neither torch nor plugins in this process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def collect(load: bool, limit: float) -> list[Report]:
     """One report for each installed plugin.
 
     Args:
-        load: Whether to load them too, in other processes.
+        load: Whether to load the plugins, in other processes.
         limit: Seconds that one plugin may take.
     """
     found = discover()
@@ -30,7 +30,7 @@ def collect(load: bool, limit: float) -> list[Report]:
 
 
 def worst(standings: Iterable[Standing]) -> Standing:
-    """How a distribution stands: as the worst of its packages."""
+    """The standing of a distribution, which is the worst one of its packages."""
     return max(standings, key=get_args(Standing).index)
 
 
@@ -38,7 +38,7 @@ FOLDED = ("distribution", "version", "provides", "state", "certificate")
 
 
 def folded(reports: list[Report]) -> list[tuple[str, ...]]:
-    """A line for each distribution: how many entry points of each kind, as far as names say."""
+    """A row for each distribution, with its number of entry points of each kind, by names."""
     by_who: dict[tuple[str, str], list[Report]] = {}
     for report in reports:
         by_who.setdefault((report.distribution, report.version), []).append(report)
@@ -61,7 +61,7 @@ def _kind(report: Report) -> str:
 
 
 def _counted(words: Iterable[str]) -> str:
-    """``"70 rules, 2 modules"``; of states, that alone where all have it."""
+    """``"70 rules, 2 modules"``; a state that is the same for all is written without a number."""
     found = Counter(words)
     if len(found) == 1 and next(iter(found)) in get_args(State):
         return next(iter(found))
@@ -75,7 +75,7 @@ def _plural(word: str, number: int) -> str:
 
 
 def rows(reports: list[Report]) -> list[tuple[str, ...]]:
-    """Cells for a table: what a plugin provides, or what it names as long as it is not loaded."""
+    """A row for each thing that a plugin provides; its entry point if it is not loaded."""
     return [
         (r.name, r.distribution, r.version, text, r.state)
         for r in reports

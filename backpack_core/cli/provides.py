@@ -1,7 +1,7 @@
-"""Finds what plugins provide, for the files beside their code, and where such a file is wrong.
+"""Finds what plugins provide, for the files beside their code, and checks such files.
 
-``backpack certify`` writes the file of a package. For those that core knows of, all of which have
-to be installed::
+``backpack certify`` writes the file of a package. To write those of all distributions that the core
+knows, which have to be installed::
 
     python -m backpack_core.cli.provides
 """
@@ -19,7 +19,7 @@ from backpack_core.provided import KNOWN, NAME, beside, declared_by, home_of, kn
 
 
 def provided_by(plugins: Iterable[Plugin]) -> dict[str, dict[str, str]]:
-    """What plugins that are loaded provide, by package, as the file has it."""
+    """What loaded plugins provide, by package, in the form of the file."""
     found: dict[str, dict[str, str]] = {}
     tables: list[tuple[Any, list[Claim[Any]]]]
     tables = [*registry.rules.items(), *registry.extensions.items()]
@@ -38,7 +38,7 @@ def _class_named(value: Any) -> str:
 
 
 def untrue(plugin: Plugin) -> Iterator[str]:
-    """What the file beside the code of a plugin that is loaded says of it, and is not so."""
+    """Sentences about what a loaded plugin's file declares, but the plugin does not provide."""
     own = provided_by([plugin]).get(plugin.package, {})
     for name, value in declared_by(plugin.package).items():
         if value == plugin.value and qualified_name(name) not in own:
@@ -46,7 +46,7 @@ def untrue(plugin: Plugin) -> Iterator[str]:
 
 
 def files(distributions: Iterable[str]) -> dict[Path, str]:
-    """What the files of some distributions should hold, and the file of core."""
+    """The texts of the files of some distributions, and of the core's file, by path."""
     ensure_loaded()
     texts, table = {}, {}
     for name in distributions:
@@ -60,7 +60,7 @@ def files(distributions: Iterable[str]) -> dict[Path, str]:
 
 
 def main() -> None:
-    """Write them."""
+    """Write the files."""
     for path, text in files(known()).items():
         path.write_text(text, "utf-8")
         print(f"Wrote {path}.")

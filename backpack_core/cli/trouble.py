@@ -1,4 +1,4 @@
-"""What the manual says of an error, by its name. Imports core."""
+"""Prints what the manual says about an error."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from backpack_core.errors import UsageError, nearest
 
 
 def entries() -> dict[str, str]:
-    """The entries of the troubleshooting page: what stands under the name of each error.
+    """The entries of the troubleshooting page by name of the error.
 
-    And under the message that Python itself has for a result that is not there.
+    One entry has the message that Python raises for a result that does not exist.
     """
     page = shipped("troubleshooting.md", "docs/troubleshooting.md").read_text("utf-8")
     parts = re.split(r"^(##+) (.+)\n", page, flags=re.MULTILINE)[1:]
@@ -23,7 +23,7 @@ def entries() -> dict[str, str]:
 
 
 def trouble(name: str) -> str:
-    """What the manual says of an error or a warning.
+    """What the manual says about an error or a warning.
 
     Args:
         name: Name of the class, or a part of it, in any case; or a message that begins with it.
@@ -43,7 +43,7 @@ def trouble(name: str) -> str:
 
 
 def plain(markdown: str, width: int) -> Iterator[str]:
-    """Lines for a terminal: paragraphs are wrapped, code is indented, links name pages.
+    """Lines for a terminal: paragraphs are wrapped, code is indented, links become names of pages.
 
     Args:
         markdown: A section of a page.
@@ -61,7 +61,7 @@ def plain(markdown: str, width: int) -> Iterator[str]:
 
 
 def _paragraph(text: str, width: int) -> list[str]:
-    """A paragraph, or the items of a list, each on lines of its own."""
+    """The lines of a paragraph; each item of a list begins on a new line."""
     items = re.split(r"\n(?=- |\d+\. )", text)
     marks = [re.match(r"- |\d+\. ", each) for each in items]
     wrap = partial(textwrap.wrap, width=width, break_on_hyphens=False, break_long_words=False)
