@@ -210,15 +210,15 @@ def is_allowed(plugin: Plugin) -> bool:
     libraries that it requires. ``BACKPACK_REQUIRE_CERTIFIED=1`` allows only plugins with a
     certificate that is valid for the installed code and versions.
     """
-    own = {canonical(plugin.name), canonical(plugin.distribution)}
+    names = {canonical(plugin.name), canonical(plugin.distribution)}
     allowed = os.environ.get("BACKPACK_LOAD_PLUGINS")
-    if allowed is not None and not (own | plugin.users) & _names(allowed):
+    if allowed is not None and not (names | plugin.users) & _names(allowed):
         return False
     is_strict = os.environ.get("BACKPACK_REQUIRE_CERTIFIED", "0") not in ("", "0")
     gates = _gates("certified") if is_strict else []
     if is_strict and not (gates and all(gate(plugin) for gate in gates)):
         return False  # nothing may load if no gate is installed
-    return not own & _names(os.environ.get("BACKPACK_BLOCK_PLUGINS", ""))
+    return not names & _names(os.environ.get("BACKPACK_BLOCK_PLUGINS", ""))
 
 
 @cache
@@ -298,8 +298,8 @@ def _users(declared: Iterable[Declaration]) -> dict[str, frozenset[str]]:
 
     closure = {user: all_required(user, set()) for user in requires}
     return {
-        own: frozenset().union(*({u, *names[u]} for u, needs in closure.items() if own in needs))
-        for own in requires
+        name: frozenset().union(*({u, *names[u]} for u, needs in closure.items() if name in needs))
+        for name in requires
     }
 
 

@@ -28,12 +28,12 @@ def __getattr__(name: str) -> Any:
 def _why_missing(name: str) -> str:
     if any(providers_of(name)):
         return f"The extension {name} is not available."
-    there = registry.extensions
+    installed = registry.extensions
     elsewhere = (each for names in known().values() for each in names if "." not in each)
-    near = nearest(name, there) or nearest(name, elsewhere) or "."
+    near = nearest(name, installed) or nearest(name, elsewhere) or "."
     return (
         f"No installed plugin provides an extension named {name!r}{near} Installed: "
-        f"{', '.join(sorted(there)) or 'none'}. Install the plugin that has it; "
+        f"{', '.join(sorted(installed)) or 'none'}. Install the plugin that has it; "
         "`backpack plugins` lists what is there."
     )
 

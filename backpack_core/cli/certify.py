@@ -118,7 +118,7 @@ def _certified(own: Project, found: list[Any], found_provided: dict[str, Any]) -
     if not checks or len(unchecked) == len(own.entry_points):
         raise UsageError(
             f"No check of the kit ran for a class of {own.name}, so there is nothing to certify. "
-            "Write a test with parametrize_rule_checks, or a relative of it: see "
+            "Write a test with parametrize_checks: see "
             "`backpack new layer NAME`."
         )
     compared: list[dict[str, Any]] = [worst for *_, worst in found if worst]

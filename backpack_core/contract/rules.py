@@ -118,8 +118,8 @@ class LayerRule(ABC):
             UnsupportedError: Some samples were asked for, of an input without a batch axis.
         """
         if not view.is_checked and view.indices is None:
-            found = self._jac_t_mat_prod(view, mat)
-            return found if isinstance(found, tuple) else (found,)
+            result = self._jac_t_mat_prod(view, mat)
+            return result if isinstance(result, tuple) else (result,)
         expect(view, self, "_jac_t_mat_prod is given", mat, view.output_shape)
         result = ask(view, self, "_jac_t_mat_prod", view, mat)
         products: list[Tensor | None] = [*result] if isinstance(result, tuple) else [result]

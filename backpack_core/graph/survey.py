@@ -102,14 +102,14 @@ class Survey:
             self.trained[call] = trained
             if others:
                 self.freed[call] = others
-        for own in trained:
-            use = self.use_of(call, own)
+        for entry in trained:
+            use = self.use_of(call, entry)
             self.is_shared |= use.count > 0
             use.count += 1
 
-    def use_of(self, call: Call, own: Trained) -> Use:
+    def use_of(self, call: Call, trained: Trained) -> Use:
         """The uses of a parameter of a call."""
-        name, parameter, _ = own
+        name, parameter, _ = trained
         use = self.uses.get(id(parameter))
         if use is None:
             if parameter.is_complex():

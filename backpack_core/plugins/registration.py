@@ -90,8 +90,8 @@ def _collect(obj: Any) -> list[Contribution]:
         if caller.name in hookspecs.OF_PASSES:
             returned_by[caller.name] = ()
             continue
-        own = [each for each in caller.get_hookimpls() if each.plugin is obj]
-        returned_by[caller.name] = returned = own[0].function()
+        implementations = [each for each in caller.get_hookimpls() if each.plugin is obj]
+        returned_by[caller.name] = returned = implementations[0].function()
         if not isinstance(returned, Iterable):
             raise PluginError(f"{caller.name} must return an iterable. Got {returned!r}.")
     if not returned_by:

@@ -141,8 +141,8 @@ class Registry:
         A plugin's function is used for the same modules as a rule for its module type. An
         instance's own function is not used for subclasses.
         """
-        own = module.__dict__.keys()
-        kinds = [k for k in same_maps(class_of(module)) if methods_behind(k).isdisjoint(own)]
+        attributes = module.__dict__.keys()
+        kinds = [k for k in same_maps(class_of(module)) if methods_behind(k).isdisjoint(attributes)]
         for kind in kinds[:1]:
             if kind in extension.carriers:
                 return extension.carriers[kind]

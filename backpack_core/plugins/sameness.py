@@ -30,8 +30,8 @@ def is_same_map(kind: type[Module], parent: type) -> bool:
     if forward is None or getattr(parent, "forward", None) is not forward:
         return False
     names = _looked_up(parent) | _CALLING
-    own = kind.__mro__[: kind.__mro__.index(parent)]
-    return not any(name in vars(cls) for cls in own for name in names)
+    below = kind.__mro__[: kind.__mro__.index(parent)]
+    return not any(name in vars(cls) for cls in below for name in names)
 
 
 @remembered

@@ -64,18 +64,18 @@ class Received:
     """
 
     def __init__(
-        self, execution: Execution, outputs: tuple[Tensor, ...], own: Iterable[Tensor]
+        self, execution: Execution, outputs: tuple[Tensor, ...], views: Iterable[Tensor]
     ) -> None:
         """Take what is needed to tell which inputs have to be replaced.
 
         Args:
             execution: What was known before the forward.
             outputs: The tensors that the module returned.
-            own: The views that are returned instead of some outputs; see :func:`aliases`.
+            views: The views that are returned instead of some outputs; see :func:`aliases`.
         """
         self._execution = execution
         self._nodes = [node for o in outputs if (node := o.grad_fn) is not None]
-        self._bases = [base for o in (*outputs, *own) if (base := base_of(o)) is not None]
+        self._bases = [base for o in (*outputs, *views) if (base := base_of(o)) is not None]
         self.edges: tuple[Edge | None, ...] = ()
         self.versions: list[int] = []
         self.replaced: dict[int, Tensor] = {}

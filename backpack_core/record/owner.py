@@ -83,7 +83,7 @@ class Owner:
             run = run_of(placed, axis, _torch.is_distributed(self.module))
             if axis and placed and not run.sizes:
                 raise UsageError(
-                    f"extend(..., batch_axis={axis}) was said, and the model received no tensor "
+                    f"extend(..., batch_axis={axis}) was called, but the model received no tensor "
                     f"with such an axis: {', '.join(str(list(t.shape)) for _, t in placed)}."
                 )
             self._note_substitutes()
@@ -100,8 +100,8 @@ class Owner:
         for part in parts:  # the list grows. Submodules may have been added since the last run.
             if part._modules:
                 parts += [inner for inner in part._modules.values() if inner is not None]
-            own: Mapping[str, Tensor | None] = part._parameters
-            for name, tensor in own.items():
+            parameters: Mapping[str, Tensor | None] = part._parameters
+            for name, tensor in parameters.items():
                 if tensor is not None and not isinstance(tensor, Parameter):
                     key = id(tensor)
                     forget = partial(_forget, key)
@@ -115,10 +115,10 @@ class Owner:
         """
         thread = get_ident()
         runs = _running.get(thread, [])
-        own = [index for index, (owner, _) in enumerate(runs) if owner is self]
-        if own:
-            run = runs[own[-1]][1]
-            del runs[own[-1] :]  # the others inside were left by an exception
+        indices = [index for index, (owner, _) in enumerate(runs) if owner is self]
+        if indices:
+            run = runs[indices[-1]][1]
+            del runs[indices[-1] :]  # the others inside were left by an exception
             is_outermost = run.sizes and not (run.has_computed_input or self.axes)
             for tensor in results if is_outermost else ():
                 node: Any = tensor.grad_fn
@@ -174,8 +174,8 @@ def run_of_model(module: Module, thread: int) -> Run:
     """The run of the extended model that a module is part of, if it is running on this thread."""
     runs = _running.get(thread)
     if runs:
-        own: Owner | None = module.__dict__.get(OWNER_ATTRIBUTE)
+        owner_of_module: Owner | None = module.__dict__.get(OWNER_ATTRIBUTE)
         for owner, run in reversed(runs):
-            if owner is own:
+            if owner is owner_of_module:
                 return run
     return NO_RUN_OF_RANKS if _torch.is_distributed() else NO_RUN

@@ -30,12 +30,12 @@ class Guard(ABC):
     """Checks that a plugin's code does not change the tensors that it gets."""
 
     @abstractmethod
-    def before(self, view: View, given: Iterable[Any]) -> Versions:
+    def before(self, view: View, arguments: Iterable[Any]) -> Versions:
         """The tensors that a plugin's method can reach, with their version counters.
 
         Args:
             view: The view that it gets.
-            given: Its other arguments: tensors, or objects that have some as attributes.
+            arguments: Its other arguments: tensors, or objects that have some as attributes.
         """
 
     @abstractmethod
@@ -56,14 +56,14 @@ def guard_of(view: View) -> Guard | None:
     return GUARDS[-1] if view.is_checked and GUARDS else None
 
 
-def ask(view: View, plugin: object, method: str, *given: Any) -> Any:
+def ask(view: View, plugin: object, method: str, *arguments: Any) -> Any:
     """Call a method of a plugin, under the guard of the visit if there is one.
 
     Args:
         view: The view that it gets.
         plugin: The rule, extension or propagator.
         method: The name of its method.
-        given: The other arguments: tensors, or objects that have some as attributes.
+        arguments: The other arguments: tensors, or objects that have some as attributes.
 
     Returns:
         The method's result.
@@ -73,9 +73,9 @@ def ask(view: View, plugin: object, method: str, *given: Any) -> Any:
     """
     guard = guard_of(view)
     if guard is None:
-        return getattr(plugin, method)(*given)
-    seen = guard.before(view, given)
-    result = getattr(plugin, method)(*given)
+        return getattr(plugin, method)(*arguments)
+    seen = guard.before(view, arguments)
+    result = getattr(plugin, method)(*arguments)
     guard.after(view, seen, plugin, method)
     return result
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,6 +34,17 @@ def require(condition: bool, message: str) -> None:
     """Raise :class:`CheckFailure` unless the condition holds."""
     if not condition:
         raise CheckFailure(message)
+
+
+def refuses(
+    error: type[Exception], message: str, function: Callable[..., object], *arguments: object
+) -> None:
+    """Require that a function raises an error for some arguments."""
+    try:
+        function(*arguments)
+    except error:
+        return
+    raise CheckFailure(message)
 
 
 def relative_error(found: Tensor, expected: Tensor, floor: float = SMALLEST_SCALE) -> float:

@@ -88,7 +88,7 @@ def check_import(
             )
         if taken <= seconds:
             return
-    # What is its own counts for itself, and what that imports with everything behind it.
+    # A module of the plugin counts alone; one that it imports counts with all of its imports.
     costs = {
         found: found.alone if _is_in(own, found) else found.total
         for found in imports

@@ -17,7 +17,7 @@ from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import Arguments, LossCase, seeded
-from backpack_core.testing.compare import CheckFailure, Entries, agree, require, untouched
+from backpack_core.testing.compare import CheckFailure, Entries, agree, refuses, require, untouched
 from backpack_core.testing.layer_run import run_layer, shared
 from backpack_core.testing.nets import Made, Problem
 from backpack_core.testing.network import BoundLoss, Shrink
@@ -26,6 +26,7 @@ from backpack_products.loss import HessianLossRule
 
 # Positions of the target and further arguments of a loss.
 ALL_BUT_FIRST = tuple(range(1, 16))
+_NONE = "{} gives a value where none exists: raise UnsupportedError."
 
 
 class LossRun:
@@ -120,14 +121,6 @@ def products(
             yield what, found, expected.sum(0) if name == "sum_hessian" else expected
 
 
-def _refuses(function: Callable[..., object], what: str, *arguments: object) -> None:
-    try:
-        function(*arguments)
-    except UnsupportedError:
-        return
-    require(False, f"{what} gives a value where none exists: raise UnsupportedError.")
-
-
 def of_method(case: LossCase, reduction: str, method: str) -> Entries:
     """One method against the dense Hessian, or the gradient."""
     return products(shared_run(case, reduction), methods=[method])
@@ -143,7 +136,7 @@ def sqrt_hessian_sampled(case: LossCase, reduction: str) -> None:
     run = shared_run(case, reduction)
     method, number, given = run.rule.sqrt_hessian_sampled, case.samples, case.tolerances
     if not case.sampled:
-        _refuses(method, "sqrt_hessian_sampled", run.view, 1)
+        refuses(UnsupportedError, _NONE.format("sqrt_hessian_sampled"), method, run.view, 1)
         return
     with torch.no_grad():
         root = seeded(lambda: method(run.view, number), 9)
@@ -168,7 +161,8 @@ def arriving_gradient(case: LossCase, reduction: str) -> Entries:
     minus = run.times(-1.0)
     yield from products(run, minus, factor=-1.0, methods=["hessian_mat_prod"])
     with torch.no_grad():
-        _refuses(run.rule.sqrt_hessian, "sqrt_hessian of minus the loss", minus)
+        said = _NONE.format("sqrt_hessian of minus the loss")
+        refuses(UnsupportedError, said, run.rule.sqrt_hessian, minus)
 
 
 def in_front_of(

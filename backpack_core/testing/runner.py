@@ -11,7 +11,7 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from backpack_core.errors import AutodiffFallbackWarning, UsageError, ZeroCurvatureWarning
-from backpack_core.testing.cases import Case, ExtensionCase, LossCase, RuleCase, installed
+from backpack_core.testing.cases import Case, installed
 from backpack_core.testing.checks import CHECKS, Check
 from backpack_core.testing.compare import CheckFailure
 from backpack_core.testing.layer_run import traits
@@ -46,41 +46,25 @@ class CheckResult:
         return self.status in ("passed", "expected failure")
 
 
-def check_rule(case: RuleCase, checks: Iterable[str] | None = None) -> list[CheckResult]:
-    """Run every check of a layer rule.
+def check_case(case: Case, checks: Iterable[str] | None = None) -> list[CheckResult]:
+    """Run every check that applies to a layer rule, a loss rule or an extension.
 
     Args:
-        case: The layer.
+        case: A :class:`RuleCase`, :class:`LossCase` or :class:`ExtensionCase`.
         checks: Names of the checks to run, without their prerequisites; default: all that apply,
             each after its prerequisites.
 
     Returns:
-        One result for each check. A fault in the rule does not raise.
+        One result for each check. A fault in the rule or extension does not raise.
+
+    Raises:
+        UsageError: It is not a case, it cannot be run, or it has no check of a name.
     """
-    return _check(case, checks)
-
-
-def check_loss(case: LossCase, checks: Iterable[str] | None = None) -> list[CheckResult]:
-    """Run every check of a loss rule; see :func:`check_rule`."""
-    return _check(case, checks)
-
-
-def check_extension(case: ExtensionCase, checks: Iterable[str] | None = None) -> list[CheckResult]:
-    """Run every check of an extension; see :func:`check_rule`."""
-    return _check(case, checks)
-
-
-def _check(case: Case, names: Iterable[str] | None) -> list[CheckResult]:
-    given: object = case
-    if not isinstance(given, Case):
-        raise UsageError(
-            "One case is checked at a time: a RuleCase(...), a LossCase(...) or an "
-            f"ExtensionCase(...). Got {given!r:.80}."
-        )
+    _require_case(case)
     own = {check.name: check for check in checks_of(case)}
-    if names is None:
+    if checks is None:
         return [_judged(case, check) for check in own.values()]
-    wanted = list(names)
+    wanted = list(checks)
     unknown = set(wanted) - set(own)
     if unknown:
         raise UsageError(f"No such checks for {case.label()}: {sorted(unknown)}.")
@@ -214,39 +198,32 @@ class BoundCheck:
         return f"Not judged, since they rest on it: {number} checks." if number else ""
 
 
-def parametrize_rule_checks(cases: Sequence[RuleCase]) -> Callable[[Test], Test]:
-    """Give a test one pytest case for every check of every layer.
+def _require_case(case: object) -> None:
+    if not isinstance(case, Case):
+        raise UsageError(
+            "Checks are for a RuleCase(...), a LossCase(...) or an ExtensionCase(...). "
+            f"Got {case!r:.80}."
+        )
+
+
+def parametrize_checks(cases: Sequence[Case]) -> Callable[[Test], Test]:
+    """Give a test one pytest case for every check of every case.
 
     The test has an argument ``check``, and fails unless it calls that. A case gets all checks that
-    apply to its kind of rule.
+    apply to it.
 
     Args:
-        cases: The layers, each in one configuration.
+        cases: Layers, losses or extensions, each in one configuration.
 
     Raises:
         UsageError: There are no cases, or the function does not take a check.
     """
-    return _parametrize(cases, RuleCase)
-
-
-def parametrize_loss_checks(cases: Sequence[LossCase]) -> Callable[[Test], Test]:
-    """The same for losses; see :func:`parametrize_rule_checks`."""
-    return _parametrize(cases, LossCase)
-
-
-def parametrize_extension_checks(cases: Sequence[ExtensionCase]) -> Callable[[Test], Test]:
-    """The same for extensions; see :func:`parametrize_rule_checks`."""
-    return _parametrize(cases, ExtensionCase)
-
-
-def _parametrize(cases: Sequence[Case], kind: type[Case]) -> Callable[[Test], Test]:
     import pytest
 
     if not cases:
-        raise UsageError(f"No {kind.__name__} was given: nothing would be checked.")
-    wrong = [case for case in cases if not isinstance(case, kind)]
-    if wrong:
-        raise UsageError(f"Expected instances of {kind.__name__}. Got {wrong[0]!r}.")
+        raise UsageError("No case was given: nothing would be checked.")
+    for case in cases:
+        _require_case(case)
 
     def decorate(test: Test) -> Test:
         if "check" not in inspect.signature(test).parameters:

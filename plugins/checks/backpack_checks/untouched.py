@@ -1,4 +1,4 @@
-"""Sees that a plugin's code leaves alone what it is given.
+"""Sees that a plugin's code changes none of its arguments.
 
 What a rule or an extension is shown belongs to others, too: the gradient at an output becomes
 ``.grad``. So tensor versions are compared before and after; they are integers, and comparing them
@@ -20,10 +20,10 @@ from backpack_core.record.view import View
 class ByVersions(Guard):
     """Compares versions."""
 
-    def before(self, view: View, given: Iterable[Any]) -> Versions:
+    def before(self, view: View, arguments: Iterable[Any]) -> Versions:
         """Those that the view shows, and those among the arguments."""
         found = [*(view.counted or _counted(view))]
-        for value in given:
+        for value in arguments:
             kind = type(value)
             if Tensor in kind.__mro__:
                 found += ((value, value._version),)
