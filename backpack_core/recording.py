@@ -34,6 +34,7 @@ from backpack_core.record.execution import (
     new_base,
     simple_node,
 )
+from backpack_core.record.nested import in_order, iter_tensors, map_tensors, tensors_in
 from backpack_core.record.owner import OWNER_ATTRIBUTE, Owner, run_of_model
 from backpack_core.record.state import (
     TRAITS_ATTRIBUTE,
@@ -42,7 +43,6 @@ from backpack_core.record.state import (
     versions_and_frozen,
 )
 from backpack_core.record.storage import storage
-from backpack_core.record.structure import in_order, iter_tensors, map_tensors, tensors_in
 from backpack_core.record.switch import is_recording
 
 

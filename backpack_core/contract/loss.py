@@ -10,7 +10,7 @@ from torch import Tensor
 from backpack_core.contract.bases import base
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import ShapeError, UnsupportedError, UsageError
-from backpack_core.record.structure import map_tensors
+from backpack_core.record.nested import map_tensors
 from backpack_core.record.switch import disable
 from backpack_core.record.view import View
 

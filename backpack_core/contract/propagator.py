@@ -19,7 +19,7 @@ from backpack_core.contract.reading import Reading
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.nodes import refuse
-from backpack_core.record.untouched import ask
+from backpack_core.record.guards import ask
 from backpack_core.record.view import View
 
 

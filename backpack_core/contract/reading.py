@@ -11,7 +11,7 @@ from torch.nn import Module
 
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.call import path_of
-from backpack_core.record.untouched import Versions, versions_in
+from backpack_core.record.guards import Versions, versions_in
 
 # The attributes that the engine sets.
 _OF_ENGINE = "name module parameter rule needs call_cache column_cache is_measured"

@@ -20,7 +20,7 @@ from torch.nn import Module
 from backpack_core._torch import Node
 from backpack_core.contract.bases import Candidate, base, judge
 from backpack_core.errors import ShapeError, UnsupportedError
-from backpack_core.record.untouched import ask
+from backpack_core.record.guards import ask
 from backpack_core.record.view import View
 
 ModuleType = type[Module] | str

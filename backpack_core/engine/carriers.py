@@ -16,8 +16,8 @@ from backpack_core.contract.reading import Reading
 from backpack_core.engine.groups import Group
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey
+from backpack_core.record.guards import ask
 from backpack_core.record.storage import storage
-from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
 
 

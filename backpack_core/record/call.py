@@ -111,7 +111,8 @@ def to_stored(noted: Any) -> Stored:
         parameters = tuple(owned)[:parameters]
     count = iter(counts[len(outputs) :])
     present = {name: (tensor, next(count)) for name, tensor in owned.items() if tensor is not None}
-    names = tuple([name for name in parameters if name in present])  # a bias may be ``None``
+    # A parameter may be ``None``, as the bias of a layer without one.
+    names = parameters if len(present) == len(owned) else tuple(filter(present.get, parameters))
     return Stored(args, kwargs, inputs, outputs, versions, present, names, computed, (), frozen)
 
 

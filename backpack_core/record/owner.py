@@ -18,8 +18,8 @@ from torch.nn import Module, Parameter
 from backpack_core import _torch
 from backpack_core._torch import Node, running_calls
 from backpack_core.errors import UsageError
+from backpack_core.record.nested import placed_tensors
 from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run, run_of
-from backpack_core.record.structure import placed_tensors
 
 OWNER_ATTRIBUTE: Final = "_backpack_owner"
 PATH_ATTRIBUTE: Final = "_backpack_path"  # the path of a submodule in its model

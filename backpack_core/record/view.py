@@ -19,9 +19,9 @@ from torch.nn import Module
 from backpack_core._torch import Node, version_of
 from backpack_core.errors import OverwrittenInputError, UsageError
 from backpack_core.record.call import Call, Stored
+from backpack_core.record.nested import as_index, map_tensors
 from backpack_core.record.state import as_it_was
 from backpack_core.record.storage import UnpackedTensors, read, storage
-from backpack_core.record.structure import as_index, map_tensors
 
 T = TypeVar("T")
 
@@ -56,9 +56,9 @@ class View:
         stored: The call's tensors, for shapes and flags, even if the call was released. Their
             values are in :attr:`values`.
         counted: The tensors that the view shows, with their version counters when a guard first
-            asked; see ``untouched.py``.
+            asked; see ``guards.py``.
         memories: The memory of tensors that rules can get, and of results, once somebody asks; see
-            ``untouched.py``.
+            ``guards.py``.
         unpacked: Access to tensors that saved-tensor hooks packed; ``None`` without such hooks.
         is_checked: Whether a guard checks that plugins do not change what they get.
     """

@@ -21,7 +21,7 @@ from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import MissingPluginError, UsageError
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
-from backpack_core.record.structure import iter_tensors, map_tensors
+from backpack_core.record.nested import iter_tensors, map_tensors
 from backpack_core.testing.isolation import temporary_plugin
 from backpack_core.testing.quantities import Quantity
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.contract.rules import LayerRule
-from backpack_core.record.structure import iter_tensors
+from backpack_core.record.nested import iter_tensors
 
 # Errors are relative to at least this, for a quantity that is zero.
 SMALLEST_SCALE = 1e-4

@@ -19,7 +19,7 @@ from torch.nn import Module
 from backpack_core.contract.rules import LayerRule
 from backpack_core.extending import extend
 from backpack_core.record.call import edge_of, site_at
-from backpack_core.record.structure import in_order, iter_tensors
+from backpack_core.record.nested import in_order, iter_tensors
 from backpack_core.record.switch import disable
 from backpack_core.record.view import View
 from backpack_core.testing import oracle

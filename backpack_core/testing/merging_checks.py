@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backpack_core.context import backpack
 from backpack_core.contract.extension import Extension
-from backpack_core.record.structure import iter_tensors
+from backpack_core.record.nested import iter_tensors
 from backpack_core.testing.compare import Entries, require
 from backpack_core.testing.net_checks import forget
 from backpack_core.testing.nets import Made, Nets

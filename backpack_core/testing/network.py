@@ -18,7 +18,7 @@ from torch.nn import Module, Parameter
 from torch.nn import functional as F
 
 from backpack_core.plugins.registry import CORE, of_rules, registry
-from backpack_core.record.structure import iter_tensors
+from backpack_core.record.nested import iter_tensors
 from backpack_core.record.switch import disable
 from backpack_core.record.view import View
 from backpack_core.testing.cases import SAMPLES, Arguments, LossCase, RuleCase, seeded

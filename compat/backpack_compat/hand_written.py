@@ -14,7 +14,7 @@ from backpack_core.contract.carrier import Carrier, ParameterResult
 from backpack_core.contract.rules import expect
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.parameters import Trained
-from backpack_core.record.untouched import ask
+from backpack_core.record.guards import ask
 from backpack_products import ColumnPropagator, Columns
 from backpack_secondorder.hessian import Hessian
 from backpack_secondorder.signed_sqrt import SignedSqrt

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from backpack_core import Extension, backpack, extend
 from backpack_core.errors import PluginCodeError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
-from backpack_core.record.structure import iter_tensors
+from backpack_core.record.nested import iter_tensors
 from backpack_core.testing import (
     ExtensionCase,
     RuleCase,

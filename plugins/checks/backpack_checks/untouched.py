@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from backpack_core.errors import PluginCodeError
-from backpack_core.record.untouched import PLAIN, Guard, Versions, versions_in, visible_tensors
+from backpack_core.record.guards import PLAIN, Guard, Versions, versions_in, visible_tensors
 from backpack_core.record.view import View
 
 

@@ -16,8 +16,8 @@ from backpack_core._torch import memories_of, version_of
 from backpack_core.contract.bases import base
 from backpack_core.plugins.registry import FALLBACK
 from backpack_core.record.call import Call, Edge, Site, Stored
+from backpack_core.record.guards import visible_memory
 from backpack_core.record.state import NO_SETTINGS
-from backpack_core.record.untouched import visible_memory
 from backpack_core.record.view import View
 from backpack_operations.operands import FactoredColumns
 from backpack_operations.owned import owned_by_models

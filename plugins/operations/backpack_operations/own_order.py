@@ -29,8 +29,8 @@ from backpack_core.engine.schedule import Schedule
 from backpack_core.engine.sink import Sink, Values, combined
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, CallCaches, Site
+from backpack_core.record.nested import iter_tensors
 from backpack_core.record.storage import storage
-from backpack_core.record.structure import iter_tensors
 from backpack_core.tuning import column_budget, memory_budget
 from backpack_operations.order import ranks
 from backpack_operations.straight import StraightTraversal

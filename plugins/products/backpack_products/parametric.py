@@ -16,7 +16,7 @@ from torch import Tensor
 from backpack_core.contract.bases import Candidate, base, judge
 from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.errors import ShapeError, nearest
-from backpack_core.record.untouched import ask, guard_of
+from backpack_core.record.guards import ask, guard_of
 from backpack_core.record.view import View
 from backpack_products.affine import AffineProduct
 from backpack_products.columns import ApartColumns, InRuns, OwnedColumns

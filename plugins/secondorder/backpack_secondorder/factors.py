@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backpack_core.contract.operation import OpenFunction, Operation
 from backpack_core.errors import UnsupportedError
-from backpack_core.record.untouched import versions_in
+from backpack_core.record.guards import versions_in
 from backpack_operations.bare import BareRule
 from backpack_products import AffineRule, contractions
 from backpack_products.affine import AffineProduct

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.plugins.registry import registry
-from backpack_core.record.structure import iter_tensors
+from backpack_core.record.nested import iter_tensors
 from backpack_core.record.switch import disable
 from backpack_core.testing import Arguments, Reference, oracle
 from backpack_core.testing.network import Affine

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from backpack_core._torch import memories_of, memory_of
 from backpack_core.record.call import NOTHING
-from backpack_core.record.structure import map_tensors
+from backpack_core.record.nested import map_tensors
 from backpack_core.record.view import View
 
 # Types of attributes that hold no tensors, or whose tensors are found elsewhere. A set of exact
@@ -101,7 +101,7 @@ def visible_tensors(view: View) -> list[Tensor]:
     return tensors if gradient is None else [*tensors, gradient]
 
 
-def owned(value: Any, view: View, results: set[int]) -> Any:
+def unshared(value: Any, view: View, results: set[int]) -> Any:
     """The value with memory of its own: tensors that share memory are cloned.
 
     Args:
@@ -113,9 +113,9 @@ def owned(value: Any, view: View, results: set[int]) -> Any:
     """
     if not isinstance(value, Tensor):
         if isinstance(value, list):
-            value[:] = [owned(item, view, results) for item in value]
+            value[:] = [unshared(item, view, results) for item in value]
         is_plain = isinstance(value, (tuple, dict))
-        return map_tensors(value, lambda t: owned(t, view, results)) if is_plain else value
+        return map_tensors(value, lambda t: unshared(t, view, results)) if is_plain else value
     memory = memory_of(value)
     if memory in results or memory in visible_memory(view):
         value = value.clone()
