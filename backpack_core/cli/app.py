@@ -188,8 +188,8 @@ def explain(
     for name in names:
         if len(names) > 1:
             output.say(name)
-        mine = [row.cells() for row in rows if row.quantity == name]
-        output.print_table(HEADER, mine, output.width())
+        cells = [row.cells() for row in rows if row.quantity == name]
+        output.print_table(HEADER, cells, output.width())
         output.say("")
     output.say(UNITS)
     if any(UNKNOWN in row.cells() for row in rows):

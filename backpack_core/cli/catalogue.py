@@ -58,8 +58,8 @@ def _plain(family: str) -> Iterator[RuleCase]:
         arguments, _, shape = rest.rpartition(")")
         if name:
             kind, sizes = getattr(nn, name), literal_eval(f"({shape or 4},)")
-            made = literal_eval(f"({arguments})")
-            yield _case(name, kind, made, partial(_positive, sizes))
+            given = literal_eval(f"({arguments})")
+            yield _case(name, kind, given, partial(_positive, sizes))
 
 
 def _positive(sizes: tuple[int, ...], n: int) -> Tensor:
@@ -67,9 +67,9 @@ def _positive(sizes: tuple[int, ...], n: int) -> Tensor:
 
 
 def _case(
-    name: str, kind: Callable[..., Any], given: tuple[Any, ...], inputs: Callable[[int], Any]
+    name: str, kind: Callable[..., Any], arguments: tuple[Any, ...], inputs: Callable[[int], Any]
 ) -> RuleCase:
-    return RuleCase(lambda: kind(*given), inputs, name=name)
+    return RuleCase(lambda: kind(*arguments), inputs, name=name)
 
 
 def _known(name: str) -> Callable[..., nn.Module]:

@@ -95,7 +95,7 @@ def work(layer: Layer, quantity: str, columns: int) -> float | None:
     carry = columns * layer.back
     if not layer.params:
         return carry if quantity in _CARRIED else 0
-    own = {
+    at_parameters = {
         "BatchGrad": layer.product,
         "FirstFour": layer.product,
         "BatchL2Grad": _norm(layer),
@@ -109,7 +109,7 @@ def work(layer: Layer, quantity: str, columns: int) -> float | None:
         "GGNTogether": _squares(layer, columns) + _factors(layer, columns),
         **dict.fromkeys(_DIAGONALS, _squares(layer, columns)),
     }.get(quantity)
-    return None if own is None else own + (carry if quantity in _CARRIED else 0)
+    return None if at_parameters is None else at_parameters + (carry if quantity in _CARRIED else 0)
 
 
 _DIAGONALS = ("DiagGGNMC", "DiagGGNExact", "BatchDiagGGNMC", "BatchDiagGGNExact")

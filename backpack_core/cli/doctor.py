@@ -121,14 +121,14 @@ def _of_others() -> Iterator[Finding]:
     for entry_point in entry_points(group="backpack.doctor"):
         owner = entry_point.dist.name if entry_point.dist is not None else entry_point.value
         try:
-            found = entry_point.load()()
+            finding = entry_point.load()()
         except Exception as error:
             problem = f"what it has to say fails ({type(error).__name__}: {error})"
             remedy = f"Update or uninstall {owner}."
             yield Finding("fault", owner, entry_point.name, problem, remedy)
             continue
-        if found is not None:
-            who, problem, remedy = found
+        if finding is not None:
+            who, problem, remedy = finding
             yield Finding("warning", who, "", problem, remedy)
 
 
@@ -232,13 +232,13 @@ def _field_conflicts(reports: list[Report]) -> Iterator[Finding]:
         for provided in report.provides:
             if provided.kind == "extension" and provided.detail:
                 by_field.setdefault(provided.detail, {})[provided.implementation] = report, provided
-    for name, found in by_field.items():
-        if len({report.distribution for report, _ in found.values()}) > 1:
+    for name, rivals in by_field.items():
+        if len({report.distribution for report, _ in rivals.values()}) > 1:
             yield Finding(
                 "warning",
-                " and ".join(report.who for report, _ in found.values()),
-                ", ".join(report.name for report, _ in found.values()),
-                f"{' and '.join(provided.key for _, provided in found.values())} both save under "
+                " and ".join(report.who for report, _ in rivals.values()),
+                ", ".join(report.name for report, _ in rivals.values()),
+                f"{' and '.join(provided.key for _, provided in rivals.values())} both save under "
                 f"{name!r}: the later of two passes overwrites, and one pass cannot have both",
                 "Give one of them another name where you use it: savefield='...'; authors: choose "
                 "another savefield.",

@@ -120,14 +120,14 @@ def _parameters(module: Module) -> list[tuple[str, Tensor]]:
 
 def _layers(given: Given) -> tuple[dict[Module, list[Layer]], int]:
     """The affine maps of every module, and the columns of an exact root, from a forward pass."""
-    found: dict[Module, list[Layer]] = {}
+    layers: dict[Module, list[Layer]] = {}
     model = given.modules[0]
     if not given.data:
-        return found, 0
+        return layers, 0
 
     def visit(module: Module, args: tuple[Any, ...], result: Any) -> None:
-        first = not any(found.values())
-        found.setdefault(module, []).extend(of_module(module, args, result, first))
+        first = not any(layers.values())
+        layers.setdefault(module, []).extend(of_module(module, args, result, first))
 
     unextend(model)
     hooks = [module.register_forward_hook(visit) for module in model.modules()]
@@ -138,7 +138,7 @@ def _layers(given: Given) -> tuple[dict[Module, list[Layer]], int]:
         for hook in hooks:
             hook.remove()
     is_softmax = isinstance(given.modules[-1], nn.CrossEntropyLoss)  # C - 1 for C classes
-    return found, output[0].numel() - (output[0, 0].numel() if is_softmax else 0)
+    return layers, output[0].numel() - (output[0, 0].numel() if is_softmax else 0)
 
 
 def _costs(
@@ -161,18 +161,18 @@ def _costs(
 
 
 def _words(
-    module: Module, own: str, extension: type[Extension], cell: str, why: str
+    module: Module, name: str, extension: type[Extension], cell: str, why: str
 ) -> tuple[str, str, str]:
     """The cells for rule, form, and what would make it faster."""
     resolved, kind = registry.resolve(module), type(module).__name__
     rule = "automatic"
-    if not resolved.is_fallback and resolved.rule.covers(module, own):
+    if not resolved.is_fallback and resolved.rule.covers(module, name):
         rule = f"{type(resolved.rule).__name__} of {resolved.provenance}"
     if cell == "refused" or why:
         return rule, "refused", why
     if rule == "automatic":
-        known = f"install a plugin with a rule for {kind}, or write one: backpack new layer NAME"
-        return rule, "where operations use it", known
+        remedy = f"install a plugin with a rule for {kind}, or write one: backpack new layer NAME"
+        return rule, "where operations use it", remedy
     if cell == "graph":
         return rule, "graph of the loss", ""
     form = declared_form(type(resolved.rule)).__name__

@@ -33,11 +33,11 @@ class Certify(BuildHookInterface):  # type: ignore[type-arg]
         if self.target_name != "wheel" or version == "editable":
             return
         folder = Path(self.root)
-        own = project(folder)
-        found = {home: read(file_of(home)) for home in own.homes}
-        if any(each is None or each.code != digest(home) for home, each in found.items()):
+        package = project(folder)
+        certificates = {home: read(file_of(home)) for home in package.homes}
+        if any(each is None or each.code != digest(home) for home, each in certificates.items()):
             certify(folder)
-        for home in own.homes:
+        for home in package.homes:
             for path in filter(Path.exists, (file_of(home), beside(home, NAME))):
                 inside = path.relative_to(home.parent).as_posix()
                 build_data["force_include"][str(path)] = inside

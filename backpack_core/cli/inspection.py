@@ -73,7 +73,7 @@ def _describe_error(result: Report, error: BaseException) -> None:
 
 def _claims(plugin: Plugin) -> list[tuple[Provided, Any]]:
     """What the registry has from this plugin: descriptions and values."""
-    found: list[tuple[Provided, Any]] = []
+    described: list[tuple[Provided, Any]] = []
 
     def add(kind: str, key: str, claims: list[Claim[Any]]) -> None:
         for claim in claims:
@@ -82,7 +82,7 @@ def _claims(plugin: Plugin) -> list[tuple[Provided, Any]]:
                 cls = value if isinstance(value, type) else type(value)
                 name = f"{cls.__module__}.{cls.__qualname__}"
                 detail = getattr(cls, "savefield", "") if kind == "extension" else ""
-                found.append((Provided(kind, key, name, detail), value))
+                described.append((Provided(kind, key, name, detail), value))
 
     for module_type, rules in registry.rules.items():
         add("layer rule", qualified_name(module_type), rules)
@@ -92,7 +92,7 @@ def _claims(plugin: Plugin) -> list[tuple[Provided, Any]]:
         add("propagator", name, propagators)
     for (extension, module_type), overrides in registry.overrides.items():
         add("pair override", f"{extension.__name__}/{qualified_name(module_type)}", overrides)
-    return found
+    return described
 
 
 def _broken(value: Any) -> list[str]:
@@ -106,14 +106,14 @@ def _broken(value: Any) -> list[str]:
 
 
 def _broken_rule(rule: LayerRule) -> list[str]:
-    found = []
+    faults = []
     if not has_second_derivative(rule):
         if isinstance(rule, ElementwiseRule):
-            found.append("is an ElementwiseRule without second_derivative or hessian_is_zero")
+            faults.append("is an ElementwiseRule without second_derivative or hessian_is_zero")
         elif second_order(rule).hessian_is_diagonal:
-            found.append("declares hessian_is_diagonal and has no _second_derivative_mat_prod")
+            faults.append("declares hessian_is_diagonal and has no _second_derivative_mat_prod")
     if isinstance(rule, HessianLossRule) and rule.likelihood:
         samples = type(rule)._sqrt_hessian_sampled
         if samples is HessianLossRule._sqrt_hessian_sampled:
-            found.append(f"declares the likelihood {rule.likelihood!r} and cannot sample from it")
-    return found
+            faults.append(f"declares the likelihood {rule.likelihood!r} and cannot sample from it")
+    return faults

@@ -66,7 +66,7 @@ class Ledger:
 
 def _class_of(case: Case) -> str:
     """The rule or extension of a case, as an entry point names it."""
-    made = case.make()
+    checked = case.make()
     with installed(case):
-        kind = type(registry.resolve(made).rule if isinstance(made, Module) else made)
+        kind = type(registry.resolve(checked).rule if isinstance(checked, Module) else checked)
     return f"{kind.__module__}:{kind.__qualname__}"

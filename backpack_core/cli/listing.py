@@ -22,9 +22,9 @@ def collect(load: bool, limit: float) -> list[Report]:
         load: Whether to load the plugins, in other processes.
         limit: Seconds that one plugin may take.
     """
-    found = discover()
-    reports = load_isolated(found, limit) if load else [Report.of(plugin) for plugin in found]
-    for report, plugin in zip(reports, found, strict=True):
+    plugins = discover()
+    reports = load_isolated(plugins, limit) if load else [Report.of(plugin) for plugin in plugins]
+    for report, plugin in zip(reports, plugins, strict=True):
         report.standing = standing(plugin.package)
     return reports
 
@@ -45,11 +45,11 @@ def folded(reports: list[Report]) -> list[tuple[str, ...]]:
     return [
         (
             *who,
-            _counted(map(_kind, mine)),
-            _counted(report.state for report in mine),
-            worst(report.standing for report in mine),
+            _counted(map(_kind, own_reports)),
+            _counted(report.state for report in own_reports),
+            worst(report.standing for report in own_reports),
         )
-        for who, mine in by_who.items()
+        for who, own_reports in by_who.items()
     ]
 
 
@@ -62,10 +62,10 @@ def _kind(report: Report) -> str:
 
 def _counted(words: Iterable[str]) -> str:
     """``"70 rules, 2 modules"``; a state that is the same for all is written without a number."""
-    found = Counter(words)
-    if len(found) == 1 and next(iter(found)) in get_args(State):
-        return next(iter(found))
-    return ", ".join(f"{n} {_plural(word, n)}" for word, n in found.items())
+    counts = Counter(words)
+    if len(counts) == 1 and next(iter(counts)) in get_args(State):
+        return next(iter(counts))
+    return ", ".join(f"{n} {_plural(word, n)}" for word, n in counts.items())
 
 
 def _plural(word: str, number: int) -> str:

@@ -123,9 +123,9 @@ class _Worker:
             if "begin" in message:
                 current = tuple(message["begin"])
             elif "end" in message:
-                found = _report(message["end"])
-                if found.identity not in self.skip:
-                    self.reports[found.identity] = found
+                report = _report(message["end"])
+                if report.identity not in self.skip:
+                    self.reports[report.identity] = report
                     self.advance()
                 current = None
             elif "done" in message:

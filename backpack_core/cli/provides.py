@@ -20,16 +20,16 @@ from backpack_core.provided import KNOWN, NAME, beside, declared_by, home_of, kn
 
 def provided_by(plugins: Iterable[Plugin]) -> dict[str, dict[str, str]]:
     """What loaded plugins provide, by package, in the form of the file."""
-    found: dict[str, dict[str, str]] = {}
+    by_package: dict[str, dict[str, str]] = {}
     tables: list[tuple[Any, list[Claim[Any]]]]
     tables = [*registry.rules.items(), *registry.extensions.items()]
     for plugin in plugins:
         for key, claims in tables:
             for claim in claims:
                 if claim.provenance == plugin.provenance:
-                    names = found.setdefault(plugin.package, {})
+                    names = by_package.setdefault(plugin.package, {})
                     names[qualified_name(key)] = _class_named(claim.value)
-    return found
+    return by_package
 
 
 def _class_named(value: Any) -> str:
@@ -39,9 +39,9 @@ def _class_named(value: Any) -> str:
 
 def untrue(plugin: Plugin) -> Iterator[str]:
     """Sentences about what a loaded plugin's file declares, but the plugin does not provide."""
-    own = provided_by([plugin]).get(plugin.package, {})
+    provided = provided_by([plugin]).get(plugin.package, {})
     for name, value in declared_by(plugin.package).items():
-        if value == plugin.value and qualified_name(name) not in own:
+        if value == plugin.value and qualified_name(name) not in provided:
             yield f"{NAME} says that it provides {name}, which it does not"
 
 
@@ -50,12 +50,12 @@ def files(distributions: Iterable[str]) -> dict[Path, str]:
     ensure_loaded()
     texts, table = {}, {}
     for name in distributions:
-        found = provided_by(p for p in known_plugins() if p.distribution == name)
-        for package, provided in found.items():
+        by_package = provided_by(p for p in known_plugins() if p.distribution == name)
+        for package, provided in by_package.items():
             home = home_of(package)
             assert home is not None
             texts[beside(home, NAME)] = text_of(provided)
-        table[name] = sorted(name for provided in found.values() for name in provided)
+        table[name] = sorted(name for provided in by_package.values() for name in provided)
     return {**texts, KNOWN: text_of(table)}
 
 

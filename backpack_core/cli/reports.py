@@ -71,10 +71,10 @@ class Report:
     module_found: bool = True
 
     @classmethod
-    def of(cls, plugin: Plugin, state: str = "", **found: Any) -> Report:
+    def of(cls, plugin: Plugin, state: str = "", **fields: Any) -> Report:
         """A report on a plugin, with further fields."""
         identity = (plugin.name, plugin.value, plugin.distribution, plugin.version)
-        return cls(*identity, state or plugin.state, **found)
+        return cls(*identity, state or plugin.state, **fields)
 
     @property
     def who(self) -> str:

@@ -87,13 +87,13 @@ def check_name(name: str) -> str:
 def _refuse_taken(kind: str, name: str) -> None:
     """Raise if an installed plugin has the package's name: neither of the two would load."""
     short = name.replace("-", "_")
-    own = {short} if kind != "propagator" else {f"{short}_root", f"{short}_diagonal"}
-    for found in (plugin.provenance for plugin in known_plugins()):
-        if found.plugin in own or found.distribution == f"backpack-plugin-{name}":
+    names = {short} if kind != "propagator" else {f"{short}_root", f"{short}_diagonal"}
+    for installed in (plugin.provenance for plugin in known_plugins()):
+        if installed.plugin in names or installed.distribution == f"backpack-plugin-{name}":
             raise UsageError(
-                f"{found} is installed and has an entry point {found.plugin!r}: of two plugins of "
-                "one name, none is loaded. Choose another name, such as one that begins with "
-                f"yours: 'my-{name}'."
+                f"{installed} is installed and has an entry point {installed.plugin!r}: of two "
+                "plugins of one name, none is loaded. Choose another name, such as one that begins "
+                f"with yours: 'my-{name}'."
             )
 
 
@@ -155,10 +155,10 @@ def published() -> str:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     shutil.copytree(templates(), repository, dirs_exist_ok=True)
     _git(repository, "add", "--all", "--force")
-    known, last = _tags(), ""
+    tags, last = _tags(), ""
     for number in itertools.count():
         name = f"v{__version__}" + (f".post{number}" if number else "")
-        if name not in known:
+        if name not in tags:
             break
         last = name
     if last and _git(repository, "rev-parse", f"{last}^{{tree}}") == _git(repository, "write-tree"):

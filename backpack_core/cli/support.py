@@ -78,10 +78,10 @@ def table_of_rules(chosen: tuple[str, ...] = ()) -> Table:
         ) from error
     classes(chosen)
     families = output.track(kit.matrix(chosen), "Trying every layer", len(kit.catalogue.LAYERS) + 1)
-    found = [row for _, family in families for row in family]
-    names = list(chosen) or list(found[0].cells)
-    rows = [[row.name, *(row.cells[name].kind for name in names)] for row in found]
-    reasons = [{n: row.cells[n].reason for n in names if row.cells[n].reason} for row in found]
+    results = [row for _, family in families for row in family]
+    names = list(chosen) or list(results[0].cells)
+    rows = [[row.name, *(row.cells[name].kind for name in names)] for row in results]
+    reasons = [{n: row.cells[n].reason for n in names if row.cells[n].reason} for row in results]
     return Table(["layer", *names], rows, reasons, 1)
 
 
@@ -98,8 +98,8 @@ def classes(chosen: tuple[str, ...] = ()) -> dict[str, type[Extension]]:
     for name in chosen:
         if name not in registry.extensions:
             near = nearest(name, registry.extensions) or "."
-            known = ", ".join(sorted(registry.extensions))
-            raise UsageError(f"No extension {name!r} is installed{near} Installed: {known}.")
+            installed = ", ".join(sorted(registry.extensions))
+            raise UsageError(f"No extension {name!r} is installed{near} Installed: {installed}.")
     names = list(chosen) or sorted(registry.extensions)
     return {n: choose(registry.extensions[n], n, "extension").value for n in names}
 
@@ -173,13 +173,13 @@ def build(target: str) -> Given:
     except (ImportError, AttributeError) as error:
         near = nearest(attribute, vars(factory)) if isinstance(factory, ModuleType) else ""
         raise UsageError(f"{target!r} cannot be imported: {error}{near}") from error
-    made = factory if isinstance(factory, Module) else _made(target, factory)
-    parts = made if isinstance(made, tuple) else (made,)
+    returned = factory if isinstance(factory, Module) else _made(target, factory)
+    parts = returned if isinstance(returned, tuple) else (returned,)
     modules = tuple(part for part in parts if isinstance(part, Module))
     data = tuple(part for part in parts if isinstance(part, Tensor))
     if not modules or parts != (*modules, *data):
         raise UsageError(
-            f"{target} must return modules of torch.nn, and tensors behind them. Got {made!r}."
+            f"{target} must return modules of torch.nn, and tensors behind them. Got {returned!r}."
         )
     return Given(modules, data)
 
@@ -280,9 +280,9 @@ def _is_trained(module: Module, name: str) -> bool:
 
 def _needs(extension: type[Extension]) -> str:
     """What a layer must have for an extension, from the kit's quantities."""
-    known = quantity_of(extension)
-    if known is not None:
-        return known.needs
+    quantity = quantity_of(extension)
+    if quantity is not None:
+        return quantity.needs
     return "gradient" if issubclass(extension, FirstOrderExtension) else "curvature"
 
 

@@ -31,14 +31,14 @@ def trouble(name: str) -> str:
     Raises:
         UsageError: There is no such entry, or there are several.
     """
-    known, words = entries(), re.findall(r"\w+", name.lower())
-    found = [own for own in known if own.lower() in (*words, name.lower())]
-    found = found or [own for own in known if any(len(w) > 3 and w in own.lower() for w in words)]
-    if len(found) == 1:
-        return known[found[0]]
-    if found:
-        raise UsageError(f"Several entries have {name!r}: {', '.join(found)}.")
-    near = nearest(name, known) or f": there are {', '.join(known)}."
+    by_name, words = entries(), re.findall(r"\w+", name.lower())
+    names = [own for own in by_name if own.lower() in (*words, name.lower())]
+    names = names or [own for own in by_name if any(len(w) > 3 and w in own.lower() for w in words)]
+    if len(names) == 1:
+        return by_name[names[0]]
+    if names:
+        raise UsageError(f"Several entries have {name!r}: {', '.join(names)}.")
+    near = nearest(name, by_name) or f": there are {', '.join(by_name)}."
     raise UsageError(f"No error of this library is called {name!r}{near}")
 
 

@@ -57,10 +57,10 @@ def declared_form(rule: type[LayerRule]) -> type[SampleProduct]:
     if not issubclass(rule, ProductRule):
         return DenseProduct if issubclass(rule, ParametricRule) else SampleProduct
     try:
-        found = get_type_hints(rule._param_product).get("return", SampleProduct)
+        form = get_type_hints(rule._param_product).get("return", SampleProduct)
     except NameError:  # imported for type checkers only
         return SampleProduct
-    return found if isinstance(found, type) and issubclass(found, SampleProduct) else SampleProduct
+    return form if isinstance(form, type) and issubclass(form, SampleProduct) else SampleProduct
 
 
 def is_fast(extension: type[Extension], form: type[SampleProduct]) -> bool:

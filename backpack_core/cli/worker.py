@@ -44,9 +44,9 @@ def main() -> None:
         sys.stdout.flush()
         captured.seek(position)
         output = captured.read().decode(errors="replace")
-        found = report(plugin)
-        found.seconds, found.output = seconds, output
-        tell(end=asdict(found))
+        result = report(plugin)
+        result.seconds, result.output = seconds, output
+        tell(end=asdict(result))
 
     tell(ready=True)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # only now: the parent shows errors before this

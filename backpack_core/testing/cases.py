@@ -263,8 +263,8 @@ def installed(case: Case) -> Iterator[None]:
     """Register the case's rule inside the block, unless a plugin provides it. May be nested."""
     ensure_loaded()
     rule = getattr(case, "rule", None)
-    known = {type(claim.value) for claims in registry.rules.values() for claim in claims}
-    with temporary_plugin(*(() if rule is None or rule in known else (rule,))):
+    provided = {type(claim.value) for claims in registry.rules.values() for claim in claims}
+    with temporary_plugin(*(() if rule is None or rule in provided else (rule,))):
         yield
 
 

@@ -118,16 +118,16 @@ def _hint(found: Tensor, expected: Tensor) -> str:
 
 
 @contextmanager
-def untouched(rule: LayerRule, module: Module, *given: Tensor) -> Iterator[None]:
+def untouched(rule: LayerRule, module: Module, *tensors: Tensor) -> Iterator[None]:
     """Require that a rule changes no tensor that it gets, keeps no state, and draws no numbers."""
     before, kept = dict(vars(rule)), set(vars(module))
-    numbers, copies = torch.get_rng_state(), [tensor.detach().clone() for tensor in given]
+    numbers, copies = torch.get_rng_state(), [tensor.detach().clone() for tensor in tensors]
     yield
     require(dict(vars(rule)) == before, "The rule changed its own attributes: keep no state.")
     added = sorted(set(vars(module)) - kept)
     require(not added, f"The rule stored {added} on the module: view.once(key, compute) keeps it.")
     same = torch.equal(numbers, torch.get_rng_state())
     require(same, "The rule drew random numbers: those of the user's next batch would be others.")
-    for tensor, copy in zip(given, copies, strict=True):
+    for tensor, copy in zip(tensors, copies, strict=True):
         same = torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(copy))
         require(same, "A method wrote to a tensor that it was given.")

@@ -77,12 +77,12 @@ def check_import(
     if not values:
         raise UsageError(f"{distribution!r} has no entry point that is installed: pip install it.")
     modules = list(dict.fromkeys(value.partition(":")[0] for value in values))
-    own = {module.partition(".")[0] for module in modules}
+    packages = {module.partition(".")[0] for module in modules}
     for _ in range(ATTEMPTS):
         taken, new, imports = _imported(distribution, modules)
-        for found in (found for found in imports if found.module in new.intersection(heavy)):
+        for one in (one for one in imports if one.module in new.intersection(heavy)):
             raise CheckFailure(
-                f"{_importer(found, own)} imports {found.module} ({found.total / 1e6:.2f} s) when "
+                f"{_importer(one, packages)} imports {one.module} ({one.total / 1e6:.2f} s) when "
                 f"{distribution} is loaded. Import it in the function that uses it; a rule names "
                 "classes of it in module_types, as 'package.module.Class'."
             )
@@ -90,12 +90,12 @@ def check_import(
             return
     # A module of the plugin counts alone; one that it imports counts with all of its imports.
     costs = {
-        found: found.alone if _is_in(own, found) else found.total
-        for found in imports
-        if found.module in new and (_is_in(own, found) or _is_in(own, found.by))
+        one: one.alone if _is_in(packages, one) else one.total
+        for one in imports
+        if one.module in new and (_is_in(packages, one) or _is_in(packages, one.by))
     }
     worst = max(costs, key=costs.__getitem__)
-    of = "" if _is_in(own, worst) else f", which {_importer(worst, own)} imports"
+    of = "" if _is_in(packages, worst) else f", which {_importer(worst, packages)} imports"
     raise CheckFailure(
         f"Loading {distribution} takes {taken:.2f} s, and {seconds:g} s are allowed. Most of it is "
         f"{worst.module}{of}: do that when it is needed first."
@@ -119,13 +119,13 @@ def _imported(distribution: str, modules: list[str]) -> tuple[float, set[str], l
     return taken, set(new), imports
 
 
-def _is_in(packages: set[str], found: _Import | None) -> bool:
-    return found is not None and found.module.partition(".")[0] in packages
+def _is_in(packages: set[str], imported: _Import | None) -> bool:
+    return imported is not None and imported.module.partition(".")[0] in packages
 
 
-def _importer(found: _Import, own: set[str]) -> str:
+def _importer(imported: _Import, packages: set[str]) -> str:
     """The plugin's own module that led to an import."""
-    by = found.by
-    while by is not None and not _is_in(own, by):
+    by = imported.by
+    while by is not None and not _is_in(packages, by):
         by = by.by
     return by.module if by else "an entry point"

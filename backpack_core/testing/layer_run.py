@@ -73,8 +73,8 @@ class LayerRun:
     def parameters(self) -> dict[str, Tensor]:
         """The parameters that the rule covers, as far as they exist in this configuration."""
         names = self.rule.parameter_names(self.module)
-        own = dict(self.module.named_parameters(remove_duplicate=False))
-        return {name: own[name] for name in names if name in own}
+        existing = dict(self.module.named_parameters(remove_duplicate=False))
+        return {name: existing[name] for name in names if name in existing}
 
     @cached_property
     def jacobians(self) -> dict[int | str, Tensor]:
@@ -97,7 +97,7 @@ class LayerRun:
 
 def run_layer(
     case: RuleCase,
-    given: Arguments | None = None,
+    inputs: Arguments | None = None,
     samples: int = SAMPLES,
     strided: bool = False,
     dtype: torch.dtype = torch.float64,
@@ -106,17 +106,17 @@ def run_layer(
 
     Args:
         case: The case.
-        given: Inputs to use instead of the case's own.
+        inputs: Inputs to use instead of the case's own.
         samples: The batch size.
         strided: Whether each input is every other entry of a larger tensor.
         dtype: Of parameters and inputs.
     """
-    given, module = given or case.arguments(samples, dtype), extend(case.module(dtype))
+    inputs, module = inputs or case.arguments(samples, dtype), extend(case.module(dtype))
     if strided:
-        given = given.map(lambda t: torch.stack([t, t], -1).flatten(-2)[..., ::2] if t.dim() else t)
+        inputs = inputs.map(lambda t: torch.stack([t, t], -1)[..., 0])
     with disable():
-        live, output = _forward(case, module, given)
-    edge = edge_of(_forward(case, module, given)[1])
+        live, output = _forward(case, module, inputs)
+    edge = edge_of(_forward(case, module, inputs)[1])
     require(edge is not None, "The output requires no gradient: there is nothing to check.")
     site = None if edge is None else site_at(edge)
     if site is None:
@@ -127,7 +127,7 @@ def run_layer(
     return LayerRun(case, case.resolve(module), view, live, output)
 
 
-def _forward(case: RuleCase, module: Module, given: Arguments) -> tuple[dict[int, Tensor], Tensor]:
+def _forward(case: RuleCase, module: Module, inputs: Arguments) -> tuple[dict[int, Tensor], Tensor]:
     """The inputs as leaves, and the output that is differentiated, with a fixed seed."""
     live: dict[int, Tensor] = {}
     # Autograd forbids in-place changes of leaves, and of views of them.
@@ -140,7 +140,7 @@ def _forward(case: RuleCase, module: Module, given: Arguments) -> tuple[dict[int
         return leaf.clone() if overwrites else leaf.view_as(leaf)
 
     # A call has its keyword arguments in the order in which ``forward`` declares them.
-    declared = Arguments(given.args, in_order(module, dict(given.kwargs))).map_numbered(passed)
+    declared = Arguments(inputs.args, in_order(module, dict(inputs.kwargs))).map_numbered(passed)
     outputs = list(iter_tensors(declared.call(module)))
     return live, outputs[case.output_nr]
 
@@ -181,7 +181,7 @@ def _of_run(run: LayerRun) -> set[str]:
     separate = not rule.mixes_samples(run.view)
     propagates = not rule.transparent and 0 in run.live
     linear = getattr(rule, "linear_in_params", ())
-    found = {
+    has_trait = {
         "separate": separate,
         "mixing": not separate,
         "twice": case.twice_differentiable,
@@ -201,7 +201,7 @@ def _of_run(run: LayerRun) -> set[str]:
         "half precision": _runs_in_half(case),
         "batch first": separate and run.batch_axis == 0,
     }
-    return {name for name, has in found.items() if has}
+    return {name for name, has in has_trait.items() if has}
 
 
 def _runs_in_half(case: RuleCase) -> bool:

@@ -134,7 +134,7 @@ hessian_mat_prod, sum_hessian, gradient, sqrt_hessian = (
 def sqrt_hessian_sampled(case: LossCase, reduction: str) -> None:
     """Compare means over many sampled columns, in units of their standard error."""
     run = shared_run(case, reduction)
-    method, number, given = run.rule.sqrt_hessian_sampled, case.samples, case.tolerances
+    method, number, tolerances = run.rule.sqrt_hessian_sampled, case.samples, case.tolerances
     if not case.sampled:
         refuses(UnsupportedError, _NONE.format("sqrt_hessian_sampled"), method, run.view, 1)
         return
@@ -145,12 +145,12 @@ def sqrt_hessian_sampled(case: LossCase, reduction: str) -> None:
     flat = root.flatten(2) * number**0.5
     first = torch.einsum("vni,vnj->nij", flat, flat) / number
     second = torch.einsum("vni,vnj->nij", flat.square(), flat.square()) / number
-    allowed = given.standard_errors * ((second - first.square()).clamp_min(0) / number).sqrt()
+    allowed = tolerances.standard_errors * ((second - first.square()).clamp_min(0) / number).sqrt()
     allowed += 1e-9 * run.hessian.abs().max()
     require(
         bool(((first - run.hessian).abs() <= allowed).all()),
         f"The mean of {number} sampled outer products is not the Hessian: it is more than "
-        f"{given.standard_errors} standard errors off.",
+        f"{tolerances.standard_errors} standard errors off.",
     )
 
 
@@ -161,8 +161,8 @@ def arriving_gradient(case: LossCase, reduction: str) -> Entries:
     minus = run.times(-1.0)
     yield from products(run, minus, factor=-1.0, methods=["hessian_mat_prod"])
     with torch.no_grad():
-        said = _NONE.format("sqrt_hessian of minus the loss")
-        refuses(UnsupportedError, said, run.rule.sqrt_hessian, minus)
+        message = _NONE.format("sqrt_hessian of minus the loss")
+        refuses(UnsupportedError, message, run.rule.sqrt_hessian, minus)
 
 
 def in_front_of(
@@ -172,10 +172,10 @@ def in_front_of(
     layer = case.as_rule_case(reduction)
 
     def build(dtype: torch.dtype) -> Made:
-        given = layer.arguments(dtype=dtype)
-        first = given.args[0]
+        arguments = layer.arguments(dtype=dtype)
+        first = arguments.args[0]
         net = seeded(lambda: Shrink(first.shape[1:]), 8).to(dtype)
-        return net, Arguments((first,)), BoundLoss(layer.module(dtype), given)
+        return net, Arguments((first,)), BoundLoss(layer.module(dtype), arguments)
 
     return Problem(build, may_refuse)
 
@@ -183,13 +183,13 @@ def in_front_of(
 def started_extensions(case: LossCase, reduction: str) -> None:
     """Run every installed extension on an elementwise layer in front of the loss."""
     rule = shared_run(case, reduction).rule
-    may = {"structure"} | (set() if case.sampled else {"sampling"})
-    may |= set() if rule.hessian_is_psd else {"curvature", "sampling"}
-    given = in_front_of(case, reduction, frozenset(may))
+    may_refuse = {"structure"} | (set() if case.sampled else {"sampling"})
+    may_refuse |= set() if rule.hessian_is_psd else {"curvature", "sampling"}
+    problem = in_front_of(case, reduction, frozenset(may_refuse))
     # Extensions that start at random columns have no exact value here.
     needs = [need for need in ALL_NEEDS if need not in ("sampling", "structure")]
-    extensions, values = given.run_usable(installed_extensions())
-    given.compare(values, extensions, case.tolerances.float64, needs=needs)
+    extensions, values = problem.run_usable(installed_extensions())
+    problem.compare(values, extensions, case.tolerances.float64, needs=needs)
 
 
 def normalisation(case: LossCase) -> Entries:

@@ -22,17 +22,17 @@ HALVES = slice(0, 1), slice(1, None)
 
 def degree(nets: Nets) -> Entries:
     """Check that values for a quarter of the loss are smaller by ``4 ** degree``."""
-    given, (extension,) = nets.problem(), nets.make_extensions()
+    problem, (extension,) = nets.problem(), nets.make_extensions()
     over = declaration(extension)
     if extension.degree is None or isinstance(over, Refused):
         return
-    whole = given.run([extension])[1][extension.savefield]
-    part = given.run(nets.make_extensions(), scale=0.25)[1][extension.savefield]
+    whole = problem.run([extension])[1][extension.savefield]
+    part = problem.run(nets.make_extensions(), scale=0.25)[1][extension.savefield]
     for name, stored in whole.items():
         found = over.take_apart(part[name])
         for key, tensor in over.take_apart(stored).items():
-            own = over.part(key).degree
-            expected = tensor * 0.25 ** (extension.degree if own is None else own)
+            own_degree = over.part(key).degree
+            expected = tensor * 0.25 ** (extension.degree if own_degree is None else own_degree)
             # The signs of vectors are arbitrary.
             size = torch.abs if key.startswith("vectors") else torch.clone
             what = f"{name!r}, {key or 'value'} of a quarter of the loss"
@@ -40,20 +40,20 @@ def degree(nets: Nets) -> Entries:
 
 
 def _of_batches(
-    made: Made, extension: Extension, batches: tuple[slice, ...], taken: Callable[[Any], Any]
+    made: Made, extension: Extension, batches: tuple[slice, ...], take: Callable[[Any], Any]
 ) -> dict[str, list[Any]]:
     """The values of an extension for each of several batches, by parameter."""
     net, arguments, loss = made
-    found: dict[str, list[Any]] = {}
+    values: dict[str, list[Any]] = {}
     for batch in batches:
-        own = loss.of(batch) if isinstance(loss, BoundLoss) else loss
+        batch_loss = loss.of(batch) if isinstance(loss, BoundLoss) else loss
         with backpack(extension):
-            own(net(arguments.args[0][batch])).backward()
+            batch_loss(net(arguments.args[0][batch])).backward()
         for name, parameter in net.named_parameters():
             if getattr(parameter, extension.savefield, None) is not None:
-                found.setdefault(name, []).append(taken(getattr(parameter, extension.savefield)))
+                values.setdefault(name, []).append(take(getattr(parameter, extension.savefield)))
     forget(net)
-    return found
+    return values
 
 
 def samples_add(nets: Nets) -> Entries:
@@ -61,31 +61,31 @@ def samples_add(nets: Nets) -> Entries:
     (extension,) = nets.make_extensions()
     if extension.sums_samples:
         made, batches = nets.problem(reduction="sum").extended(), (slice(None), *HALVES)
-        found = _of_batches(made, extension, batches, lambda stored: list(iter_tensors(stored)))
-        for name, values in found.items():
+        by_name = _of_batches(made, extension, batches, lambda stored: list(iter_tensors(stored)))
+        for name, values in by_name.items():
             for whole, *halves in zip(*values, strict=True):
-                said = f"sums_samples is declared: {name!r}, two halves"
-                yield said, torch.stack(halves).sum(0), whole
+                message = f"sums_samples is declared: {name!r}, two halves"
+                yield message, torch.stack(halves).sum(0), whole
 
 
 def two_halves(nets: Nets, reduction: str) -> Entries:
     """Check that values of two batches combine to the value of the whole batch."""
-    given, (extension,) = nets.problem(reduction=reduction), nets.make_extensions()
+    problem, (extension,) = nets.problem(reduction=reduction), nets.make_extensions()
     over = declaration(extension)
     if over.refusal:
         require(len(over.refusal.split()) > 5, f"{nets.case.label()} refuses without a reason.")
         return
     if extension.degree is None and reduction == "mean":
         return
-    made, first = given.extended(), over.first_pass(extension)
+    made, first = problem.extended(), over.first_pass(extension)
     of_first: dict[Tensor, Any] = {}
     if first is not None:
-        known = _combined(made, first, reduction)
-        of_first = {made[0].get_parameter(name): stored for name, stored in known.items()}
+        first_values = _combined(made, first, reduction)
+        of_first = {made[0].get_parameter(name): stored for name, stored in first_values.items()}
     values = _combined(made, over.second_pass(extension, of_first), reduction)
-    given.compare({extension.savefield: values}, [extension], nets.case.tolerances.float64)
+    problem.compare({extension.savefield: values}, [extension], nets.case.tolerances.float64)
     if first is None:  # tensor by tensor, also where there is no oracle
-        for name, stored in given.run([extension])[1][extension.savefield].items():
+        for name, stored in problem.run([extension])[1][extension.savefield].items():
             pairs = zip(iter_tensors(values[name]), iter_tensors(stored), strict=True)
             for found, expected in pairs:
                 yield f"{name!r}, two halves", found, expected
@@ -101,9 +101,9 @@ def _combined(made: Made, extension: Extension, reduction: str) -> dict[str, Any
         tensors = {}
         for key in halves[0]:
             part = over.part(key)
-            own = (reader.degree or 0) if part.degree is None else part.degree
+            own_degree = (reader.degree or 0) if part.degree is None else part.degree
             # A sum is a loss without normalisers.
-            power = (own if reduction == "mean" else 0) + (part.way == "mean")
+            power = (own_degree if reduction == "mean" else 0) + (part.way == "mean")
             tensors[key] = _whole(part, power, [half[key] for half in halves], sizes)
         combined[name] = over.put_together(tensors, net.get_parameter(name).shape)
     return combined
@@ -118,8 +118,8 @@ def _whole(part: Part, power: float, tensors: list[Tensor], sizes: list[int]) ->
         whole = scaled[0]
     elif isinstance(part.way, str):
         shapes = [list(tensor.shape) for tensor in tensors]
-        said = f"over_batches adds values of two batches, and they have the shapes {shapes}."
-        require(shapes[0] == shapes[1], said)
+        message = f"over_batches adds values of two batches, and they have the shapes {shapes}."
+        require(shapes[0] == shapes[1], message)
         whole = torch.stack(scaled).sum(0)
     else:
         whole = part.way(*scaled)

@@ -144,13 +144,13 @@ def pickle(nets: Nets) -> None:
 
 def no_live_calls(nets: Nets) -> None:
     """Check that calls are freed after a forward pass alone, and after a backward pass."""
-    given, extensions = nets.problem(), nets.few()
+    problem, extensions = nets.problem(), nets.few()
     with _no_calls_left("After a forward pass alone"):
-        net, arguments, loss = given.extended()
+        net, arguments, loss = problem.extended()
         value = loss(arguments.call(net))
         del net, arguments, loss, value
     with _no_calls_left("After a backward pass"):
-        net, values = given.run(extensions)
+        net, values = problem.run(extensions)
         forget(net)
         del net, values
 
@@ -238,9 +238,9 @@ def beside_others(nets: Nets) -> None:
 
 def leaves_gradient_alone(nets: Nets) -> Entries:
     """Check that ``.grad`` is unchanged, and that parameters get stored values and nothing else."""
-    (extension,), given = nets.make_extensions(), nets.problem()
-    net, _ = given.run([extension])
-    plain, arguments, loss = given.build(torch.float64)
+    (extension,), problem = nets.make_extensions(), nets.problem()
+    net, _ = problem.run([extension])
+    plain, arguments, loss = problem.build(torch.float64)
     loss(arguments.call(plain)).backward()
     for (name, with_it), without in zip(net.named_parameters(), plain.parameters(), strict=True):
         assert without.grad is not None

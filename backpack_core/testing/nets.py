@@ -115,7 +115,7 @@ class Problem:
                 value.backward(retain_graph=keep)
         named = [(name, vars(p)) for name, p in net.named_parameters()]
         fields = [extension.savefield for extension in extensions]
-        return net, {f: {name: own[f] for name, own in named if f in own} for f in fields}
+        return net, {f: {name: values[f] for name, values in named if f in values} for f in fields}
 
     def run_usable(
         self, extensions: Sequence[Extension], refusals: RefusalCheck | None = None
@@ -324,10 +324,10 @@ def _alone(
         loss: Module = network.SoftmaxLoss(reduction)
         outputs = network.CLASSES
         if case.loss is not None:
-            of = case.loss.as_rule_case(reduction)
-            given = of.arguments(samples, dtype)
-            loss = network.BoundLoss(of.module(dtype), given)
-            outputs = given.args[0].shape[1:].numel()
+            loss_case = case.loss.as_rule_case(reduction)
+            loss_arguments = loss_case.arguments(samples, dtype)
+            loss = network.BoundLoss(loss_case.module(dtype), loss_arguments)
+            outputs = loss_arguments.args[0].shape[1:].numel()
         net, arguments = network.build_net(layer, samples, outputs=outputs)
         return net.to(dtype), arguments.to(dtype), loss
 

@@ -145,8 +145,8 @@ class AffineMapRule(AffineRule):
 
     def affine_input(self, view: View) -> Tensor:
         """Axes between the first and the last share the weight."""
-        module = view.module
-        x = view.input.flatten(1) if isinstance(module, Readout) else view.input
+        module: Any = view.module
+        x: Tensor = module.laid_out(view.input)
         return x.unsqueeze(1).flatten(1, -2).unsqueeze(2)
 
     def affine_output(self, view: View, mat: Tensor) -> Tensor:
@@ -276,15 +276,15 @@ class SmallNet(Module):
     ) -> None:
         super().__init__()
         self.layer, self.nr, self.axis, self.twice = case.module(), case.output_nr, axis, twice
-        given = case.arguments(samples)
+        inputs = case.arguments(samples)
         sizes = {
             str(slot): tensor.shape[-1]
-            for slot, tensor in enumerate(given.tensors())
+            for slot, tensor in enumerate(inputs.tensors())
             if case.is_live(slot, tensor) and tensor.dim() > 1 and len(tensor) == samples
         }
         self.mixes = torch.nn.ModuleDict({slot: Mix(size) for slot, size in sizes.items()})
         with disable(), torch.no_grad():
-            probe = list(iter_tensors(given.call(case.module())))[self.nr]
+            probe = list(iter_tensors(inputs.call(case.module())))[self.nr]
         self.readout = Readout(probe.movedim(axis, 0).shape[1:].numel(), outputs)
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
@@ -292,11 +292,11 @@ class SmallNet(Module):
         result = self._branch(1.0, Arguments(args, kwargs))
         return result + self._branch(0.7, Arguments(args, kwargs)) if self.twice else result
 
-    def _branch(self, factor: float, given: Arguments) -> Tensor:
+    def _branch(self, factor: float, inputs: Arguments) -> Tensor:
         def mixed(slot: int, tensor: Tensor) -> Tensor:
             return self.mixes[str(slot)](tensor * factor) if str(slot) in self.mixes else tensor
 
-        output = list(iter_tensors(given.map_numbered(mixed).apply(self.layer)))[self.nr]
+        output = list(iter_tensors(inputs.map_numbered(mixed).apply(self.layer)))[self.nr]
         if self.axis:
             output = output.movedim(self.axis, 0)
         result: Tensor = self.readout(output.unsqueeze(1) if output.dim() == 1 else output)

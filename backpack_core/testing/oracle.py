@@ -113,14 +113,14 @@ def blocks(jacobian: Tensor, rank: int) -> Tensor:
 
 def own_blocks(jacobian: Tensor, rank: int) -> Tensor:
     """The blocks of each sample with itself: ``[N, *out, N, *in]`` to ``[N, D_out, D_in]``."""
-    found = blocks(jacobian, rank)
-    return torch.stack([found[n, n] for n in range(len(found))])
+    pairs = blocks(jacobian, rank)
+    return torch.stack([pairs[n, n] for n in range(len(pairs))])
 
 
 def mix(jacobian: Tensor, rank: int) -> bool:
     """Whether a sample depends on another one, from a Jacobian ``[N, *out, N, *in]``."""
-    found = blocks(jacobian, rank)
-    return bool(found[~torch.eye(len(found), dtype=torch.bool)].any())
+    pairs = blocks(jacobian, rank)
+    return bool(pairs[~torch.eye(len(pairs), dtype=torch.bool)].any())
 
 
 def draw(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -230,11 +230,11 @@ class Reference:
                 GGN.
         """
 
-        def made() -> Tensor:
+        def make() -> Tensor:
             columns = self._columns() if sampled is None else self._sampled_columns(sampled)
             return torch.einsum("vnc,nc...->vn...", columns, self.jacobian(name))
 
-        return self.cached(("roots", name, sampled, self.indices), made)
+        return self.cached(("roots", name, sampled, self.indices), make)
 
     def _columns(self) -> Tensor:
         """Columns of the loss's Hessian at the net's output. Shape ``[V, N, C]``."""
@@ -266,5 +266,5 @@ class Reference:
                 value = self.loss(torch.where(kept, output, output.detach()))
             return hessian(value, theta).reshape(theta.numel(), -1).detach()
 
-        made = lambda: torch.stack([of_sample(n) for n in range(len(output))])  # noqa: E731
-        return self.chosen(self.cached(("Hessian", name), made))
+        make = lambda: torch.stack([of_sample(n) for n in range(len(output))])  # noqa: E731
+        return self.chosen(self.cached(("Hessian", name), make))

@@ -72,10 +72,10 @@ class Quantity:
 
     def observe(self, value: Any, reference: Reference, name: str) -> Tensor:
         """The tensor to compare with the oracle."""
-        found = value if self.observed is None else self.observed(value, reference, name)
-        if not isinstance(found, Tensor):
-            raise UsageError(f"The value for {name!r} is not a tensor but {type(found).__name__}.")
-        return found
+        tensor = value if self.observed is None else self.observed(value, reference, name)
+        if not isinstance(tensor, Tensor):
+            raise UsageError(f"The value for {name!r} is not a tensor but {type(tensor).__name__}.")
+        return tensor
 
 
 def directions(name: str, shape: torch.Size) -> Tensor:
@@ -132,8 +132,8 @@ def installed_factories() -> list[Callable[..., Extension]]:
     factories: list[Callable[..., Extension]] = []
     for name, claims in sorted(registry.extensions.items()):
         kind = choose(claims, name, "extension").value
-        known = quantity_of(kind)
-        factory = partial(kind, **known.arguments) if known and known.arguments else kind
+        quantity = quantity_of(kind)
+        factory = partial(kind, **quantity.arguments) if quantity and quantity.arguments else kind
         if not needs_arguments(factory):
             factories.append(factory)
     return factories
@@ -141,8 +141,8 @@ def installed_factories() -> list[Callable[..., Extension]]:
 
 def needs_arguments(factory: Callable[..., Any]) -> bool:
     """Whether a factory has arguments without defaults."""
-    found = inspect.signature(factory).parameters.values()
-    return any(p.default is p.empty and not p.kind.name.startswith("VAR_") for p in found)
+    parameters = inspect.signature(factory).parameters.values()
+    return any(p.default is p.empty and not p.kind.name.startswith("VAR_") for p in parameters)
 
 
 def installed_extensions(subsampling: Sequence[int] | None = None) -> list[Extension]:

@@ -77,16 +77,16 @@ def accepts(run: LayerRun) -> None:
         "to params, with its product.",
     )
     fresh.jacobians, stored, mat = run.jacobians, fresh.view.stored, fresh.columns()
-    given = [mat, *stored.inputs, *stored.outputs, *fresh.module.parameters()]
-    with untouched(fresh.rule, fresh.module, *given):
+    tensors = [mat, *stored.inputs, *stored.outputs, *fresh.module.parameters()]
+    with untouched(fresh.rule, fresh.module, *tensors):
         fresh.rule.check(fresh.view)
         list(products(fresh, mat))
 
 
 def overwritten_input(run: LayerRun) -> None:
     """Check that the rule refuses an input that the layer has overwritten."""
-    said = "overwrites_input is declared, but the rule does not raise on it."
-    refuses(OverwrittenInputError, said, run.call, "jac_t_mat_prod", run.columns())
+    message = "overwrites_input is declared, but the rule does not raise on it."
+    refuses(OverwrittenInputError, message, run.call, "jac_t_mat_prod", run.columns())
 
 
 def jac_mat_prod(run: LayerRun) -> Entries:
@@ -131,9 +131,9 @@ def operations(run: LayerRun) -> Entries:
         for budget, needs in product((memory_budget(), 1), _PLANS):
             for what, (operation, definition) in _DEFINITIONS.items():
                 with _budget(budget), torch.no_grad():
-                    given = run.call("param_product", name, mat)
-                    given.needs = frozenset(needs)
-                    found = operation(given)
+                    form = run.call("param_product", name, mat)
+                    form.needs = frozenset(needs)
+                    found = operation(form)
                 yield f"{what} of {name!r} within {budget} bytes", found, definition(formed)
 
 
@@ -212,29 +212,29 @@ def affine_form(run: LayerRun) -> Entries:
 
 def _matrix(run: LayerRun, name: str) -> Tensor:
     """A weight as ``[G, O, I]``, or a bias as ``[G, O]``."""
-    given, numbers = _affine_product(run, name)
+    affine, numbers = _affine_product(run, name)
     theta = run.parameters[name].detach()
     matrix = torch.empty_like(theta).flatten()
-    matrix[given.to_parameter(numbers).flatten()] = theta.flatten()
-    return matrix.reshape(given.sizes)
+    matrix[affine.to_parameter(numbers).flatten()] = theta.flatten()
+    return matrix.reshape(affine.sizes)
 
 
 def _affine_product(run: LayerRun, name: str) -> tuple[AffineProduct, Tensor]:
     """The product of a parameter, and the flat indices of its entries in affine form."""
     assert isinstance(run.rule, AffineRule)
-    given = run.rule.param_product(run.view, name, run.columns())
-    assert isinstance(given, AffineProduct)
-    return given, torch.arange(given.shape.numel()).reshape(given.sizes)
+    affine = run.rule.param_product(run.view, name, run.columns())
+    assert isinstance(affine, AffineProduct)
+    return affine, torch.arange(affine.shape.numel()).reshape(affine.sizes)
 
 
 def affine_weight(run: LayerRun) -> None:
     """Check that the arrangement of a parameter is a permutation, with any leading axes."""
     for name in run.parameters:
-        given, numbers = _affine_product(run, name)
-        arranged = given.to_parameter(numbers)
-        once = arranged.shape == given.shape and arranged.unique().numel() == numbers.numel()
+        affine, numbers = _affine_product(run, name)
+        arranged = affine.to_parameter(numbers)
+        once = arranged.shape == affine.shape and arranged.unique().numel() == numbers.numel()
         require(once, f"The arrangement of {name!r} is not a permutation of its entries.")
-        several = given.to_parameter(torch.stack([numbers, 2 * numbers])[None])
+        several = affine.to_parameter(torch.stack([numbers, 2 * numbers])[None])
         same = torch.equal(several, torch.stack([arranged, 2 * arranged])[None])
         require(same, f"The arrangement of {name!r} changes with axes in front.")
 
@@ -257,17 +257,17 @@ def not_twice_differentiable(run: LayerRun) -> None:
     # Squared, so that the gradient depends on the input even if the layer is linear.
     value = (run.output.square() * _weights(run)).sum()
     targets = [*(run.live or run.parameters).values()]
-    said = "twice_differentiable=False is declared, but torch can: remove it."
-    refuses(RuntimeError, said, lambda: [oracle.hessian(value, target) for target in targets])
+    message = "twice_differentiable=False is declared, but torch can: remove it."
+    refuses(RuntimeError, message, lambda: [oracle.hessian(value, target) for target in targets])
 
 
 def derivative(run: LayerRun) -> Entries:
     """Compare with the diagonal of the Jacobian, whose other entries must vanish."""
     jacobian = run.jacobians[0].reshape(run.output.numel(), -1)
-    own = jacobian.diagonal()
-    said = "The layer is not elementwise: an output depends on another entry of the input."
-    require(not bool((jacobian - torch.diag(own)).any()), said)
-    expected = own.reshape(run.output.shape)
+    diagonal = jacobian.diagonal()
+    message = "The layer is not elementwise: an output depends on another entry of the input."
+    require(not bool((jacobian - torch.diag(diagonal)).any()), message)
+    expected = diagonal.reshape(run.output.shape)
     yield "derivative", run.call("derivative").expand_as(expected), expected
 
 
@@ -294,8 +294,8 @@ def hessian_is_zero(run: LayerRun) -> None:
         blocks = oracle.jacobians(gradient, run.live) if gradient.requires_grad else {}
         for other, block in blocks.items():
             which = "∂²f/∂x²" if slot == other == 0 else f"∂²f of inputs {slot} and {other}"
-            said = f"hessian_is_zero is declared, but {which} does not vanish."
-            require(not bool(block.any()), said)
+            message = f"hessian_is_zero is declared, but {which} does not vanish."
+            require(not bool(block.any()), message)
 
 
 def hessian_is_diagonal(run: LayerRun) -> Entries:
@@ -329,8 +329,8 @@ def jacobian_is_constant(run: LayerRun) -> Entries:
 
 def _elsewhere(case: RuleCase) -> Arguments:
     """The case's inputs, with other values in the tensors that are differentiated."""
-    own, other = case.arguments(), case.arguments(seed=9).tensors()
-    return own.map_numbered(lambda slot, x: other[slot] if case.is_live(slot, x) else x)
+    arguments, other = case.arguments(), case.arguments(seed=9).tensors()
+    return arguments.map_numbered(lambda slot, x: other[slot] if case.is_live(slot, x) else x)
 
 
 def linear_in_params(run: LayerRun) -> None:
@@ -342,8 +342,8 @@ def linear_in_params(run: LayerRun) -> None:
     for name in declared & set(run.parameters):
         found = _contracted(run, run.parameters[name], _weights(run))
         scale = max(float(run.jacobians[name].abs().max()), 1.0)
-        said = f"linear_in_params is declared for {name!r}, but ∂²f/∂θ² does not vanish."
-        require(float(found.abs().max()) <= run.case.tolerances.float64 * scale, said)
+        message = f"linear_in_params is declared for {name!r}, but ∂²f/∂θ² does not vanish."
+        require(float(found.abs().max()) <= run.case.tolerances.float64 * scale, message)
 
 
 def mixes_samples(run: LayerRun) -> None:
@@ -354,6 +354,6 @@ def mixes_samples(run: LayerRun) -> None:
         for slot, leaf in run.live.items()
         if leaf.dim() and leaf.shape[0] == samples
     )
-    found = "influence" if mixing else "do not influence"
-    said = f"mixes_samples says {declared}, but samples {found} each other in this call."
-    require(declared == mixing, said)
+    actual = "influence" if mixing else "do not influence"
+    message = f"mixes_samples says {declared}, but samples {actual} each other in this call."
+    require(declared == mixing, message)

@@ -61,14 +61,14 @@ def check_case(case: Case, checks: Iterable[str] | None = None) -> list[CheckRes
         UsageError: It is not a case, it cannot be run, or it has no check of a name.
     """
     _require_case(case)
-    own = {check.name: check for check in checks_of(case)}
+    by_name = {check.name: check for check in checks_of(case)}
     if checks is None:
-        return [_judged(case, check) for check in own.values()]
+        return [_judged(case, check) for check in by_name.values()]
     wanted = list(checks)
-    unknown = set(wanted) - set(own)
+    unknown = set(wanted) - set(by_name)
     if unknown:
         raise UsageError(f"No such checks for {case.label()}: {sorted(unknown)}.")
-    return [outcome(case, own[name]) for name in wanted]
+    return [outcome(case, by_name[name]) for name in wanted]
 
 
 def checks_of(case: Case) -> list[Check]:
@@ -78,21 +78,21 @@ def checks_of(case: Case) -> list[Check]:
         UsageError: The case cannot be run, or expects a failure of a check that it does not have.
     """
     try:
-        found = traits(case)
+        case_traits = traits(case)
     except Exception as error:
         raise UsageError(
             f"{case.label()} cannot be run, so there is nothing to check: "
             f"{type(error).__name__}: {error}"
         ) from error
-    own = [check for check in CHECKS[case.kind] if check.needs <= found]
-    names = [check.name for check in own]
+    applicable = [check for check in CHECKS[case.kind] if check.needs <= case_traits]
+    names = [check.name for check in applicable]
     unknown = set(case.expected_failures) - set(names)
     if unknown:
         raise UsageError(
             f"{case.label()} expects {sorted(unknown)} to fail, but has no such check. "
             f"It has: {', '.join(names)}."
         )
-    return own
+    return applicable
 
 
 # The status of the checks of each case that ran; "reported" is a failure that a test has shown.
@@ -113,14 +113,15 @@ def outcome(case: Case, check: Check) -> CheckResult:
             error = fault
     status: Status
     if reason is None:
-        status, said = ("failed", f"{type(error).__name__}: {error}") if error else ("passed", "")
+        status = "failed" if error else "passed"
+        message = f"{type(error).__name__}: {error}" if error else ""
     elif error is not None:
-        status, said = "expected failure", reason
+        status, message = "expected failure", reason
     else:
         status = "unexpected pass"
-        said = f"{check.name!r} passes, but is declared to fail ({reason!r}): remove that."
+        message = f"{check.name!r} passes, but is declared to fail ({reason!r}): remove that."
     _ran.setdefault(case, {})[check.name] = status
-    return CheckResult(case.label(), check.name, status, said, error)
+    return CheckResult(case.label(), check.name, status, message, error)
 
 
 def first_cause(case: Case, check: Check) -> Check | None:
@@ -140,8 +141,8 @@ def _judged(case: Case, check: Check) -> CheckResult:
     cause = first_cause(case, check)
     if cause is None:
         return outcome(case, check)
-    said = f"not judged: {cause.name} failed"
-    return CheckResult(case.label(), check.name, "not judged", said)
+    message = f"not judged: {cause.name} failed"
+    return CheckResult(case.label(), check.name, "not judged", message)
 
 
 @dataclass(eq=False)
@@ -174,27 +175,28 @@ class BoundCheck:
         __tracebackhide__ = True
         cause = first_cause(self.case, self.check)
         check = cause or self.check
-        said = f"not judged: {check.name} failed" if cause else ""
+        message = f"not judged: {check.name} failed" if cause else ""
         if cause and _ran[self.case][check.name] == "reported":
-            pytest.skip(said)
-        found = outcome(self.case, check)
-        if found.status == "expected failure":
-            pytest.xfail(found.message)
-        if found.status == "unexpected pass":
-            raise AssertionError(found.message)
-        if found.error is not None:
+            pytest.skip(message)
+        result = outcome(self.case, check)
+        if result.status == "expected failure":
+            pytest.xfail(result.message)
+        if result.status == "unexpected pass":
+            raise AssertionError(result.message)
+        if result.error is not None:
             _ran[self.case][check.name] = "reported"
-            if not isinstance(found.error, CheckFailure):
-                raise found.error
-            lines = [said, f"{check.name} of {found.case}", str(found.error), self._resting(check)]
-            pytest.fail("\n".join(filter(None, lines)), pytrace=False)
+            if not isinstance(result.error, CheckFailure):
+                raise result.error
+            lines = message, f"{check.name} of {result.case}", str(result.error)
+            said = "\n".join(filter(None, [*lines, self._resting(check)]))
+            pytest.fail(said, pytrace=False)
 
     def _resting(self, check: Check) -> str:
         """The end of the message: how many checks build on a failed one."""
-        found = {check.name}
+        names = {check.name}
         for other in checks_of(self.case):
-            found |= {other.name} if found & other.prerequisites else set()
-        number = len(found) - 1
+            names |= {other.name} if names & other.prerequisites else set()
+        number = len(names) - 1
         return f"Not judged, since they rest on it: {number} checks." if number else ""
 
 
