@@ -196,7 +196,7 @@ class Problem:
             if quantity is not None and quantity.needs in needs:
                 costly = quantity.needs == "second derivative" and not self.whole
                 names = [n for n in stored if not (costly and n.startswith("readout"))]
-                expected = {name: reference.expected(quantity, name) for name in names}
+                expected = {name: reference.once(quantity.expected, name) for name in names}
             largest = [float(tensor.abs().max()) for tensor in expected.values() if coarse]
             floor = max(largest, default=SMALLEST_SCALE)
             for name, value in stored.items():

@@ -19,7 +19,6 @@ from backpack_core.record.switch import disable
 
 if TYPE_CHECKING:
     from backpack_core.testing.cases import Arguments
-    from backpack_core.testing.quantities import Quantity
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -195,10 +194,6 @@ class Reference:
         other = copy.copy(self)
         other.parameters = {name: self.parameters[name] for name in names}
         return other
-
-    def expected(self, quantity: Quantity, name: str) -> Tensor:
-        """A quantity of one parameter, computed once."""
-        return self.once(quantity.expected, name)
 
     def once(self, function: Callable[[Reference, str], T], name: str) -> T:
         """The value of a function for one parameter, computed once."""
