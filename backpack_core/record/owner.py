@@ -35,7 +35,7 @@ SUBSTITUTES: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Module], str]] = {
 
 
 def _still_running() -> list[tuple[Owner, Run]]:
-    """The runs on this thread, without those that an exception ended before a hook could."""
+    """The runs on this thread, without those that an exception ended before their forward hook."""
     runs = _running.get(get_ident(), [])
     while runs and not running_calls(runs[-1][0].module):
         runs.pop()
@@ -119,8 +119,8 @@ class Owner:
         if indices:
             run = runs[indices[-1]][1]
             del runs[indices[-1] :]  # the others inside were left by an exception
-            is_outermost = run.sizes and not (run.has_computed_input or self.axes)
-            for tensor in results if is_outermost else ():
+            is_from_outside = run.sizes and not (run.has_computed_input or self.axes)
+            for tensor in results if is_from_outside else ():
                 node: Any = tensor.grad_fn
                 if node is not None:
                     node.metadata.setdefault(_RETURNED, set()).add(tensor.output_nr)
