@@ -58,7 +58,9 @@ def extend(module: M, *, debug: bool = False, batch_axis: int | Mapping[str, int
             f"extend(...) takes an instance of torch.nn.Module. Got {abridged(given)}.{hint}"
         )
     ensure_loaded()
-    owner = Owner(module, _axes(module, batch_axis))
+    owner, before = Owner(module, _axes(module, batch_axis)), module.__dict__.get(OWNER_ATTRIBUTE)
+    if before is not None and before.axes != owner.axes:
+        plans.forget(module)
     module.__dict__[OWNER_ATTRIBUTE] = owner
     if not registry.resolve(module).rule.is_loss:  # a loss receives no input of the model
         _hooks.install(module, recording.before_model, recording.after_model, MODEL_KEY)

@@ -70,10 +70,9 @@ class OpenFunction(Generic[R]):
             PluginConflictError: Several packages have one, and none is preferred.
         """
         chosen = self._chosen
-        nearest = next(filter(self._versions.__contains__, form.__mro__), None)
-        versions = {"": self.definition} if nearest is None else self._versions[nearest]
-        key = f"{self.__name__}/{qualified_name(nearest or form)}"
-        function = preferred_version(versions, key)
+        base = next(filter(self._versions.__contains__, form.__mro__), None)
+        versions = {"": self.definition} if base is None else self._versions[base]
+        function = preferred_version(versions, f"{self.__name__}/{qualified_name(base or form)}")
         if len(versions) == 1:  # otherwise a preference decides, which may change
             chosen[form] = function
         return function

@@ -1,9 +1,9 @@
-"""Which context is active on which thread; the hooks of a backward pass look it up here.
+"""What a ``with backpack(...)`` block asks for, and which block is active on which thread.
 
-Every user thread has a stack of contexts. Autograd runs the hooks of CPU graphs on the thread that
-called backward, and those of CUDA graphs on its own device threads, which see neither thread-locals
-nor ContextVars. So all stacks lie in one table by thread. A thread that Python did not start looks
-up the thread that ran the forward pass.
+Every thread of the user has a stack of contexts. Autograd runs the hooks of CPU graphs on the
+thread that called ``backward()``, and those of CUDA graphs on threads of its own, which see neither
+thread-locals nor ContextVars. So all stacks lie in one table by thread. A thread that Python did
+not start looks up the thread that ran the forward pass.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any, Literal, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -23,6 +24,7 @@ from torch.nn import Module
 
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
+from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.groups import Group, Watch
 from backpack_core.record.view import View
 
@@ -41,24 +43,25 @@ class Context:
     Attributes:
         extensions: The active extensions, in the order they were given.
         extension_hook: Called with each module after all extensions ran on it.
-        debug: Whether to log.
+        debug: Whether to log visits.
         check: In which passes to measure that samples stay apart.
         retain_graph: Whether inputs and outputs are kept for another backward pass.
-        beside: Edges of terms that do not belong to the loss that quantities are of.
+        beside: Edges of the terms that ``backpack(beside=...)`` leaves out.
         observer: Called with the view of each output that is visited.
         gradient: Where the gradient of the parameters comes from.
-        told: Which sample each row belongs to, where the user says so.
-        keeps_results: Whether the memory of results is not written again.
-        watch: Calls whatever takes time, so that it can be measured; see :class:`Group`.
+        told: Which sample each row belongs to, if ``backpack(samples=...)`` says so.
+        keeps_results: Whether later passes leave the memory of results alone.
+        watch: See :class:`Group`.
         groups: The extensions by propagator; each propagator sends one quantity.
-        whole: The extensions that are not read at parameters.
-        passes: The backward passes under way, by autograd's graph-task id. They are owned by
-            autograd, or by whoever saw the call of ``backward()``.
-        history: How many passes took a plan that was made before, made one, or could not, and why.
-        announced: The passes whose ``backward()`` was seen and has not returned, innermost last.
-        seen: What came up: whether modules took part, whether a pass that was seen is under way,
-            and ``"measured"`` if a pass looked at more than was asked for, to be trusted later. A
-            context that is made of this one shares it.
+        whole: The extensions that read the graph as a whole, and not at parameters.
+        passes: The backward passes under way, by autograd's graph-task id. Autograd owns them, or
+            the function that saw the call of ``backward()``.
+        history: How many passes took a plan, made one, or could not, and why.
+        announced: The pass whose ``backward()`` was seen and has not returned; ``[None]`` before it
+            runs, and after; empty if there is none.
+        seen: Words for what happened: ``"ran"`` and ``"trained"`` if modules and their parameters
+            took part, ``"measured"`` if a pass looked at more than was asked for, ``"captured"``
+            in a captured step. A context that ``dataclasses.replace`` makes of this one shares it.
     """
 
     extensions: tuple[Extension, ...] = ()
@@ -81,12 +84,12 @@ class Context:
 
     @cached_property
     def is_idle(self) -> bool:
-        """Whether nothing happens at a visit, as in an empty block."""
+        """Whether nothing was asked for, as in an empty block."""
         return not (self.extensions or self.extension_hook or self.observer or self.debug)
 
     @cached_property
     def asked(self) -> tuple[object, ...]:
-        """What tells plans for other extensions from those for these."""
+        """What plans depend on, besides the graph."""
         return (
             self.tells_samples,
             *[
@@ -95,18 +98,44 @@ class Context:
             ],
         )
 
+    @cached_property
+    def propagators(self) -> list[Propagator]:
+        """The propagators of all extensions."""
+        return [*(g.propagator for g in self.groups), *(e.propagator for e in self.whole)]
+
+    @cached_property
+    def is_per_sample(self) -> bool:
+        """Whether any quantity belongs to single samples, so that samples must not mix."""
+        return any(propagator.per_sample for propagator in self.propagators)
+
+    @cached_property
+    def is_curvature(self) -> bool:
+        """Whether any quantity is curvature of the function that autograd differentiates."""
+        return bool(self.whole) or any(group.propagator.travels for group in self.groups)
+
+    @cached_property
+    def of_losses(self) -> list[Extension]:
+        """The extensions whose quantity is the curvature of extended losses."""
+        groups = [g for g in self.groups if g.propagator.travels and not g.has_overrides]
+        return [*chain(*(g.extensions for g in groups)), *(e for e in self.whole if e.is_of_losses)]
+
+    @cached_property
+    def with_normalisers(self) -> list[Extension]:
+        """The extensions that need to know what each loss divides by."""
+        return [extension for extension in self.extensions if extension.needs_normalisers]
+
     @property
     def tells_samples(self) -> bool:
-        """Whether anything is of single samples, or of more than a sum over them."""
+        """Whether any result tells samples apart, and is not only a sum over them."""
         return any(e.propagator.per_sample and not e.sums_samples for e in self.extensions)
 
     def __repr__(self) -> str:
-        """What was asked for, and what is under way."""
+        """The extensions, and how many passes are under way."""
         names = ", ".join(type(extension).__name__ for extension in self.extensions)
         return f"<context of {names or 'no extensions'}, {len(self.passes)} passes under way>"
 
 
-# The stacks by thread; none of them is empty.
+# The stacks of contexts by thread, none of them empty.
 stacks: dict[int, tuple[Context, ...]] = {}
 
 
@@ -127,7 +156,7 @@ def current(forward_thread: int) -> Context | None:
 
 
 def innermost() -> Context | None:
-    """The context that this thread has entered last; ``None`` if there is none."""
+    """The innermost context of this thread; ``None`` if there is none."""
     stack = stacks.get(threading.get_ident())
     return None if stack is None else stack[-1]
 
@@ -139,7 +168,7 @@ def push(context: Context) -> None:
 
 
 def pop(context: Context) -> None:
-    """Remove a context, or one made of it by ``dataclasses.replace``, from this thread."""
+    """Remove a context, or one that ``dataclasses.replace`` made of it, from this thread."""
     ident = threading.get_ident()
     # Compared by ``seen``, which a replacement shares.
     remaining = tuple(c for c in stacks.get(ident, ()) if c.seen is not context.seen)
@@ -151,7 +180,7 @@ def pop(context: Context) -> None:
 
 @contextmanager
 def suspended() -> Iterator[None]:
-    """A block in which no context applies to the backward passes of this thread."""
+    """A block in which no context is active on this thread."""
     ident = threading.get_ident()
     stack = stacks.pop(ident, None)
     try:
@@ -162,7 +191,7 @@ def suspended() -> Iterator[None]:
 
 
 def _is_foreign_thread() -> bool:
-    """Whether Python's ``threading`` did not start this thread: it is one of autograd's."""
+    """Whether autograd has started this thread, and not Python."""
     return isinstance(threading.current_thread(), threading._DummyThread)
 
 

@@ -1,4 +1,7 @@
-"""Who attends a pass: observers of libraries, and those for what the user wants to be shown."""
+"""The observers of a pass: those of libraries, and core's own.
+
+Core's own serve the arguments ``observer``, ``debug`` and ``extension_hook`` of ``backpack(...)``.
+"""
 
 from __future__ import annotations
 
@@ -16,27 +19,27 @@ from backpack_core.record.view import View
 
 
 class Shown(Observer):
-    """Shows visits to a function of the user's."""
+    """Calls ``observer`` with the view of each visit."""
 
     def __init__(self, function: Callable[[View], None]) -> None:
         self._function = function
 
     def before(self, view: View) -> None:
-        """With the view."""
+        """Call it before anything is read."""
         self._function(view)
 
 
 class Logged(Observer):
-    """Logs visits."""
+    """Logs each visit, for ``debug``."""
 
     def after(self, view: View) -> None:
-        """Log that an output is visited."""
+        """Log the module, the shape of its output, and the rule."""
         shape, rule, who = list(view.output_shape), type(view.call.rule), view.call.provenance
         logger.info("%s: output %s, rule %s of %s", view.path, shape, rule.__name__, who)
 
 
 class Hooked(Observer):
-    """Calls ``extension_hook``."""
+    """Calls ``extension_hook`` with each module."""
 
     needs_autograd = True
 
@@ -44,29 +47,25 @@ class Hooked(Observer):
         self._function, self._survey = function, survey
 
     def after(self, view: View) -> None:
-        """With a module that is through."""
+        """Call it with the visited module, unless operations go on using its parameters."""
         if view.call not in self._survey.freed:
             self._function(view.call.module)
 
 
 def own_observers(context: Context, survey: Survey) -> list[Observer]:
-    """The observers for what the user wants to be shown."""
-    found: list[Observer] = []
-    if context.observer is not None:
-        found.append(Shown(context.observer))
-    if context.debug:
-        found.append(Logged())
-    if context.extension_hook is not None:
-        found.append(Hooked(context.extension_hook, survey))
-    return found
+    """Core's own observers, of which a pass has those that were asked for."""
+    found: list[Observer] = [] if context.observer is None else [Shown(context.observer)]
+    found += [Logged()] if context.debug else []
+    hook = context.extension_hook
+    return found if hook is None else [*found, Hooked(hook, survey)]
 
 
 def observers_of_libraries(run: Any) -> list[Observer]:
-    """What libraries have attend a pass.
+    """The observers that libraries return for a pass.
 
     Raises:
-        PluginCodeError: One of them is none.
-        MissingPluginError: Nobody sees to what was asked for.
+        PluginCodeError: A library returned something else than an observer.
+        MissingPluginError: No installed library implements an argument of ``backpack(...)``.
     """
     found: list[Observer] = hooks.backpack_run(run=run)
     for observer in found:
@@ -84,7 +83,7 @@ def observers_of_libraries(run: Any) -> list[Observer]:
 
 
 def _answered_by(context: Context) -> Iterable[tuple[str, str, str]]:
-    """The arguments that core does not see to, their words, and who does."""
+    """The arguments that core leaves to libraries: name, value, and the library."""
     if context.check == "always":
         yield "check", context.check, "backpack-checks"
     if context.gradient != "autograd":
@@ -92,12 +91,12 @@ def _answered_by(context: Context) -> Iterable[tuple[str, str, str]]:
 
 
 def answers(observers: Iterable[Observer], argument: str) -> bool:
-    """Whether any of them sees to an argument of ``backpack(...)``."""
+    """Whether any observer implements an argument of ``backpack(...)``."""
     return any(argument in observer.answers for observer in observers)
 
 
 def warn_unmeasured(between: Between[Any]) -> None:
-    """Warn once if operations lie between modules, and nobody measures what they do to samples."""
+    """Warn once that operations lie between modules, and no library measures their effect."""
     if between.has_operations:
         warn_once(
             "unmeasured",
@@ -108,7 +107,7 @@ def warn_unmeasured(between: Between[Any]) -> None:
 
 
 def overriding(observers: Iterable[Observer], method: str) -> tuple[Callable[..., Any], ...]:
-    """A method of those observers that have one of their own."""
+    """The bound method of each observer whose class overrides it."""
     bound = [getattr(observer, method) for observer in observers]
     default = getattr(Observer, method)
     return tuple([each for each in bound if getattr(each, "__func__", None) is not default])

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from itertools import chain
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from backpack_core._torch import keeps_graph
 from backpack_core.autocast import without_autocast
+from backpack_core.contract.loss import normaliser_of
 from backpack_core.contract.observer import Driver, Grads, Options
-from backpack_core.engine import losses
 from backpack_core.engine.active import Context
 from backpack_core.engine.attending import (
     answers,
@@ -30,13 +30,36 @@ from backpack_core.engine.attending import (
 from backpack_core.engine.chain import between
 from backpack_core.engine.fields import clear, hand_over
 from backpack_core.engine.location import place, place_between
+from backpack_core.engine.losses import changed_gradient
 from backpack_core.engine.planning import Planning
 from backpack_core.engine.schedule import HookSchedule
 from backpack_core.engine.sink import FieldSink
 from backpack_core.graph.survey import Survey
-from backpack_core.record.call import Call, CallCaches, Edge, Site
+from backpack_core.record.call import Call, CallCaches, Edge, Site, edge_of
 from backpack_core.record.view import View
 from backpack_core.replaced import replaced
+
+
+class Arguments(NamedTuple):
+    """What ``backward()`` was called with.
+
+    Attributes:
+        roots: What is differentiated: tensors or gradient edges.
+        gradients: The gradient that comes in at each root; ``None`` for one.
+        options: The other arguments: ``inputs`` and ``create_graph``.
+    """
+
+    roots: Sequence[Any] = ()
+    gradients: Grads = ()
+    options: Options = MappingProxyType({})
+
+    def entries(self) -> list[tuple[Edge, Tensor | None]]:
+        """The edge of each root, with its gradient; a root that is a leaf has no edge."""
+        found = []
+        for root, gradient in zip(self.roots, self.gradients, strict=True):
+            edge = edge_of(root) if isinstance(root, Tensor) else Edge(root.node, root.output_nr)
+            found += [] if edge is None else [(edge, gradient)]
+        return found
 
 
 class BackwardPass:
@@ -44,103 +67,101 @@ class BackwardPass:
 
     Attributes:
         context: What was asked for.
-        roots: What ``backward()`` was called on, or where the pass was first seen.
-        gradients: What comes in at each of the roots, where that is known.
-        given: What ``backward()`` was called on, and what comes in there, where that is known.
-        options: What else it was told.
-        driver: What visits calls in the place of the engine, if anything does.
-        driven: The outputs that it visits, if it does all visits.
+        arguments: What ``backward()`` was called with; empty if the call was not seen.
+        roots: Where the pass begins: at what ``backward()`` was called on, or where it was first
+            seen.
+        gradients: The gradient that comes in at each of them; empty if the call was not seen.
+        between: What lies between calls.
         survey: What is known about the graph.
-        between: What lies between its calls.
         groups: What travels: the context's groups, and what observers add.
         schedule: Where quantities wait.
         traversal: Reads and sends.
         sink: Takes results.
-        observers: Who attends it.
-        of_losses: The extensions whose quantity is the curvature of extended losses.
-        is_per_sample: Whether samples have to stay apart, since quantities belong to single ones.
-        is_curvature: Whether quantities belong to what autograd brings, and nothing besides.
-        visiting: What rules see of the call that is visited now.
-        is_announced: Whether ``backward()`` was seen, so that all roots are known.
-        is_outermost: Whether it was begun in no hook of another pass.
-        is_whole: Whether it is no part of another one; of one in which there is nothing else, it
-            counts as the whole.
+        observers: Who attends the pass.
+        driver: Takes over visits, if an observer has brought one.
+        driven: The outputs that the driver visits; ``None`` if the engine visits calls, too.
+        visiting: The view of the call that is visited now.
+        is_outermost: Whether it was begun outside of any other pass.
+        is_whole: Whether it is no part of another pass. A part counts as the whole if the rest has
+            no calls.
         is_running: Whether autograd has begun.
-        is_alone: Whether it does not go, so that there are no gradients.
-        is_differentiable: Whether it makes a graph of its own.
-        only_reads: Whether nothing is sent on, or shown to anybody.
+        is_alone: Whether calls are visited without autograd, so that there are no gradients.
+        is_differentiable: Whether gradients get a graph of their own.
+        only_reads: Whether calls without parameters need no visit; see :meth:`passes_by`.
     """
 
     def __init__(
         self,
         context: Context,
-        roots: list[Edge],
+        roots: Sequence[Edge],
         outer: BackwardPass | None = None,
         is_part: bool = False,
-        gradients: Grads = (),
-        given: Sequence[tuple[Any, Tensor | None]] = (),
-        options: Options = MappingProxyType({}),
+        arguments: Arguments | None = None,
     ) -> None:
-        """Look around, before autograd goes anywhere.
+        """Find out about the graph, before autograd goes anywhere.
 
         Args:
             context: What was asked for.
-            roots: What ``backward()`` was called on, or where the pass was first seen.
-            outer: The pass in a hook or a formula of which this one was begun.
-            is_part: Whether it belongs to that, as a re-entrant checkpoint does.
-            gradients: What comes in at each of the roots, where that is known.
-            given: What ``backward()`` was called on, and what comes in there, where that is known.
-            options: What else it was told.
+            roots: Where the pass was first seen; not needed with ``arguments``.
+            outer: The pass that this one was begun inside of, by a hook or a function's backward.
+            is_part: Whether it belongs to that pass, as the backward of a re-entrant checkpoint.
+            arguments: What ``backward()`` was called with, if the call was seen.
 
         Raises:
             BackpackError: Something that was asked for does not exist in this graph.
         """
-        self.context = context
-        self.roots, self.gradients, self.given = [*roots], gradients, given
-        self.options = options
+        entries = [] if arguments is None else arguments.entries()
+        self.context, self.arguments = context, arguments or Arguments()
+        self.roots = [edge for edge, _ in entries] or [*roots]
+        self.gradients = [gradient for _, gradient in entries]
         self.driver: Driver | None = None
         self.driven: Container[tuple[Call, int]] | None = None
         self.visiting: View | None = None
-        self.is_running = self.is_alone = False
-        self.is_differentiable = self.only_reads = False
+        self.is_running = self.is_alone = self.is_differentiable = self.only_reads = False
         self.is_outermost = outer is None
-        self._clears: bool = outer is None or (is_part and outer._clears)
         self.is_whole = outer is None or (is_part and not outer.survey.sites)
-        self.is_announced = bool(gradients)
-        groups, whole = context.groups, context.whole
-        asked = [*(group.propagator for group in groups), *(e.propagator for e in whole)]
-        self.between = between().of(context, asked)
+        self._clears: bool = outer is None or (is_part and outer._clears)
+        self._is_part = is_part
+        self.between = between()(context)
         self.survey: Survey = self.between.survey
-        self.of_losses = losses.curvature_of_losses(groups, whole)
-        self._divided = [e for e in context.extensions if e.needs_normalisers]
-        self.is_per_sample = any(propagator.per_sample for propagator in asked)
-        self.is_curvature = bool(whole) or any(group.propagator.travels for group in groups)
+        self.groups = [*context.groups]
+        self.schedule = HookSchedule(self.between, self.groups, context.passes)
+        self.sink: FieldSink = FieldSink(self.survey, outer.sink if outer else None, is_part)
+        self.observers = own_observers(context, self.survey)
         self._kept: CallCaches = {}
         self._release_last: list[Call] = []
-        self.groups = list(context.groups)
-        self._is_part = is_part
-        self.sink: FieldSink = FieldSink(self.survey, outer.sink if outer else None, is_part)
-        self.schedule = HookSchedule(self.between, self.groups, context.passes)
         self._planning: Planning | None = None
-        self.observers = own_observers(context, self.survey)
-        if not (groups or whole):
-            self._begin_visits()
-            return
-        if outer is None:  # else it has no part in what that is read as a whole
-            self.observers[:0] = [extension.attend(self) for extension in whole]
+        if context.propagators:
+            self._begin()
+        self._begin_visits()
+
+    @property
+    def is_announced(self) -> bool:
+        """Whether the call of ``backward()`` was seen, so that all roots are known."""
+        return bool(self.gradients)
+
+    def _begin(self) -> None:
+        """Plan the pass, or go by the plan of an earlier one."""
+        context, survey = self.context, self.survey
+        if self.is_outermost:  # a part has no share in what is read off the graph as a whole
+            self.observers[:0] = [extension.attend(self) for extension in context.whole]
         self.observers += observers_of_libraries(self)
         is_known = self.is_announced and self.is_outermost
-        self._planning = planning = Planning(context, self.between, roots if is_known else ())
+        self._planning = planning = Planning(context, self.between, self.roots if is_known else ())
         if not self._take_plan(planning):
-            self._look_around(roots)
-            if gradients or whole or not self.is_outermost:  # else more may come
-                terms = self.of_losses, self._divided
-                self.between.refuse_terms(roots, *terms, outer is not None)
-        self._begin_observing()
+            self._look_around(self.roots)
+            if self.is_announced or context.whole or not self.is_outermost:  # else more may come
+                self.between.refuse_terms(self.roots, not self.is_outermost)
+        survey.is_measured = False
+        if context.check == "first" and not answers(self.observers, "check"):
+            warn_unmeasured(self.between)
+            survey.is_measured = not survey.is_planned  # values may be looked at, all the same
+        for observer in self.observers:
+            observer.begin(self)
         planning.make()
 
     def _take_plan(self, planning: Planning) -> bool:
-        """Go by the plan of an earlier pass, if there is a settled one."""
+        """Go by the plan of an earlier pass; returns whether there is one."""
         context, survey = self.context, self.survey
         known, structure = planning.take(self.observers), planning.structure
         if known is None or structure is None:
@@ -161,7 +182,7 @@ class BackwardPass:
         return True
 
     def _look_around(self, edges: list[Edge]) -> None:
-        """Walk the graph behind some edges, and raise for what cannot be right there."""
+        """Walk the graph behind some edges, and refuse what cannot be computed exactly there."""
         survey, is_first = self.survey, not self.survey.sites
         try:
             self.between.look_behind(edges)
@@ -169,7 +190,7 @@ class BackwardPass:
             place_between(error, survey, None)
             raise
         if survey.sites:
-            # What reads a loss as a whole may need nothing else.
+            # Extensions that read a loss as a whole may need no extended module besides.
             of_loss = self.context.whole and all(c.rule.is_loss for c, _ in survey.sites)
             is_some = survey.uses or survey.bare or of_loss
             self.context.seen.update(["ran", "trained"] if is_some else ["ran"])
@@ -178,17 +199,6 @@ class BackwardPass:
         if is_first and self._clears:
             clear(survey, survey.trained, self.context, self.sink.new)
 
-    def _begin_observing(self) -> None:
-        """Have observers add to what travels, now that the graph is known."""
-        survey = self.survey
-        survey.is_measured = False
-        if self.context.check == "first" and not answers(self.observers, "check"):
-            warn_unmeasured(self.between)
-            survey.is_measured = not survey.is_planned  # values may be looked at, all the same
-        for observer in self.observers:
-            observer.begin(self)
-        self._begin_visits()
-
     def _begin_visits(self) -> None:
         self.only_reads = True
         if self.driven is not None:
@@ -196,21 +206,19 @@ class BackwardPass:
         self.traversal = self.between.traversal(self.schedule, self.sink, self._kept)
         self._before = overriding(self.observers, "before")
         self._after = overriding(self.observers, "after")
-        asks = self._before, self._after, self.context.whole, self._divided
+        context = self.context
+        asks = self._before, self._after, context.whole, context.with_normalisers
         travel = [g.propagator.travels or g.has_overrides for g in self.groups]
         self.only_reads = not (any(asks) or any(travel))
 
-    def is_carried(self, given: Options, gradients: Grads) -> bool:
-        """Whether an observer does all visits, and autograd need not go.
+    def is_carried(self) -> bool:
+        """Whether an observer has made all visits, so that autograd need not run."""
+        _, gradients, options = self.arguments
+        return any(observer.instead(self, options, gradients) for observer in self.observers)
 
-        Args:
-            given: The arguments of ``backward()``.
-            gradients: What comes in at each root.
-        """
-        return any(observer.instead(self, given, gradients) for observer in self.observers)
-
-    def narrow(self, given: Options) -> Options:
-        """What to tell autograd in the place of the arguments of ``backward()``."""
+    def options(self) -> Options:
+        """The options that autograd is given: those of ``backward()``, as observers change them."""
+        given = self.arguments.options
         if not self.is_outermost or not self.survey.sites:
             return given
         found = dict(given)
@@ -221,9 +229,10 @@ class BackwardPass:
     # Visits --------------------------------------------------------------------------------------
 
     def passes_by(self, call: Call, index: int) -> bool:
-        """Let go of a call without a visit, if nothing is read there, in a pass that only reads.
+        """Let go of a call without a visit, if nothing is read there; returns whether it was so.
 
-        So it is with an activation where nothing travels but autograd's own gradient.
+        Only asked if :attr:`only_reads`: an activation needs no visit where extensions read
+        autograd's own gradient, and nothing else travels.
         """
         survey, driven = self.survey, self.driven
         site = survey.sites.get((call, index))
@@ -245,12 +254,12 @@ class BackwardPass:
         """Everything that happens at one output of one call.
 
         Args:
-            site: The place.
+            site: The output.
             grad: The gradient that autograd goes on with there; ``None`` for zero.
-            changed_by: Hooks of the user's on the tensor, if it was changed by one or another.
+            changed_by: The user's hooks on the tensor, if one of them has changed the gradient.
         """
         call, context = site.call, self.context
-        is_asked = bool(self.groups or context.whole)
+        is_asked = bool(context.propagators)
         if is_asked and (call, site.index) not in self.survey.sites:
             self._look_around([site.edge])
         view = self.view(site, grad)
@@ -258,23 +267,30 @@ class BackwardPass:
         for look in self._before:
             look(view)
         if is_asked:
-            if changed_by is not None and self.is_curvature:
-                raise losses.changed_gradient(view, changed_by)
-            # What is read off the graph as a whole needs no rule.
-            if view.is_checked and self.is_per_sample and self.survey.asks_rule(call):
-                try:
-                    call.rule.check(view)
-                except Exception as error:
-                    place(error, view, None)
-                    raise
-            if self._divided and call.rule.is_loss and view.is_reached:
-                self.sink.normalisers.append(losses.normaliser_for(self._divided[0], view))
+            if changed_by is not None and context.is_curvature:
+                raise changed_gradient(view, changed_by)
+            self._check(view)
             for lane in range(len(self.groups)):
                 self.traversal.visit(lane, site, view)
         for look in self._after:
             look(view)
         self.visiting = None
         self.let_go(call)
+
+    def _check(self, view: View) -> None:
+        """Have a rule refuse what it cannot do, and a loss say what it divides by."""
+        rule, needing = view.call.rule, self.context.with_normalisers
+        # What is read off the graph as a whole needs no rule.
+        is_due = view.is_checked and self.context.is_per_sample and self.survey.asks_rule(view.call)
+        is_divided = needing and rule.is_loss and view.is_reached
+        try:
+            if is_due:
+                rule.check(view)
+            if is_divided:
+                self.sink.normalisers.append(normaliser_of(view))
+        except Exception as error:
+            place(error, view, needing[0] if is_divided else None)
+            raise
 
     def view(self, site: Site, grad: Tensor | None) -> View:
         """What rules see at an output."""
@@ -286,7 +302,7 @@ class BackwardPass:
         return view
 
     def let_go(self, call: Call) -> None:
-        """Free what no other visit needs."""
+        """Free the tensors of a call, unless another visit or pass needs them."""
         is_last = len(call.stored.outputs) == 1  # another output may be visited yet
         if is_last:
             self._kept.pop(call, None)
@@ -300,7 +316,7 @@ class BackwardPass:
     # The end -------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """The pass is over, however it ended."""
+        """Remove the pass, however it ended."""
         for observer in self.observers:
             observer.leave()
         replaced.drop()
@@ -310,7 +326,7 @@ class BackwardPass:
             del self.context.passes[task]
 
     def finish(self) -> None:
-        """Autograd is through: store what had to wait for that."""
+        """Autograd is through: store the results that had to wait for that."""
         self.leave()
         for call in self._release_last:
             call.release()
@@ -323,7 +339,7 @@ class BackwardPass:
             observer.stored(self)
 
     def _end(self) -> None:
-        """Read what autograd did not get to, see that all went well, and store what waited."""
+        """Check that nothing was left on its way, keep the plan, and store deferred results."""
         self.between.end(self)
         if self.driver is not None:
             self.driver.end(self)

@@ -1,7 +1,8 @@
-"""What lies between the calls of a graph: who finds it out, and who carries quantities through it.
+"""The interface to what lies between the calls of a graph.
 
-Core knows chains of modules with rules, where calls lead to calls (``chain.py``). A library that
-knows operations brings a class of its own by the hook ``backpack_operation``.
+A :class:`Between` walks the graph before the pass, and carries quantities through operations during
+it. Core has one for chains of modules with rules, where calls lead to calls (``chain.py``). A
+library that knows operations provides another by the hook ``backpack_operation``.
 """
 
 from __future__ import annotations
@@ -13,14 +14,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.contract.extension import Extension
-from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.active import Context
 from backpack_core.graph.survey import Survey
 from backpack_core.plan.structure import Structure
 from backpack_core.record.call import CallCaches, Edge, Site
 
-if TYPE_CHECKING:  # those ask it, and hand themselves over
+if TYPE_CHECKING:  # these files import this one
     from backpack_core.engine.backward import BackwardPass
     from backpack_core.engine.schedule import Schedule
     from backpack_core.engine.sink import FieldSink
@@ -30,32 +29,23 @@ S = TypeVar("S", bound=Survey)
 
 
 class Between(ABC, Generic[S]):
-    """What lies between the calls of one pass. It must hold neither the pass nor a schedule.
+    """What lies between the calls of one pass. It must not hold the pass or a schedule.
 
     Attributes:
-        survey: What is known about the graph.
         context: What was asked for.
-        asked: The propagators that were asked for.
+        survey: What is known about the graph.
     """
 
-    def __init__(self, context: Context, asked: Sequence[Propagator], survey: S) -> None:
-        """Begin; nothing is known about the graph."""
-        self.context, self.asked, self.survey = context, asked, survey
+    survey: S
 
-    @classmethod
-    @abstractmethod
-    def of(cls, context: Context, asked: Sequence[Propagator]) -> Between[S]:
-        """One for a pass.
-
-        Args:
-            context: What was asked for.
-            asked: The propagators that were asked for.
-        """
+    def __init__(self, context: Context) -> None:
+        """Begin a pass; nothing is known about its graph."""
+        self.context = context
 
     @staticmethod
     @abstractmethod
     def told(samples: Any) -> Any:
-        """Check what ``backpack(samples=...)`` was given; the context keeps the result.
+        """Check the argument of ``backpack(samples=...)``; the context keeps what is returned.
 
         Raises:
             UsageError: It does not say which rows belong to which sample.
@@ -65,43 +55,35 @@ class Between(ABC, Generic[S]):
 
     @abstractmethod
     def look_behind(self, edges: list[Edge]) -> None:
-        """Walk the graph behind some edges, and note in the survey what there is.
+        """Walk the graph behind some edges, and fill the survey.
 
         Raises:
-            BackpackError: There is something that no quantity goes through.
+            BackpackError: No quantity can go through something in the graph.
         """
 
     @abstractmethod
     def see_through(self, edges: list[Edge]) -> None:
-        """Find out where samples lie behind edges that were walked; raise for what cannot be right.
+        """Find out where samples lie behind edges that were walked.
 
         Raises:
             BackpackError: Something that was asked for does not exist in this graph.
         """
 
     @abstractmethod
-    def refuse_terms(
-        self,
-        roots: Sequence[Edge],
-        of_losses: Sequence[Extension],
-        divided: Sequence[Extension],
-        is_inside: bool,
-    ) -> None:
-        """Raise unless ``backward()`` is called on what quantities of extended losses know.
+    def refuse_terms(self, roots: Sequence[Edge], is_inside: bool) -> None:
+        """Raise if ``backward()`` was called on more than extended losses.
 
         Args:
-            roots: What it is called on.
-            of_losses: Extensions whose quantity belongs to the extended losses.
-            divided: Extensions that need to know what the loss divides by.
+            roots: What it was called on.
             is_inside: Whether it was called in a hook of another pass.
 
         Raises:
-            BackpackError: A term beside extended losses counts, or none is extended.
+            BackpackError: A quantity would miss a term, or what a loss divides by is not known.
         """
 
     @abstractmethod
     def nonlinear(self) -> list[Node]:
-        """Operations, with parameters behind, that are not known to be linear."""
+        """The operations that depend on parameters and are not known to be linear."""
 
     # Plans ----------------------------------------------------------------------------------------
 
@@ -115,26 +97,36 @@ class Between(ABC, Generic[S]):
 
     @abstractmethod
     def numbered(self, structure: Structure) -> Any:
-        """What was found out besides calls, with numbers in the place of nodes, or ``None``.
+        """What a plan keeps: findings with numbers in the place of nodes; ``None`` for nothing.
 
         Raises:
-            Unplanned: Numbers do not tell everything.
+            Unplanned: A finding cannot be expressed so.
         """
+
+    def holds(self, numbers: Any, batch_size: int, structure: Structure) -> bool:
+        """Whether a plan holds for a graph of its structure. Default: it does.
+
+        Args:
+            numbers: What :meth:`numbered` has returned.
+            batch_size: The number of samples.
+            structure: The graph.
+        """
+        return True
 
     @abstractmethod
     def fill(self, numbers: Any, structure: Structure) -> None:
-        """The reverse of :meth:`numbered`, for another graph of the same structure."""
+        """Take over what :meth:`numbered` returned for another graph of the same structure."""
 
     # Visits ---------------------------------------------------------------------------------------
 
     @abstractmethod
     def traversal(self, schedule: Schedule, sink: FieldSink, kept: CallCaches) -> Traversal:
-        """What happens at visits.
+        """What happens at visits of this graph.
 
         Args:
-            schedule: What waits where.
+            schedule: Where quantities wait.
             sink: Where results go.
-            kept: What was computed from calls alone.
+            kept: What was computed from each call alone.
         """
 
     @property
@@ -144,20 +136,20 @@ class Between(ABC, Generic[S]):
 
     @property
     def needs_autograd(self) -> bool:
-        """Whether only autograd knows the way. Default: no."""
+        """Whether only autograd knows which gradients are undefined. Default: no."""
         return False
 
     @property
     def may_begin_passes(self) -> bool:
-        """Whether something may begin a pass that modules take part in. Default: no."""
+        """Whether a function in the graph may begin a pass of its own. Default: no."""
         return False
 
     def attend(self, run: BackwardPass) -> None:
-        """Have autograd call back at places that are no calls. Default: there are none."""
+        """Have autograd call back where no call is. Default: nowhere."""
         return
 
     def is_watched(self, site: Site) -> bool:
-        """Whether a call is looked at although nothing is read there. Default: no."""
+        """Whether a call needs a visit although nothing is read there. Default: no."""
         return False
 
     def reach(
@@ -167,18 +159,18 @@ class Between(ABC, Generic[S]):
         grads: Sequence[Tensor | None],
         changed_by: Sequence[Any] | None,
     ) -> None:
-        """Autograd has reached an output of a call; default: visit it.
+        """Autograd has reached an output of a call. Default: visit it.
 
         Args:
             run: The pass.
-            site: The place.
+            site: The output.
             grads: The gradients that autograd goes on with at its node; ``None`` for zero.
             changed_by: See :meth:`BackwardPass.visit`.
         """
         run.visit(site, grads[site.edge.output_nr], changed_by)
 
     def end(self, run: BackwardPass) -> None:
-        """Autograd is through: visit what it did not get to. Default: there is nothing."""
+        """Autograd is through: visit what it did not get to. Default: nothing."""
         return
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""A layer rule as the carrier of a call, and what is done where there is none."""
+"""A layer rule as the carrier of a call, and values of carriers that replace a rule."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from backpack_core.record.view import View
 
 
 class RuleCarrier(Carrier):
-    """A layer rule, which any extension can read from; the same for all calls of a group."""
+    """The layer rules as carriers; one object answers for all calls of a group."""
 
     def __init__(self, group: Group, survey: Survey) -> None:
         self._propagator = self.speaker = group.propagator
@@ -32,22 +32,22 @@ class RuleCarrier(Carrier):
         self._propagate = _asked(group.propagator, "propagate")
 
     def starts(self, view: View) -> bool:
-        """It does not: the propagator has a quantity at a loss."""
+        """No: the propagator starts the quantity, at a loss."""
         return False
 
     def arrive(self, view: View, waiting: Any) -> Any:
-        """By the propagator."""
+        """The quantity at the output; at a loss, the propagator starts one."""
         arrived = self._propagator.arrive(view.call.rule, view, waiting)
         if arrived is None and view.call.rule.is_loss:
             raise self._wrong("start", None, view, "the quantity at its input")
         return arrived
 
     def find(self, view: View, trained: Sequence[Trained], quantity: Any) -> list[Reading]:
-        """What the propagator finds at parameters, each with where it stands."""
+        """The propagator's reading for each parameter, with module, name and rule noted on it."""
         rule, module = view.call.rule, view.call.module
         names, *_ = zip(*trained, strict=True)
         if view.stored.computed:
-            names = tuple(dict.fromkeys(names))  # one may have several leaves
+            names = tuple(dict.fromkeys(names))  # a computed parameter may have several leaves
         found = self._products(rule, view, names, quantity)
         if view.is_checked:
             is_list = isinstance(found, (list, tuple)) and len(found) == len(names)
@@ -72,7 +72,7 @@ class RuleCarrier(Carrier):
         ]
 
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
-        """By the propagator; a loss hands its quantity to its first input as it is."""
+        """The quantities at the inputs, by position; a loss hands its own to the first input."""
         rule = view.call.rule
         if rule.is_loss:
             return {0: quantity}
@@ -95,10 +95,10 @@ class RuleCarrier(Carrier):
 def values_of(
     carrier: Carrier, survey: Survey, view: View, trained: Sequence[Trained], quantity: Any
 ) -> Iterator[ParameterResult]:
-    """The results of a carrier that gives values.
+    """The results of a carrier that gives values instead of readings.
 
     Raises:
-        UnsupportedError: A value is not all that there is to a parameter.
+        UnsupportedError: A parameter has other uses, which such a value would miss.
     """
     for found in carrier.find(view, (*trained, *survey.freed.get(view.call, ())), quantity):
         number = id(found.parameter)
@@ -115,7 +115,7 @@ def values_of(
 
 
 def _at_leaf(reading: Reading, own: Trained) -> Reading:
-    """The reading at a leaf, from that of the parameter that was computed from it."""
+    """The reading at a leaf, pulled back from the parameter that was computed from it."""
     leaf, source = own.parameter, own.used
     pull = partial(storage().pull_back, source=source, leaf=leaf)
     found: Reading = reading.at_leaf(source, leaf, pull)
@@ -123,7 +123,7 @@ def _at_leaf(reading: Reading, own: Trained) -> Reading:
 
 
 def _asked(propagator: Propagator, method: str) -> Callable[..., Any]:
-    """A method of a rule, a view, and more; what a base class does needs nobody to watch it."""
+    """A method of the propagator, guarded unless it is that of a base class."""
     own: Callable[..., Any] = getattr(propagator, method)
     if is_of_base(own):
         return own
@@ -131,12 +131,12 @@ def _asked(propagator: Propagator, method: str) -> Callable[..., Any]:
 
 
 def wants_unruled(extension: Extension) -> bool:
-    """Whether an extension has a value for parameters of modules without a rule."""
+    """Whether an extension wants a value for parameters of modules without a rule."""
     return extension.fail_mode not in ("warning", "silent")
 
 
 def tolerates(extension: Extension, view: View, name: str, error: errors.UnsupportedError) -> bool:
-    """Whether an extension goes on where it has no value, as its ``fail_mode`` says."""
+    """Whether an extension goes on after an error, as its ``fail_mode`` says."""
     if extension.needs_every_parameter:
         return False
     key = (type(view.call.module), type(extension), name)
@@ -144,7 +144,7 @@ def tolerates(extension: Extension, view: View, name: str, error: errors.Unsuppo
 
 
 def leaves_out(extension: Extension, key: tuple[object, ...], text: str) -> bool:
-    """Whether an extension leaves a parameter out, as its ``fail_mode`` says; or warns of it."""
+    """Whether an extension leaves a parameter out, as its ``fail_mode`` says; warns if asked to."""
     if extension.fail_mode == "warning":
         errors.warn_once(key, text, errors.BackpackWarning)
     return extension.fail_mode in ("warning", "silent")

@@ -1,7 +1,8 @@
-"""A chain of modules with rules: calls lead to calls, and samples are on axis 0.
+"""What core alone knows: chains of modules with rules, with samples on axis 0.
 
-What functions make of the last calls may be anything, as long as nothing has to go through it. For
-everything else there is a library, which is named where it is missing.
+Every input of a call is data or the output of a call. Functions may follow the last calls, as long
+as no quantity has to go through them. For everything else there is the library *operations*, which
+errors name where it is missing.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ from functools import lru_cache
 from typing import Any
 
 from backpack_core._torch import Node, has_memory
-from backpack_core.contract.extension import Extension
-from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.active import Context
 from backpack_core.engine.between import Between
 from backpack_core.engine.losses import nothing_arrived
@@ -28,24 +27,24 @@ from backpack_core.plugins.manager import hooks
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, CallCaches, Edge, Site, has_call, site_at
 from backpack_core.record.owner import OWNER_ATTRIBUTE, computed_substitutes, is_parameter
-from backpack_core.record.run import NO_RUN, Run
+from backpack_core.record.run import NO_RUN
 from backpack_core.record.view import View
 
 
 def between() -> type[Between[Any]]:
-    """The library's class, or core's own where no library is installed."""
+    """The class of the library; :class:`Chain` if no library is installed."""
     return _between(registry.generation)
 
 
 @lru_cache(maxsize=1)
 def _between(generation: int) -> type[Between[Any]]:
-    """The same, as long as plugins do not change."""
+    """The class, asked for again when plugins have changed."""
     found: type[Between[Any]] | None = hooks.backpack_operation()
     return Chain if found is None else found
 
 
 def needs_operations(what: str) -> MissingPluginError:
-    """The error for what core alone does not know."""
+    """The error for a graph that is not such a chain."""
     return missing(
         f"{what}. Core alone knows chains of modules with layer rules, with samples on axis 0. "
         "Install backpack-operations, which knows operations between modules and where samples "
@@ -55,7 +54,7 @@ def needs_operations(what: str) -> MissingPluginError:
 
 
 def mixing(what: str, further: str = "") -> BackpackError:
-    """A call, or an operation between calls, mixes samples."""
+    """The error for a call, or an operation between calls, that mixes samples."""
     return SampleMixingError(
         f"{what} makes every sample of the batch influence every other (a batch normalisation in "
         "train mode does, and a softmax over axis 0), so per-sample quantities do not exist. Call "
@@ -66,19 +65,15 @@ def mixing(what: str, further: str = "") -> BackpackError:
 class Chain(Between[Survey]):
     """A chain of modules with rules."""
 
-    def __init__(self, context: Context, asked: Sequence[Propagator], survey: Survey) -> None:
-        super().__init__(context, asked, survey)
-        self._run: Run = NO_RUN  # of the model
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.survey = Survey()
+        self._first: Call | None = None  # that received data
         self._mixing: list[BackpackError] = []
-
-    @classmethod
-    def of(cls, context: Context, asked: Sequence[Propagator]) -> Chain:
-        """An empty one."""
-        return cls(context, asked, Survey())
 
     @staticmethod
     def told(samples: Any) -> Any:
-        """Nothing is known of rows.
+        """Refuse.
 
         Raises:
             MissingPluginError: Always.
@@ -100,25 +95,20 @@ class Chain(Between[Survey]):
             raise needs_operations("Parameters have uses that came up after others were read")
 
     def _below(self, roots: list[Edge]) -> list[Site]:
-        """The last calls, below what functions make of them."""
-        found: list[Site] = []
-        todo, seen = [edge.node for edge in roots if not has_call(edge.node)], set[Node]()
-        found += [self._site_at(edge, "backward()") for edge in roots if has_call(edge.node)]
+        """The last calls: those behind the roots that no other call follows."""
+        found, seen = list[Site](), set[Node]()
+        todo = [(edge, "backward()") for edge in roots]
         while todo:
-            node = todo.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            for child, number in node.next_functions:
-                if child is None:
-                    continue
-                if has_call(child):
-                    found.append(self._site_at(Edge(child, number), described(node)))
-                elif not is_leaf(child):
-                    todo.append(child)
-                elif is_parameter(child.variable):  # type: ignore[attr-defined]
-                    what = f"The operation {described(node)!r} uses a parameter"
-                    raise needs_operations(f"{what} of shape {[*child.variable.shape]}")  # type: ignore[attr-defined]
+            edge, user = todo.pop()
+            node: Any = edge.node
+            if has_call(node):
+                found.append(self._site_at(edge, user))
+            elif is_leaf(node) and is_parameter(node.variable):
+                raise needs_operations(f"{user} uses a parameter of shape {[*node.variable.shape]}")
+            elif node not in seen:
+                seen.add(node)
+                further = [Edge(*way) for way in node.next_functions if way[0] is not None]
+                todo += [(edge, f"The operation {described(node)!r}") for edge in further]
         return found
 
     def _site_at(self, edge: Edge, user: str) -> Site:
@@ -135,7 +125,7 @@ class Chain(Between[Survey]):
         return f" of the output of {' and '.join(paths)}" if paths else ""
 
     def _enter(self, site: Site) -> list[Site]:
-        """Note a call; returns where to go on."""
+        """Note a call; returns the calls that its inputs came from."""
         call, survey = site.call, self.survey
         survey.structure = None
         survey.sites[call, site.index] = site
@@ -150,7 +140,7 @@ class Chain(Between[Survey]):
         return [self._site_at(edge, call.path) for edge in call.edges if edge is not None]
 
     def _why_other(self, call: Call, index: int) -> str:
-        """What a call has that chains have not; empty if nothing."""
+        """Why a call is not one of a chain; empty if it is."""
         rule, stored, survey = call.rule, call.stored, self.survey
         if rule.transparent:
             return "has no layer rule, so that what it does are operations"
@@ -173,34 +163,27 @@ class Chain(Between[Survey]):
         return "" if rule.is_loss else self._why_other_run(call, rows)
 
     def _why_other_run(self, call: Call, rows: int) -> str:
-        """What its model received that tells other samples; empty if nothing."""
-        run = call.run
-        if run is NO_RUN:
+        """Why the samples of a call may not be those of its model; empty if they are."""
+        if any(call.edges):
             return ""
-        if self._run is NO_RUN:
-            self._run = run
-        if run is not self._run:
-            return "ran in another call of the model than others"
+        run, first = call.run, self._first or call
+        self._first = first
+        if run is not first.run or (run is NO_RUN and call is not first):
+            return f"received data, and so did {first.path}, in another call of a model or in none"
         if run.sizes and (run.sizes != (rows,) or len(run.inputs) > 1):
             return f"received {rows} rows, and its model {' and '.join(map(str, run.sizes))}"
-        if run.sizes and not any(call.edges) and call.receives_input < 2:
+        if run.sizes and call.receives_input < 2:
             return "received something else than its model did"
         return ""
 
     def see_through(self, edges: list[Edge]) -> None:
         """Raise if samples influence each other."""
-        if self._mixing and any(propagator.per_sample for propagator in self.asked):
+        if self._mixing and self.context.is_per_sample:
             raise self._mixing[0]
 
-    def refuse_terms(
-        self,
-        roots: Sequence[Edge],
-        of_losses: Sequence[Extension],
-        divided: Sequence[Extension],
-        is_inside: bool,
-    ) -> None:
-        """Raise unless it is called on an extended loss itself."""
-        for extension in (*of_losses, *divided):
+    def refuse_terms(self, roots: Sequence[Edge], is_inside: bool) -> None:
+        """Raise unless ``backward()`` was called on an extended loss itself."""
+        for extension in (*self.context.of_losses, *self.context.with_normalisers):
             name = type(extension).__name__
             for edge in roots:
                 site = self._site_at(edge, name)
@@ -208,41 +191,41 @@ class Chain(Between[Survey]):
                     raise nothing_arrived(View(site.call, site.index), name)
 
     def nonlinear(self) -> list[Node]:
-        """There are no operations."""
+        """None: quantities go through no operation."""
         return []
 
     def facts_of(self, node: Node) -> Sequence[Any]:
-        """No decision depends on what functions make of the last calls."""
+        """None: no decision depends on functions behind the last calls."""
         return ()
 
     def numbered(self, structure: Structure) -> Any:
-        """Calls are all there is."""
+        """Nothing: there are only calls."""
         return
 
     def fill(self, numbers: Any, structure: Structure) -> None:
-        """Nothing to do."""
+        """Do nothing."""
         return
 
     def traversal(self, schedule: Schedule, sink: FieldSink, kept: CallCaches) -> Traversal:
-        """All columns go through at once."""
+        """Core's own, which sends all columns at once."""
         return Traversal(schedule, sink)
 
     def leave(self, schedule: Schedule, lane: int, edge: Edge, wide: Any, own: Any) -> None:
-        """It has been seen that there is a call at every edge.
+        """Refuse: at every edge of a chain there is a call.
 
         Raises:
-            MissingPluginError: There is none.
+            MissingPluginError: Always.
         """
         raise needs_operations(
             f"A quantity came to the operation {described(edge.node)!r}{self._after(edge.node)}"
         )
 
     def cross(self, schedule: Schedule, node: Node, grads: Sequence[Any] = ()) -> None:
-        """Nothing waits at nodes."""
+        """Do nothing: no quantity waits at a node."""
         return
 
 
 def _is_declared(call: Call) -> bool:
-    """Whether ``extend`` was told of axes."""
+    """Whether ``extend`` was given a ``batch_axis``."""
     owner = call.module.__dict__.get(OWNER_ATTRIBUTE)
     return bool(owner is not None and owner.axes and not call.rule.is_loss)

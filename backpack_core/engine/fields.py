@@ -1,7 +1,7 @@
-"""Which parameters results are stored on, besides those of visited modules.
+"""Results on parameters: those of earlier passes are removed, shards get those of whole parameters.
 
-Parameters that plain functions use get results, and so do shards of a parameter. Results of earlier
-passes are removed.
+A pass removes results from every parameter of the models that take part. So no parameter is left
+with a result of an earlier pass beside new ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from backpack_core.record.owner import owners_of
 from backpack_core.record.storage import storage
 from backpack_core.replaced import replaced
 
-# Under which plan and names the last pass over a model stored results.
+# The plan of the last pass over each model, and the names of the results that it stored.
 _last: WeakKeyDictionary[Module, tuple[Hashable, list[str]]] = WeakKeyDictionary()
 
 
@@ -37,19 +37,19 @@ def clear(
 
     Args:
         survey: What is known about the graph.
-        calls: Those of the models.
+        calls: The calls of the pass, which tell the models.
         context: What was asked for.
-        new: Parameters with results of passes that are under way, by ``id``.
-        plan: The plan of the pass, if it has one. If the pass before had the same, only parameters
-            that are used now have results.
-        used: The parameters that are used now; needed with a plan.
+        new: The ``id`` of each parameter that a pass under way has stored results on.
+        plan: The plan of the pass, if it has one. If the pass before had the same plan, no other
+            parameter than those in ``used`` has results.
+        used: The parameters that the pass uses; needed with a plan.
     """
     fields = [extension.savefield for extension in context.extensions]
     models = owners_of(call.module for call in calls)
     before = [_last.get(model, (None, ())) for model in models]
     for model in models:
         _last[model] = plan, fields
-    # What is offered and not taken would only take space.
+    # Memory that is offered and not written again would only take space.
     offers = not context.keeps_results and all(fields == known for _, known in before)
     if offers and len(models) == 1 and plan is not None and before[0][0] is plan:
         parameters: Iterable[Tensor | None] = used
@@ -64,18 +64,18 @@ def clear(
 
 
 def stored_by_others(models: Iterable[Module], fields: list[str]) -> None:
-    """Have the next pass over models look at every parameter: no pass has stored their results.
+    """Note that results were stored without a pass, so that the next pass looks at every parameter.
 
     Args:
         models: The models.
-        fields: The names of what was stored, of which that pass may write the memory.
+        fields: The names of the results, whose memory the next pass may write again.
     """
     for model in models:
         _last[model] = None, fields
 
 
 def hand_over(survey: Survey, extensions: Iterable[Extension]) -> None:
-    """Give results of whole parameters to the shards that this process holds, if there are any."""
+    """Move results from whole parameters to the shards that this process holds, if any."""
     if survey.shards:
         models = owners_of(call.module for call in survey.trained)
         shown = {id(parameter) for model in models for parameter in model.parameters()}

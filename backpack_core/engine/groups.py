@@ -1,6 +1,6 @@
-"""Groups of extensions that share a propagator, and thus one quantity in a backward pass.
+"""Groups of extensions that share a propagator.
 
-Everything that travels is sent once for each group.
+One quantity travels for each group, however many extensions read from it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.plugins.registry import registry
 
-Watch = Callable[..., Any]  # called with a module, a class, a way, a function and its arguments
+Watch = Callable[..., Any]  # called with a module, a class, a word, a function and its arguments
 
 
 class Group(NamedTuple):
@@ -21,9 +21,9 @@ class Group(NamedTuple):
     Attributes:
         propagator: What travels for all of them.
         extensions: The extensions, in the order they were given.
-        needs: The operations that they will ask of a product.
-        has_overrides: Whether carriers other than layer rules may speak for some modules.
-        watch: Calls whatever takes time, if anybody measures that.
+        needs: The operations that the extensions will ask of a product.
+        has_overrides: Whether carriers other than layer rules may answer for some modules.
+        watch: Calls functions that take time, so that it can be measured; ``None`` calls nothing.
     """
 
     propagator: Propagator
@@ -41,14 +41,14 @@ class Group(NamedTuple):
 def group(
     extensions: tuple[Extension, ...], watch: Watch | None = None
 ) -> tuple[tuple[Group, ...], tuple[Extension, ...]]:
-    """Group extensions with equal propagators, but leave one alone that has carriers of its own.
+    """Group extensions with equal propagators; one with carriers of its own is a group by itself.
 
     Args:
         extensions: What was asked for.
-        watch: What the groups call functions through, if anything.
+        watch: See :class:`Group`.
 
     Returns:
-        The groups, and apart from them what is not read at parameters.
+        The groups, and the extensions that belong to none: they read the graph as a whole.
 
     Raises:
         PluginConflictError: Several plugins provide a propagator of one name.

@@ -1,6 +1,8 @@
 """Where a backward pass enters the engine: from ``backward()``, and from autograd's hooks.
 
-The first entry makes the :class:`BackwardPass`; every later one finds it by autograd's graph task.
+:func:`announce` sees the call of ``backward()`` and begins the :class:`BackwardPass`. Hooks on
+outputs then find it by autograd's graph task. A pass whose call was not seen (inside of another
+pass, on another thread) begins at the first hook.
 """
 
 from __future__ import annotations
@@ -18,10 +20,10 @@ from backpack_core._torch import current_node, graph_task_id
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.observer import Grads, Options
 from backpack_core.engine.active import Context, current, innermost, stacks
-from backpack_core.engine.backward import BackwardPass
+from backpack_core.engine.backward import Arguments, BackwardPass
 from backpack_core.engine.schedule import guarded
 from backpack_core.errors import UnsupportedError, UsageError
-from backpack_core.record.call import Call, Edge, Site, edge_of
+from backpack_core.record.call import Call, Edge, Site
 
 
 class OutputHook:
@@ -40,7 +42,11 @@ class OutputHook:
         self.hooks: Any = None
 
     def __call__(self, grad: Tensor | None) -> None:
-        """Called by autograd with the gradient, before other hooks change it."""
+        """Visit the output after all other hooks, as autograd goes on with the gradient they leave.
+
+        Args:
+            grad: The gradient before other hooks change it.
+        """
         context = current(self.call.thread) if stacks else None
         if context is None or context.is_idle:
             if not (_torch.keeps_graph() or (context is not None and context.retain_graph)):
@@ -50,16 +56,16 @@ class OutputHook:
         if begun is not None and begun.only_reads and begun.passes_by(self.call, self.index):
             return
         hooks = self.hooks()
-        # Autograd goes on with what the user's hooks make of the gradient. They are on the tensor,
-        # or on its node. A hook that is put on the node now runs after all of them.
+        # The user's hooks are on the tensor or on its node. A hook that is put on the node now runs
+        # after all of them.
         others = [h for key, h in hooks.items() if key != KEY] if hooks and len(hooks) > 1 else []
 
-        # To hold the node, or the pass, would be a cycle, if a hook before us fails.
+        # If a hook before this one fails, this one stays: holding the node or the pass is a cycle.
         task, known = graph_task_id(), None if begun is None else weakref.ref(begun)
 
         def after(grads: tuple[Tensor | None, ...]) -> None:
             if graph_task_id() != task:
-                return  # of a pass that a hook has begun in ours, or after ours has failed
+                return  # a pass inside of ours, or a later one after ours has failed
             handle.remove()
             edge = Edge(current_node(), self.output_nr)
             found = None if known is None else known()
@@ -72,7 +78,7 @@ class OutputHook:
 
 
 def _known_pass(context: Context) -> BackwardPass | None:
-    """The backward pass that is running, if it was announced, or has been here before."""
+    """The backward pass that is running, if its call was seen, or a hook has begun it."""
     task, announced = graph_task_id(), context.announced[-1] if context.announced else None
     if announced is not None:
         begun: BackwardPass = announced
@@ -85,7 +91,7 @@ def _known_pass(context: Context) -> BackwardPass | None:
 
 
 def _pass_under_way(context: Context, edge: Edge) -> BackwardPass:
-    """The backward pass that is running; a new one if it was not known."""
+    """The backward pass that is running; a new one, if none is known."""
     found = _known_pass(context)
     if found is None:
         outer = _innermost(context)
@@ -94,7 +100,7 @@ def _pass_under_way(context: Context, edge: Edge) -> BackwardPass:
         if is_part:
             _refuse_part(ways, context.whole)
         found = BackwardPass(context, [edge], outer=outer, is_part=is_part)
-        # Autograd owns it: it ends when autograd is through, or has failed.
+        # Autograd owns the new pass, which ends with autograd's, also if that fails.
         _torch.at_end_of_pass(found.finish)
         found.schedule.begin()
         found.is_running = True
@@ -103,21 +109,21 @@ def _pass_under_way(context: Context, edge: Edge) -> BackwardPass:
 
 
 def _innermost(context: Context) -> BackwardPass | None:
-    """The pass that one which begins now is inside of."""
+    """The pass inside of which one begins now; ``None`` if there is none."""
     others = context.passes.values() if context.passes else ()
-    under_way: list[BackwardPass] = [*context.announced[-1:], *others]
+    under_way: list[BackwardPass] = [*filter(None, context.announced), *others]
     return under_way[-1] if under_way else None  # they are in the order in which they began
 
 
 def _refuse_part(ways: Sequence[bool], whole: Sequence[Extension]) -> None:
-    """Raise if a function's backward begins a part of a pass that is not known as a whole.
+    """Raise if the backward of a function begins a part of a pass that is not known as a whole.
 
     Args:
-        ways: Whether functions began the passes inside of the one that is known.
-        whole: What is read off the graph as a whole, of which a part is missing.
+        ways: For each pass inside of the known one, whether a function began it.
+        whole: The extensions that read the graph as a whole, which a part does not have.
 
     Raises:
-        UnsupportedError: A hook began the pass that it is a part of, or something reads the whole.
+        UnsupportedError: A hook began the pass of this part, or there are such extensions.
     """
     if whole or not all(ways):
         where = f"{type(whole[0]).__name__} reads as a whole" if whole else "a hook began"
@@ -129,44 +135,29 @@ def _refuse_part(ways: Sequence[bool], whole: Sequence[Extension]) -> None:
         )
 
 
-def begin(
-    context: Context, roots: Sequence[Any], gradients: Grads, options: Options
-) -> BackwardPass | None:
+def begin(context: Context, arguments: Arguments) -> BackwardPass | None:
     """Begin a pass whose roots are known, before autograd does.
 
     Args:
         context: What was asked for.
-        roots: What ``backward()`` is called on, as tensors or edges.
-        gradients: What comes in at each of them; ``None`` where no gradient is wanted.
-        options: What else ``backward()`` was told.
+        arguments: What ``backward()`` was called with.
 
     Returns:
-        The pass; ``None`` where nothing was asked for, or no extended module is behind the roots,
-        nor a function that may begin a pass which has some, as a re-entrant checkpoint does.
+        The pass; ``None`` if nothing was asked for, or if behind the roots there is neither an
+        extended module nor a function that may begin a pass (a re-entrant checkpoint).
 
     Raises:
-        UsageError: In inference mode, no tensor says whether it was changed.
+        UsageError: In inference mode, tensors do not count changes in place.
     """
     if not context.extensions:
         return None
-    edges, incoming = [], []
-    for root, gradient in zip(roots, gradients, strict=True):
-        edge = edge_of(root) if isinstance(root, Tensor) else Edge(root.node, root.output_nr)
-        if edge is not None:
-            edges.append(edge)
-            incoming.append(gradient)
-    given, outer = [*zip(roots, gradients, strict=True)], _innermost(context)
-    found = BackwardPass(context, edges, outer, False, incoming, given, options)
+    found = BackwardPass(context, (), _innermost(context), arguments=arguments)
     if found.survey.sites and torch.is_inference_mode_enabled():
         raise UsageError(
             "backward() was called inside inference_mode(), where gradients do not note changes in "
             "place, which quantities rely on. Leave inference_mode() first."
         )
     return found if found.survey.sites or found.between.may_begin_passes else None
-
-
-# Noted while a pass that was seen is under way. What begins in it is seen by hooks alone.
-_UNDER_WAY: Final = "under way"
 
 
 def announce(
@@ -179,17 +170,17 @@ def announce(
     allow_unreachable: bool = False,
     accumulate_grad: bool = False,
 ) -> Any:
-    """Stands before autograd's engine, and begins a pass if the thread has a context.
+    """Run autograd's engine; if the thread has a context, with a pass of ours around it.
 
     Args:
-        engine: Runs the pass of autograd, and takes the other arguments.
+        engine: Autograd's engine, which takes the other arguments.
         roots: What is differentiated.
-        gradients: What comes in at each of them.
+        gradients: The gradient that comes in at each root.
         retain_graph: Whether the graph outlives the pass.
         create_graph: Whether the gradients get a graph.
-        inputs: What to reach; everything if empty.
-        allow_unreachable: Whether some of it may not be there.
-        accumulate_grad: Whether gradients go to ``.grad``, and are not returned.
+        inputs: Where to compute gradients; at all leaves if empty.
+        allow_unreachable: Whether some inputs may be unreachable.
+        accumulate_grad: Whether gradients are added to ``.grad`` instead of being returned.
 
     Returns:
         What the engine returns.
@@ -203,35 +194,35 @@ def announce(
         return engine(roots, gradients, keep, create_graph, tuple(reach), **rest)
 
     context = innermost()
-    if context is None or _UNDER_WAY in context.seen or len(roots) != len(gradients):
-        return run()  # the last is an error of the user's, which torch knows
+    if context is None or context.announced or len(roots) != len(gradients):
+        return run()  # of unequal numbers torch complains
     if _torch.are_batched(gradients):
         raise UsageError(
             "torch.autograd.grad(..., is_grads_batched=True) brings several gradients at once, "
             "which extensions do not take: call it once for each, or outside of the block."
         )
-    context.seen.add(_UNDER_WAY)
+    context.announced.append(None)  # passes inside of this one are not announced
     try:
         options: Options = {"inputs": inputs or None, "create_graph": create_graph}
-        announced = begin(context, roots, gradients, options)
+        announced = begin(context, Arguments(roots, gradients, options))
         if announced is None:
             return run()
-        context.announced.append(announced)
-        # Only autograd has the gradient of a root that is a leaf.
+        context.announced[0] = announced
+        # The gradient of a root that is a leaf comes from autograd alone.
         may_narrow = accumulate_grad and len(announced.roots) == len(roots)
         result: Any = ()
         try:
-            if not (may_narrow and announced.is_carried(options, gradients)):
-                options = announced.narrow(options) if may_narrow else options
+            if not (may_narrow and announced.is_carried()):
+                options = announced.options() if may_narrow else options
                 keeps = any(extension.keeps_graph for extension in context.extensions)
                 result = run(keeps or retain_graph, options["inputs"] or ())
         finally:
-            context.announced.remove(announced)
+            context.announced[0] = None
             announced.leave()
         announced.finish()
         return result
     finally:
-        context.seen.discard(_UNDER_WAY)
+        context.announced.clear()
 
 
 entry: Final = _torch.EngineEntry(announce)

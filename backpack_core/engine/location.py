@@ -1,7 +1,6 @@
 """Adds to an error where it happened: module, extension, and the plugins that provided them.
 
-Whatever code of a plugin raises by itself, of any type, becomes a ``PluginCodeError`` here, and
-nowhere else.
+An exception of any other type that a plugin's code raises becomes a ``PluginCodeError`` here.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ def place(error: Exception, view: View, extension: Extension | None) -> None:
 def place_between(
     error: Exception, survey: Survey, extension: Extension | None, node: Node | None = None
 ) -> None:
-    """Add the modules behind which an operation between calls stands, as far as known.
+    """Add the modules whose outputs an operation between calls works on, as far as known.
 
     Args:
         error: The error.
         survey: What is known about the graph.
         extension: The extension.
-        node: The operation; ``None`` to take the one that the error names.
+        node: The operation; by default the one that the error names.
     """
     at = error.node if node is None and isinstance(error, errors.BridgeError) else node
     paths = [] if at is None else survey.sources(at)
@@ -42,7 +41,7 @@ def place_between(
 
 
 def _place(error: Exception, extension: Extension | None, where: str) -> None:
-    """Add a place, unless one was added before: the innermost counts."""
+    """Add a place, unless a function further inside has added one."""
     if getattr(error, "backpack_context", ""):
         return
     who = "no extension" if extension is None else registry.describe(extension)

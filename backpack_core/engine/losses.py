@@ -1,47 +1,22 @@
-"""What starts at extended losses, and what a pass refuses at a visit."""
+"""Errors of quantities that start at extended losses."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Sequence
 from typing import Any
 
 from backpack_core import errors
 from backpack_core._torch import class_of
-from backpack_core.contract.extension import Extension
-from backpack_core.contract.loss import Normaliser, normaliser_of
-from backpack_core.engine.groups import Group
-from backpack_core.engine.location import place
 from backpack_core.plugins.loading import missing
 from backpack_core.record.view import View
 
 
-def curvature_of_losses(groups: Iterable[Group], whole: Iterable[Extension]) -> list[Extension]:
-    """The extensions whose quantity is the curvature of extended losses."""
-    started = [g.extensions for g in groups if g.propagator.travels and not g.has_overrides]
-    return [*chain(*started), *(extension for extension in whole if extension.is_of_losses)]
-
-
-def normaliser_for(extension: Extension, view: View) -> Normaliser:
-    """What a loss divides by, for an extension that needs it.
-
-    Args:
-        extension: The extension, for messages.
-        view: The loss call.
-    """
-    try:
-        return normaliser_of(view)
-    except Exception as error:
-        place(error, view, extension)
-        raise
-
-
 def nothing_arrived(view: View, name: str) -> Exception:
-    """The error if nothing was sent to a call, so that a quantity would miss a part.
+    """The error for a call that no quantity has reached, since no extended loss is behind it.
 
     Args:
         view: The call.
-        name: The extension that needs it.
+        name: The extension that needs the quantity.
     """
     kind = class_of(view.call.module)
     if view.output_shape == ():
@@ -59,11 +34,11 @@ def nothing_arrived(view: View, name: str) -> Exception:
 
 
 def changed_gradient(view: View, changed_by: Sequence[Any]) -> errors.UnsupportedError:
-    """The error if hooks change the gradient, which curvature does not follow.
+    """The error for a gradient that hooks have changed: curvature would not see the change.
 
     Args:
-        view: The visit at which it was seen.
-        changed_by: The hooks on the tensor; empty if they are on its node.
+        view: The call whose output has the hooks.
+        changed_by: The hooks on the tensor; empty if they are on its autograd node.
     """
     names = [getattr(hook, "__qualname__", repr(hook)) for hook in changed_by]
     where = f"that tensor ({', '.join(names)})" if names else "its autograd node"

@@ -1,4 +1,4 @@
-"""Takes the plan of an earlier pass, or makes one: what a pass has to do with plans.
+"""Takes the plan of an earlier pass with the same structure, or makes one.
 
 ``docs/design/plans.md`` says what a plan is.
 """
@@ -24,7 +24,7 @@ class Planning:
     """The plan of one pass.
 
     Attributes:
-        structure: What tells its graph from others; ``None`` if there is no telling.
+        structure: The structure of its graph; ``None`` if no plan can be made of it.
     """
 
     def __init__(self, context: Context, between: Between[Any], roots: Sequence[Edge]) -> None:
@@ -32,7 +32,7 @@ class Planning:
 
         Args:
             context: What was asked for.
-            between: What lies between calls; nothing is known yet.
+            between: What lies between calls; the graph has not been walked yet.
             roots: What ``backward()`` was called on; empty if that is not known.
         """
         self._context, self._between = context, between
@@ -49,11 +49,19 @@ class Planning:
 
     @cached_property
     def _known(self) -> Planned | None:
-        """The plan of earlier passes, if there is one."""
-        return None if self.structure is None else plans.get(self._asked, self.structure)
+        """The plan of earlier passes, if there is one that holds."""
+        structure = self.structure
+        known = None if structure is None else plans.get(self._asked, structure)
+        if known is None or structure is None:
+            return None
+        if self._between.holds(known.plan.numbers, known.batch_size, structure):
+            return known
+        self._context.history["surveyed: numbers in data are others"] += 1
+        self.structure = None
+        return None
 
     def take(self, observers: Sequence[Observer]) -> Planned | None:
-        """The plan of earlier passes, if there is one that all observers go by."""
+        """The plan of earlier passes, if there is one and all observers agree to it."""
         known = self._known
         if known is None or self.structure is None:
             return None
@@ -64,10 +72,10 @@ class Planning:
         return known
 
     def make(self) -> None:
-        """Plan passes like this one, which was surveyed, and see that it is as planned before.
+        """Make a plan of the survey, and compare it with that of earlier passes.
 
         Raises:
-            InternalError: It is not.
+            InternalError: They differ.
         """
         history, known, survey = self._context.history, self._known, self._between.survey
         if self.structure is None or survey.is_planned or not survey.uses:
@@ -85,7 +93,7 @@ class Planning:
         self._plan = plan
 
     def keep(self, observers: Sequence[Observer]) -> None:
-        """The pass went well: have its plan taken from now on, with what observers have found."""
+        """Keep the plan, and what observers leave in it, since the pass went well."""
         if self._plan is None or self.structure is None:
             return
         plan = self._plan if self._known is None else self._known.plan
@@ -95,10 +103,10 @@ class Planning:
 
 
 def _recognised(context: Context, between: Between[Any], roots: Sequence[Edge]) -> Structure | None:
-    """The structure of the graph; ``None`` if no module is in it.
+    """The structure of the graph; ``None`` if there is no call in it.
 
     Raises:
-        Unplanned: No plan may be made of it.
+        Unplanned: No plan may be made of the pass.
     """
     if not roots:
         raise Unplanned("it is inside of another, or its roots are unknown")

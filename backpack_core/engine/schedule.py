@@ -1,7 +1,8 @@
 """Where quantities wait until everything that adds to them has been visited.
 
-A :class:`Schedule` does not decide who is visited when. At calls, whoever does takes what waits
-there; at nodes between calls, a subclass sees to it that they are crossed.
+What is sent to a call waits until a driver visits the call. What is sent to a node between calls
+waits until the node is crossed, which a subclass arranges: by a hook of autograd, or in an order of
+its own.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ Passes = WeakValueDictionary[int, Any]  # passes under way, by autograd's graph-
 
 
 class Waiting(NamedTuple):
-    """What was sent to a call, in the two forms that senders have.
+    """What was sent to a call, in the two forms that senders use.
 
     Attributes:
-        wide: From nodes between calls: for the whole batch.
-        own: From calls: for the samples that take part.
+        wide: The quantity of the whole batch, from nodes between calls.
+        own: The quantity of the samples that take part (``subsampling``), from calls.
     """
 
     wide: Any = None
@@ -46,9 +47,9 @@ class Schedule(ABC):
 
     Attributes:
         between: Takes what is sent to nodes between calls.
-        at_nodes: What waits there, by the group and the number of the output.
-        chunks: Carries through what does not fit into memory, if a library has brought it.
-        task: That of autograd, once it has begun; -1 in an order of our own.
+        at_nodes: What waits at nodes, by lane and by the number of the node's output.
+        chunks: Sends columns that do not fit into memory in chunks, if a library has set it.
+        task: Autograd's graph task, once it has begun; -1 in an order of our own.
     """
 
     chunks: Any = None
@@ -64,20 +65,20 @@ class Schedule(ABC):
 
     @abstractmethod
     def await_node(self, node: Node) -> None:
-        """Something waits at a node for the first time: have it crossed in time."""
+        """Something waits at a node for the first time: arrange that the node is crossed."""
 
     def await_site(self, site: Site) -> None:
-        """Something waits at a call for the first time; autograd visits it by itself."""
+        """Something waits at a call for the first time. Default: autograd will visit it."""
         return
 
     def waiting_at(self, site: Site) -> list[int]:
-        """The groups for which something waits at an output of a call."""
+        """The lanes in which something waits at an output of a call."""
         lanes = range(len(self.groups))
         return [lane for lane in lanes if (site.call, site.index, lane) in self._at_sites]
 
     @property
     def inside(self) -> list[bool]:
-        """Whether functions began the passes inside of this one; default: there are none."""
+        """Whether a function began each pass inside of this one. Default: there are none."""
         return []
 
     def see_end(self) -> None:
@@ -90,13 +91,13 @@ class Schedule(ABC):
             raise InternalError("A quantity was left on its way.")
 
     def deliver(self, lane: int, edge: Edge, wide: Any = None, own: Any = None) -> None:
-        """Send a quantity to an edge, unless the pass does not get there.
+        """Send a quantity to an edge, if the pass gets there.
 
         Args:
             lane: The index of the group.
-            edge: The address: of a call, or of a node between calls.
-            wide: The quantity for the whole batch, as nodes send it.
-            own: The quantity for the samples that take part, as calls send it.
+            edge: The output of a call, or of a node between calls.
+            wide: See :class:`Waiting`.
+            own: See :class:`Waiting`.
         """
         if _torch.will_execute(edge.node):
             self.leave(lane, edge, wide, own)
@@ -119,12 +120,12 @@ class Schedule(ABC):
             )
 
     def take(self, lane: int, site: Site) -> Waiting:
-        """What waits at an output of a call that is being visited."""
+        """Take what waits at an output of a call that is being visited."""
         return self._at_sites.pop((site.call, site.index, lane), NOTHING)
 
 
 class HookSchedule(Schedule):
-    """A schedule in autograd's order: hooks tell when autograd is at a node."""
+    """A schedule in autograd's order: a hook tells when autograd is at a node."""
 
     def __init__(self, between: Between[Any], groups: Sequence[Group], passes: Passes) -> None:
         """Begin.
@@ -132,25 +133,25 @@ class HookSchedule(Schedule):
         Args:
             between: Takes what is sent to nodes between calls.
             groups: The groups whose quantities are sent.
-            passes: The passes under way, by graph task, from which a failed one is removed.
+            passes: The passes under way by graph task; a pass that fails is removed.
         """
         super().__init__(between, groups)
         self.passes = passes
         self._begun = threading.get_ident(), 1 + len(_torch.running_passes())
 
     def begin(self) -> None:
-        """Autograd is in the pass already."""
+        """Note the graph task: autograd has begun the pass already."""
         self.task = _torch.graph_task_id()
         self._begun = threading.get_ident(), len(_torch.running_passes())
 
     @property
     def inside(self) -> list[bool]:
-        """Whether functions began the passes inside of this one, known or not; innermost first."""
+        """For each pass inside of this one, innermost first, whether a function began it."""
         (thread, own), found = self._begun, _torch.running_passes()
         return found[: max(0, len(found) - own)] if thread == threading.get_ident() else found
 
     def is_in(self, task: int) -> bool:
-        """Whether one of autograd's tasks is that of this pass; a hook may begin another before."""
+        """Whether a graph task is that of this pass, and not of one that a hook has begun."""
         if self.task < 0 and not self.inside:
             self.task = task
         return self.task == task
@@ -169,9 +170,9 @@ def when_reached(
 ) -> None:
     """Have autograd call ``function(owner, gradients)`` when it reaches a node.
 
-    It may never get there (``backward(inputs=...)``, an exception), and the hook then stays on the
-    node. So it holds neither the node nor the owner. One from before autograd began goes when the
-    pass is over, whose owner the traceback of an error may hold for longer.
+    Autograd may never get there (``backward(inputs=...)``, an exception), and the hook then stays
+    on the node. So the hook holds neither the node nor the owner. A hook that was put there before
+    autograd began is removed when the pass is over.
     """
     this, waiting = weakref.ref(owner), weakref.ref(schedule)
     passes = schedule.passes
@@ -179,7 +180,7 @@ def when_reached(
     def reached(grads: Any) -> None:
         pending = waiting()
         if pending is not None and not pending.is_in(_torch.graph_task_id()):
-            return  # a pass inside of this one
+            return  # autograd is in a pass inside of this one
         handle.remove()
         if (found := this()) is not None:
             guarded(passes, function, found, grads)
@@ -190,7 +191,7 @@ def when_reached(
 
 
 def guarded(passes: Passes, function: Callable[..., None], *args: Any) -> None:
-    """Call a function in a hook; if it fails, the pass under way is over."""
+    """Call a function in a hook of autograd; if it raises, the pass under way is over."""
     try:
         if _torch.casts():
             with without_autocast():  # the precision was chosen in the forward pass

@@ -1,6 +1,7 @@
 """Where readings of a parameter wait for its other uses, and where results are stored.
 
-Nothing may be read before the last use: the products of all uses are added before they are squared.
+A parameter that several calls use is read once, at the visit of its last use: squares, norms and
+clipped sums need the sum of the products of all uses.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from backpack_core.record.guards import guard_of, unshared, visible_memory
 from backpack_core.record.view import View
 
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
-Uses = tuple[Tensor, list[Reading]]  # a parameter, and what was found at each of its uses
+Uses = tuple[Tensor, list[Reading]]  # a parameter, and a reading for each of its uses
 
 
 class Sink(ABC):
-    """Has extensions read off a parameter when all of its uses were visited.
+    """Has extensions read a parameter when all of its uses were visited.
 
     Attributes:
         survey: What is known about the graph.
-        sharer: Takes sums of products, if anything does.
+        sharer: Takes sums of products as plain gradients, if a library has set one.
     """
 
     def __init__(self, survey: Survey) -> None:
@@ -49,15 +50,15 @@ class Sink(ABC):
 
     @abstractmethod
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
-        """Take the value an extension computed for a parameter; ``None`` if it leaves it out."""
+        """Take an extension's value for a parameter; ``None`` if it leaves the parameter out."""
 
     def is_last(self, parameter: Tensor, seen: int, uses: int) -> bool:
-        """Whether no other use of a parameter that has several is coming; default: nobody knows.
+        """Whether a parameter with several uses has no further use in this pass. Default: no.
 
         Args:
             parameter: The parameter.
             seen: How many of its uses were visited.
-            uses: How many there are.
+            uses: How many uses it has in the graph.
         """
         return False
 
@@ -69,21 +70,20 @@ class Sink(ABC):
         trained: Sequence[Trained],
         readings: Iterable[Reading],
     ) -> None:
-        """Read what no further use is coming of; the rest waits for the others, or for :meth:`end`.
+        """Read each parameter at its last use; before, keep the reading for that, or :meth:`end`.
 
         Args:
             lane: The index of the group.
             group: The extensions that read.
             view: The visit.
-            trained: Parameters that are used there.
-            readings: What is found at each of them.
+            trained: The parameters that the visited call uses.
+            readings: A reading for each of them.
         """
         complete: list[Uses] = []
         for (_, parameter, _), reading in zip(trained, readings, strict=True):
             number, uses = id(parameter), [reading]
             count = self.survey.uses[number].count
             if count > 1:
-                # The sum over uses comes before anything that is not linear in them.
                 if (lane, number) in self._pending:
                     *_, (_, before) = self._pending.pop((lane, number))
                     uses = [*before, reading]
@@ -96,14 +96,14 @@ class Sink(ABC):
             self._complete(group, view, complete)
 
     def waits_for(self, parameter: Tensor) -> list[int]:
-        """The groups in which a parameter waits for further uses."""
+        """The lanes in which a parameter waits for further uses."""
         return [lane for lane, number in self._pending if number == id(parameter)]
 
     def end(self, view: View, parameter: Tensor) -> None:
-        """Read what still waits, as a function may send nothing to the last use.
+        """Read a parameter that still waits: an operation may send nothing to its last use.
 
         Args:
-            view: That of the last use; calls that were visited before have been freed.
+            view: The view of the last use; calls that were visited before have been freed.
             parameter: The parameter.
         """
         for lane in self.waits_for(parameter):
@@ -113,7 +113,7 @@ class Sink(ABC):
             self._complete(group, view, [uses])
 
     def _complete(self, group: Group, view: View, complete: list[Uses]) -> None:
-        """Let all extensions of a group read off parameters, each in all of its uses."""
+        """Have all extensions of a group read parameters, each with all of its uses."""
         sharer, way, module, known = self.sharer, "rule", view.call.module, self.survey.uses
         summed: list[tuple[Tensor, list[Reading], bool]] = []
         for parameter, uses in complete:
@@ -121,7 +121,7 @@ class Sink(ABC):
                 way = "autodiff"
             if sharer is not None and sharer.wants(group.extensions[0], parameter):
                 summed.append((parameter, uses, len(uses) > 1 or view.is_reached))
-                for use in uses:  # for their sum, too
+                for use in uses:  # the reading has to support the sharer's operations, too
                     use.needs = sharer.needs
         try:
             for extension in group.extensions:
@@ -143,7 +143,7 @@ class Sink(ABC):
             raise
 
     def _read(self, extension: Extension, view: View, complete: list[Uses]) -> list[Any]:
-        """What an extension reads at each parameter; ``None`` where it leaves it out."""
+        """An extension's value for each parameter; ``None`` where it leaves the parameter out."""
         guard = guard_of(view)
         seen = [] if guard is None else guard.before(view, ())
         values: list[Any] = []
@@ -170,16 +170,16 @@ class Sink(ABC):
 
 
 def _whole(uses: list[Reading]) -> Any:
-    """One reading from those of all uses of a parameter, joined when it is first asked for."""
+    """One reading for all uses of a parameter; they are joined at the first call."""
     if len(uses) > 1:
         whole = uses[0].join(uses[1:])
-        Reading.placed_as(whole, uses[-1])  # its roots are those of all
+        Reading.placed_as(whole, uses[-1])
         uses[:] = [whole]
     return uses[0]
 
 
 def combined(partial: Values, key: tuple[Extension, int], value: Any) -> Any:
-    """A value with that of earlier chunks, which is taken out; ``None`` if either is left out."""
+    """A value combined with that of earlier chunks; ``None`` if either was left out."""
     if key not in partial:
         return value
     before = partial.pop(key)
@@ -187,13 +187,13 @@ def combined(partial: Values, key: tuple[Extension, int], value: Any) -> Any:
 
 
 class FieldSink(Sink):
-    """Sets attributes of the parameters.
+    """Stores results as attributes of the parameters.
 
     Attributes:
-        partial: What earlier chunks of columns gave.
-        deferred: Values of extensions that finish when the pass is through.
-        normalisers: What the losses divide by that were visited, for these.
-        noted: What was stored, in this order, if anybody wants to know.
+        partial: Values of earlier chunks of columns.
+        deferred: Values of extensions that finish when the pass is over.
+        normalisers: What the visited losses divide by, for these extensions.
+        noted: What was stored, in this order; ``None`` if nobody asks for it.
     """
 
     def __init__(self, survey: Survey, outer: FieldSink | None, is_part: bool) -> None:
@@ -201,8 +201,9 @@ class FieldSink(Sink):
 
         Args:
             survey: What is known about the graph.
-            outer: That of the pass that this one is inside of.
-            is_part: Whether it belongs to that; else what that has stored is left alone.
+            outer: The sink of the pass that this one was begun inside of.
+            is_part: Whether the pass belongs to the outer one. Otherwise, parameters that the outer
+                one has stored results on are left alone.
         """
         super().__init__(survey)
         self.partial: Values = {}
@@ -217,12 +218,12 @@ class FieldSink(Sink):
             self._outside = outer._outside
         elif outer is not None:
             self._outside = outer.new
-        self._token = object()  # a reference to this sink would be a cycle
+        self._token = object()  # stands for this sink, to which a reference would be a cycle
         self._missing: tuple[int, Counter[int]] = (0, Counter())
-        self._in_part: set[int] = set()  # parameters that autograd reaches in part, by ``id``
+        self._in_part: set[int] = set()  # ``id`` of parameters some uses of which are not reached
 
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
-        """Set the attribute, with what earlier chunks of columns gave added."""
+        """Set the attribute, with the values of earlier chunks of columns combined."""
         key = id(parameter)
         value = combined(self.partial, (extension, key), value) if self.partial else value
         if value is None or key in self._outside:
@@ -243,11 +244,10 @@ class FieldSink(Sink):
             setattr(parameter, extension.savefield, value)
 
     def is_last(self, parameter: Tensor, seen: int, uses: int) -> bool:
-        """Whether all uses were visited that autograd gets to.
+        """Whether autograd has visited all uses that it gets to.
 
-        Those that it leaves out (``backward(inputs=...)``) do not depend on a parameter that it was
-        asked for: another output of the same call may be one. A parameter that is none of these may
-        be reached in part. It gets nothing then.
+        ``backward(inputs=...)`` gets to all uses of the parameters in ``inputs``. Of another
+        parameter it may get to some uses only; such a parameter gets no result.
         """
         if seen == uses:
             self._in_part.discard(id(parameter))
@@ -258,14 +258,14 @@ class FieldSink(Sink):
         return seen + self.look_ahead()[id(parameter)] == uses
 
     def waits_for(self, parameter: Tensor) -> list[int]:
-        """None if autograd reaches it in part."""
+        """As in the base class; none for a parameter that autograd reaches in part."""
         return [] if id(parameter) in self._in_part else super().waits_for(parameter)
 
     def see_end(self) -> None:
-        """Raise if anything that was read is not stored, but of what is reached in part.
+        """Raise if a reading is left, of a parameter that autograd reaches as a whole.
 
         Raises:
-            InternalError: A use that was waited for did not come.
+            InternalError: A further use was expected and not visited.
         """
         left = {number for _, number in (*self._pending, *self.partial)} - self._in_part
         if left:
@@ -276,7 +276,7 @@ class FieldSink(Sink):
             )
 
     def look_ahead(self) -> Counter[int]:
-        """How many uses of each parameter autograd does not get to, by ``id``."""
+        """How many uses of each parameter autograd will not get to, by ``id``."""
         survey = self.survey
         if self._missing[0] != len(survey.sites):
             sites = survey.sites.values()
@@ -286,7 +286,7 @@ class FieldSink(Sink):
         return self._missing[1]
 
     def finished(self) -> list[tuple[Extension, Mapping[Tensor, Any]]]:
-        """What extensions that wait for the end of the pass store."""
+        """The results of deferred extensions, by parameter."""
         found = []
         for extension, values in self.deferred.items():
             try:
@@ -300,7 +300,7 @@ class FieldSink(Sink):
 
     @property
     def new(self) -> Mapping[int, object]:
-        """Parameters with results of this pass, and of those around it, by ``id``."""
+        """Parameters with results of this pass or of those around it, by ``id``."""
         return ChainMap(self._owners, {**self._outside})
 
     @property
@@ -310,10 +310,10 @@ class FieldSink(Sink):
 
 
 def see_values(values: Any, who: str) -> None:
-    """Raise unless these are values by parameter.
+    """Raise unless a plugin returned a mapping from parameters to values.
 
     Raises:
-        PluginCodeError: They are something else.
+        PluginCodeError: It returned something else.
     """
     is_mapping = isinstance(values, Mapping)
     if not is_mapping or any(not isinstance(p, Tensor) or v is None for p, v in values.items()):
@@ -323,7 +323,7 @@ def see_values(values: Any, who: str) -> None:
 
 
 def _is_reached(site: Site) -> bool:
-    """Whether autograd gets there, or to the parameter that it stands for."""
+    """Whether autograd will get to a site; one at a leaf stands for a parameter."""
     if is_leaf(site.edge.node):
         return _torch.will_get_gradient(site.edge.node.variable)  # type: ignore[attr-defined]
     return _torch.will_execute(site.edge.node)

@@ -1,6 +1,6 @@
 """What happens at a visit: extensions read at parameters, and quantities go on to the inputs.
 
-The order of visits is the schedule's, and the place of results the sink's, so the same code serves
+The schedule decides the order of visits, and the sink where results go. So the same code serves
 autograd's order and any other.
 """
 
@@ -25,10 +25,10 @@ class Visit(NamedTuple):
     """One group at one output of one call.
 
     Attributes:
-        lane: Which group.
-        site: The place.
-        view: What a rule sees of the call; of the samples that take part.
-        carrier: Who answers for the module.
+        lane: The index of the group.
+        site: The output.
+        view: What a rule sees of the call: the samples that take part.
+        carrier: The object that answers for the module.
         arrived: What was sent there.
     """
 
@@ -40,10 +40,10 @@ class Visit(NamedTuple):
 
 
 class Traversal:
-    """What happens when a call is visited; a library may add steps for other graphs than chains.
+    """What happens when a call is visited. Libraries derive from it, for graphs beyond chains.
 
     Attributes:
-        schedule: What waits where, for every group.
+        schedule: Where quantities wait.
         sink: Where values go.
     """
 
@@ -54,11 +54,11 @@ class Traversal:
         self._carriers: dict[int, RuleCarrier] = {}
 
     def visit(self, lane: int, site: Site, view: View) -> None:
-        """Read off and send on, for one group at one output of one call.
+        """Let extensions read, and send on, for one group at one output of one call.
 
         Args:
-            lane: Which group.
-            site: The place.
+            lane: The index of the group.
+            site: The output.
             view: What a rule sees of the call: all samples.
         """
         group = self.groups[lane]
@@ -83,16 +83,16 @@ class Traversal:
             raise
 
     def arrive(self, visit: Visit) -> Any:
-        """What arrived, as a quantity at the call's output."""
+        """The quantity at the call's output, from what arrived there."""
         return visit.carrier.arrive(visit.view, visit.arrived.own)
 
     def look(self, visit: Visit, quantity: Any, whole: Any) -> None:
-        """Let extensions read.
+        """Have extensions read.
 
         Args:
             visit: The visit.
             quantity: The quantity at the output.
-            whole: The same, in the form in which uses of a parameter are added.
+            whole: The same quantity, in the form in which uses of a parameter can be added.
         """
         lane, site, view, carrier, _ = visit
         if self.groups[lane].extensions:
@@ -102,14 +102,14 @@ class Traversal:
         """Send the quantity on to the inputs of the call; see :meth:`look` for the arguments."""
         edges = visit.site.call.edges
         if not any(edges):
-            return  # nothing before this call wants the quantity
+            return  # no gradient goes to any input
         for position, arriving in self.sent(visit, whole).items():
             edge = edges[position]
             if edge is not None:
                 self.hand_on(visit, edge, arriving)
 
     def hand_on(self, visit: Visit, edge: Edge, quantity: Any) -> None:
-        """Deliver what a call sends, of the samples that take part."""
+        """Deliver what a call sends to an input."""
         self.schedule.deliver(visit.lane, edge, own=quantity)
 
     def sent(self, visit: Visit, quantity: Any) -> dict[int, Any]:
@@ -129,16 +129,16 @@ class Traversal:
         return inputs
 
     def residuals(self, visit: Visit) -> dict[int, Any]:
-        """What comes into being at a call, by position."""
+        """The residual terms that a call adds, by position of the input."""
         call = visit.site.call
         found = self.groups[visit.lane].propagator.residual(call.rule, visit.view)
         return {place: new for place, new in found.items() if call.edges[place] is not None}
 
     def carrier(self, lane: int, view: View) -> Carrier:
-        """Who answers for the module; the rules, for all modules, where nobody else may."""
+        """The object that answers for the module."""
         group = self.groups[lane]
         if not group.has_overrides:
-            known = self._carriers[lane] = RuleCarrier(group, self.survey)
+            known = self._carriers[lane] = RuleCarrier(group, self.survey)  # for all modules
             return known
         extension = group.extensions[0]
         found = registry.override(extension, view.call.module)
@@ -149,17 +149,17 @@ class Traversal:
     # Reading -------------------------------------------------------------------------------------
 
     def see_end(self) -> None:
-        """Raise if anything was left on its way.
+        """Raise if a quantity was sent and did not arrive.
 
         Raises:
-            InternalError: A result would miss it.
+            InternalError: Some result would miss it.
         """
         self.schedule.see_end()
 
     def read(
         self, lane: int, view: View, carrier: Carrier, quantity: Any, trained: Sequence[Trained]
     ) -> None:
-        """Let every extension read off parameters of the call's module."""
+        """Have every extension of a group read the parameters of the call's module."""
         group = self.groups[lane]
         if carrier.gives_values:
             for found in values_of(carrier, self.survey, view, trained, quantity):

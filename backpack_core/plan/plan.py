@@ -1,7 +1,7 @@
-"""Plans: what was found out about a graph, for all passes of its structure.
+"""Plans: what was found out about a graph, for all passes of the same structure.
 
-A plan names calls by their numbers in the walk. To take it for another pass is to put that pass's
-calls in their places.
+A plan names calls by their numbers in the walk of :class:`Structure`. So it serves another pass
+once that pass's calls are put in their places.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from backpack_core.plan.structure import Structure, Unplanned
 from backpack_core.record.call import Call
 from backpack_core.record.owner import owner_of
 
-MOST: Final = 100  # plans of one model, those that were made last
+MOST: Final = 100  # plans that are kept for one model; older ones are forgotten
 
 
 class Step(NamedTuple):
@@ -32,9 +32,9 @@ class Step(NamedTuple):
     Attributes:
         path: The path of the module.
         names: The parameters that are read there.
-        is_opened: Whether quantities go on through its operations, and not by its rule.
-        to: The steps that they go to; 0 stands for operations between modules. Empty if nothing is
-            sent, as where autograd's own gradient is read.
+        is_opened: Whether quantities go on through the operations inside, and not by the rule.
+        to: The steps that quantities are sent to; 0 stands for operations between modules. Empty if
+            nothing is sent, as where extensions read autograd's own gradient.
     """
 
     path: str
@@ -43,7 +43,7 @@ class Step(NamedTuple):
     to: tuple[int, ...]
 
     def __str__(self) -> str:
-        """What happens, in words."""
+        """What happens at the output, in words."""
         done = [f"read {', '.join(self.names)}"] if self.names else []
         if self.to:
             whom = [str(number) if number else "operations" for number in self.to]
@@ -58,9 +58,10 @@ class Plan:
 
     Attributes:
         steps: What happens at each output of a call, losses first.
-        batch_size: The number that stands for the number of samples.
-        numbers: What lies between calls, as its library numbers it; ``None`` if only calls count.
-        kept: What it keeps for observers of passes, by their class.
+        batch_size: The number that stands for the batch size in :attr:`Structure.lengths`.
+        numbers: What the library of operations has found out between calls, with numbers in the
+            place of nodes; ``None`` if nothing.
+        kept: What observers of passes leave in the plan, by their class.
     """
 
     steps: tuple[Step, ...]
@@ -70,16 +71,16 @@ class Plan:
 
     @classmethod
     def of(cls, survey: Survey, structure: Structure, numbers: Any, travels: bool) -> Plan:
-        """The plan of a pass that was surveyed.
+        """Make the plan of a pass that was surveyed.
 
         Args:
             survey: What is known about the graph.
-            structure: What tells it from others.
-            numbers: What lies between calls.
-            travels: Whether anything is sent but autograd's own gradient.
+            structure: The structure of the graph.
+            numbers: See the attribute.
+            travels: Whether any quantity is sent, besides autograd's own gradient.
 
         Raises:
-            Unplanned: Passes like it have to be surveyed each time.
+            Unplanned: Passes like this one have to be surveyed each time.
         """
         at_leaves = {(site.call, site.index) for site in survey.leaves.values()}
         is_same = survey.sites.keys() - at_leaves == structure.sites.keys()
@@ -97,11 +98,11 @@ class Plan:
 
     @property
     def counts(self) -> bool:
-        """Whether it counts entries of axes, and so holds for equal shapes only."""
+        """Whether the plan counts entries of axes, and so holds for equal shapes only."""
         return self.numbers is not None
 
     def __repr__(self) -> str:
-        """The steps, a line for each, in the order of the walk."""
+        """A table of the steps, in the order of the walk."""
         lines = [("step", "at", "what happens")]
         lines += [(str(n), step.path, str(step)) for n, step in enumerate(self.steps, 1)]
         width = max(len(path) for _, path, _ in lines)
@@ -112,12 +113,12 @@ class Plan:
 
 @dataclass(eq=False)
 class Planned:
-    """A plan for graphs of some shapes.
+    """A plan for graphs with certain shapes.
 
     Attributes:
         plan: The plan.
         batch_size: The number of samples.
-        kept: What observers keep of passes of these shapes, by their class.
+        kept: What observers keep of passes with these shapes, by their class.
     """
 
     plan: Plan
@@ -125,7 +126,7 @@ class Planned:
     kept: dict[type, Any] = field(default_factory=dict)
 
     def fill(self, survey: Survey, structure: Structure) -> None:
-        """Have a survey know what it would find out by itself, but for what lies between calls."""
+        """Fill a survey with what a walk would find, except for what lies between calls."""
         survey.is_planned, survey.sites = True, structure.sites
         survey.batch_size = self.batch_size
         trained, uses = survey.trained, survey.uses
@@ -146,17 +147,17 @@ class Planned:
 
 
 class Plans:
-    """The plans of extended models, which neither copy them nor are kept alive by them."""
+    """The plans of extended models; copies of a model have none, and plans keep no model alive."""
 
     def __init__(self) -> None:
-        # By form, and by what tells graphs of one form from those of other shapes.
+        # Plans by form; plans with their shapes by key.
         self._plans: WeakKeyDictionary[Module, OrderedDict[Hashable, Plan]] = WeakKeyDictionary()
         self._known: WeakKeyDictionary[Module, OrderedDict[Hashable, Planned]] = WeakKeyDictionary()
-        # What observers of passes know of a model, by their class.
+        # What observers of passes know about each model, by their class.
         self.notes: WeakKeyDictionary[Module, dict[type, Any]] = WeakKeyDictionary()
 
     def get(self, asked: Hashable, structure: Structure) -> Planned | None:
-        """What is planned for a graph, and for what is asked of it."""
+        """The plan for a graph and for what is asked of it; ``None`` if there is none."""
         model = model_of(structure)
         table = self._known.setdefault(model, OrderedDict())
         found = table.get((asked, structure.key))
@@ -169,7 +170,7 @@ class Plans:
         return found
 
     def keep(self, asked: Hashable, structure: Structure, plan: Plan) -> None:
-        """Have a plan taken from now on."""
+        """Keep a plan for later passes."""
         model = model_of(structure)
         self._known.setdefault(model, OrderedDict()).pop((asked, structure.key), None)
         if not plan.counts:
@@ -182,33 +183,37 @@ class Plans:
             _shorten(known)
 
     def latest(self, model: Module) -> Plan | None:
-        """The plan of a model that was made last, if there is one."""
+        """The newest plan of a model, if there is one."""
         found = [*self._plans.get(model, NONE).values()]
         found += [each.plan for each in self._known.get(model, NONE).values()]
         return found[-1] if found else None
 
     def forget(self, model: Module) -> None:
-        """Forget the plans of a model, and what observers know of it."""
+        """Forget the plans of a model, and what observers know about it."""
         self._plans.pop(model, None)
         self._known.pop(model, None)
         self.notes.pop(model, None)
 
 
 def trained_by(call: Call, names: Iterable[str]) -> tuple[Trained, ...]:
-    """Parameters of a call, as it used them."""
-    owned = call.stored.owned
-    return tuple([Trained(name, owned[name][0], owned[name][0]) for name in names])
+    """The named parameters of a call, as it used them."""
+    owned, computed = call.stored.owned, call.stored.computed
+    found = []
+    for name in dict.fromkeys(names) if computed else names:
+        tensor, _ = owned[name]
+        found += [Trained(name, leaf, tensor) for leaf in computed.get(name, (tensor,))]
+    return tuple(found)
 
 
 def model_of(structure: Structure) -> Module:
-    """The model that a graph is of, of several that which ran first."""
+    """The extended model of a graph; of several models, the one that ran first."""
     *_, (call, _) = structure.sites  # not the first: a loss may be a new module in each pass
     return owner_of(call.module)
 
 
 def _shorten(table: OrderedDict[Any, Any]) -> None:
     if len(table) > MOST:
-        table.popitem(last=False)  # what is asked for later is planned again
+        table.popitem(last=False)
 
 
 NONE: Final[Mapping[Any, Any]] = MappingProxyType({})

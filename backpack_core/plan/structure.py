@@ -1,8 +1,9 @@
-"""Recognises a recorded graph: where keys are equal, the same is decided about graphs.
+"""Recognises a recorded graph by a key: about graphs with equal keys, the same is decided.
 
-One walk from the roots notes whatever a decision may depend on: settings of modules, types of the
-operations between them, shapes, what is frozen, what is shared. No number in a tensor is among it.
-Some graphs have no key: what was overwritten behind a view, or what hooks took.
+One walk from the roots notes every fact that a decision may depend on: settings of modules, types
+of the operations between them, shapes, which parameters are frozen, and which are shared. No number
+in a tensor is among the facts. Some graphs have no key, as those with a view that was overwritten
+in place, or with hooks on saved tensors.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.nn import Parameter
 from backpack_core._torch import LeafNode, Node
 from backpack_core.record.call import SITES, VIEWED, Call, Edge, Site
 from backpack_core.record.owner import PATH_ATTRIBUTE, is_parameter
-from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run, span_of
+from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run, rows_of, span_of
 
 Place = tuple[Node, int]
 Region = tuple[Call, ...]  # calls that are gone through, each inside of the next
@@ -31,18 +32,18 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 
 class Unplanned(Exception):
-    """No plan can tell what is decided about the graph; the message says why."""
+    """No plan can be made of a graph; the message says why."""
 
 
 class Structure:
-    """A graph, and what tells it from others.
+    """A graph, with the key that tells it from others.
 
     Attributes:
         sites: Every output of a call, in the order of the walk.
-        places: Every output of a node that was walked to, with its number.
-        between: The nodes between calls, and inside of those without a rule, with their numbers.
-        parameters: Those that calls and operations use, in the order in which they came up.
-        key: Equal for graphs of equal shapes about which the same is decided.
+        places: Every output of a node that the walk has met, with its number.
+        between: The nodes between calls, and inside of calls without a rule, with their numbers.
+        parameters: The parameters that calls and operations use, in the order of the walk.
+        key: The facts: equal for graphs of equal shapes about which the same is decided.
     """
 
     def __init__(self, roots: Iterable[Edge], facts_of: FactsOf) -> None:
@@ -50,17 +51,18 @@ class Structure:
 
         Args:
             roots: What ``backward()`` is called on.
-            facts_of: Returns what a decision about an operation may depend on, besides shapes.
+            facts_of: Returns what a decision about an operation may depend on, besides its shapes.
 
         Raises:
-            Unplanned: It has no key.
+            Unplanned: The graph has no key.
         """
         self._facts_of = facts_of
         self.sites: dict[tuple[Call, int], Site] = {}
         self.between: dict[Node, int] = {}
         self.parameters: list[Tensor] = []
         self._numbers: dict[int, int] = {}
-        self._run: Run | None = None
+        self._runs: dict[int, Run] = {}
+        self._rows: list[tuple[int, range]] = []  # of memories, that calls or models received
         self._regions: dict[Node, Region] = {}
         todo: list[tuple[Place, Region]] = [(edge[:2], ()) for edge in roots]
         self._facts: list[Any] = [len(todo)]
@@ -68,7 +70,7 @@ class Structure:
         while todo:
             place, region = todo.pop()
             while region and any(e and e[:2] == place for e in region[0].edges):
-                region = region[1:]  # its inputs begin
+                region = region[1:]  # an input of the call: the walk leaves its inside
             if place in self.places:
                 self._facts.append(self.places[place])
                 if place[0] in self.between and self._regions.get(place[0], ()) != region:
@@ -76,20 +78,23 @@ class Structure:
             else:
                 self.places[place] = len(self.places)
                 todo += self._enter(*place, region)
-        self.key = tuple(self._facts)
+        if len(self._runs) > 1:
+            self._rows += [run.rows for run in self._runs.values() if run.rows is not None]
+        self.key = (*self._facts, *_relations(self._rows))
 
     @cached_property
     def lengths(self) -> dict[int, int]:
-        """Lengths of axes, each with the number that stands for it in :attr:`form`."""
+        """The lengths of axes, each with the number that stands for it in :attr:`form`."""
         shapes = (fact for fact in self.key if type(fact) is torch.Size)
         found = dict.fromkeys((0, 1, *chain(*shapes)))
         return {length: number for number, length in enumerate(found)}
 
     @cached_property
     def form(self) -> tuple[Any, ...]:
-        """What also graphs of other shapes have in common, about which the same is decided.
+        """The key with numbers for lengths: graphs of other shapes may share it.
 
-        Decisions compare lengths, and divide them by each other.
+        Decisions compare lengths, and divide one by another. So the order of the lengths, and which
+        divides which, are part of it.
         """
         known, lengths = self.lengths.__getitem__, [*self.lengths]
         facts: list[Any]
@@ -99,7 +104,7 @@ class Structure:
         return tuple(facts)
 
     def _enter(self, node: Node, number: int, region: Region) -> Iterable[tuple[Place, Region]]:
-        """Note a call, or an operation; returns where to go on."""
+        """Note a call, or an operation; returns where the walk goes on."""
         noted: Any = node.metadata
         if VIEWED in noted:
             for call, _, layout in noted[VIEWED].get(number, ()):
@@ -119,11 +124,11 @@ class Structure:
     # Calls ---------------------------------------------------------------------------------------
 
     def _note(self, call: Call, index: int) -> list[Place]:
-        """What a call was: module, settings, shapes, types; returns where to go on."""
+        """Note the facts about a call; returns where the walk goes on."""
         if call.is_released or call.is_rewired or not call.is_readable:
             raise Unplanned(_why_unreadable(call))
         stored, facts, rule, module = call.stored, self._facts, call.rule, call.module
-        # Rules live as long as the process.
+        # Rules live as long as the process, so their id does.
         facts += type(module), id(rule), module.__dict__.get(PATH_ATTRIBUTE), index, call.training
         if not rule.transparent:
             facts.append(call.settings)
@@ -136,8 +141,7 @@ class Structure:
             facts.append(_form((stored.args, stored.kwargs)))
         if stored.owned:
             self._note_parameters(call)
-        run = call.run
-        facts.append(2 if run is self._run else self._belongs_to(run))
+        facts.append(self._belongs_to(call.run))
         further: list[Place] = []
         for tensor, edge in zip(stored.inputs, call.edges, strict=True):
             facts.append(edge is None)
@@ -150,27 +154,30 @@ class Structure:
         return further
 
     def _note_parameters(self, call: Call) -> None:
-        """Which parameters a call used, and which of them want a gradient."""
+        """Note which parameters a call used, and which of them require a gradient."""
         stored, facts = call.stored, self._facts
-        if stored.computed:
-            raise Unplanned(f"parameters of {call.path} are computed from others")
         facts += stored.parameters, tuple(stored.owned), tuple(stored.frozen)
         for name in stored.parameters:
             tensor, _ = stored.owned[name]
-            facts += self._number_of(tensor), tensor.requires_grad, tensor.dtype
-        if call.module._modules and not call.rule.transparent:  # it may leave out some inside
+            facts += tensor.requires_grad, tensor.dtype
+            if stored.computed:
+                facts.append(name in stored.computed)
+            facts += map(self._number_of, stored.computed.get(name, (tensor,)))
+        if call.module._modules and not call.rule.transparent:  # rules may not cover all inside
             facts.append(tuple([p.requires_grad for p in call.module.parameters()]))
 
     def _received(self, call: Call, tensor: Tensor) -> tuple[Any, ...]:
-        """How data that a call received lie in what its model received."""
+        """Where the data that a call received lie in what its model received."""
         run = call.run
         if not run.memories:
-            return ()
+            rows = None if call.rule.is_loss else rows_of(tensor)
+            self._rows += () if rows is None else (rows,)
+            return (rows is None,)
         given = () if len(run.inputs) < 2 else tuple([g.span for g in run.inputs])
         return run.receives((tensor,)), *[span_of(tensor) == span for span in given]
 
     def _number_of(self, parameter: Tensor) -> int:
-        """The number of a parameter, in the order in which they come up."""
+        """The number of a parameter, in the order of the walk."""
         if type(parameter) is not Parameter and not isinstance(parameter, Parameter):
             raise Unplanned("weights are handed over")
         number = self._numbers.setdefault(id(parameter), len(self._numbers))
@@ -179,23 +186,21 @@ class Structure:
         return number
 
     def _belongs_to(self, run: Run) -> int:
-        """Whether a call belongs to no run of a model, or to the only one."""
+        """A number for the run of a model that a call belongs to; 0 or 1 for none."""
         if run is NO_RUN or run is NO_RUN_OF_RANKS:
             return int(run.is_distributed)
-        if self._run is None:
-            self._run = run
+        if id(run) not in self._runs:
+            self._runs[id(run)] = run
             self._facts += run.axis, run.is_distributed, run.has_computed_input, len(run.inputs)
-            self._facts.append(torch.Size(run.sizes))
+            self._facts += torch.Size(run.sizes), run.rows is None
             for given in run.inputs:
                 self._facts += given.path, given.dtype, torch.Size(given.shape)
-        if run is not self._run:  # which rows each has is told by memory
-            raise Unplanned("a model was called several times")
-        return 2
+        return 2 + [*self._runs].index(id(run)) if len(self._runs) > 1 else 2
 
     # Operations ----------------------------------------------------------------------------------
 
     def _pass(self, node: Node, region: Region) -> list[Place]:
-        """Note an operation; returns where to go on."""
+        """Note an operation; returns where the walk goes on."""
         kind, facts = type(node), self._facts
         if node in self.between:
             facts += kind, self.between[node]
@@ -219,6 +224,18 @@ class Structure:
         return [(child, number) for child, number in edges if child is not None]
 
 
+def _relations(rows: Iterable[tuple[int, range]]) -> Iterable[Any]:
+    """How rows of memories lie to each other: they may be parts of one batch."""
+    first: dict[int, int] = {}
+    for memory, some in rows:
+        first[memory] = min(some.start, first.get(memory, some.start))
+    numbers = {memory: number for number, memory in enumerate(first)}
+    for memory, some in rows:
+        start = first[memory]
+        yield numbers[memory]
+        yield torch.Size((some.start - start, some.stop - start, some.step))
+
+
 def _why_unreadable(call: Call) -> str:
     if call.is_rewired:
         return OVERWRITTEN
@@ -228,10 +245,10 @@ def _why_unreadable(call: Call) -> str:
 
 
 def _form(value: Any) -> Any:
-    """Arguments with their tensors left out.
+    """Arguments with a placeholder for each tensor.
 
     Raises:
-        Unplanned: Something among them says more than its type.
+        Unplanned: They hold an object that cannot be compared by value.
     """
     if isinstance(value, Tensor):
         return Tensor

@@ -21,7 +21,7 @@ from backpack_core.errors import OverwrittenInputError, UsageError
 from backpack_core.record.call import Call, Stored
 from backpack_core.record.nested import as_index, map_tensors
 from backpack_core.record.state import as_it_was
-from backpack_core.record.storage import UnpackedTensors, read, storage
+from backpack_core.record.storage import read, storage
 
 T = TypeVar("T")
 
@@ -92,8 +92,7 @@ class View:
         self._whole: View | None = None
         self.counted: list[tuple[Tensor, int]] | None = None
         self.memories: set[int] | None = None
-        saved = self.stored.saved
-        self.unpacked: UnpackedTensors | None = storage().unpack(self.stored) if saved else None
+        self.unpacked = storage().unpack(self.stored) if self.stored.saved else None
         self.indices: tuple[int, ...] | None = None
         self._pick: Any = None
         if axis and grad_output is not None:

@@ -55,7 +55,7 @@ def chain(number: int) -> nn.Sequential:
 
 def walked(kind: type, loss: Tensor) -> Survey:
     edge = edge_of(loss)
-    found = kind.of(Context(), [])
+    found = kind(Context())
     found.look_behind([edge])
     found.see_through([edge])
     return found.survey

@@ -1,4 +1,4 @@
-"""Columns go through fused attention together, and come back as one gradient after the other."""
+"""Columns go through fused kernels together, and come back as one gradient after the other."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack_operations import bridge, fused
+from backpack_operations import bridge, fused, nodes
+from backpack_operations.bridge import push_through
+from backpack_operations.order import ranks
 from tests.nets.passes import budget
 from tests.oracle import assert_close
 
@@ -29,7 +31,7 @@ def test_as_one_by_one(mask: tuple[int, ...] | None, bytes_: int) -> None:
     q, k, v = (torch.randn(N, H, L, E, requires_grad=True) for _ in range(3))
     shown = None if mask is None else torch.randn(mask)
     out, node = kernel(q, k, v, attn_mask=shown, scale=0.3, is_causal=mask is None)
-    assert node.name().startswith(fused._ATTENTION)
+    assert nodes.operation_of(node) in fused._KERNELS
     mat = torch.randn(7, *out.shape)
     with budget(bytes_), mock.patch.object(torch, "vmap", side_effect=AssertionError):
         found = bridge.push(node, {0: mat})
@@ -50,3 +52,41 @@ def test_what_is_differentiated_again_is_left_to_torch() -> None:
     out, node = kernel(q, k, v)
     mat = torch.randn(3, *out.shape, requires_grad=True)
     assert fused.of_columns(node, {0: mat}) is None
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2, None])
+@pytest.mark.parametrize("frozen", [None, 0, 1])
+def test_weight_normalisation(dim: int | None, frozen: int | None) -> None:
+    layer = nn.utils.parametrizations.weight_norm(nn.Conv1d(2, 3, 2).double(), dim=dim)
+    leaves = [layer.parametrizations.weight.original0, layer.parametrizations.weight.original1]
+    if frozen is not None:
+        leaves[frozen].requires_grad_(False)
+    trained = [leaf for leaf in leaves if leaf.requires_grad]
+    weight = layer.weight
+    assert weight.grad_fn is not None
+    mat = torch.randn(5, *weight.shape).double()
+    order = ranks(weight.grad_fn)
+    pushed = push_through(order, {(weight.grad_fn, weight.output_nr): mat})
+    found = {node.variable: columns for (node, _), columns in pushed.items()}  # type: ignore[attr-defined]
+    for column in range(5):
+        expected = torch.autograd.grad(weight, trained, mat[column], retain_graph=True)
+        for leaf, gradient in zip(trained, expected, strict=True):
+            torch.testing.assert_close(found[leaf][column], gradient)
+
+
+@pytest.mark.parametrize("columns", [1, 2])
+def test_weight_normalisation_twice(columns: int) -> None:
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(3, 2).double())
+    leaves = g, v = [*layer.parametrizations.parameters()]
+    weight, mat = layer.weight, torch.randn(columns, 2, 3).double()
+    with torch.enable_grad():
+        pushed = push_through(ranks(weight.grad_fn), {(weight.grad_fn, 0): mat})  # type: ignore[arg-type]
+        ours = torch.autograd.grad(sum(m.square().sum() for m in pushed.values()), leaves)  # type: ignore[arg-type]
+        total = torch.zeros(())
+        for column in mat:
+            plainly = g * v / v.norm(dim=1, keepdim=True)  # the kernel's derivative is another
+            grads = torch.autograd.grad(plainly, leaves, column, create_graph=True)
+            total = total + sum(g.square().sum() for g in grads)
+        plain = torch.autograd.grad(total, leaves)
+    for mine, expected in zip(ours, plain, strict=True):
+        torch.testing.assert_close(mine, expected)

@@ -169,13 +169,13 @@ def test_a_pass_of_a_trusted_structure_reads_no_values(
     name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[bool] = []
-    begin = BackwardPass._begin_observing
+    begin = BackwardPass._begin_visits
 
     def noted(self: BackwardPass) -> None:
         begin(self)
         measured.append(any(isinstance(g.propagator, DyePropagator) for g in self.groups))
 
-    monkeypatch.setattr(BackwardPass, "_begin_observing", noted)
+    monkeypatch.setattr(BackwardPass, "_begin_visits", noted)
     # The passes 1, 2, 3 and 5 are measured, and more where masks hide a part of the net.
     assert not reads(MODELS[name](), kind, "first", lambda passes: not measured[-1])
     assert measured[:3] == [True] * 3

@@ -23,10 +23,11 @@ READ: dict[str, Read] = {
 
 
 def classify(net: Any, x: Tensor, lengths: list[int]) -> Tensor:
-    packed = pack_padded_sequence(
-        torch.tanh(net.embed(x)), lengths, batch_first=True, enforce_sorted=False
-    )
-    result: Tensor = net.head(READ[net.read](net.recurrent(packed)))
+    x = x if net.is_raw else torch.tanh(net.embed(x))
+    packed = pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+    y, state = net.recurrent(packed)
+    state = state[0] if isinstance(state, tuple) else state
+    result: Tensor = net.head(READ[net.read]((y, state)))
     return result
 
 
@@ -36,7 +37,7 @@ def test_sequences_in_any_order(read: str, lengths: list[int]) -> None:
     two = read == "both directions"
     net: Any = Net(classify, embed=nn.Linear(2, 3), recurrent=nn.GRU(3, 2, bidirectional=two),
                    head=nn.Linear(4 if two else 2, 2)).double()  # fmt: skip
-    net.read = read
+    net.read, net.is_raw = read, False
     x, y = torch.randn(len(lengths), 4, 2).double(), torch.randint(2, (len(lengths),))
     lossfunc, parameters = nn.CrossEntropyLoss(reduction="sum"), list(net.parameters())
     gradients, diagonals = [], [torch.zeros_like(p) for p in parameters]
@@ -60,3 +61,27 @@ def test_sequences_in_any_order(read: str, lengths: list[int]) -> None:
         squares = expected.flatten(1).square().sum(1)
         torch.testing.assert_close(p.batch_l2, squares)  # type: ignore[attr-defined]
         torch.testing.assert_close(p.diag_ggn_exact, diagonals[k])  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", [nn.RNN, nn.GRU, nn.LSTM])
+@pytest.mark.parametrize("lengths", [[4, 2, 3], [3, 1, 2], [3, 1, 2, 2]])
+@pytest.mark.parametrize("read", ["mean", "both directions"])
+def test_data_that_go_backwards(read: str, lengths: list[int], kind: Any) -> None:
+    # The longest sequence begins; the others join it with a first state of zeros.
+    net: Any = Net(
+        classify, recurrent=kind(2, 3, bidirectional=True), head=nn.Linear(6, 2)
+    ).double()
+    net.read, net.is_raw = read, True
+    x, y = torch.randn(len(lengths), 4, 2).double(), torch.randint(2, (len(lengths),))
+    lossfunc, parameters = nn.CrossEntropyLoss(reduction="sum"), list(net.parameters())
+    losses = [
+        lossfunc(net(x[n : n + 1, :length], [length]), y[n : n + 1])
+        for n, length in enumerate(lengths)
+    ]
+    gradients = [torch.autograd.grad(loss, parameters) for loss in losses]
+    extend(net), extend(lossfunc)
+    with backpack(BatchGrad()):
+        lossfunc(net(x, lengths), y).backward()
+    for k, p in enumerate(parameters):
+        expected = torch.stack([gradient[k] for gradient in gradients])
+        torch.testing.assert_close(p.grad_batch, expected)  # type: ignore[attr-defined]

@@ -274,6 +274,136 @@ def test_only_straight_graphs_are_visited_without_questions(
     assert kinds[-1] is kind
 
 
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_weights_that_are_computed(name: str) -> None:
+    computes = getattr(nn.utils.parametrizations, name)
+    model = extend(nn.Sequential(computes(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 4))).eval()
+    _warm(model)
+    for change in (
+        lambda: None,
+        lambda: model[0].bias.requires_grad_(False),
+        lambda: computes(model[2]),
+    ):
+        change()
+        for _ in range(BEFORE):
+            how, inputs = _step(model)
+            _see_right(model, inputs)
+        assert how == "planned before"
+
+
+def test_derivatives_in_a_loss() -> None:
+    torch.manual_seed(0)
+    model = extend(
+        nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 1))
+    )
+
+    def penalty(x: Tensor, weight: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x), x, weight.expand(len(x), 1), create_graph=True)
+        return (gradient.square().sum(1) - 1).square().sum()
+
+    # A pass goes by a plan where data lead to the same, as equal weights do of all samples.
+    for number in range(3 * BEFORE):
+        inputs = torch.randn(3, 4)
+        is_other = number > BEFORE and number % 3 == 0
+        weight = torch.rand(3, 1) if is_other else torch.ones(1, 1)
+        loss, block = penalty(inputs, weight), backpack(BatchGrad())
+        with block:
+            loss.backward()
+        (how,) = {*block.summary().passes} - {"repeated a recording"}
+        if number >= BEFORE and not is_other:
+            assert how.startswith("planned")
+        weights = weight.expand(3, 1)
+        each = [penalty(x[None], w[None]) for x, w in zip(inputs, weights, strict=True)]
+        rows = [
+            torch.autograd.grad(term, list(model.parameters()), allow_unused=True) for term in each
+        ]
+        for p, own in zip(model.parameters(), zip(*rows, strict=True), strict=True):
+            if own[0] is not None:
+                torch.testing.assert_close(p.grad_batch, torch.stack(own))  # type: ignore[attr-defined]
+
+
+class Windows(nn.Module):
+    """Layers on windows of a sequence, which are rows in another order than that of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.weights = nn.Parameter(torch.randn(2, 4, 4))
+        self.shift, self.is_turned = 1, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of ``[N, 4]``, as sequences of four numbers."""
+        rows = self.first(x.unsqueeze(2) * torch.ones(4)).roll(self.shift, 1)
+        windows = rows.view(-1, 2, 2, 4)
+        windows = windows.transpose(0, 1) if self.is_turned else windows
+        mixed = torch.tanh(self.second(windows.reshape(-1, 2, 4))).cumsum(1)
+        parts = mixed.view(*windows.shape)
+        parts = parts.transpose(0, 1) if self.is_turned else parts
+        result: Tensor = torch.einsum("nwti,wio->nto", parts, self.weights).flatten(1, 2)
+        return result[:, :4]
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 4])
+def test_rows_in_another_order_are_planned(samples: int) -> None:
+    torch.manual_seed(0)
+    model = extend(Windows())
+    _warm(model, samples=samples)
+    for change in ({}, {"shift": 3}, {"is_turned": False}, {"is_turned": True}, {"shift": -1}):
+        vars(model).update(change)
+        for _ in range(BEFORE):
+            how, inputs = _step(model, samples=samples)
+            _see_right(model, inputs)
+        assert how == "planned before"
+
+
+@pytest.mark.parametrize("is_model", [True, False])
+def test_runs_on_parts_of_one_batch(is_model: bool) -> None:
+    # Two runs on two tensors are of the same samples, and on two parts of one of others.
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    extend(layers if is_model else nn.ModuleList(layers))
+
+    def model(x: Tensor) -> Tensor:
+        result: Tensor = layers(x) if is_model else layers[2](layers[1](layers[0](x)))
+        return result.square().sum(1)
+
+    def step(first: Tensor, second: Tensor) -> str:
+        block = backpack(BatchGrad())
+        with block:
+            (model(first).sum() * 2 + model(second).sum()).backward()
+        (how,) = {*block.summary().passes} - {"repeated a recording"}
+        return how
+
+    def rows(*terms: Tensor) -> list[tuple[Tensor, ...]]:
+        parameters = list(layers.parameters())
+        return [torch.autograd.grad(term, parameters, retain_graph=True) for term in terms]
+
+    for number in range(3 * BEFORE):
+        x = torch.randn(5, 4)[1:]
+        is_part = number > BEFORE and number % 3 == 0
+        first, second = (x[:2], x[2:]) if is_part else (x[:2].clone(), x[2:].clone())
+        how = step(first, second)
+        if is_part:
+            expected = rows(*2 * model(first), *model(second))
+        else:
+            expected = rows(*(2 * model(first) + model(second)))
+            assert number < BEFORE or how.startswith("planned")
+        for p, own in zip(layers.parameters(), zip(*expected, strict=True), strict=True):
+            torch.testing.assert_close(p.grad_batch, torch.stack(own))  # type: ignore[attr-defined]
+
+
+def test_rows_that_an_index_picks_are_looked_at_each_time() -> None:
+    model = _model()
+    order = torch.tensor([2, 0, 1])
+    back = order.argsort()
+    model.between = lambda h: h[order].tanh()[back] if len(h) == SAMPLES else h.tanh()
+    for _ in range(BEFORE):
+        how, inputs = _step(model)
+        _see_right(model, inputs)
+    assert how.startswith("surveyed: indices")
+
+
 def test_an_index_that_is_set_anew() -> None:
     """It is a setting: of the pass that ran with it, and in the key."""
     index = Slicing((slice(None), slice(0, 4)))
@@ -390,6 +520,25 @@ def test_unextend_forgets_them() -> None:
     _warm(model)
     unextend(model)
     assert plans._plans.get(model) is None
+
+
+def test_another_batch_axis_makes_plans_invalid() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))
+
+    def step() -> str:
+        block = backpack(BatchGrad())
+        with block:
+            model(torch.randn(4, 4, 4)).square().sum().backward()
+        (how,) = {*block.summary().passes} - {"repeated a recording"}
+        return how
+
+    extend(model)
+    found = [step() for _ in range(BEFORE)]
+    assert found[-1] == "planned before"
+    extend(model)
+    assert step() == "planned before"
+    extend(model, batch_axis={"0": 1})
+    assert step().startswith("surveyed")
 
 
 def test_copies_have_their_own_plans() -> None:

@@ -287,3 +287,66 @@ def test_tensors_of_their_own_are_views_of_the_same_samples() -> None:
         (lossfunc(model(first), Y) + lossfunc(model(second), Y)).backward()
     for p, rows in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.grad_batch, rows)  # type: ignore[attr-defined]
+
+
+class _InOrder(nn.Module):
+    """Puts its data into another order, before any layer."""
+
+    def __init__(self, order: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner, self.order = _model(), order
+
+    def forward(self, x: Tensor) -> Tensor:
+        """In that order."""
+        result: Tensor = self.inner(self.order(x))
+        return result
+
+
+ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "turned": lambda x: x.flip(0),
+    "sorted": lambda x: x[x[:, 0].argsort()],
+}
+
+
+@pytest.mark.parametrize("check", ["first", "never"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_all_data_in_another_order(order: str, check: Any) -> None:
+    x = torch.tensor([[3.0], [1.0], [2.0], [0.0]]).double() + torch.rand(1, D).double()
+    model = extend(_InOrder(ORDERS[order]))
+    with pytest.raises(BackpackError, match="in another order"), backpack(BatchGrad(), check=check):
+        model(x).square().sum().backward()
+    with backpack(SumGradSquared(), check=check):  # of which the order is no part
+        model(x).square().sum().backward()
+    rows = _expected_of(model.inner, x)
+    for p, own in zip(model.parameters(), zip(*rows, strict=True), strict=True):
+        torch.testing.assert_close(p.sum_grad_squared, torch.stack(own).square().sum(0))  # type: ignore[attr-defined]
+
+
+def _expected_of(model: nn.Module, x: Tensor) -> list[tuple[Tensor, ...]]:
+    losses = [model(x[n : n + 1]).square().sum() for n in range(len(x))]
+    return [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+
+
+def test_negatives_beside_positives() -> None:
+    # Of each row, the loss of a sample and a negative: by the order of the positives.
+    x, order = torch.randn(N, D).double(), torch.tensor([2, 0, 3, 1])
+    parts = nn.ModuleDict({"positive": _model(), "negative": _model()})
+
+    class Pairs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = parts
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (self.parts["positive"](x) * self.parts["negative"](x[order])).sum(1)
+
+    losses = [
+        (parts["positive"](x[n : n + 1]) * parts["negative"](x[order[n]][None])).sum()
+        for n in range(N)
+    ]
+    rows = [torch.autograd.grad(loss, list(parts.parameters())) for loss in losses]
+    model = extend(Pairs())
+    with backpack(BatchGrad()):
+        model(x).sum().backward()
+    for p, own in zip(parts.parameters(), zip(*rows, strict=True), strict=True):
+        torch.testing.assert_close(p.grad_batch, torch.stack(own))  # type: ignore[attr-defined]

@@ -83,7 +83,7 @@ OPEN = {
         "regrouping",
     ),
     "backpack_operations": (
-        "alignment bare bridge nodes operands order own_pass",
+        "alignment bare bridge fused nodes operands order own_pass",
         "_torch apart batch own_order owners paths refusals survey",
     ),
     "backpack_checks": ("", "_torch trust"),

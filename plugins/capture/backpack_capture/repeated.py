@@ -215,7 +215,7 @@ class Repeated(Driver):
 
     def reach(self, run: BackwardPass, site: Site, grads: Any, others: Any) -> None:
         """Run what was computed at this visit, and store what was stored."""
-        if others is not None and run.is_curvature:
+        if others is not None and run.context.is_curvature:
             raise changed_gradient(run.view(site, grads[site.edge.output_nr]), others)
         if (site.call, site.index) not in self._order:  # another thread has missed that
             run.let_go(site.call)

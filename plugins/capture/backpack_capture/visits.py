@@ -59,7 +59,7 @@ class Visits(Observer):
 
 def _may_repeat(run: BackwardPass) -> bool:
     """Whether a pass is one of those in which only rules and extensions do anything at visits."""
-    context, options = run.context, run.options
+    context, options = run.context, run.arguments.options
     return not (
         any(observer.needs_visits for observer in run.observers)
         or not run.is_outermost

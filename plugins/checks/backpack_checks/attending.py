@@ -24,8 +24,10 @@ class Checks(Observer):
     kept: Trust | None = None
 
     def __init__(self, run: BackwardPass) -> None:
-        self._question = Question(run.is_per_sample, run.is_curvature, bool(run.of_losses))
-        self._is_always = run.context.check == "always"
+        context = run.context
+        of_losses = bool(context.of_losses)
+        self._question = Question(context.is_per_sample, context.is_curvature, of_losses)
+        self._is_always = context.check == "always"
         self._measurement: Measurement | None = None
         self._sums: SumCheck | None = None
 

@@ -9,8 +9,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import Node, current_node
-from backpack_core.contract.extension import Extension
-from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.active import Context
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.between import Between
@@ -24,9 +22,9 @@ from backpack_operations.aligning import align
 from backpack_operations.bare import add_leaves
 from backpack_operations.crossings import Crossings
 from backpack_operations.late import refuse_late_uses, refuse_unmet
-from backpack_operations.numbers import Loose, Numbered
+from backpack_operations.numbers import ByValue, Loose, Numbered
 from backpack_operations.own_order import Chunks
-from backpack_operations.owners import entries_of_losses
+from backpack_operations.owners import Owners, entries_of_losses
 from backpack_operations.paths import fault_in, nonlinear
 from backpack_operations.straight import StraightTraversal
 from backpack_operations.survey import GraphSurvey
@@ -46,31 +44,28 @@ class Numbers(NamedTuple):
     Attributes:
         alignment: Where samples lie; ``None`` if every tensor has them on axis 0.
         loose: Parameters that operations use; ``None`` if modules with rules own all of them.
+        looked_at: What was made of data whose numbers count; see :class:`GraphSurvey`.
     """
 
     alignment: Numbered | None
     loose: Loose | None
+    looked_at: tuple[tuple[int, ByValue], ...]
 
 
 class Operations(Between[GraphSurvey]):
     """What lies between the calls of one pass, whatever that is."""
 
-    def __init__(self, context: Context, asked: Sequence[Propagator], survey: GraphSurvey) -> None:
-        super().__init__(context, asked, survey)
-        self._crossings = Crossings(survey)
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.survey = GraphSurvey(
+            beside=context.beside, tells_samples=context.tells_samples, told=context.told
+        )
+        self._crossings = Crossings(self.survey)
         self._walked: list[Edge] = []
         self._is_first = True
         self._attended: tuple[set[Node], set[Node], set[Node]] = set(), set(), set()
         self._viewed: set[Call] = set()
         self._looked_at: dict[Module, None] = {}
-
-    @classmethod
-    def of(cls, context: Context, asked: Sequence[Propagator]) -> Operations:
-        """Nothing is known yet but what the user said."""
-        survey = GraphSurvey(
-            beside=context.beside, tells_samples=context.tells_samples, told=context.told
-        )
-        return cls(context, asked, survey)
 
     told = staticmethod(told)
 
@@ -86,15 +81,15 @@ class Operations(Between[GraphSurvey]):
         survey, context = self.survey, self.context
         refusals.refuse_beside(survey, context.extensions)
         ask_without_rule(survey, context)
-        is_per_sample = any(propagator.per_sample for propagator in self.asked)
-        fault = fault_in(survey) if is_per_sample else None
+        fault = fault_in(survey) if context.is_per_sample else None
         if fault is not None:
             raise fault
         self._walked += edges
-        can_keep_apart = all(propagator.keeps_apart for propagator in self.asked)
+        can_keep_apart = all(propagator.keeps_apart for propagator in context.propagators)
         align(survey.alignment, survey, self._walked, can_keep_apart)
         self._note_entries()
-        refusals.refuse_misaligned(survey, survey.alignment, self.asked)
+        refusals.refuse_misaligned(survey, survey.alignment, context.propagators)
+        refusals.refuse_other_order(survey, context.extensions)
         add_leaves(survey)
         if survey.sites and survey.bare:
             if context.groups and self._is_first:
@@ -103,19 +98,13 @@ class Operations(Between[GraphSurvey]):
 
     def _note_entries(self) -> None:
         """Note whose the rows of losses are, if samples are to be chosen there."""
-        if any(propagator.subsampling is not None for propagator in self.asked):
+        if any(p.subsampling is not None for p in self.context.propagators):
             self.survey.entries = entries_of_losses(self.survey)
 
-    def refuse_terms(
-        self,
-        roots: Sequence[Edge],
-        of_losses: Sequence[Extension],
-        divided: Sequence[Extension],
-        is_inside: bool,
-    ) -> None:
+    def refuse_terms(self, roots: Sequence[Edge], is_inside: bool) -> None:
         """Raise unless it is called on a weighted sum of extended losses."""
-        refuse_other_terms(self.survey, roots, of_losses, is_inside)
-        refuse_unknown_normaliser(self.survey, roots, divided)
+        refuse_other_terms(self.survey, roots, self.context.of_losses, is_inside)
+        refuse_unknown_normaliser(self.survey, roots, self.context.with_normalisers)
 
     def nonlinear(self) -> list[Node]:
         """As the table of operations says."""
@@ -135,9 +124,23 @@ class Operations(Between[GraphSurvey]):
         survey = self.survey
         if why := survey.why_unusual:
             raise Unplanned(why)
-        alignment = None if survey.alignment.is_plain else Numbered.of(survey, structure)
-        loose = Loose.of(survey, structure)
-        return None if alignment is None and loose is None else Numbers(alignment, loose)
+        is_plain = survey.alignment.is_plain and not survey.are_moved
+        alignment = None if is_plain else Numbered.of(survey, structure)
+        loose, number = Loose.of(survey, structure), structure.between
+        if not survey.looked_at.keys() <= number.keys():
+            raise Unplanned("data meet parameters inside of a module")
+        looked_at = [(number[node], ByValue(found)) for node, found in survey.looked_at.items()]
+        is_all = alignment is None and loose is None and not looked_at
+        return None if is_all else Numbers(alignment, loose, tuple(looked_at))
+
+    def holds(self, numbers: Numbers | None, batch_size: int, structure: Structure) -> bool:
+        """Whether the data whose numbers count lead to the same."""
+        if numbers is None or not numbers.looked_at:
+            return True
+        survey = GraphSurvey(batch_size=batch_size, sites=structure.sites)
+        survey.received = dict.fromkeys(structure.sites, batch_size)
+        owners, between = Owners(survey), [*structure.between]
+        return all(ByValue(owners.of_entry(between[n])) == kept for n, kept in numbers.looked_at)
 
     def fill(self, numbers: Numbers | None, structure: Structure) -> None:
         """Replace numbers by nodes."""
@@ -216,7 +219,7 @@ class Operations(Between[GraphSurvey]):
     ) -> None:
         """Visit the call, or those that returned views of the tensor; go through its node."""
         survey, (node, output_nr, _), place = self.survey, site.edge, site[:2]
-        if place not in survey.sites and run.is_announced and self.asked:
+        if place not in survey.sites and run.is_announced and self.context.propagators:
             refuse_unmet(site.call, self.context.extensions[0])
         if survey.leaves:  # nobody can ask when autograd is through
             run.sink.look_ahead()

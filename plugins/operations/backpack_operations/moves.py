@@ -39,7 +39,14 @@ def along(rows: Tensor, axis: int, shape: Shape) -> Numbers:
     return rows.reshape([-1 if k == axis else 1 for k in range(len(shape))]) if shape else rows[0]
 
 
-def made(node: Node, number: int, given: Given, rows: Tensor, is_readable: bool) -> Numbers | None:
+def made(
+    node: Node,
+    number: int,
+    given: Given,
+    rows: Tensor,
+    is_readable: bool,
+    note_read: Callable[[], None],
+) -> Numbers | None:
     """What an operation makes of the numbers at its operands; ``None`` where samples may meet.
 
     Args:
@@ -48,11 +55,15 @@ def made(node: Node, number: int, given: Given, rows: Tensor, is_readable: bool)
         given: The numbers at its operands.
         rows: The sample of each row that the model received.
         is_readable: Whether the tensors that it saved may be read.
+        note_read: Called before they are.
     """
     shape, operation = nodes.lengths_of(node, number), nodes.operation_of(node)
     known = {position: n for position, n in given.items() if n is not None}
+    if is_readable and len(known) == len(given) and _is_beside_constants(node, known):
+        return _carried(node, number, known, rows)
     is_whole = len(known) == len(given) and all(n.numel() == 1 for n in known.values())
     if is_whole and is_readable and _may_leave_room(node, shape, known, len(rows)):
+        note_read()
         return _reached(node, number, known, rows)
     if operation in nodes.ELEMENTWISE and known:
         return _met(known, [_behind(node, i) for i in given.keys() - known.keys()], shape)
@@ -74,14 +85,19 @@ def made(node: Node, number: int, given: Given, rows: Tensor, is_readable: bool)
         return viewed(first, _behind(node, position), shape, rows)
     if operation in nodes.TURNS:
         return first.permute(nodes.order_of(node, len(shape)))
-    if not is_readable:
+    is_one = not nodes.is_function(node) and _are_of_one(known)
+    if not is_readable or not (is_one or operation in nodes.INDEXED | nodes.LINEAR):
         return None
+    if not nodes.is_told_by_settings(type(node)):
+        note_read()
     if operation in nodes.INDEXED:
         return _picked(first, nodes.picks_of(node), _behind(node, position), rows)
+    is_by_rows = len(shape) > 1 and not any(map(are_elsewhere, known.values()))
+    if operation == "IndexAdd" and is_by_rows and nodes.axes_of(node) == [0]:
+        return _added(known, node._saved_index.cpu(), shape, rows)  # type: ignore[attr-defined]
     if operation in nodes.LINEAR:
         return _carried(node, number, known, rows)
-    is_one = not nodes.is_function(node) and _are_of_one(known)
-    return _reached(node, number, known, rows) if is_one else None
+    return _reached(node, number, known, rows)
 
 
 def _behind(node: Node, position: int) -> Shape:
@@ -108,6 +124,19 @@ def _may_leave_room(node: Node, shape: Shape, known: dict[int, Numbers], samples
         return False
     has_others = len(known) < len(node.next_functions) or operation == "ConstantPadNd"
     return has_others and any(length and not length % samples for length in shape)
+
+
+def _is_beside_constants(node: Node, known: dict[int, Numbers]) -> bool:
+    """Whether a row of one sample is joined with constant rows, which may become those of others.
+
+    So does a recurrent net that goes backwards through sequences of several lengths: it begins with
+    the longest, and the others join with their first state. Several rows of a sample that are
+    joined with constants are a padded sequence.
+    """
+    if nodes.operation_of(node) != "Cat" or not 0 < len(known) < len(node.next_functions):
+        return False
+    shapes = [_behind(node, position) for position in known]
+    return all(s[:1] == (1,) and nodes.axes_along(node, len(s)) == [0] for s in shapes)
 
 
 def shortened(numbers: Tensor, rows: Tensor, is_whole: bool = True) -> Numbers:
@@ -187,6 +216,24 @@ def _picked(numbers: Numbers, picks: Picks, before: Shape, rows: Tensor) -> Numb
     return shortened(lead[chosen], rows, _are_whole([numbers]))
 
 
+def _added(known: dict[int, Numbers], index: Tensor, shape: Shape, rows: Tensor) -> Numbers | None:
+    """What rows have to which others are added, as experts hand back their tokens.
+
+    The same as :func:`_carried`, without a call of the node.
+    """
+    nobody = torch.full((1,), -1, device="cpu")
+    before = known.get(0, nobody).flatten().expand(shape[0])
+    added = known.get(1, nobody).flatten().expand(len(index))
+    found = before.clone()
+    found[index[added >= 0]] = added[added >= 0]
+    is_clear = ((found[index] == added) | (added < 0)).all() & (
+        (found == before) | (before < 0)
+    ).all()
+    if not is_clear:
+        return None
+    return shortened(along(found, 0, shape), rows, _are_whole(known.values()))
+
+
 def _is_mask(index: Tensor) -> bool:
     return index.dtype in (torch.bool, torch.uint8)
 
@@ -232,7 +279,8 @@ def _carried(node: Node, number: int, given: dict[int, Numbers], rows: Tensor) -
     found = found.clamp(0, most)
     if ((checks - codes[found] * ones).abs() > ones / 4)[is_some].any():
         return None
-    return shortened(torch.where(is_some, found, -1), rows, _are_whole(given.values()))
+    is_whole = _are_whole(given.values()) and not _is_beside_constants(node, given)
+    return shortened(torch.where(is_some, found, -1), rows, is_whole)
 
 
 def _generator() -> torch.Generator:

@@ -82,6 +82,13 @@ _SAVED = (
 )
 
 
+# Settings that shapes tell, or that do not say where rows go.
+_OF_SHAPES = {
+    *("end", "keepdim", "last_dim_size", "normalization", "onesided", "repeats"),
+    *("size", "split_size", "split_sizes"),
+}
+
+
 def is_function(node: Node) -> bool:
     """Whether a node is that of a Python ``autograd.Function``."""
     return isinstance(node, BackwardCFunction)
@@ -145,6 +152,17 @@ def _saved_by(kind: type) -> tuple[str, ...]:
     return tuple([name for name in names if hasattr(kind, name)])
 
 
+@cache
+def is_told_by_settings(kind: type) -> bool:
+    """Whether :func:`settings_of` and shapes say everything about the operations of a type.
+
+    So it is not where numbers in a tensor count, as those of an index.
+    """
+    names = {name.removeprefix("_saved_") for name in dir(kind) if name.startswith("_saved_")}
+    known = {name.removeprefix("_saved_") for name in _saved_by(kind)} | _OF_SHAPES
+    return bool(operations().get(kind)) and not {n for n in names - known if "_sym_" not in n}
+
+
 def keeps_rows(node: Node, output_nr: int, position: int) -> bool:
     """Whether entry ``i`` of axis 0 of an output depends on entry ``i`` of an operand only.
 
@@ -168,9 +186,9 @@ def keeps_rows_of(node: Node, position: int, out: tuple[int, ...], inp: tuple[in
     if not out or out[:1] != inp[:1]:
         return False
     if operation in ("Stack", "SelectBackward"):
-        return _axes(node)[0] % len(out) > 0
+        return axes_of(node)[0] % len(out) > 0
     if operation in _ALONG:
-        axes = [axis % len(inp) for axis in _axes(node)]
+        axes = [axis % len(inp) for axis in axes_of(node)]
         return axes[0] == 0 if operation == "Permute" else 0 not in axes
     if operation in _LOSSES or len(out) != len(inp):
         return operation in _LOSSES
@@ -184,7 +202,7 @@ def keeps_rows_of(node: Node, position: int, out: tuple[int, ...], inp: tuple[in
 def selected(node: Node, output_nr: int) -> int:
     """How many entries an ``index_select`` picks, along whatever axis."""
     shape = shape_of(node, output_nr)
-    return shape[_axes(node)[0] % len(shape)] if shape else 1
+    return shape[axes_of(node)[0] % len(shape)] if shape else 1
 
 
 def axes_along(node: Node, count: int) -> list[int]:
@@ -200,13 +218,15 @@ def axes_along(node: Node, count: int) -> list[int]:
     if operation in _LAYER_NORMS:
         return [*range(count)][-len(node._saved_normalized_shape) :]  # type: ignore[attr-defined]
     is_known = operation in SAME_AXES | SELECTIONS and count
-    return [axis % count for axis in _axes(node)] if is_known else []
+    return [axis % count for axis in axes_of(node)] if is_known else []
 
 
 def axes_left_alone(node: Node, count: int) -> list[int]:
     """The axes of an operand that an operation leaves as they are; empty if that is unknown."""
     is_known = operation_of(node) in _ALONG - TURNS - GATHERS and hasattr(node, "_saved_dim")
-    gone = {axis % count for axis in _axes(node)} if is_known and count else axes_along(node, count)
+    gone = (
+        {axis % count for axis in axes_of(node)} if is_known and count else axes_along(node, count)
+    )
     return [axis for axis in range(count) if axis not in gone] if gone else []
 
 
@@ -217,7 +237,7 @@ def picks_of(node: Node) -> list[Tensor | None]:
         return [*saved._saved_indices]
     child, number = node.next_functions[0]
     assert child is not None
-    return [*[None] * (_axes(node)[0] % len(lengths_of(child, number))), saved._saved_index]
+    return [*[None] * (axes_of(node)[0] % len(lengths_of(child, number))), saved._saved_index]
 
 
 def rows_of(node: Node) -> tuple[Tensor | None, int]:
@@ -241,7 +261,7 @@ def rows_of(node: Node) -> tuple[Tensor | None, int]:
 
 def order_of(node: Node, count: int) -> list[int]:
     """How an operation of :data:`TURNS` permutes axes, of which there are so many."""
-    axes = [0, 1] if operation_of(node) == "T" else [axis % count for axis in _axes(node)]
+    axes = [0, 1] if operation_of(node) == "T" else [axis % count for axis in axes_of(node)]
     order = [*range(count)]
     if operation_of(node) == "Permute":
         return axes
@@ -250,7 +270,7 @@ def order_of(node: Node, count: int) -> list[int]:
     return order
 
 
-def _axes(node: Node) -> list[int]:
+def axes_of(node: Node) -> list[int]:
     """The axes that a node saved; torch gives negative ones as unsigned 64-bit numbers."""
     saved = {"Transpose": ("dim0", "dim1"), "Permute": ("dims",)}.get(operation_of(node), ("dim",))
     found = [getattr(node, f"_saved_{name}") for name in saved]

@@ -6,7 +6,11 @@ So it can be used instead of those of another graph with the same key.
 from __future__ import annotations
 
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Hashable, Iterable
+from itertools import chain
+from typing import NamedTuple, TypeVar
+
+from torch import Tensor
 
 from backpack_core.graph.survey import Use
 from backpack_core.plan.plan import model_of, trained_by
@@ -17,11 +21,50 @@ from backpack_operations.owned import owned_by_models
 from backpack_operations.paths import inside
 from backpack_operations.survey import Bare, GraphSurvey
 
+T = TypeVar("T", bound=Hashable)
+
+
+class ByValue:
+    """A tensor, or ``None``, that compares by value."""
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        self.tensor = tensor
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ByValue) or self.tensor is None or other.tensor is None:
+            return isinstance(other, ByValue) and self.tensor is other.tensor
+        return self.tensor.equal(other.tensor)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Walked:
+    """A graph in the order of walks: that of its structure, then inside of calls that are opened.
+
+    Attributes:
+        nodes: The nodes between calls, and inside of opened ones, with their numbers.
+        places: Outputs of calls and of nodes, with their numbers.
+    """
+
+    def __init__(self, survey: GraphSurvey, structure: Structure) -> None:
+        opened = [site for site in structure.sites.values() if site.call in survey.opened]
+        within = dict.fromkeys(chain(*map(inside, opened)))
+        outputs = [(node, nr) for node in within for nr in range(len(node._input_metadata))]
+        self.nodes = _numbered((*structure.between, *within))
+        self.places = _numbered((*structure.places, *outputs))
+
+
+def _numbered(items: Iterable[T]) -> dict[T, int]:
+    return {item: number for number, item in enumerate(dict.fromkeys(items))}
+
 
 class Numbered(NamedTuple):
     """Where samples lie, with numbers instead of nodes; see :class:`Alignment`.
 
     Attributes:
+        owned: Which entries each sample has, where they are in no order.
+        numbers: The sample of each entry, where quantities are kept apart at outputs of calls.
+        are_moved: Whether rows of anything may be other samples than rows of the model's input.
         received: How many rows each output's call received.
         unusual: Outputs of calls that received data, or have modules inside.
         tables: Those among them that are tables.
@@ -30,6 +73,9 @@ class Numbered(NamedTuple):
     positions: tuple[tuple[int, int], ...]
     before: frozenset[int]
     apart: frozenset[int]
+    owned: tuple[tuple[int, ByValue], ...]
+    numbers: tuple[tuple[int, ByValue], ...]
+    are_moved: bool
     starts: tuple[int, ...]
     faults: tuple[int, ...]
     received: tuple[tuple[int, int], ...]
@@ -43,17 +89,23 @@ class Numbered(NamedTuple):
         Raises:
             Unplanned: They do not tell everything.
         """
-        found, places = survey.alignment, structure.places
+        found, walked = survey.alignment, Walked(survey, structure)
+        places = walked.places
         number = {site: n for n, site in enumerate(structure.sites)}
         unusual = [(number[site[:2]], site.edge.node in survey.tables) for site in survey.unusual]
-        if found.owned or found.beside:
-            raise Unplanned("rows are in an order that numbers in tensors tell")
+        if found.beside:
+            raise Unplanned("the loss depends on a parameter without any sample")
+        at_sites = (site.edge[:2] for site in survey.sites.values())
+        apart = {place: survey.numbers.get(place) for place in at_sites if place in found.apart}
         try:
             return cls(
                 tuple([(places[place], count) for place, count in found.positions.items()]),
                 frozenset([places[place] for place in found.before]),
                 frozenset([places[place] for place in found.apart]),
-                tuple([structure.between[node] for node in found.starts]),
+                tuple([(places[place], ByValue(own)) for place, own in found.owned.items()]),
+                tuple([(places[p], ByValue(own)) for p, own in apart.items() if own is not None]),
+                bool(survey.are_moved),
+                tuple([walked.nodes[node] for node in found.starts]),
                 tuple([number[site] for site in found.faults]),
                 tuple([(number[site], rows) for site, rows in survey.received.items()]),
                 tuple([n for n, _ in unusual]),
@@ -64,19 +116,22 @@ class Numbered(NamedTuple):
 
     def fill(self, survey: GraphSurvey, structure: Structure) -> None:
         """The reverse."""
-        found, places, between = survey.alignment, [*structure.places], [*structure.between]
+        walked = Walked(survey, structure)
+        found, places, between = survey.alignment, [*walked.places], [*walked.nodes]
         sites, keys = [*structure.sites.values()], [*structure.sites]
         found.positions = {places[n]: count for n, count in self.positions}
         found.before, found.apart = (
             {places[n] for n in self.before},
             {places[n] for n in self.apart},
         )
+        found.owned = {places[n]: t for n, kept in self.owned if (t := kept.tensor) is not None}
+        survey.numbers = {places[n]: kept.tensor for n, kept in self.numbers}
         found.starts = dict.fromkeys([between[n] for n in self.starts])
         # Nobody is refused: all that counts is where they are.
         found.faults = {keys[n]: faults.elsewhere() for n in self.faults}
         survey.received = {keys[n]: rows for n, rows in self.received}
         survey.axes = dict.fromkeys(keys, 0)
-        survey.unusual, survey.are_moved = [sites[n] for n in self.unusual], False
+        survey.unusual, survey.are_moved = [sites[n] for n in self.unusual], self.are_moved
         survey.tables = set().union(*(inside(sites[n]) for n in self.tables))
 
 
@@ -103,7 +158,8 @@ class Loose(NamedTuple):
         """
         if not (survey.bare or survey.leaves or survey.freed):
             return None
-        node, place = structure.between, structure.places
+        walked = Walked(survey, structure)
+        node, place = walked.nodes, walked.places
         number = {id(own): n for n, own in enumerate(structure.parameters)}
         first = {call: n for n, (call, _) in reversed([*enumerate(structure.sites)])}
         at_leaves = Counter(id(own) for own in survey.alignment.leaves.values())
@@ -122,7 +178,7 @@ class Loose(NamedTuple):
                 tuple(
                     [(first[c], tuple([o.name for o in own])) for c, own in survey.freed.items()]
                 ),
-                frozenset([number[key] for key in survey.outside]),
+                frozenset([number[key] for key in survey.outside & number.keys()]),
                 tuple(
                     [
                         (
@@ -139,7 +195,8 @@ class Loose(NamedTuple):
 
     def fill(self, survey: GraphSurvey, structure: Structure) -> None:
         """The reverse."""
-        between, places = [*structure.between], [*structure.places]
+        walked = Walked(survey, structure)
+        between, places = [*walked.nodes], [*walked.places]
         calls, parameters = [call for call, _ in structure.sites], structure.parameters
         survey.alignment.leaves = {places[at]: parameters[n] for at, n in self.leaves}
         for n, last, edges in self.bare:

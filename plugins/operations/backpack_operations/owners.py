@@ -167,11 +167,14 @@ class Owners:
 
     def received_permuted(self, call: Call) -> bool:
         """Whether a call is known to have received one row of each sample, in another order."""
-        edge = call.edges[0] if call.edges else None
         # Packed sequences are in an order of their own on the way.
-        if edge is None or any(is_packed(other) for other, _ in self._survey.received):
+        if not call.edges or any(is_packed(other) for other, _ in self._survey.received):
             return False
-        rows = self.rows(*edge[:2], is_free=True)
+        if (edge := call.edges[0]) is not None:
+            rows = self.rows(*edge[:2], is_free=True)
+        else:
+            shape = tuple(call.stored.inputs[0].shape)
+            rows = self._rows(self.of_input(call), shape, is_free=True)
         if rows is None or rows.equal(self._samples):
             return False
         return rows.sort()[0].equal(self._samples)
@@ -327,7 +330,10 @@ class Owners:
         rows, is_readable = self._received_rows, self._survey.is_readable
         if nodes.operation_of(node) in nodes.INDEXED and given.get(0, rows) is None:
             given[0] = self._in_order(node.next_functions[0])
-        return made(node, number, self._telling(node, given), rows, is_readable)
+        return made(node, number, self._telling(node, given), rows, is_readable, self._note_read)
+
+    def _note_read(self) -> None:
+        self._survey.are_by_values = True
 
     def _as_said(self, place: Place, found: Numbers | None) -> Numbers | None:
         """Where nothing is known: the rows of the user's index, if as many; the dye will tell.
@@ -402,9 +408,14 @@ class Owners:
         survey, rows = self._survey, self._received_rows
         items = None if survey.told is None else survey.told.items
         if call is not None:
-            return of_data(data, call.run, rows, survey.depth, items, call.is_readable)
-        every = (of_data(data, run, rows, survey.depth, items) for run in self._runs)
-        return next((numbers for numbers in every if numbers is not None), None)
+            found = of_data(data, call.run, rows, survey.depth, items, call.is_readable)
+        else:
+            every = (of_data(data, run, rows, survey.depth, items) for run in self._runs)
+            found = next((numbers for numbers in every if numbers is not None), None)
+        # That data are not in another order than what the model received counts as known.
+        is_usual = found is None or found.equal(along(rows, 0, tuple(found.shape)))
+        survey.are_by_values |= not is_usual
+        return found
 
     @property
     def _runs(self) -> list[Run]:
@@ -420,12 +431,14 @@ class Owners:
         if node not in self._entries:
             origins = self._origins
             is_entry = origins.of_constants(node) and not origins.has_own_rows(node)
-            self._entries[node] = self._of_entry(node) if is_entry else None
+            self._entries[node] = self.of_entry(node) if is_entry else None
+            if is_entry:
+                self._survey.looked_at[node] = self._entries[node]
         return self._entries[node]
 
-    def _of_entry(self, node: Node) -> Numbers | None:
+    def of_entry(self, node: Node) -> Numbers | None:
+        """Of what an operation makes of parameters and data, as the numbers in the data tell."""
         survey, shape = self._survey, nodes.lengths_of(node, 0)
-        survey.has_read = True
         data, count = nodes.rows_of(node) if survey.is_readable else (None, 0)
         data = data if data is not None and data.dim() and has_memory(data) else None
         numbers = None if data is None else self._of_tensor(data)

@@ -18,15 +18,15 @@ from backpack_operations.order import behind, consumers_first, reached
 from backpack_operations.survey import GraphSurvey, edges_behind
 
 
-def inside(site: Site) -> set[Node]:
-    """The nodes between an output of a call and its inputs."""
+def inside(site: Site) -> dict[Node, None]:
+    """The nodes between an output of a call and its inputs, in the order of a walk."""
     ends = {(edge.node, edge.output_nr) for edge in site.call.edges if edge is not None}
 
     def further(node: Node) -> list[Node]:
         edges = (edge for _, edge in edges_behind(node))
         return [edge.node for edge in edges if (edge.node, edge.output_nr) not in ends]
 
-    return set(reached([site.edge.node], further))
+    return dict.fromkeys(reached([site.edge.node], further))
 
 
 def fault_in(survey: GraphSurvey) -> BackpackError | None:

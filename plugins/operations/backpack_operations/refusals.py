@@ -150,6 +150,30 @@ def refuse_misaligned(
             raise _beside(survey, *alignment.beside[0])
 
 
+def refuse_other_order(survey: GraphSurvey, extensions: Sequence[Extension]) -> None:
+    """Raise if a model puts all of its data into another order, before any layer.
+
+    Results of single samples could be in either order; sums over samples are the same in both. It
+    does not raise if other data are beside them in the order of samples, as negatives beside
+    positives.
+
+    Args:
+        survey: What is known about the graph.
+        extensions: What was asked for.
+
+    Raises:
+        SampleMixingError: It does so.
+    """
+    is_known = survey.is_told or survey.depth is not None or not survey.alignment.faults
+    if is_known or all(e.over_batches == "sum" or not e.propagator.per_sample for e in extensions):
+        return
+    owners = Owners(survey)
+    fresh = [c for c, _ in survey.sites if not (c.rule.is_loss or c.is_released or any(c.edges))]
+    of_data = [c for c in fresh if c.receives_input or owners.of_input(c) is not None]
+    if of_data and all(map(owners.received_permuted, of_data)):
+        raise faults.permuted(of_data[0])
+
+
 def refuse_beside(survey: GraphSurvey, extensions: Sequence[Extension]) -> None:
     """Raise if a term in ``beside=`` depends on outputs of modules, or an extension needs it.
 

@@ -68,6 +68,9 @@ class GraphSurvey(Survey):
         numbers: The samples that entries belong to, where somebody asked; see ``owners.py``.
         are_moved: Whether rows may be other samples than those of the model's input; ``None``
             before anybody asked.
+        are_by_values: Whether any of these are told by numbers in tensors, as in an index.
+        looked_at: What an operation of parameters and data has made of the rows of the data, where
+            numbers in these tell.
         unclear: Calls that received rows picked from data, of which it is not known whose they are.
         has_read: Whether numbers in tensors were compared, to tell where samples are.
         is_straight: Whether a plan says that every call has a rule that sends on what arrives, and
@@ -98,6 +101,8 @@ class GraphSurvey(Survey):
     entries: dict[tuple[Call, int], Tensor] = field(default_factory=dict)
     numbers: dict[tuple[Node, int], Tensor | None] = field(default_factory=dict)
     are_moved: bool | None = None
+    are_by_values: bool = False
+    looked_at: dict[Node, Tensor | None] = field(default_factory=dict)
     unclear: set[Call] = field(default_factory=set)
     has_read: bool = False
     is_straight: bool = False
@@ -111,11 +116,12 @@ class GraphSurvey(Survey):
         found = {
             "samples=... says which rows are whose": self.told is not None,
             "numbers in tensors were read to tell where samples are": self.has_read,
-            "rows are picked, turned or handed out": bool(self.are_moved or self.rows),
+            "indices or data say which rows are whose": bool(self.are_moved and self.are_by_values),
+            "a part of the rows is known": bool(self.rows),
             "samples lie on another axis": self.is_declared or any(self.axes.values()),
             "each item of a list is a sample's": self.depth is not None,
             "weights are handed over": bool(self.handed),
-            "a view was overwritten in place": bool(self.viewed or self.moved or self.inner),
+            "a view was overwritten in place": bool(self.viewed or self.moved),
             "parameters are sharded": bool(self.shards),
             "a loss has no rule": bool(self.losses),
             "a quantity does not exist everywhere": bool(self.faults or self.owned or self.beside),

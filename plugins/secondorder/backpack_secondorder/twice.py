@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from backpack_interplay.checkpoints import unpacking_again
+from backpack_operations.fused import weight_norm
 from backpack_operations.order import behind
 from backpack_secondorder.convolution_again import of_convolution
 from backpack_secondorder.fused_attention import NAMES, of_fused_attention
@@ -91,11 +92,7 @@ def _weight_norm(node: Any, arrived: Tensor | None, *others: Tensor | None) -> G
     """``w = g v / ‖v‖``, with a norm for each entry of one axis."""
     if arrived is None:
         return None, None
-    v, g = node._saved_v, node._saved_g
-    axes = [axis for axis in range(v.dim()) if axis != node._saved_dim]
-    norm = v.square().sum(axes, keepdim=True).sqrt()
-    along = (arrived * v).sum(axes, keepdim=True) / norm
-    return g / norm * (arrived - along / norm * v), along
+    return tuple([mat.squeeze(0) for mat in weight_norm(node, arrived.unsqueeze(0))])
 
 
 FORMULAS: Formulas = {

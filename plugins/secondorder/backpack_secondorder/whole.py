@@ -136,7 +136,7 @@ class GraphExtension(Extension):
             raise PluginCodeError(
                 f"{name}.begin has to return a GraphReading. Got {reading!r:.80}."
             )
-        if not run.given:
+        if not run.arguments.roots:
             raise UsageError(
                 f"{name} differentiates the loss as a whole, and the call of backward() was not "
                 "seen. Call loss.backward(), torch.autograd.backward or torch.autograd.grad inside "
@@ -168,7 +168,7 @@ class _Attending(Observer):
     def results(self, run: BackwardPass) -> Iterator[tuple[Extension, Mapping[Tensor, Any]]]:
         """What the reading makes of the graph."""
         kind, watch = type(self._extension), run.context.watch
-        roots, gradients = zip(*run.given, strict=True)
+        roots, gradients = tuple(run.arguments.roots), tuple(run.arguments.gradients)
         parameters = tuple(self._survey.parameters().values())
         is_measured = self._survey.is_measured
         graph = LossGraph(roots, gradients, parameters, run.between.nonlinear, is_measured)
