@@ -14,7 +14,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from backpack_core import errors as errors  # which modules of this package import from here
+from backpack_core import errors as errors  # modules of this package import it from here
 
 __version__ = "0.1.0"
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    # Names are loaded when they are asked for: pytest imports this package in every run in which it
-    # is installed, which must not cost the seconds that importing torch takes.
+    # Public names are imported lazily. Pytest imports this package wherever it is installed, which
+    # must not take the seconds that importing torch takes.
     if name == "__all__":
-        return [known for known in __dir__() if not known.startswith("_")]
+        return [public for public in __dir__() if not public.startswith("_")]
     if name.startswith("_") or name not in vars(import_module("backpack_core.api")):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module("backpack_core.api"), name)
-    return found
+    value = globals()[name] = getattr(import_module("backpack_core.api"), name)
+    return value
 
 
 def __dir__() -> list[str]:

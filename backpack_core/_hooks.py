@@ -1,7 +1,7 @@
-"""Puts our hooks at fixed places among those of others, by torch's tables of hooks.
+"""Puts our hooks at fixed places among those of others, through torch's tables of hooks.
 
-Hooks of users count as operations outside of a module, so ours run last before the forward and
-first after it. Imports ``_torch`` only.
+Changes that users' hooks make count as operations outside of the module. So our pre-hook runs last
+before the forward, and our hook first after it. Imports ``_torch`` only.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from torch.nn.modules import module as torch_module
 
 from backpack_core._torch import Node
 
-# The key of our hooks. Torch's own keys count from zero in every process, so one of them could be
-# given out again to a module that was pickled.
+# The key of our hooks. Torch's own keys count up from zero in every process. So a key of torch that
+# was pickled with a module could be given out a second time.
 KEY = -1
-# The key of the hooks of a module that was extended as a whole.
+# The key of the hooks of an extended model, besides those of it as a module.
 MODEL_KEY = -2
-# Keys among hooks of all modules, which share a table of options with those of single ones.
+# Our keys among global hooks, which share a table of options with the hooks of single modules.
 _keys_of_all = count(-3, -1)
-# The forward hooks of all modules, which run before those of each.
+# The global forward hooks, which torch runs before those of each module.
 HOOKS_OF_ALL: Any = torch_module._global_forward_hooks
 
 
 class _Hooks(dict[int, Any]):
-    """The hooks of a tensor, which handles of hooks refer to weakly."""
+    """The table of a tensor's hooks; handles that torch gives out refer to it weakly."""
 
     __slots__ = ("__weakref__",)
 
 
 def hook_first(output: Tensor, node: Node, hook: Any) -> dict[int, Any]:
-    """Put a tensor hook on a tensor, before all others, and return the table of its hooks.
+    """Put a tensor hook before all others of a tensor, and return the table of its hooks.
 
     Args:
         output: The tensor.
@@ -42,19 +42,22 @@ def hook_first(output: Tensor, node: Node, hook: Any) -> dict[int, Any]:
     """
     table: Any = output._backward_hooks
     if table is None:
-        # What Tensor.register_hook does, without its checks, which take nine tenths of the time.
+        # This is Tensor.register_hook without its checks, which take nine tenths of its time.
         output._backward_hooks = table = _Hooks()
         table[KEY] = hook
         node._register_hook_dict(output)
     else:
         table[KEY] = hook
         move_first(table, KEY)
-    found: dict[int, Any] = table
-    return found
+    hooks: dict[int, Any] = table
+    return hooks
 
 
 def move_first(table: dict[int, Any], key: int) -> None:
-    """Make a key the first of a table; ``move_to_end`` would not change what autograd reads."""
+    """Make a key the first of a table of tensor hooks.
+
+    The table is filled anew: autograd does not see the order that ``move_to_end`` makes.
+    """
     others = [(other, hook) for other, hook in table.items() if other != key]
     hook = table[key]
     table.clear()
@@ -65,8 +68,8 @@ def move_first(table: dict[int, Any], key: int) -> None:
 def install(module: Module, before: Any, after: Any, key: Any = KEY) -> None:
     """Put our two hooks into the tables of a module.
 
-    The same as ``register_forward_pre_hook(..., with_kwargs=True)`` and
-    ``register_forward_hook(..., with_kwargs=True, always_call=True)``, but under keys of our own.
+    This is ``register_forward_pre_hook(..., with_kwargs=True)`` and
+    ``register_forward_hook(..., with_kwargs=True, always_call=True)``, but under our own keys.
     """
     module._forward_pre_hooks[key] = before
     module._forward_pre_hooks_with_kwargs[key] = True
@@ -76,7 +79,7 @@ def install(module: Module, before: Any, after: Any, key: Any = KEY) -> None:
 
 
 def remove(module: Module) -> None:
-    """Remove all hooks that are ours."""
+    """Remove our hooks from a module."""
     for table in (
         module._forward_pre_hooks,
         module._forward_pre_hooks_with_kwargs,
@@ -94,15 +97,12 @@ def are_installed(module: Module) -> bool:
 
 
 def take_places(module: Module) -> bool:
-    """Make ours the last pre-hook and the first hook; false if ours were removed.
-
-    What the user's hooks change is then an operation outside of the module.
-    """
+    """Make our pre-hook the last and our hook the first; false if our hooks were removed."""
     before: Any = module._forward_pre_hooks
     after: Any = module._forward_hooks
     if KEY not in after:
         return False
-    # Read in one go, since another thread may add hooks meanwhile.
+    # Unpacking reads the table in one go, since another thread may add hooks meanwhile.
     if len(after) > 1:
         first, *_ = after
         if first != KEY:
@@ -115,10 +115,10 @@ def take_places(module: Module) -> bool:
 
 
 class PlaceOfAll:
-    """Puts a hook before those of all modules, for as long as this object lives.
+    """Keeps a hook before all global forward hooks, for as long as this object lives.
 
-    It belongs to an execution. If an exception ends that, the object goes with it, and the hook is
-    removed.
+    It belongs to an execution. If an exception ends the execution, the object is freed with it, and
+    the hook is removed.
     """
 
     __slots__ = ("_key",)

@@ -1,7 +1,7 @@
 """Every use of torch's private interface, except for hooks and checkpoints. Imports torch only.
 
-So that one file has to be read when torch changes. Each function says what happens if torch no
-longer offers what it uses: something slower or more careful, never another meaning.
+When torch changes, this is the file to read. Each function says what happens if torch no longer has
+what it uses: something slower or more careful, but never another meaning.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 # The tracing state of ``torch.jit``; ``None`` where it is not looking.
 tracing_state: Callable[[], Any] = torch._C._get_tracing_state
-# The transform of ``torch.func`` that is tracing, if any is.
+# The innermost transform of ``torch.func`` that is active, if any.
 peek_transform: Callable[[], Any] = getattr(
     torch._C._functorch, "peek_interpreter_stack", lambda: None
 )
@@ -45,60 +45,61 @@ _will_execute: Callable[[Node], bool] = getattr(
 _keeps_graph: Callable[[], bool] = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", torch.is_grad_enabled
 )
-# Whether autocast is on for any device; where torch does not tell, each has to be asked.
+# Whether autocast is on for any device; if torch cannot tell, callers ask for each device.
 casts: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled", lambda: True)
 
 
 def will_execute(node: Node) -> bool:
-    """Whether the current backward pass gets to a node; ``inputs=...`` leaves some out."""
-    # Torch does not count the node that the pass began at. A pass of our own, without a graph task
-    # of autograd, gets everywhere.
+    """Whether the current backward pass reaches a node; ``inputs=...`` excludes some."""
+    # Torch does not count the node at which the pass began. A pass of ours that runs without
+    # autograd has no graph task, and reaches all nodes.
     return graph_task_id() < 0 or _will_execute(node) or node is current_node()
 
 
 def will_get_gradient(tensor: Tensor) -> bool:
-    """Whether the current backward pass computes the gradient of a parameter that it gets to."""
+    """Whether the current backward pass computes the gradient of a parameter."""
     try:
         return will_execute(torch.autograd.graph.get_gradient_edge(tensor).node)
-    except RuntimeError:  # autograd.grad() was asked for this leaf: torch does not tell
+    except RuntimeError:  # torch does not tell for leaves that autograd.grad() was called with
         return True
 
 
 def at_end_of_pass(function: Callable[[], None]) -> None:
-    """Have autograd call a function when the current backward pass is through."""
+    """Have autograd call a function at the end of the current backward pass."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(function)
 
 
 def keeps_graph() -> bool:
-    """Whether the graph outlives the current backward pass."""
+    """Whether the graph is kept after the current backward pass."""
     # With create_graph=True, grad mode is on inside hooks.
     return torch.is_grad_enabled() or _keeps_graph()
 
 
 class EngineEntry:
-    """Stands before autograd's engine while it is entered; several threads may be inside at once.
+    """A context manager that replaces the function by which torch enters its autograd engine.
 
-    ``Tensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad`` all call one
-    function, by its name in ``torch.autograd``. So nothing else of torch becomes slower.
+    ``Tensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad`` all look up one
+    function in ``torch.autograd``, so nothing else in torch becomes slower. Several threads may be
+    inside at once.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Begin.
+        """Take the replacement.
 
         Args:
-            function: Called with what torch calls, and the arguments of the call.
+            function: Called with the original function, and the arguments that torch passes.
         """
         self._function, self._lock, self._inside = function, Lock(), 0
         self._autograd: Any = torch.autograd
         self._original = self._autograd._engine_run_backward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Called by torch, to start the engine."""
+        """Called by torch to run the engine."""
         return self._function(self._original, *args, **kwargs)
 
     def __enter__(self) -> None:
-        """Take the place, if no thread did."""
+        """Replace the function, unless another thread has done so."""
         with self._lock:
             if not self._inside:
                 self._original = self._autograd._engine_run_backward
@@ -106,7 +107,7 @@ class EngineEntry:
             self._inside += 1
 
     def __exit__(self, *exc_info: object) -> None:
-        """Give it back, if no other thread is inside and nobody took it from us."""
+        """Restore it, unless another thread is inside or somebody else has replaced it since."""
         with self._lock:
             self._inside -= 1
             if not self._inside and self._autograd._engine_run_backward is self:
@@ -114,7 +115,7 @@ class EngineEntry:
 
 
 def are_batched(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether any tensor stands for several, as in ``grad(..., is_grads_batched=True)``."""
+    """Whether any tensor is batched by ``vmap``, as in ``grad(..., is_grads_batched=True)``."""
     is_batched = torch._C._functorch.is_legacy_batchedtensor
     return any(tensor is not None and is_batched(tensor) for tensor in tensors)
 
@@ -124,20 +125,20 @@ _FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
 
 
 def running_passes() -> list[bool]:
-    """The backward passes that run on this thread, innermost first: whether a function began each.
+    """For each backward pass on this thread, innermost first: whether a Python function began it.
 
-    That is the backward of a Python ``autograd.Function``, as a checkpoint's; else a hook began it,
-    or nothing did. Of one that was begun on another thread, this thread does not know.
+    Such a function is the backward of an ``autograd.Function``, as that of a reentrant checkpoint;
+    other nested passes are begun by hooks. Passes begun on other threads are not seen.
     """
-    found: list[bool] = []
+    passes: list[bool] = []
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _ENGINE:
-            found.append(False)
-        elif frame.f_code is _FUNCTION and found:
-            found[-1] = True
+            passes.append(False)
+        elif frame.f_code is _FUNCTION and passes:
+            passes[-1] = True
         frame = frame.f_back
-    return found
+    return passes
 
 
 def running_calls(module: Module | None) -> int:
@@ -158,7 +159,7 @@ def is_distributed(module: Module | None = None) -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place (its version); zero where torch does not count."""
+    """The version counter of a tensor (how often it was changed in place); zero if it has none."""
     try:
         return tensor._version
     except RuntimeError:  # of an inference tensor
@@ -166,38 +167,38 @@ def version_of(tensor: Tensor) -> int:
 
 
 def versions_of(tensors: Iterable[Tensor | None]) -> list[int]:
-    """The versions of several tensors; ``None`` among them is skipped."""
+    """The version counters of several tensors, without those that are ``None``."""
     return [version_of(tensor) for tensor in tensors if tensor is not None]
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has a strided memory of its own: sparse and nested ones have not."""
+    """Whether a tensor has strided memory, which sparse and nested tensors do not."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def memory_of(tensor: Tensor) -> int:
-    """A number that identifies the memory of a tensor; views share it."""
-    found: int = tensor.untyped_storage()._cdata
-    return found
+    """A number that identifies the memory of a tensor, which it shares with its views."""
+    number: int = tensor.untyped_storage()._cdata
+    return number
 
 
 def memories_of(tensors: Iterable[Tensor]) -> set[int]:
-    """The same of several."""
+    """The numbers of the memory of several tensors."""
     return {tensor.untyped_storage()._cdata for tensor in tensors}
 
 
 def hold_address(tensor: Tensor) -> object:
-    """An object; while it lives, :func:`memory_of` gives the number to no other memory."""
+    """An object that, while it lives, keeps :func:`memory_of` from reusing a number."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
 def base_of(tensor: Tensor) -> Tensor | None:
-    """The tensor that a view looks at."""
+    """The base of a view; ``None`` for other tensors."""
     return tensor._base if tensor._is_view() else None
 
 
 def is_scripting() -> bool:
-    """Whether ``torch.jit.script``, two calls up, asks what a module consists of."""
+    """Whether ``torch.jit.script`` is the caller's caller."""
     return sys._getframe(2).f_globals.get("__name__") == "torch.jit._recursive"
 
 
@@ -210,7 +211,7 @@ def parametrizations_of(module: Module) -> dict[str, Module]:
 
 
 def class_of(module: Module) -> type[Module]:
-    """A module's class; where torch derived one for parametrizations, the original."""
+    """A module's class; for a parametrized module, the class before torch replaced it."""
     if "parametrizations" not in module._modules:
         return type(module)
     original: type[Module] = parametrize.type_before_parametrizations(module)
@@ -218,13 +219,13 @@ def class_of(module: Module) -> type[Module]:
 
 
 def _watched() -> Callable[[bool], tuple[Any, Any] | None]:
-    """The hooks that autograd's saved tensors go through, where torch does not tell (2.6)."""
+    """A function that tells the active saved-tensor hooks, for torch that has none (2.6)."""
     autograd: Any = torch._C._autograd
     push, pop = (
         autograd._push_saved_tensors_default_hooks,
         autograd._pop_saved_tensors_default_hooks,
     )
-    here = local()  # as torch's own stack of them
+    here = local()  # a stack for each thread, as torch's own
 
     def pushed(*hooks: Any) -> None:
         push(*hooks)
@@ -232,7 +233,7 @@ def _watched() -> Callable[[bool], tuple[Any, Any] | None]:
 
     def popped() -> None:
         pop()
-        if here.__dict__.get("stack"):  # else those were there before
+        if here.__dict__.get("stack"):  # else the hooks were pushed before this import
             here.stack.pop()
 
     autograd._push_saved_tensors_default_hooks = pushed
@@ -246,12 +247,12 @@ if _top_hooks is None:
 
 
 def saving_hooks() -> tuple[Any, ...] | None:
-    """The hooks that autograd's saved tensors go through now; empty where torch does not tell.
+    """The active saved-tensor hooks, ``None`` for none; empty if torch does not tell.
 
-    Asked for every call that is recorded.
+    Called for every call that is recorded.
     """
     try:
-        found: tuple[Any, ...] | None = _top_hooks(False)
-    except TypeError:  # it is not public, and its arguments have changed before
+        hooks: tuple[Any, ...] | None = _top_hooks(False)
+    except TypeError:  # the function is private, and its arguments have changed before
         return ()
-    return found
+    return hooks

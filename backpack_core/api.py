@@ -1,4 +1,4 @@
-"""Everything public, of which :mod:`backpack_core` is the one place to import it from."""
+"""Everything public, which users import from :mod:`backpack_core`."""
 
 from backpack_core.context import backpack as backpack
 from backpack_core.contract.carrier import Carrier as Carrier

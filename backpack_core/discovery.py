@@ -1,8 +1,8 @@
-"""Finds the installed plugins, decides which may load, and which is preferred.
+"""Finds the installed plugins, decides which may load, and which are preferred.
 
-A distribution declares plugins as entry points of the group ``backpack``. To list them, the
-``entry_points.txt`` of each distribution is read, and the metadata of those that have some. Imports
-no plugin and not even torch, so that the command line is quick.
+A distribution declares plugins as entry points of the group ``backpack``. Finding them reads the
+``entry_points.txt`` of each distribution, and the metadata of those that declare plugins. This
+module imports neither plugins nor torch, so that the command line starts fast.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _VALUE = re.compile(r"(?P<module>[\w.]+)\s*(?::\s*(?P<attribute>[\w.]+))?\s*(\[.
 
 
 class Provenance(NamedTuple):
-    """Where a contribution came from.
+    """The origin of a contribution.
 
     Attributes:
         plugin: Name of the entry point, or of the object that was registered by hand.
@@ -49,7 +49,7 @@ class Provenance(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim(Generic[T]):
-    """What one plugin contributes under a key (a module type, the name of an extension)."""
+    """A plugin's contribution under a key (a module type, the name of an extension)."""
 
     value: T
     provenance: Provenance
@@ -61,13 +61,13 @@ class Plugin:
 
     Attributes:
         name: Name of the entry point.
-        value: What it names, as ``"package.module:Class"``.
+        value: The object that it names, as ``"package.module:Class"``.
         distribution: The installed distribution that declares it.
-        version: Its version; empty where the distribution has no metadata.
-        state: How far it got.
-        error: Why it failed.
-        users: Distributions with plugins that require this one, directly or not, and the names of
-            their plugins.
+        version: Its version; empty if the distribution has no metadata.
+        state: Whether it is loaded, or why not.
+        error: The exception that it failed with.
+        users: Distributions that require this one, directly or not, and the names of their
+            plugins.
     """
 
     name: str
@@ -80,21 +80,21 @@ class Plugin:
 
     @property
     def provenance(self) -> Provenance:
-        """Where contributions of this plugin come from."""
+        """The provenance of this plugin's contributions."""
         return Provenance(self.name, self.distribution, self.version)
 
     @property
     def attribute(self) -> str:
-        """The class that the entry point names; empty where it names a module."""
+        """The class that the entry point names; empty if it names a module."""
         return self.value.partition(":")[2].strip()
 
     @property
     def package(self) -> str:
-        """The package, or single module, that the entry point leads into."""
+        """The top-level package or module of the entry point."""
         return re.split("[.:]", self.value)[0].strip()
 
     def find(self) -> Any:
-        """Import what the entry point names.
+        """Import the object that the entry point names.
 
         Raises:
             PluginError: The value is not ``"package.module:attribute"``, or the module has no such
@@ -130,11 +130,11 @@ def discover() -> list[Plugin]:
 
 
 def settle(plugins: list[Plugin]) -> None:
-    """Decide which plugins may load, by the environment's lists and by unique names.
+    """Decide which plugins may load, from the environment's lists and conflicts of names.
 
     Args:
-        plugins: All installed plugins; ``state`` and ``error`` of those that did not get as far as
-            loading are rewritten.
+        plugins: All installed plugins. Their ``state`` and ``error`` are set anew, unless they were
+            loaded already.
     """
     by_name: dict[str, list[Plugin]] = {}
     for plugin in plugins:
@@ -160,7 +160,7 @@ def conflict(claim: str, key: str, rivals: Iterable[Provenance]) -> PluginConfli
 
     Args:
         claim: What they do, as the message puts it before the key.
-        key: What :func:`backpack_core.prefer` chooses by.
+        key: The key to pass to :func:`backpack_core.prefer`.
         rivals: The plugins.
     """
     who = sorted(rivals, key=str)
@@ -185,8 +185,8 @@ def choose(claims: list[Claim[T]], key: str, what: str) -> Claim[T]:
     return chosen
 
 
-def version_of(versions: Mapping[str, T], key: str) -> T:
-    """Of several versions by package, the only one, or the one of the preferred package.
+def preferred_version(versions: Mapping[str, T], key: str) -> T:
+    """The only version, or that of the preferred package, of several by package.
 
     Raises:
         PluginConflictError: There are several, and none is preferred.
@@ -198,7 +198,7 @@ def version_of(versions: Mapping[str, T], key: str) -> T:
 
 @cache
 def _of(package: str) -> Provenance:
-    """The distribution that declares plugins in a package; else the package's own name."""
+    """The provenance of plugins in a package; if there are none, the package itself."""
     named = (p.provenance for p in discover() if p.package == package)
     return next(named, Provenance("", package))
 
@@ -206,26 +206,26 @@ def _of(package: str) -> Provenance:
 def is_allowed(plugin: Plugin) -> bool:
     """Whether the environment's allow-list and block-list let a plugin load.
 
-    Both lists name plugins (entry points) or distributions. What is allowed may load the libraries
-    that it is built on, too. ``BACKPACK_REQUIRE_CERTIFIED=1`` allows only what has a certificate
-    that holds for the installed code and versions.
+    Both lists name plugins (entry points) or distributions. If a plugin is allowed, so are the
+    libraries that it requires. ``BACKPACK_REQUIRE_CERTIFIED=1`` allows only plugins with a
+    certificate that is valid for the installed code and versions.
     """
-    own = {canonical(plugin.name), canonical(plugin.distribution)}
+    names = {canonical(plugin.name), canonical(plugin.distribution)}
     allowed = os.environ.get("BACKPACK_LOAD_PLUGINS")
-    if allowed is not None and not (own | plugin.users) & _names(allowed):
+    if allowed is not None and not (names | plugin.users) & _names(allowed):
         return False
     is_strict = os.environ.get("BACKPACK_REQUIRE_CERTIFIED", "0") not in ("", "0")
     gates = _gates("certified") if is_strict else []
     if is_strict and not (gates and all(gate(plugin) for gate in gates)):
-        return False  # where no gate is installed, nothing gets in
-    return not own & _names(os.environ.get("BACKPACK_BLOCK_PLUGINS", ""))
+        return False  # nothing may load if no gate is installed
+    return not names & _names(os.environ.get("BACKPACK_BLOCK_PLUGINS", ""))
 
 
 @cache
 def _gates(name: str) -> list[Callable[[Plugin], bool]]:
-    """The functions that say whether a plugin may load, entry points of ``backpack.gates``.
+    """The functions that say whether a plugin may load: entry points of ``backpack.gates``.
 
-    What they go by is none of core's business, and they are imported only where they are asked.
+    The core does not know their criteria. They are imported only if they are needed.
     """
     from importlib_metadata import entry_points
 
@@ -237,48 +237,48 @@ def _names(text: str) -> set[str]:
 
 
 def canonical(name: str) -> str:
-    """The name of a distribution or plugin, normalised as package indexes do it."""
+    """The normalised name of a distribution or plugin, as package indexes write it."""
     return re.sub(r"[-_.]+", "-", name.strip()).lower()
 
 
-# The preferred distribution by key; set by :func:`backpack_core.prefer`.
+# Preferred distributions by key, as :func:`backpack_core.prefer` sets them.
 preferred: dict[str, str] = {}
 
 
 def preference(key: str) -> str:
     """The preferred distribution for a key, or an empty string.
 
-    Set by :func:`backpack_core.prefer`, or by ``BACKPACK_PREFER="key=distribution,..."``, where the
+    It is set by :func:`backpack_core.prefer`, or by ``BACKPACK_PREFER="key=distribution,..."``; the
     key ``*`` stands for all others.
     """
     pairs = [p.strip().rsplit("=", 1) for p in os.environ.get("BACKPACK_PREFER", "").split(",")]
-    environment = {spelled_out(pair[0]): pair[1] for pair in pairs if len(pair) == 2}
+    environment = {qualified_name(pair[0]): pair[1] for pair in pairs if len(pair) == 2}
     tables = preferred, environment
     return next(filter(None, (t.get(name) for name in (key, "*") for t in tables)), "")
 
 
 def preferred_of(key: str, rivals: Iterable[Any]) -> Any:
-    """The one of several plugins, or claims, that is preferred for a key; ``None`` if none."""
+    """The plugin or claim that is preferred for a key, of several; ``None`` if there is none."""
     wanted = canonical(preference(key))
-    own = [(rival, map(canonical, rival.provenance[:2])) for rival in rivals]
-    chosen = [rival for rival, names in own if wanted and wanted in names]
+    named = [(rival, map(canonical, rival.provenance[:2])) for rival in rivals]
+    chosen = [rival for rival, names in named if wanted and wanted in names]
     return chosen[0] if len(chosen) == 1 else None
 
 
-def spelled_out(key: str | type) -> str:
-    """The qualified name of a class that may be given by an alias, as ``torch.nn.Linear``."""
-    kind = key if isinstance(key, type) else class_named(key)
+def qualified_name(key: str | type) -> str:
+    """The qualified name of a class, which may be named by an alias such as ``torch.nn.Linear``."""
+    kind = key if isinstance(key, type) else imported_class(key)
     return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else str(key)
 
 
-def class_named(name: str) -> Any:
-    """The class with a qualified name if its module is imported already; else ``None``."""
+def imported_class(name: str) -> Any:
+    """The class with a qualified name; ``None`` if its module is not imported."""
     module, _, attribute = name.rpartition(".")
     return getattr(sys.modules.get(module), attribute, None)
 
 
 class Declaration(NamedTuple):
-    """What a distribution with plugins says of itself."""
+    """The metadata of a distribution that declares plugins."""
 
     name: str
     version: str
@@ -287,26 +287,26 @@ class Declaration(NamedTuple):
 
 
 def _users(declared: Iterable[Declaration]) -> dict[str, frozenset[str]]:
-    """By distribution, those that require it, with the names of their plugins."""
+    """By distribution: those that require it, directly or not, and the names of their plugins."""
     requires = {canonical(each.name): each.requires for each in declared}
     names = {canonical(d.name): {canonical(p.name) for p in d.entry_points} for d in declared}
 
-    def behind(user: str, seen: set[str]) -> set[str]:
+    def all_required(user: str, seen: set[str]) -> set[str]:
         for other in requires.get(user, frozenset()) - seen:
-            seen |= {other, *behind(other, seen | {other})}
+            seen |= {other, *all_required(other, seen | {other})}
         return seen
 
-    reached = {user: behind(user, set()) for user in requires}
+    closure = {user: all_required(user, set()) for user in requires}
     return {
-        own: frozenset().union(*({u, *names[u]} for u, needs in reached.items() if own in needs))
-        for own in requires
+        name: frozenset().union(*({u, *names[u]} for u, needs in closure.items() if name in needs))
+        for name in requires
     }
 
 
 def declarations() -> Iterator[Declaration]:
-    """Name, version, entry points and requirements of each distribution that declares plugins.
+    """The metadata of each distribution that declares plugins.
 
-    Only their metadata is parsed: that of all installed distributions takes several times as long.
+    Only their metadata is parsed. To parse that of all distributions takes several times as long.
     """
     from email.parser import HeaderParser
 
@@ -325,15 +325,15 @@ def declarations() -> Iterator[Declaration]:
             continue
         try:
             entry_points = [*dist.entry_points.select(group=GROUP)]
-        except TypeError:  # a line that is not an entry point
+        except TypeError:  # a line is not an entry point
             continue
         if entry_points:
-            # Not ``dist.metadata``, which loads a parser that takes longer than all the rest.
+            # Not ``dist.metadata``: importing its parser takes longer than everything else here.
             text = dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""
             headers = HeaderParser().parsestr(text)
             requires = frozenset(_required(headers.get_all("Requires-Dist", ())))
-            own = headers.get("Name") or canonical(name)
-            yield Declaration(own, headers.get("Version") or "", entry_points, requires)
+            distribution = headers.get("Name") or canonical(name)
+            yield Declaration(distribution, headers.get("Version") or "", entry_points, requires)
 
 
 def _required(requirements: Iterable[str]) -> Iterator[str]:
@@ -345,5 +345,5 @@ def _required(requirements: Iterable[str]) -> Iterator[str]:
 
 
 def name_of(dist: Any) -> str:
-    """The normalised name of a distribution, from the name of its folder where that has one."""
+    """The normalised name of a distribution, from the name of its metadata folder if possible."""
     return str(getattr(dist, "_normalized_name", None) or dist)

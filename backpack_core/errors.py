@@ -43,7 +43,7 @@ from typing import Any
 
 
 def entry(kind: type) -> str:
-    """The name under which the manual explains an error or warning: the nearest class of ours."""
+    """The name under which the manual explains an error or warning: its nearest class of ours."""
     return next(
         base.__name__
         for base in kind.__mro__
@@ -54,7 +54,7 @@ def entry(kind: type) -> str:
 class BackpackError(Exception):
     """Base class of all errors raised by this library.
 
-    A traceback (from Python 3.11 on) ends in the command that prints what is known about its kind.
+    From Python 3.11 on, a traceback ends with the command that explains the kind of error.
     """
 
     def __init__(self, *args: object, **kwargs: Any) -> None:
@@ -67,7 +67,7 @@ class UsageError(BackpackError, ValueError):
 
 
 class NotAnExtensionError(UsageError, TypeError):
-    """``backpack(...)`` was given something that is not an instance of an extension."""
+    """An argument of ``backpack(...)`` is not an instance of an extension."""
 
 
 class NotExtendedError(BackpackError, RuntimeError):
@@ -75,7 +75,7 @@ class NotExtendedError(BackpackError, RuntimeError):
 
 
 class StoredIOError(BackpackError, RuntimeError):
-    """What a module received or returned in the forward pass is not available."""
+    """A tensor that a module received or returned in the forward pass is not available."""
 
 
 class ReleasedIOError(StoredIOError):
@@ -120,7 +120,7 @@ class InternalError(BackpackError, AssertionError):
 
 
 class PluginError(BackpackError, RuntimeError):
-    """Base class of everything that goes wrong with plugins."""
+    """Base class of all errors about plugins."""
 
 
 class PluginLoadError(PluginError):
@@ -136,10 +136,10 @@ class PluginVersionError(PluginError):
 
 
 class PluginCodeError(PluginError):
-    """Code of a plugin raised something of its own, which is the cause (``__cause__``).
+    """Code of a plugin raised an exception of its own, which is the cause (``__cause__``).
 
     Attributes:
-        backpack_context: Where: extension, module, rule, and who provided them.
+        backpack_context: Extension, module, rule, and the plugins that provided them.
     """
 
     backpack_context = ""
@@ -158,14 +158,14 @@ class BackpackWarning(UserWarning):
 
 
 class AutodiffFallbackWarning(BackpackWarning):
-    """A module has no layer rule: exact, but a rule may be faster.
+    """A module has no layer rule. Results are exact, but a rule may be faster.
 
-    Install a plugin that knows the module, or write a layer rule for it.
+    Install a plugin that has a rule for the module, or write one.
     """
 
 
 class UncoveredParameterWarning(BackpackWarning):
-    """A parameter is used only by functional calls that no module owns: it gets no quantity.
+    """A parameter is used only by functional calls, which no module owns: it gets no quantity.
 
     Move the parameter into a module of its own.
     """
@@ -180,7 +180,7 @@ class ZeroCurvatureWarning(BackpackWarning):
 
 
 class RangeWarning(BackpackWarning):
-    """A quantity left the range of its numbers: it is infinite, or zero, and should not be.
+    """A quantity overflowed to infinity or underflowed to zero in its dtype.
 
     Scale the loss, or use double precision.
     """
@@ -190,31 +190,31 @@ class BrokenPluginWarning(BackpackWarning):
     """An installed plugin could not be loaded. ``backpack doctor`` shows why."""
 
 
-# Folders whose code is not the user's: this package, and those of torch and the plugins once known.
+# Folders of library code: this package, and later those of torch and of plugins.
 _LIBRARY = {str(Path(__file__).parent)}
-# Keys of :func:`warn_once` that have been used.
+# The keys for which :func:`warn_once` has warned.
 warned: set[Hashable] = set()
 
 
 def add_library_folder(file: str) -> None:
-    """Count the folder of a file as a library's: warnings look for a line outside of it."""
+    """Count the folder of a file as library code, where warnings do not point."""
     _LIBRARY.add(str(Path(file).parent))
 
 
 def is_library(filename: str) -> bool:
-    """Whether a file belongs to a library, and not to the user."""
+    """Whether a file belongs to a library and not to the user."""
     return filename.startswith((*_LIBRARY, "<"))
 
 
 def warn_once(key: Hashable, message: str, category: type[Warning]) -> None:
-    """Warn at the user's line, the first time that ``key`` turns up."""
+    """Warn at the user's line, the first time that ``key`` occurs."""
     if key not in warned:
         warned.add(key)
         warn(message, category)
 
 
 def warn(message: str, category: type[Warning]) -> None:
-    """Warn at the innermost line that belongs to no library; if there is none, at ours."""
+    """Warn at the innermost line that belongs to the user; if there is none, at ours."""
     if issubclass(category, BackpackWarning):
         message = f"{message}\nRead more: backpack trouble {entry(category)}"
     stack = enumerate(walk_stack(sys._getframe(1)), start=2)
@@ -223,9 +223,9 @@ def warn(message: str, category: type[Warning]) -> None:
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """``": did you mean 'weight'?"``, or nothing where no name is near."""
+    """``": did you mean 'weight'?"``, or an empty string if no name is near."""
     by_lower = {other.lower(): other for other in names}
     close = get_close_matches(name.lower(), by_lower, 3, 0.6)
-    # First what has the same letters, in other places.
+    # Names with the same letters in another order come first.
     close.sort(key=lambda other: sorted(other) != sorted(name.lower()))
     return f": did you mean {by_lower[close[0]]!r}?" if close else ""

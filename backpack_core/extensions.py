@@ -1,4 +1,4 @@
-"""Every installed extension, by class name: ``from backpack_core.extensions import BatchGrad``."""
+"""Every installed extension by class name: ``from backpack_core.extensions import BatchGrad``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     ensure_loaded()
     if name not in registry.extensions:
-        load_provider(name)  # while plugins load, one may ask for the class of a later one
+        load_provider(name)  # a plugin may ask, while it is loaded, for the class of a later one
     claims = registry.extensions.get(name)
     if claims:
         return choose(claims, name, "extension").value
@@ -28,12 +28,12 @@ def __getattr__(name: str) -> Any:
 def _why_missing(name: str) -> str:
     if any(providers_of(name)):
         return f"The extension {name} is not available."
-    there = registry.extensions
+    installed = registry.extensions
     elsewhere = (each for names in known().values() for each in names if "." not in each)
-    near = nearest(name, there) or nearest(name, elsewhere) or "."
+    near = nearest(name, installed) or nearest(name, elsewhere) or "."
     return (
         f"No installed plugin provides an extension named {name!r}{near} Installed: "
-        f"{', '.join(sorted(there)) or 'none'}. Install the plugin that has it; "
+        f"{', '.join(sorted(installed)) or 'none'}. Install the plugin that has it; "
         "`backpack plugins` lists what is there."
     )
 

@@ -1,6 +1,6 @@
-"""Results of a backward pass by name of the parameter, for code that a type checker reads.
+"""Results of a backward pass by name of the parameter, for code that is type-checked.
 
-``parameter.grad_batch`` is an attribute that type checkers do not know. Imports ``errors``.
+Type checkers do not know attributes such as ``parameter.grad_batch``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Fields:
         return sorted(name for name in self.parameter.__dict__ if not name.startswith("_"))
 
     def __repr__(self) -> str:
-        """The parameter, and what there is."""
+        """The parameter and its quantities."""
         return f"<quantities of {self._name!r}: {', '.join(self.__dir__()) or 'none'}>"
 
 
@@ -54,16 +54,17 @@ class Quantities(dict[str, Fields]):
 
 
 def quantities(model: Module) -> Mapping[str, Fields]:
-    """The results that backward passes have left on the parameters of a model, by name.
+    """The results that backward passes have stored on the parameters of a model, by name.
 
-    ``quantities(model)["0.weight"].grad_batch`` is ``model[0].weight.grad_batch``, which a type
-    checker would report as a mistake.
+    ``quantities(model)["0.weight"].grad_batch`` is ``model[0].weight.grad_batch``, which type
+    checkers reject.
 
     Args:
         model: The model.
 
     Returns:
-        A mapping of names, as in ``named_parameters``, to objects with the fields as attributes.
+        A mapping from names, as in ``named_parameters``, to objects with the quantities as
+        attributes.
 
     Raises:
         UsageError: It is not a module.

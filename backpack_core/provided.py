@@ -1,8 +1,9 @@
-"""What plugins say they provide, in a file beside their code. Imports no plugin, and not torch.
+"""Reads what plugins declare to provide, from a file beside their code.
 
-The file speaks for plugins that do not load. It is a JSON object. Its keys are the names of
-extensions (``"KFAC"``) and of types of modules with a rule (``"torch.nn.modules.linear.Linear"``),
-its values the classes behind them (``"package.module:Class"``). ``backpack certify`` writes it.
+So a message can name a plugin that is not loaded. The file is a JSON object. Its keys are names of
+extensions (``"KFAC"``) and of module types with a rule (``"torch.nn.modules.linear.Linear"``); its
+values are the classes behind them (``"package.module:Class"``). ``backpack certify`` writes it.
+This module imports neither plugins nor torch.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from backpack_core.discovery import Plugin, canonical, spelled_out
+from backpack_core.discovery import Plugin, canonical, qualified_name
 
 NAME = "backpack-provides.json"
-# The names by distribution, of those that are known whether they are installed or not.
+# What our own distributions provide, so that messages can name those that are not installed.
 KNOWN = Path(__file__).with_name("known-plugins.json")
 
 
 class Provider(NamedTuple):
-    """A plugin that says it provides something.
+    """A plugin that declares to provide something.
 
     Attributes:
         distribution: Its distribution.
@@ -35,7 +36,7 @@ class Provider(NamedTuple):
 
 
 def home_of(package: str) -> Path | None:
-    """The folder of a package, or the file of a module; ``None`` if there is none. No import."""
+    """The folder of a package, or the file of a module, without importing it; else ``None``."""
     try:
         spec = find_spec(package.partition(".")[0])
     except (ImportError, ValueError):
@@ -47,54 +48,54 @@ def home_of(package: str) -> Path | None:
 
 
 def beside(home: Path, name: str) -> Path:
-    """Where a file about a package, or about a single module, is."""
+    """The path of a file about a package, or about a single module."""
     return home / name if home.is_dir() else home.with_suffix(f".{name}")
 
 
-def text_of(found: Any) -> str:
-    """What is in a file, as JSON whose changes can be read."""
-    return json.dumps(found, indent=1, sort_keys=True) + "\n"
+def text_of(provided: Any) -> str:
+    """The text of such a file: JSON that is sorted and indented, so that changes are readable."""
+    return json.dumps(provided, indent=1, sort_keys=True) + "\n"
 
 
-def said_by(package: str) -> dict[str, str]:
-    """What the file of a package says; nothing if there is none, or if it is damaged."""
+def declared_by(package: str) -> dict[str, str]:
+    """What the file of a package declares; empty if there is no valid file."""
     home = home_of(package)
-    found = _read(beside(home, NAME)) if home else {}
-    return {str(key): value for key, value in found.items() if isinstance(value, str)}
+    declared = _read(beside(home, NAME)) if home else {}
+    return {str(key): value for key, value in declared.items() if isinstance(value, str)}
 
 
 def known() -> dict[str, list[str]]:
-    """What distributions provide that core knows of, by distribution."""
+    """What distributions that the core knows provide, installed or not, by distribution."""
     return _read(KNOWN)
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text("utf-8"))
+        content = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def providers(names: Collection[str], plugins: Iterable[Plugin]) -> Iterator[Provider]:
-    """The plugins that say they provide something.
+    """The plugins that declare to provide something.
 
     Args:
-        names: What it may be called: qualified names of module types, or that of an extension or
-            an entry point.
-        plugins: Those that are installed.
+        names: Its possible names: qualified names of module types, or that of an extension or an
+            entry point.
+        plugins: The installed plugins.
 
     Yields:
-        Installed ones, then others.
+        Installed providers, then others.
     """
     plugins = [*plugins]
     for package in dict.fromkeys(plugin.package for plugin in plugins):
-        mine = {plugin.value: plugin for plugin in plugins if plugin.package == package}
-        said = {name: p.value for p in mine.values() for name in (p.name, p.attribute)}
-        said |= said_by(package)
-        first = next(iter(mine.values()))
-        for name in _among(said, names):
-            plugin = mine.get(said[name], first)
+        by_value = {plugin.value: plugin for plugin in plugins if plugin.package == package}
+        declared = {name: p.value for p in by_value.values() for name in (p.name, p.attribute)}
+        declared |= declared_by(package)
+        first = next(iter(by_value.values()))
+        for name in _among(declared, names):
+            plugin = by_value.get(declared[name], first)
             yield Provider(plugin.distribution, name, plugin)
     installed = {canonical(plugin.distribution) for plugin in plugins}
     for distribution, provided in known().items():
@@ -102,6 +103,6 @@ def providers(names: Collection[str], plugins: Iterable[Plugin]) -> Iterator[Pro
             yield from (Provider(distribution, name) for name in _among(provided, names))
 
 
-def _among(said: Iterable[str], names: Collection[str]) -> list[str]:
-    """Those that are said to be provided; a module type may be named by an alias."""
-    return [name for name in said if name and spelled_out(name) in names]
+def _among(declared: Iterable[str], names: Collection[str]) -> list[str]:
+    """The declared names that are wanted; a module type may be declared by an alias."""
+    return [name for name in declared if name and qualified_name(name) in names]

@@ -1,10 +1,10 @@
 """The hooks that record calls in the forward pass.
 
-The pre-hook notes the edge of every input *before* the forward runs, since an in-place activation
+The pre-hook notes the edge of every input *before* the forward, since an in-place activation
 rewrites it. The forward hook makes the :class:`Call`, stores it in the autograd node of the output,
-and puts one tensor hook on the output. Hooks on the output are enough, so no full-backward hook is
-used: these make in-place modules fail. The hooks are globals of this file, so that extended modules
-can be copied and pickled.
+and puts a tensor hook on the output. Full-backward hooks are not used, because they make in-place
+modules fail. The hooks are globals of this module, so that extended models can be copied and
+pickled.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from backpack_core._torch import parametrizations_of
 from backpack_core.engine.hooks import OutputHook
 from backpack_core.errors import UsageError
 from backpack_core.plugins.registry import FALLBACK, Resolved, registry
-from backpack_core.record.call import NOTHING, SITES, Call, attach_viewed, put_in_order
+from backpack_core.record.call import NOTHING, SITES, Call, record_at_base, to_stored
 from backpack_core.record.execution import (
     Execution,
     Received,
     aliases,
-    is_made,
+    is_recordable,
     new_base,
     simple_node,
 )
+from backpack_core.record.nested import in_order, iter_tensors, map_tensors, tensors_in
 from backpack_core.record.owner import OWNER_ATTRIBUTE, Owner, run_of_model
 from backpack_core.record.state import (
     TRAITS_ATTRIBUTE,
     Traits,
-    noted_of,
     tensors_of,
+    versions_and_frozen,
 )
 from backpack_core.record.storage import storage
-from backpack_core.record.structure import in_order, iter_tensors, map_tensors, tensors_in
 from backpack_core.record.switch import is_recording
 
 
 class _Hook(partial[Any]):
-    """A hook that says what to do when ``torch.jit.script`` wants to compile it.
+    """A hook that raises a helpful error if ``torch.jit.script`` tries to compile it.
 
-    It is looked up by its name when it is copied or pickled, as a plain function is.
+    It is copied and pickled by its name, as a plain function is.
     """
 
     @property
     def __name__(self) -> str:
-        """The name, by which ``torch.jit.script`` asks for the source.
+        """The function's name; ``torch.jit.script`` asks for it before it compiles.
 
         Raises:
-            UsageError: It does.
+            UsageError: ``torch.jit.script`` asks.
         """
         if _torch.is_scripting():
             raise UsageError(
@@ -67,12 +67,12 @@ class _Hook(partial[Any]):
         return self.func.__name__
 
     def __reduce__(self) -> str:
-        """A global of this file."""
+        """The name of a global of this module."""
         return self.func.__name__
 
 
 def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The forward pre-hook: notes what only this moment can tell, in place of the keywords."""
+    """The forward pre-hook: returns an :class:`Execution` in place of the keyword arguments."""
     if not is_recording() or not _hooks.take_places(module):
         return None
     execution = Execution(kwargs, tensors_in(args, in_order(module, kwargs) if kwargs else kwargs))
@@ -91,7 +91,7 @@ def after_forward(
     if type(kwargs) is not Execution:
         if not is_recording():
             return None
-        # A pre-hook of the user's, which had just been put behind ours, changed the keywords.
+        # A pre-hook of the user's that runs after ours replaced the keyword arguments.
         kwargs = Execution(kwargs, ())
     if kwargs.is_recorded:
         return None
@@ -101,19 +101,20 @@ def after_forward(
         return None
     replaced = _record(module, args, result, kwargs)
     kwargs.is_recorded = True
-    kwargs.tensors, kwargs.edges, kwargs.place = (), (), None  # a hook of the user's may keep it
+    # A hook of the user's may keep the keyword arguments, which must not keep the graph alive.
+    kwargs.tensors, kwargs.edges, kwargs.place = (), (), None
     return replaced
 
 
 def before_hooks_of_all(
     module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Any:
-    """The same before hooks of all modules, which may change what this one returned."""
+    """The same, before global forward hooks, which may change what the module returned."""
     return after_forward(module, args, kwargs, result) if type(kwargs) is Execution else None
 
 
 def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """The forward pre-hook of what was extended as a whole: notes where samples may lie."""
+    """The forward pre-hook of an extended model: notes where samples may lie in its inputs."""
     owner = _owner_of_model(module)
     if owner is not None:
         if kwargs:
@@ -123,7 +124,7 @@ def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 @_Hook
 def after_model(module: Module, args: Any, kwargs: Any, result: Any) -> None:
-    """The forward hook of what was extended as a whole."""
+    """The forward hook of an extended model."""
     owner = _owner_of_model(module)
     if owner is not None:
         owner.end(iter_tensors(result))
@@ -135,125 +136,132 @@ def _owner_of_model(module: Module) -> Owner | None:
 
 
 def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execution) -> Any:
-    """Make the call; returns what takes the place of the result, or ``None``."""
+    """Make the call; returns the result of the module if it has to be replaced, else ``None``."""
     traits = _traits(module)
     resolved = traits.resolved
     simple = simple_node(args, result, execution)
     if simple is not None:
-        kept: Any = (args, {}, args, (result,))
-        _attach(_call(module, traits, resolved, kept, execution, execution), 0, result, *simple)
+        tensors: Any = (args, {}, args, (result,))
+        _attach(_call(module, traits, resolved, tensors, execution, execution), 0, result, *simple)
         return None
     outputs = (result,) if isinstance(result, Tensor) else tuple(iter_tensors(result))
-    live = [o for o in outputs if is_made(o)]
+    live = [o for o in outputs if is_recordable(o)]
     if not live:
         if not resolved.is_fallback:
-            # States, behind the first output, may have samples elsewhere.
+            # Only the first output: states of a recurrent layer have samples on another axis.
             run_of_model(module, get_ident()).pass_on(tensors_in(args, {}), outputs[:1])
         return None
-    own = aliases(live, execution)
+    views = aliases(live, execution)
     if True in [t.is_complex() for t in (*outputs, *execution.tensors)]:
-        resolved = FALLBACK  # rules are formulas for real numbers
+        resolved = FALLBACK  # rules have formulas for real numbers only
     kwargs = in_order(module, execution) if execution else {}
-    received = Received(execution, outputs, own.values())
+    received = Received(execution, outputs, views.values())
     inputs = tuple([received.store(t) for t in tensors_in(args, kwargs)])
-    # A list may get more entries later: what is made of the output, and then holds it.
+    # Lists and dicts are copied: something that is made of the output may be added to them later,
+    # and the call would then keep its own graph alive.
     if received.replaced or any(isinstance(a, (list, dict)) for a in (*args, *kwargs.values())):
         args, kwargs = map_tensors((args, kwargs), lambda t: received.replaced.get(id(t), t))
-    kept = args, kwargs, inputs, outputs
-    call = _call(module, traits, resolved, kept, received, execution)
+    tensors = args, kwargs, inputs, outputs
+    call = _call(module, traits, resolved, tensors, received, execution)
     for index, output in enumerate(outputs):
-        if is_made(output):
-            shown = own.get(id(output), output)
-            assert shown.grad_fn is not None
-            base = new_base(shown, execution.tensors) if shown._is_view() else None
-            _attach(call, index, shown, shown.grad_fn, base)
-    return map_tensors(result, lambda t: own.get(id(t), t)) if own else None
+        if is_recordable(output):
+            returned = views.get(id(output), output)
+            assert returned.grad_fn is not None
+            base = new_base(returned, execution.tensors) if returned._is_view() else None
+            _attach(call, index, returned, returned.grad_fn, base)
+    return map_tensors(result, lambda t: views.get(id(t), t)) if views else None
 
 
 def _traits(module: Module) -> Traits:
-    """The rule that speaks for a module, and its settings."""
+    """The cached rule and settings of a module; computed anew if the module has changed."""
     attributes = module.__dict__
     traits: Traits | None = attributes.get(TRAITS_ATTRIBUTE)
     if traits is None or traits.generation != registry.generation or not traits.hold(module):
-        attributes[TRAITS_ATTRIBUTE] = None  # it is one of the attributes
-        generation = registry.generation  # before: another thread may change it meanwhile
+        attributes[TRAITS_ATTRIBUTE] = None  # set first, since Traits count the attributes
+        generation = registry.generation  # read first, since another thread may change the registry
         traits = Traits(module, registry.resolve(module), generation)
         attributes[TRAITS_ATTRIBUTE] = traits
     return traits
 
 
 def _call(
-    module: Module, traits: Traits, resolved: Resolved, kept: Any, what: Any, of: Execution
+    module: Module, traits: Traits, resolved: Resolved, tensors: Any, received: Any, of: Execution
 ) -> Call:
-    """A call of which everything is noted that may be another thing later.
+    """Make a call. Everything that may change before the backward pass is noted here.
 
     Args:
         module: The module.
-        traits: What is the same at all of its calls.
-        resolved: Its rule, at this one.
-        kept: Its arguments, the tensors among them, and what it returned.
-        what: What is known of what it received: all of it before the forward, or more.
-        of: What was known before the forward.
+        traits: What all of its calls have in common.
+        resolved: The rule for this call, which is another one for complex inputs.
+        tensors: Arguments, keyword arguments, the tensors among them, and the outputs.
+        received: Has ``edges``, ``versions`` and ``is_rewired`` of the inputs: the execution in the
+            usual case, else a :class:`Received`.
+        of: The execution.
     """
-    args, kwargs, inputs, outputs = kept
+    args, kwargs, inputs, outputs = tensors
     parameters: int | tuple[str, ...]
     if traits.is_whole and not module._modules:
         (owned, parameters), computed = tensors_of(module), NOTHING
     else:
         owned, parameters, computed = _tensors(module, resolved, of)
     detached = tuple(map(Tensor.detach, outputs))
-    counts, frozen = noted_of(detached, owned)
-    before = what.versions
-    noted: Any
+    counts, frozen = versions_and_frozen(detached, owned)
+    before = received.versions
+    noted: Any  # ``to_stored`` in ``record/call.py`` takes this tuple apart
     noted = args, kwargs, inputs, detached, before, counts, owned, parameters, computed, frozen
     thread, is_readable = get_ident(), _torch.saving_hooks() is None
-    run, gives_again = run_of_model(module, thread), is_readable
+    run, unpacks_twice = run_of_model(module, thread), is_readable
     if not is_readable:
-        noted, run, gives_again = storage().keep(put_in_order(noted), run)
+        noted, run, unpacks_twice = storage().keep(to_stored(noted), run)
     return Call(
         module,
         resolved.rule,
         resolved.provenance,
-        what.edges,
+        received.edges,
         noted,
         thread,
         module.training,
         traits.settings,
         run,
-        what.is_rewired,
+        received.is_rewired,
         is_readable,
-        gives_again,
+        unpacks_twice,
     )
 
 
 def _attach(call: Call, index: int, output: Tensor, node: Any, base: Tensor | None) -> None:
-    # An output has one call at most.
+    # ``aliases`` has seen to it that an output has one call at most.
     node.metadata.setdefault(SITES, {})[output.output_nr] = call, index
     hook = OutputHook(call, index, output.output_nr)
     hook.hooks = weakref.ref(hook_first(output, node, hook))
     if base is not None:
-        attach_viewed(call, index, output, base)
+        record_at_base(call, index, output, base)
 
 
 def _tensors(
     module: Module, resolved: Resolved, execution: Execution
 ) -> tuple[dict[str, Tensor | None], int | tuple[str, ...], Mapping[str, tuple[Tensor, ...]]]:
-    """Tensors of a module; which are parameters, or how many of the first; what some come from."""
+    """The tensors of a module that has submodules or computed parameters.
+
+    Returns:
+        The tensors by name; which are parameters, or how many of the first; and for each computed
+        parameter the leaf tensors that it comes from.
+    """
     if resolved.is_fallback:
-        inside = parametrizations_of(module) and [n for n, _ in module.named_parameters()]
-        more = tuple(n for n in inside if n.startswith("parametrizations."))
-        return *tensors_of(module, more), NOTHING
+        names = parametrizations_of(module) and [n for n, _ in module.named_parameters()]
+        inside = tuple(name for name in names if name.startswith("parametrizations."))
+        return *tensors_of(module, inside), NOTHING
     owned, count = tensors_of(module, _nested(resolved.params))
-    found = storage().computed(module, resolved.params, execution)
-    computed = {name: leaves for name, (_, leaves) in found.items()}
-    behind = {id(leaf) for leaves in computed.values() for leaf in leaves}
-    names = tuple(owned)[:count]
-    owned.update((name, tensor) for name, (tensor, _) in found.items())
-    remaining = [n for n in names if id(owned[n]) not in behind]
-    return owned, (*remaining, *computed), computed
+    sources = storage().computed(module, resolved.params, execution)
+    computed = {name: leaves for name, (_, leaves) in sources.items()}
+    of_others = {id(leaf) for leaves in computed.values() for leaf in leaves}
+    parameters = tuple(owned)[:count]
+    owned.update((name, tensor) for name, (tensor, _) in sources.items())
+    used_directly = [name for name in parameters if id(owned[name]) not in of_others]
+    return owned, (*used_directly, *computed), computed
 
 
 @cache
 def _nested(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Which parameters belong to modules inside."""
+    """The parameters that belong to submodules."""
     return tuple(name for name in names if "." in name)

@@ -1,7 +1,7 @@
-"""A cache of answers about classes and functions that does not keep them alive.
+"""A cache for functions of a class or function, which does not keep its keys alive.
 
-A notebook's cell that runs again defines its classes anew; ``functools.cache`` would hold the old
-ones and all they refer to. Imports nothing of ours.
+A notebook's cell that runs again defines its classes anew. ``functools.cache`` would keep the old
+classes, and everything that they refer to.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ T = TypeVar("T")
 
 
 def remembered(function: Callable[[Any], T]) -> Callable[[Any], T]:
-    """``functools.cache`` for a function of one object, with weak references to the objects."""
-    known: WeakKeyDictionary[Any, T] = WeakKeyDictionary()
+    """``functools.cache`` for a function of one argument, with weak references to the arguments."""
+    cache: WeakKeyDictionary[Any, T] = WeakKeyDictionary()
 
     def look_up(key: Any) -> T:
-        if key not in known:
-            known[key] = function(key)
-        return known[key]
+        if key not in cache:
+            cache[key] = function(key)
+        return cache[key]
 
     return look_up

@@ -1,4 +1,4 @@
-"""What becomes of the results that a pass replaces: they go, or a library takes their memory."""
+"""What happens to results that a pass replaces: freed, or their memory is used by a library."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def _nothing() -> None:
 
 @dataclass(eq=False)
 class Replaced:
-    """Functions that a library may put instead of these.
+    """Two functions that a library may replace.
 
     Attributes:
-        offer: Takes a result out of a dictionary; ``is_wanted`` says whether its memory may be
-            written again.
-        drop: Lets go of what was taken and not written, when a pass is over.
+        offer: Removes a result from a dictionary; ``is_wanted`` says whether its memory may be
+            reused.
+        drop: Frees the memory that was not reused; called at the end of a pass.
     """
 
     offer: Callable[..., None] = _forget

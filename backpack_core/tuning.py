@@ -1,4 +1,4 @@
-"""How much memory a pass may take for what is not a result. Imports ``errors`` only."""
+"""The memory budget: how many bytes a pass may use for intermediate values."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from typing import Final
 
 from backpack_core.errors import UsageError
 
-# Bytes of columns that travel at once on a CPU, at the widest layer. The allocator maps tensors of
-# more than 32 MiB anew for every operation, and some operations need a little more than a tensor.
+# Bytes of columns that are propagated at once on a CPU, at the widest layer. The allocator maps
+# tensors above 32 MiB anew for every operation, and some operations need a bit more than a tensor.
 HEAP: Final = 26 * 2**20
 
 _budget = 64 * 2**20
 
 
 def memory_budget() -> int:
-    """The number of bytes that an intermediate product may take. Default: 64 MiB."""
+    """The number of bytes that an intermediate value may take. Default: 64 MiB."""
     return _budget
 
 
 def set_memory_budget(size: int) -> None:
-    """Set how many bytes an intermediate product may take; results agree to rounding.
+    """Set how many bytes an intermediate value may take. Results agree up to rounding.
 
-    For a quantity with an axis for samples, columns may take as much as the result.
+    For a quantity with a sample axis, columns may take as much memory as the result.
 
     Args:
         size: Number of bytes. Smaller saves memory, down to one product per sample and column.
 
     Raises:
-        UsageError: It is not a number, or not positive.
+        UsageError: It is not a positive number.
     """
     global _budget
     given: object = size

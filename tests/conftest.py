@@ -13,7 +13,7 @@ import torch
 from backpack_core import plugins
 from backpack_core.engine.planning import Planning
 from backpack_core.errors import warned
-from backpack_core.testing.execution import forget_executions
+from backpack_core.testing.layer_run import forget_runs
 from tests import steps
 from tests.devices import DrawnOnHost, usable
 from tests.leftovers import left_behind, state
@@ -128,11 +128,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, Any, Any]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
-    forget_executions()  # what the kit keeps
+    forget_runs()  # what the kit keeps
     before = state()
     yield
     request.node.funcargs.clear()  # what fixtures gave
-    forget_executions()
+    forget_runs()
     if not request.node.stash.get(_FAILED, False):
         assert not left_behind(before)
 

@@ -60,7 +60,7 @@ def _see_own(schedule: Schedule, edge: Edge, mat: Tensor, is_apart: bool) -> Non
     shape = list(edge.node._input_metadata[edge.output_nr].shape)
     found, site = [*mat.shape[2 if is_apart else 1 :]], schedule.survey.site_at(edge)
     if not is_apart:
-        axis = 0 if site is None else schedule.survey.place_of(site)[0]
+        axis = 0 if site is None else schedule.survey.axis_and_positions(site)[0]
         del shape[axis], found[axis]
     _see(found == shape, "shape", mat.shape, shape)
 

@@ -1,7 +1,4 @@
-"""The ``backpack`` command. Needs the extra ``cli``; without it, says what to install.
-
-``profile`` is for code, and needs no extra.
-"""
+"""The command ``backpack``. It needs the extra ``cli``, and says so where that is missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The commands of ``backpack``. Imports typer; each command imports what it needs."""
+"""The subcommands of ``backpack``. Each imports what it needs only when it runs."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def doctor(as_json: Json = False, limit: Limit = LIMIT) -> None:
 
 
 def _extensions(incomplete: str) -> list[str]:
-    """Classes that plugins name and that are not layer rules: metadata does not say more."""
+    """Completions of an extension's name: classes of entry points, except layer rules."""
     from backpack_core.discovery import discover
 
     names = {plugin.attribute for plugin in discover() if plugin.state == "not loaded"}
@@ -136,7 +136,7 @@ def support(
     if model is None:
         from backpack_core.cli.support import table_of_rules
 
-        gc.freeze()  # what was imported stays: a third of the time went into looking through it
+        gc.freeze()  # imported modules are not collected; to scan them took a third of the time
         table = table_of_rules(tuple(extension or ()))
     else:
         from backpack_core.cli.support import table_of_model
@@ -188,8 +188,8 @@ def explain(
     for name in names:
         if len(names) > 1:
             output.say(name)
-        mine = [row.cells() for row in rows if row.quantity == name]
-        output.print_table(HEADER, mine, output.width())
+        cells = [row.cells() for row in rows if row.quantity == name]
+        output.print_table(HEADER, cells, output.width())
         output.say("")
     output.say(UNITS)
     if any(UNKNOWN in row.cells() for row in rows):
@@ -234,8 +234,8 @@ app.command()(authors.certify)
 def add_commands(asked: Sequence[str]) -> None:
     """Add the commands of other distributions: entry points of the group ``backpack.commands``.
 
-    Each names a ``typer.Typer``. Only that of the command that was asked for is imported; the
-    others are listed by name.
+    Each names a ``typer.Typer``. Only the command that was asked for is imported; of the others,
+    the name is listed.
 
     Args:
         asked: The arguments of the command line.
@@ -253,7 +253,7 @@ def add_commands(asked: Sequence[str]) -> None:
 
 
 def run(**kwargs: Any) -> None:
-    """Run the command; expected errors are a message and an exit code, not a traceback."""
+    """Run the command. For expected errors, print a message and set the exit code."""
     try:
         add_commands(sys.argv[1:])
         app(**kwargs)

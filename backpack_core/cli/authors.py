@@ -1,4 +1,4 @@
-"""The commands for authors of plugins: new, update, certify. Each imports what it needs."""
+"""The subcommands for authors of plugins: new, update, certify."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def _make(kind: str, name: str, folder: Path, author: str) -> None:
     from backpack_core.cli import output
     from backpack_core.cli.scaffold import create
 
-    made = create(kind, name, folder, author)
-    output.say(f"Made {made}. Next:\n  cd {made}\n  pip install -e '.[test]'\n  pytest")
+    package = create(kind, name, folder, author)
+    output.say(f"Made {package}. Next:\n  cd {package}\n  pip install -e '.[test]'\n  pytest")
 
 
 @new.command("layer")
@@ -95,12 +95,12 @@ def certify(
 
     written = run(*(folders or [Path()]), tests=tests or ())
     for path in written:
-        found = read(path)
-        assert found is not None
-        number = sum(map(len, found.checks.values()))
-        output.say(f"{number} checks passed in {len(found.checks)} cases. Wrote {path}.")
-        if found.unchecked:
-            output.say(f"No case builds the classes of {', '.join(found.unchecked)}.")
+        certificate = read(path)
+        assert certificate is not None
+        number = sum(map(len, certificate.checks.values()))
+        output.say(f"{number} checks passed in {len(certificate.checks)} cases. Wrote {path}.")
+        if certificate.unchecked:
+            output.say(f"No case builds the classes of {', '.join(certificate.unchecked)}.")
     if wheel is not None and wheel.is_dir():
         names = ", ".join(path.name for path in into_wheels(wheel, written))
         output.say(f"Wrote them into {names}.")

@@ -1,6 +1,6 @@
 """One small example of every layer and loss in the support matrix, by torch type.
 
-No rule is named here: the matrix finds out which examples have one.
+No rule is named here: the matrix finds out which layers have one.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def _plain(family: str) -> Iterator[RuleCase]:
         arguments, _, shape = rest.rpartition(")")
         if name:
             kind, sizes = getattr(nn, name), literal_eval(f"({shape or 4},)")
-            made = literal_eval(f"({arguments})")
-            yield _case(name, kind, made, partial(_positive, sizes))
+            given = literal_eval(f"({arguments})")
+            yield _case(name, kind, given, partial(_positive, sizes))
 
 
 def _positive(sizes: tuple[int, ...], n: int) -> Tensor:
@@ -67,13 +67,13 @@ def _positive(sizes: tuple[int, ...], n: int) -> Tensor:
 
 
 def _case(
-    name: str, kind: Callable[..., Any], given: tuple[Any, ...], inputs: Callable[[int], Any]
+    name: str, kind: Callable[..., Any], arguments: tuple[Any, ...], inputs: Callable[[int], Any]
 ) -> RuleCase:
-    return RuleCase(lambda: kind(*given), inputs, name=name)
+    return RuleCase(lambda: kind(*arguments), inputs, name=name)
 
 
 def _known(name: str) -> Callable[..., nn.Module]:
-    """A module class that an installed plugin defines, together with a rule for it."""
+    """A factory of a module class by name, which a plugin defines together with its rule."""
 
     def make(*arguments: Any, **options: Any) -> nn.Module:
         types: list[Any] = [kind for kind in registry.rules if isinstance(kind, type)]
@@ -84,14 +84,14 @@ def _known(name: str) -> Callable[..., nn.Module]:
 
 
 class WithoutRule(nn.Module):
-    """What users write, without a rule."""
+    """A user's module without a rule."""
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.randn(2, 2))
 
     def forward(self, input: Tensor) -> Tensor:
-        """A linear map; no rule says that it is linear."""
+        """A linear map, though no rule declares that."""
         return input @ self.weight
 
 
@@ -101,7 +101,7 @@ def _unpooled(dims: int) -> Callable[[int], Any]:
 
 
 def _drawn(*shape: int, times: int = 0) -> Callable[[int], Any]:
-    """One tensor of random numbers, or several."""
+    """Inputs that are one random tensor, or several."""
 
     def inputs(n: int) -> Any:
         several = tuple(torch.randn(n, *shape) for _ in range(times or 1))

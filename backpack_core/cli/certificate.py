@@ -1,8 +1,8 @@
-"""Whether a package has a certificate of the conformance kit that holds. Imports nothing heavy.
+"""Reads certificates of the conformance kit, and tells whether they are valid.
 
-A certificate is a JSON file in the package, so that every build backend can ship it and everybody
-can read it without an import. It says which code was checked, by its digest: whoever reads it sees
-whether that is the code that is installed.
+A certificate is a JSON file in a package, so that every build backend can ship it and it can be
+read without an import. It contains a digest of the code that was checked, which is compared with
+the installed code.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 NAME = "backpack-certificate.json"
 FORMAT = 1
 
-# The best first.
+# From best to worst.
 Standing = Literal["certified", "other versions", "code changed", "no certificate", "unreadable"]
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What was checked, and with what.
+    """What was checked, and with which versions.
 
     Attributes:
         distribution: Name of the distribution.
-        code: Digest of the package's code, see :func:`digest`.
-        kit: Version of backpack-core, which holds the kit.
+        code: Digest of the package's code; see :func:`digest`.
+        kit: Version of backpack-core, which contains the kit.
         torch: Version of torch.
-        checks: By case the checks that ran, each with ``"passed"`` or ``"expected failure"``.
-        worst: The comparison in double precision that came closest to what is allowed: which it
-            was, its relative error, and what is allowed.
-        unchecked: Entry points whose classes no case built.
-        format: Of this file.
+        checks: For each case the checks that ran, with ``"passed"`` or ``"expected failure"``.
+        worst: The comparison in double precision that came closest to its tolerance: its name,
+            relative error, and tolerance.
+        unchecked: Entry points whose classes are in no case.
+        format: Version of this file format.
     """
 
     distribution: str
@@ -56,12 +56,12 @@ class Certificate:
 
 
 def file_of(home: Path) -> Path:
-    """Where the certificate of a package, or of a single module, is."""
+    """The path of the certificate of a package, or of a single module."""
     return beside(home, NAME)
 
 
 def digest(home: Path) -> str:
-    """A number for all code of a package; the same on every system.
+    """A hash of all code of a package, equal on all systems.
 
     Args:
         home: The folder of the package, or the file of a module.
@@ -72,7 +72,7 @@ def digest(home: Path) -> str:
 
 
 def digest_of(texts: dict[str, bytes]) -> str:
-    """The same, of files by their names, which begin with that of the package."""
+    """The hash of files, given by their paths, which begin with the name of the package."""
     total = hashlib.sha256()
     for name in sorted(texts):
         code = texts[name].replace(b"\r\n", b"\n")
@@ -81,20 +81,20 @@ def digest_of(texts: dict[str, bytes]) -> str:
 
 
 def read(path: Path) -> Certificate | None:
-    """The certificate in a file; ``None`` if it is not one, or of a later format."""
+    """The certificate in a file; ``None`` if it is invalid or of a later format."""
     try:
         fields = json.loads(path.read_text("utf-8"))
         certificate = Certificate(**fields)
-        told = (certificate.code, certificate.kit, certificate.torch)
-        is_good = certificate.format == FORMAT and all(isinstance(text, str) for text in told)
-        return certificate if is_good and any(certificate.checks.values()) else None
+        texts = (certificate.code, certificate.kit, certificate.torch)
+        is_valid = certificate.format == FORMAT and all(isinstance(text, str) for text in texts)
+        return certificate if is_valid and any(certificate.checks.values()) else None
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 
 
 @cache
 def standing(package: str) -> Standing:
-    """How a package stands, or a single module, which is read and not imported."""
+    """The state of the certificate of a package or single module, which is not imported."""
     home = home_of(package)
     if home is None or not file_of(home).is_file():
         return "no certificate"
@@ -109,13 +109,13 @@ def standing(package: str) -> Standing:
 
 
 def is_certified(plugin: Plugin) -> bool:
-    """The gate that stands where ``BACKPACK_REQUIRE_CERTIFIED`` is set."""
+    """The gate for ``BACKPACK_REQUIRE_CERTIFIED``: whether the plugin's certificate is valid."""
     return standing(plugin.package) == "certified"
 
 
 @cache
 def version_of(distribution: str) -> str:
-    """The version of a distribution that is installed, without an import."""
+    """The version of an installed distribution, without importing it; else an empty string."""
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -123,6 +123,6 @@ def version_of(distribution: str) -> str:
 
 
 def _minor(text: str) -> str:
-    """``"2.13"`` of ``"2.13.1+cpu"``: what is compared of versions."""
+    """The part of a version that is compared: ``"2.13"`` of ``"2.13.1+cpu"``."""
     match = re.match(r"\d+\.\d+", text)
     return match[0] if match else text

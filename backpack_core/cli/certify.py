@@ -32,11 +32,11 @@ GROUP = "backpack"
 
 
 class Project(NamedTuple):
-    """A package in the making.
+    """A package in development.
 
     Attributes:
         name: Name of the distribution.
-        entry_points: What it declares, by name.
+        entry_points: Its entry points in the group ``backpack``.
         homes: Folders of its packages, or files of its modules.
     """
 
@@ -46,10 +46,10 @@ class Project(NamedTuple):
 
 
 def project(folder: Path) -> Project:
-    """What ``pyproject.toml`` says.
+    """The project that a ``pyproject.toml`` describes.
 
     Raises:
-        UsageError: There is none, or it declares no plugin, or its code is elsewhere.
+        UsageError: There is no such file, it declares no plugin, or its code is not found.
     """
     try:
         text = (folder / "pyproject.toml").read_text("utf-8")
@@ -92,8 +92,8 @@ def certify(*folders: Path, tests: Iterable[Path] = ()) -> list[Path]:
     """Run the tests of packages, and write a certificate beside the code of each.
 
     Args:
-        folders: Where their ``pyproject.toml`` are. The tests run once, for all of them.
-        tests: What pytest runs; default: what the first package says itself.
+        folders: The folders of their ``pyproject.toml``. The tests run once, for all of them.
+        tests: What pytest runs; default: what the first package configures.
 
     Returns:
         The certificates, one for each package of a distribution.
@@ -102,50 +102,50 @@ def certify(*folders: Path, tests: Iterable[Path] = ()) -> list[Path]:
         UsageError: There is nothing to check.
         BackpackError: A test fails.
     """
-    own = [project(folder) for folder in folders]
-    found = _run(folders[0].resolve(), own, [str(path.resolve()) for path in tests])
-    return [path for each in own for path in _certified(each, *found)]
+    projects = [project(folder) for folder in folders]
+    recorded = _run(folders[0].resolve(), projects, [str(path.resolve()) for path in tests])
+    return [path for one in projects for path in _certified(one, *recorded)]
 
 
-def _certified(own: Project, found: list[Any], found_provided: dict[str, Any]) -> list[Path]:
-    """Write the certificates of one distribution, and what it provides."""
+def _certified(package: Project, entries: list[Any], provides: dict[str, Any]) -> list[Path]:
+    """Write the certificates of one distribution, and the files of what it provides."""
     checks: dict[str, dict[str, str]] = {}
-    for _, case, check, status, _ in found:
+    for _, case, check, status, _ in entries:
         checks.setdefault(case, {})[check] = status
-    judged = {kind for kind, *_ in found}  # modules with hooks take part in whatever is judged
-    unchecked = [n for n, v in own.entry_points.items() if ":" in v and v not in judged]
-    if not checks or len(unchecked) == len(own.entry_points):
+    checked = {kind for kind, *_ in entries}
+    # Entry points of modules with hooks are not counted: they take part in all checks.
+    unchecked = [n for n, v in package.entry_points.items() if ":" in v and v not in checked]
+    if not checks or len(unchecked) == len(package.entry_points):
         raise UsageError(
-            f"No check of the kit ran for a class of {own.name}, so there is nothing to certify. "
-            "Write a test with parametrize_rule_checks, or a relative of it: see "
-            "`backpack new layer NAME`."
+            f"No check of the kit ran for a class of {package.name}, so there is nothing to "
+            "certify. Write a test with parametrize_checks: see `backpack new layer NAME`."
         )
-    compared: list[dict[str, Any]] = [worst for *_, worst in found if worst]
+    compared: list[dict[str, Any]] = [worst for *_, worst in entries if worst]
     closest = max(compared, key=lambda w: float(w["error"] / w["allowed"]), default={})
     paths, versions = [], (version_of("backpack-core"), version_of("torch"))
-    for home in own.homes:
-        made = Certificate(own.name, digest(home), *versions, checks, closest, unchecked)
-        file_of(home).write_text(text_of(made), "utf-8")
+    for home in package.homes:
+        certificate = Certificate(package.name, digest(home), *versions, checks, closest, unchecked)
+        file_of(home).write_text(text_of(certificate), "utf-8")
         paths.append(file_of(home))
-        if home.stem in found_provided:  # unless it is not installed
-            text = provided.text_of(found_provided[home.stem])
+        if home.stem in provides:  # it is installed
+            text = provided.text_of(provides[home.stem])
             provided.beside(home, provided.NAME).write_text(text, "utf-8")
     return paths
 
 
 def text_of(certificate: Certificate) -> str:
-    """What is in the file."""
+    """The text of a certificate's file."""
     return provided.text_of(asdict(certificate))
 
 
-def _run(folder: Path, own: list[Project], tests: list[str]) -> list[Any]:
-    """What the kit's checks reported, from a process of their own, which has the packages' code."""
-    parents = [str(home.resolve().parent) for each in own for home in each.homes]
-    names = " and ".join(each.name for each in own)
+def _run(folder: Path, projects: list[Project], tests: list[str]) -> list[Any]:
+    """What the kit's checks reported, in a subprocess that imports the packages' code."""
+    parents = [str(home.resolve().parent) for each in projects for home in each.homes]
+    names = " and ".join(each.name for each in projects)
     before = os.environ.get("PYTHONPATH")
     path = os.pathsep.join(dict.fromkeys([*parents, *filter(None, [before])]))
-    with tempfile.TemporaryDirectory() as place_for:
-        ledger = Path(place_for) / "ledger.json"
+    with tempfile.TemporaryDirectory() as temporary:
+        ledger = Path(temporary) / "ledger.json"
         result = subprocess.run(
             [
                 *(sys.executable, "-m", "pytest", "-q", "-p", "backpack_core.cli.ledger"),
@@ -160,65 +160,65 @@ def _run(folder: Path, own: list[Project], tests: list[str]) -> list[Any]:
         if result.returncode:
             absent = "".join(
                 f" {each.name} is not installed: try `pip install -e '.[test]'` in its folder."
-                for each in own
+                for each in projects
                 if not version_of(each.name)
             )
             raise BackpackError(
                 f"There is no certificate for {names}, because tests fail.{absent}\n"
                 + (result.stdout + result.stderr).strip()[-3000:]
             )
-        found: list[Any] = json.loads(ledger.read_text("utf-8"))
-    return found
+        recorded: list[Any] = json.loads(ledger.read_text("utf-8"))
+    return recorded
 
 
 def into_wheels(folder: Path, certificates: Iterable[Path]) -> list[Path]:
     """Write each certificate into the wheel of its distribution.
 
     Args:
-        folder: With the wheels.
+        folder: The folder of the wheels.
         certificates: As :func:`certify` wrote them.
 
     Returns:
         The wheels.
 
     Raises:
-        UsageError: A wheel is missing, or there are several, or one holds other code.
+        UsageError: A wheel is missing, or there are several, or one contains other code.
     """
-    found: dict[Path, list[Path]] = {}
+    by_wheel: dict[Path, list[Path]] = {}
     for path in certificates:
-        made = read(path)
-        assert made is not None
-        name = re.sub(r"[-_.]+", "_", made.distribution)
+        certificate = read(path)
+        assert certificate is not None
+        name = re.sub(r"[-_.]+", "_", certificate.distribution)
         wheels = sorted(folder.glob(f"{name}-*.whl"))
         if len(wheels) != 1:
             raise UsageError(
-                f"{str(folder)!r} has {len(wheels)} wheels of {made.distribution}: it takes one. "
-                "Build it with `python -m build`, into a folder that has no earlier ones."
+                f"{str(folder)!r} has {len(wheels)} wheels of {certificate.distribution}: it takes "
+                "one. Build it with `python -m build`, into a folder that has no earlier ones."
             )
-        found.setdefault(wheels[0], []).append(path)
-    for wheel, paths in found.items():
+        by_wheel.setdefault(wheels[0], []).append(path)
+    for wheel, paths in by_wheel.items():
         into_wheel(wheel, paths)
-    return [*found]
+    return [*by_wheel]
 
 
 def into_wheel(wheel: Path, certificates: Iterable[Path]) -> None:
-    """Write certificates into a wheel that was built already, whatever built it.
+    """Write certificates into a finished wheel, whatever built it.
 
     Args:
         wheel: The file.
         certificates: As :func:`certify` wrote them, beside the code.
 
     Raises:
-        UsageError: The wheel holds other code than what was checked.
+        UsageError: The wheel contains other code than was checked.
     """
     with zipfile.ZipFile(wheel) as file:
         entries = {name: file.read(name) for name in file.namelist()}
     for path in certificates:
-        found = read(path)
+        certificate = read(path)
         is_package = path.name == NAME
         inside = f"{path.parent.name}/" if is_package else path.name.replace(f".{NAME}", ".py")
         code = {n: t for n, t in entries.items() if n.startswith(inside) and n.endswith(".py")}
-        if found is None or digest_of(code) != found.code:
+        if certificate is None or digest_of(code) != certificate.code:
             raise UsageError(
                 f"{wheel.name} holds other code than what was certified. Build it again, then: "
                 "backpack certify FOLDER --wheel dist/NAME.whl."

@@ -1,9 +1,9 @@
-"""How many multiply-adds a quantity needs at least, layer by layer. Imports torch.
+"""Lower bounds on the multiply-adds of a quantity, layer by layer.
 
-What is counted: the products of the gradient itself; for each sample the product of output
-gradient and input where positions share a weight, or the squares' product where they do not; a
-transposed Jacobian product for each column and layer; covariances as symmetric products. Norms take
-the cheaper of the product and the Gram matrices over positions. Elementwise work counts nothing.
+The gradient counts its matrix products. A quantity counts in addition: for each sample, the product
+of output gradient and input if positions share a weight, else one product of squares; a transposed
+Jacobian product for each column and layer; covariances as symmetric products. Norms count the
+cheaper of the product and the Gram matrices over positions. Elementwise work does not count.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-# Quantities that carry a column for each output of the model; others carry one.
+# Quantities with a column for each output of the model; others have one column.
 EXACT = frozenset({"DiagGGNExact", "BatchDiagGGNExact", "SqrtGGNExact", "KFLR", "GGNTogether"})
 
 
 @dataclass(frozen=True)
 class Layer:
-    """An affine map ``y[n, s, g] = W[g] x[n, s, g]``, or a product of activations (no params).
+    """An affine map ``y[n, s, g] = W[g] x[n, s, g]``, or a product of activations (no parameters).
 
     Attributes:
         positions: ``S``.
@@ -29,7 +29,7 @@ class Layer:
         outputs: ``O``.
         groups: ``G``.
         params: Number of parameters.
-        first: Its input needs no gradient.
+        first: Whether its input needs no gradient.
     """
 
     positions: int
@@ -41,24 +41,24 @@ class Layer:
 
     @property
     def product(self) -> int:
-        """Multiply-adds of the layer for one sample: forward, transposed, or for the weight."""
+        """Multiply-adds of one product for a sample: forward, transposed, or for the weight."""
         return self.positions * self.inputs * self.outputs
 
     @property
     def back(self) -> int:
-        """Multiply-adds of one column through the layer. Two factors where both are activations."""
+        """Multiply-adds of propagating a column; twice as many for a product of activations."""
         if not self.params:
             return 2 * self.product
         return 0 if self.first else self.product
 
 
 def of_module(module: nn.Module, args: tuple[Tensor, ...], result: Any, first: bool) -> list[Layer]:
-    """The affine maps that a module stands for; none where it is not known to have any.
+    """The affine maps that a module consists of; empty if it is not known to have any.
 
     Args:
         module: The module.
-        args: What it received.
-        result: What it returned.
+        args: Its arguments.
+        result: Its return value.
         first: Whether its input needs no gradient.
     """
     params = sum(p.numel() for p in module.parameters(recurse=False))
@@ -82,20 +82,20 @@ def of_module(module: nn.Module, args: tuple[Tensor, ...], result: Any, first: b
 
 
 def work(layer: Layer, quantity: str, columns: int) -> float | None:
-    """Multiply-adds of a quantity at a layer beyond those of the gradient, for one sample.
+    """Multiply-adds of a quantity at a layer in addition to the gradient, for one sample.
 
     Args:
         layer: The layer.
         quantity: Name of the extension.
-        columns: How many columns travel.
+        columns: How many columns are propagated.
 
     Returns:
-        The count; ``None`` where it was not worked out.
+        The count; ``None`` if there is no formula for the quantity.
     """
     carry = columns * layer.back
     if not layer.params:
         return carry if quantity in _CARRIED else 0
-    own = {
+    at_parameters = {
         "BatchGrad": layer.product,
         "FirstFour": layer.product,
         "BatchL2Grad": _norm(layer),
@@ -109,7 +109,7 @@ def work(layer: Layer, quantity: str, columns: int) -> float | None:
         "GGNTogether": _squares(layer, columns) + _factors(layer, columns),
         **dict.fromkeys(_DIAGONALS, _squares(layer, columns)),
     }.get(quantity)
-    return None if own is None else own + (carry if quantity in _CARRIED else 0)
+    return None if at_parameters is None else at_parameters + (carry if quantity in _CARRIED else 0)
 
 
 _DIAGONALS = ("DiagGGNMC", "DiagGGNExact", "BatchDiagGGNMC", "BatchDiagGGNExact")
@@ -117,7 +117,7 @@ _CARRIED = {*_DIAGONALS, "SqrtGGNMC", "SqrtGGNExact", "KFAC", "KFLR", "GGNTogeth
 
 
 def result_size(quantity: str, params: int, batch: int, columns: int) -> int:
-    """Numbers in a result that is larger than the gradient; zero for others."""
+    """Number of elements of a result that is larger than the gradient; zero for others."""
     if quantity in ("SqrtGGNMC", "SqrtGGNExact"):
         return params * batch * columns
     per_sample = ("BatchGrad", "FirstFour", "BatchDiagGGNMC", "BatchDiagGGNExact", "GGNTogether")
@@ -125,7 +125,7 @@ def result_size(quantity: str, params: int, batch: int, columns: int) -> int:
 
 
 def _squares(layer: Layer, columns: int) -> int:
-    """Without shared positions one product of squares serves all columns."""
+    """One product of squares serves all columns, unless positions share a weight."""
     return layer.product * (columns if layer.positions > 1 else 1)
 
 

@@ -1,4 +1,4 @@
-"""Judges what is installed: faults and warnings, each with a remedy. Imports core."""
+"""Examines the installation: faults and warnings, each with a remedy."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Finding:
     """Something that is wrong.
 
     Attributes:
-        severity: A fault makes something unusable; a warning does not; a note is about
-            what may have been left out on purpose.
+        severity: A fault makes something unusable, a warning does not. A note is about something
+            that may be missing on purpose.
         who: The distribution or distributions.
         plugin: Names of entry points.
         problem: What was found.
@@ -53,7 +53,7 @@ class Diagnosis:
 
     Attributes:
         reports: One for each plugin.
-        findings: What is wrong, faults first, notes last.
+        findings: Everything that is wrong: faults first, notes last.
     """
 
     reports: list[Report]
@@ -88,7 +88,7 @@ def examine(limit: float = LIMIT) -> Diagnosis:
 
 
 def _names_that_mean_nothing(plugins: Iterable[Plugin]) -> Iterator[tuple[str, str]]:
-    """Entries of the environment's block-list and preferences that no plugin has, by variable."""
+    """Entries of environment variables that name no installed plugin, each after its variable."""
     known = {canonical(name) for plugin in plugins for name in plugin.provenance[:2]}
     for variable in ("BACKPACK_BLOCK_PLUGINS", "BACKPACK_PREFER"):
         for entry in filter(None, map(str.strip, os.environ.get(variable, "").split(","))):
@@ -98,7 +98,7 @@ def _names_that_mean_nothing(plugins: Iterable[Plugin]) -> Iterator[tuple[str, s
 
 
 def _of_environment(installed: list[Plugin]) -> Iterator[Finding]:
-    """Environment variables that speak of plugins that there are not."""
+    """Findings about environment variables that name plugins which are not installed."""
     known = {name for plugin in installed for name in plugin.provenance[:2]}
     for variable, entry in _names_that_mean_nothing(installed):
         near = nearest(entry.rpartition("=")[2], known) or "."
@@ -113,27 +113,27 @@ def _of_environment(installed: list[Plugin]) -> Iterator[Finding]:
 
 
 def _of_others() -> Iterator[Finding]:
-    """What installed distributions have to say themselves, in the group ``backpack.doctor``.
+    """Findings of installed distributions: entry points of the group ``backpack.doctor``.
 
-    A function that such an entry point names returns who is concerned, what is wrong and what to
-    do, or ``None``.
+    The function that such an entry point names returns who is concerned, what is wrong and what to
+    do; or ``None``.
     """
     for entry_point in entry_points(group="backpack.doctor"):
         owner = entry_point.dist.name if entry_point.dist is not None else entry_point.value
         try:
-            found = entry_point.load()()
+            finding = entry_point.load()()
         except Exception as error:
             problem = f"what it has to say fails ({type(error).__name__}: {error})"
             remedy = f"Update or uninstall {owner}."
             yield Finding("fault", owner, entry_point.name, problem, remedy)
             continue
-        if found is not None:
-            who, problem, remedy = found
+        if finding is not None:
+            who, problem, remedy = finding
             yield Finding("warning", who, "", problem, remedy)
 
 
 def _judge(report: Report, limit: float) -> Iterator[Finding]:
-    """Everything that is wrong with one plugin by itself."""
+    """Everything that is wrong with a single plugin."""
 
     def fault(problem: str, remedy: str) -> Finding:
         return Finding("fault", report.who, report.name, problem, remedy)
@@ -226,19 +226,19 @@ def _key_conflicts(reports: list[Report]) -> Iterator[Finding]:
 
 
 def _field_conflicts(reports: list[Report]) -> Iterator[Finding]:
-    """Extensions of several distributions that save under one name."""
+    """Extensions of several distributions with the same save field."""
     by_field: dict[str, dict[str, tuple[Report, Provided]]] = {}
     for report in reports:
         for provided in report.provides:
             if provided.kind == "extension" and provided.detail:
                 by_field.setdefault(provided.detail, {})[provided.implementation] = report, provided
-    for name, found in by_field.items():
-        if len({report.distribution for report, _ in found.values()}) > 1:
+    for name, rivals in by_field.items():
+        if len({report.distribution for report, _ in rivals.values()}) > 1:
             yield Finding(
                 "warning",
-                " and ".join(report.who for report, _ in found.values()),
-                ", ".join(report.name for report, _ in found.values()),
-                f"{' and '.join(provided.key for _, provided in found.values())} both save under "
+                " and ".join(report.who for report, _ in rivals.values()),
+                ", ".join(report.name for report, _ in rivals.values()),
+                f"{' and '.join(provided.key for _, provided in rivals.values())} both save under "
                 f"{name!r}: the later of two passes overwrites, and one pass cannot have both",
                 "Give one of them another name where you use it: savefield='...'; authors: choose "
                 "another savefield.",
@@ -260,7 +260,7 @@ def _conflict(what: str, key: str, rivals: list[tuple[str, str]]) -> Finding:
 
 
 def _certificates(installed: list[Plugin]) -> Iterator[Finding]:
-    """Certificates that no longer hold. A distribution without one is nothing to speak of."""
+    """Certificates that are no longer valid. A missing certificate is not a finding."""
     packages: dict[str, set[str]] = {}
     for plugin in installed:
         packages.setdefault(str(plugin.provenance), set()).add(plugin.package)
@@ -277,7 +277,7 @@ def _certificates(installed: list[Plugin]) -> Iterator[Finding]:
 
 
 def _without_library(reports: list[Report]) -> Iterator[Finding]:
-    """What only lacks a library that its layers come from, a line for each distribution."""
+    """Rules for layers of a library that is not installed, one finding for each distribution."""
     by_who: dict[tuple[str, str], dict[str, str]] = {}
     for report in reports:
         for library, name in report.absent.items():
@@ -295,7 +295,7 @@ def _without_library(reports: list[Report]) -> Iterator[Finding]:
 
 
 def _without_plugins() -> list[str]:
-    """Installed distributions named as those of plugins that declare no entry point."""
+    """Installed distributions with the name of a plugin that declare no entry point."""
     declared = {canonical(distribution) for distribution, *_ in declarations()}
     names = {canonical(name_of(distribution)) for distribution in distributions()}
     return sorted(name for name in names - declared if name.startswith("backpack-plugin-"))

@@ -1,4 +1,4 @@
-"""What computes a quantity at each parameter, and what it costs. Imports core."""
+"""Explains how a quantity is computed at each parameter, and what it costs."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Row(NamedTuple):
 
     Attributes:
         quantity: Name of the extension.
-        parameter: Its name in the model.
-        rule: The rule, and who provides it.
-        form: The form in which the rule's product is read.
-        multiply_adds: Of gradient and quantity, relative to those of the gradient of the layer;
-            ``None`` where no data were given, or nobody counted.
-        bytes: Of the result, relative to those of the gradient of the parameter; ``None`` alike.
+        parameter: The parameter's name in the model.
+        rule: The rule and the plugin that provides it.
+        form: The form of product that extensions read.
+        multiply_adds: Those of gradient and quantity, relative to those of the gradient of the
+            layer; ``None`` if there are no data, or no formula.
+        bytes: Size of the result, relative to that of the parameter's gradient; ``None`` likewise.
         faster: What would make it faster.
     """
 
@@ -52,7 +52,7 @@ class Row(NamedTuple):
     faster: str
 
     def cells(self) -> list[str]:
-        """For a table, with the columns of ``HEADER``."""
+        """The cells of a table with the columns of ``HEADER``."""
         numbers = (self.multiply_adds, self.bytes)
         shown = [UNKNOWN if number is None else f"{number:.2f}×" for number in numbers]
         return [self.parameter, self.rule, self.form, *shown, self.faster]
@@ -62,8 +62,8 @@ class Explanation(NamedTuple):
     """How quantities are computed in a net.
 
     Attributes:
-        rows: For each quantity a row for each trained parameter.
-        plan: What a backward pass does, step by step; ``None`` where there is no plan.
+        rows: For each quantity, a row for each trained parameter.
+        plan: The steps of a backward pass; ``None`` if there is no plan.
     """
 
     rows: list[Row]
@@ -71,7 +71,7 @@ class Explanation(NamedTuple):
 
 
 def explained(target: str, names: tuple[str, ...]) -> Explanation:
-    """How quantities are computed at each parameter, and the plan of a pass that computes them.
+    """How quantities are computed at each parameter, and the plan of a pass for them.
 
     Args:
         target: ``"module:factory"``; see :func:`~backpack_core.cli.support.table_of_model`.
@@ -91,7 +91,7 @@ def explained(target: str, names: tuple[str, ...]) -> Explanation:
 
 
 class _Net(NamedTuple):
-    """A model, and what one forward pass told about it."""
+    """A model, and what a forward pass has shown about it."""
 
     given: Given
     layers: dict[Module, list[Layer]]
@@ -119,15 +119,15 @@ def _parameters(module: Module) -> list[tuple[str, Tensor]]:
 
 
 def _layers(given: Given) -> tuple[dict[Module, list[Layer]], int]:
-    """The affine maps of every module, from one forward pass, and the columns of an exact root."""
-    found: dict[Module, list[Layer]] = {}
+    """The affine maps of every module, and the columns of an exact root, from a forward pass."""
+    layers: dict[Module, list[Layer]] = {}
     model = given.modules[0]
     if not given.data:
-        return found, 0
+        return layers, 0
 
     def visit(module: Module, args: tuple[Any, ...], result: Any) -> None:
-        first = not any(found.values())
-        found.setdefault(module, []).extend(of_module(module, args, result, first))
+        first = not any(layers.values())
+        layers.setdefault(module, []).extend(of_module(module, args, result, first))
 
     unextend(model)
     hooks = [module.register_forward_hook(visit) for module in model.modules()]
@@ -138,13 +138,13 @@ def _layers(given: Given) -> tuple[dict[Module, list[Layer]], int]:
         for hook in hooks:
             hook.remove()
     is_softmax = isinstance(given.modules[-1], nn.CrossEntropyLoss)  # C - 1 for C classes
-    return found, output[0].numel() - (output[0, 0].numel() if is_softmax else 0)
+    return layers, output[0].numel() - (output[0, 0].numel() if is_softmax else 0)
 
 
 def _costs(
     net: _Net, layers: list[Layer], name: str, parameter: Tensor
 ) -> tuple[float | None, float | None]:
-    """Multiply-adds and bytes relative to the gradient."""
+    """Multiply-adds and bytes, relative to those of the gradient."""
     columns = net.columns if name in EXACT else 1
     batch = len(net.given.data[0]) if net.given.data else 0
     size = result_size(name, parameter.numel(), batch, columns) or parameter.numel()
@@ -161,18 +161,18 @@ def _costs(
 
 
 def _words(
-    module: Module, own: str, extension: type[Extension], cell: str, why: str
+    module: Module, name: str, extension: type[Extension], cell: str, why: str
 ) -> tuple[str, str, str]:
-    """Rule, form, and what would make it faster."""
+    """The cells for rule, form, and what would make it faster."""
     resolved, kind = registry.resolve(module), type(module).__name__
     rule = "automatic"
-    if not resolved.is_fallback and resolved.rule.covers(module, own):
+    if not resolved.is_fallback and resolved.rule.covers(module, name):
         rule = f"{type(resolved.rule).__name__} of {resolved.provenance}"
     if cell == "refused" or why:
         return rule, "refused", why
     if rule == "automatic":
-        known = f"install a plugin with a rule for {kind}, or write one: backpack new layer NAME"
-        return rule, "where operations use it", known
+        remedy = f"install a plugin with a rule for {kind}, or write one: backpack new layer NAME"
+        return rule, "where operations use it", remedy
     if cell == "graph":
         return rule, "graph of the loss", ""
     form = declared_form(type(resolved.rule)).__name__

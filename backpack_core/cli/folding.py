@@ -1,4 +1,4 @@
-"""Folds a table of what is supported: equal rows stand together. Imports nothing heavy."""
+"""Folds a table of what is supported, so that layers with equal rows are printed together."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _MEANING = {
 
 
 def folded(table: Table, width: int) -> Iterator[str]:
-    """Lines no longer than ``width``: groups of rows, and for each what computes which extension.
+    """The lines of a folded table: for each group of equal rows, what is supported.
 
     Args:
         table: What is supported.
-        width: Columns of the terminal.
+        width: Columns of the terminal, and the length of a line at most.
     """
     groups: dict[tuple[str, ...], list[int]] = {}
     for number, row in enumerate(table.rows):

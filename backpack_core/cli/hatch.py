@@ -1,4 +1,4 @@
-"""The build hook for hatchling: no wheel without a certificate that is for its code.
+"""The build hook for hatchling: no wheel is built without a certificate for its code.
 
 In the ``pyproject.toml`` of a plugin::
 
@@ -21,23 +21,23 @@ from backpack_core.provided import NAME, beside
 
 
 class Certify(BuildHookInterface):  # type: ignore[type-arg]
-    """Puts the certificate into the wheel, with what the plugin provides.
+    """Puts the certificate and the file of what the plugin provides into the wheel.
 
-    Runs the kit where there is none for this code.
+    If there is no certificate for this code, the kit runs first.
     """
 
     PLUGIN_NAME = "backpack"
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Called before a wheel is built; an editable one goes without."""
+        """Called before a wheel is built; does nothing for an editable one."""
         if self.target_name != "wheel" or version == "editable":
             return
         folder = Path(self.root)
-        own = project(folder)
-        found = {home: read(file_of(home)) for home in own.homes}
-        if any(each is None or each.code != digest(home) for home, each in found.items()):
+        package = project(folder)
+        certificates = {home: read(file_of(home)) for home in package.homes}
+        if any(each is None or each.code != digest(home) for home, each in certificates.items()):
             certify(folder)
-        for home in own.homes:
+        for home in package.homes:
             for path in filter(Path.exists, (file_of(home), beside(home, NAME))):
                 inside = path.relative_to(home.parent).as_posix()
                 build_data["force_include"][str(path)] = inside
@@ -45,5 +45,5 @@ class Certify(BuildHookInterface):  # type: ignore[type-arg]
 
 @hookimpl
 def hatch_register_build_hook() -> type[BuildHookInterface]:  # type: ignore[type-arg]
-    """What hatchling asks for."""
+    """The hook's class, for hatchling."""
     return Certify

@@ -1,4 +1,4 @@
-"""What a loaded plugin provides, and what is wrong with it. Imports core and its registry."""
+"""Describes what a loaded plugin provides, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from backpack_core.cli.reports import Provided, Report
 from backpack_core.contract.bases import Candidate, faults_of, with_line
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
-from backpack_core.discovery import Claim, Plugin, spelled_out
+from backpack_core.discovery import Claim, Plugin, qualified_name
 from backpack_core.errors import PluginVersionError
 from backpack_core.plugins.registry import registry
-from backpack_core.testing.execution import has_second_derivative
+from backpack_core.testing.layer_run import has_second_derivative
 from backpack_products.derivatives import second_order
 from backpack_products.elementwise import ElementwiseRule
 from backpack_products.loss import HessianLossRule
 
 
 def report(plugin: Plugin) -> Report:
-    """Describe a plugin as far as it got."""
+    """The report on a plugin, whether it is loaded or failed."""
     result = Report.of(plugin)
     if plugin.error is not None:
         _describe_error(result, plugin.error)
@@ -41,9 +41,9 @@ def report(plugin: Plugin) -> Report:
 
 
 def _missing_types(rule: type[LayerRule], result: Report) -> Iterator[str]:
-    """What is wrong with ``module_types``, once the packages that it names were imported.
+    """The faults of ``module_types``, after importing the packages that it names.
 
-    A library that is not installed is not a slip: it is noted.
+    A library that is not installed is not a fault; it is noted in ``result.absent``.
     """
     for name in rule.module_types:
         package = name.rpartition(".")[0] if isinstance(name, str) else ""
@@ -72,8 +72,8 @@ def _describe_error(result: Report, error: BaseException) -> None:
 
 
 def _claims(plugin: Plugin) -> list[tuple[Provided, Any]]:
-    """What the registry holds from this plugin, described, and as it is."""
-    found: list[tuple[Provided, Any]] = []
+    """What the registry has from this plugin: descriptions and values."""
+    described: list[tuple[Provided, Any]] = []
 
     def add(kind: str, key: str, claims: list[Claim[Any]]) -> None:
         for claim in claims:
@@ -82,21 +82,21 @@ def _claims(plugin: Plugin) -> list[tuple[Provided, Any]]:
                 cls = value if isinstance(value, type) else type(value)
                 name = f"{cls.__module__}.{cls.__qualname__}"
                 detail = getattr(cls, "savefield", "") if kind == "extension" else ""
-                found.append((Provided(kind, key, name, detail), value))
+                described.append((Provided(kind, key, name, detail), value))
 
     for module_type, rules in registry.rules.items():
-        add("layer rule", spelled_out(module_type), rules)
+        add("layer rule", qualified_name(module_type), rules)
     for name, extensions in registry.extensions.items():
         add("extension", name, extensions)
     for name, propagators in registry.propagators.items():
         add("propagator", name, propagators)
     for (extension, module_type), overrides in registry.overrides.items():
-        add("pair override", f"{extension.__name__}/{spelled_out(module_type)}", overrides)
-    return found
+        add("pair override", f"{extension.__name__}/{qualified_name(module_type)}", overrides)
+    return described
 
 
 def _broken(value: Any) -> list[str]:
-    """What a rule or extension declares and does not implement."""
+    """What a rule or extension declares but does not implement."""
     if isinstance(value, LayerRule):
         name = type(value).__name__
         return [f"{name} {text}" for text in _broken_rule(value)]
@@ -106,14 +106,14 @@ def _broken(value: Any) -> list[str]:
 
 
 def _broken_rule(rule: LayerRule) -> list[str]:
-    found = []
+    faults = []
     if not has_second_derivative(rule):
         if isinstance(rule, ElementwiseRule):
-            found.append("is an ElementwiseRule without second_derivative or hessian_is_zero")
+            faults.append("is an ElementwiseRule without second_derivative or hessian_is_zero")
         elif second_order(rule).hessian_is_diagonal:
-            found.append("declares hessian_is_diagonal and has no _second_derivative_mat_prod")
+            faults.append("declares hessian_is_diagonal and has no _second_derivative_mat_prod")
     if isinstance(rule, HessianLossRule) and rule.likelihood:
         samples = type(rule)._sqrt_hessian_sampled
         if samples is HessianLossRule._sqrt_hessian_sampled:
-            found.append(f"declares the likelihood {rule.likelihood!r} and cannot sample from it")
-    return found
+            faults.append(f"declares the likelihood {rule.likelihood!r} and cannot sample from it")
+    return faults

@@ -1,4 +1,4 @@
-"""A plugin of pytest that notes which checks of the kit ran; ``backpack certify`` uses it."""
+"""A pytest plugin that records which checks of the kit ran, for ``backpack certify``."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ OPTION = "--backpack-ledger"
 
 
 def pytest_addoption(parser: Any) -> None:
-    """The option that says where to write."""
+    """Add the option that says where to write."""
     parser.addoption(OPTION, type=Path, help="Write the checks that ran to this file.")
 
 
 def pytest_configure(config: Any) -> None:
-    """Begin to note."""
+    """Register the ledger."""
     config.pluginmanager.register(Ledger(config.getoption(OPTION)), "backpack-ledger")
 
 
 class Ledger:
-    """What ran. With several processes, the first one writes what all report."""
+    """Records the checks. With several processes, the first one collects and writes them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -40,7 +40,7 @@ class Ledger:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: Any, call: Any) -> Generator[None, Any, Any]:
-        """Give the report of a check what is to be noted. What is skipped was not checked."""
+        """Attach a check's entry to its report, unless the check was skipped."""
         report = yield
         check = getattr(item, "callspec", None) and item.callspec.params.get("check")
         if call.when == "call" and isinstance(check, BoundCheck):
@@ -54,19 +54,19 @@ class Ledger:
         return report
 
     def pytest_runtest_logreport(self, report: Any) -> None:
-        """Note it."""
+        """Collect the entry."""
         if report.when == "call":
             self.found += [value for key, value in report.user_properties if key == _KEY]
 
     def pytest_sessionfinish(self) -> None:
-        """Write it, with what the installed plugins provide."""
+        """Write all entries, and what the installed plugins provide."""
         ensure_loaded()
         self.path.write_text(json.dumps([self.found, provided_by(known_plugins())]), "utf-8")
 
 
 def _class_of(case: Case) -> str:
-    """The rule or extension that a case is about, as an entry point names it."""
-    made = case.made()
+    """The rule or extension of a case, as an entry point names it."""
+    checked = case.make()
     with installed(case):
-        kind = type(registry.resolve(made).rule if isinstance(made, Module) else made)
+        kind = type(registry.resolve(checked).rule if isinstance(checked, Module) else checked)
     return f"{kind.__module__}:{kind.__qualname__}"

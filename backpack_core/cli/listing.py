@@ -1,4 +1,4 @@
-"""Rows of ``backpack plugins``. Imports neither torch nor plugins; another process may."""
+"""The rows of ``backpack plugins``. Imports neither torch nor plugins in this process."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ def collect(load: bool, limit: float) -> list[Report]:
     """One report for each installed plugin.
 
     Args:
-        load: Whether to load them too, in other processes.
+        load: Whether to load the plugins, in other processes.
         limit: Seconds that one plugin may take.
     """
-    found = discover()
-    reports = load_isolated(found, limit) if load else [Report.of(plugin) for plugin in found]
-    for report, plugin in zip(reports, found, strict=True):
+    plugins = discover()
+    reports = load_isolated(plugins, limit) if load else [Report.of(plugin) for plugin in plugins]
+    for report, plugin in zip(reports, plugins, strict=True):
         report.standing = standing(plugin.package)
     return reports
 
 
 def worst(standings: Iterable[Standing]) -> Standing:
-    """How a distribution stands: as the worst of its packages."""
+    """The standing of a distribution, which is the worst one of its packages."""
     return max(standings, key=get_args(Standing).index)
 
 
@@ -38,18 +38,18 @@ FOLDED = ("distribution", "version", "provides", "state", "certificate")
 
 
 def folded(reports: list[Report]) -> list[tuple[str, ...]]:
-    """A line for each distribution: how many entry points of each kind, as far as names say."""
+    """A row for each distribution, with its number of entry points of each kind, by names."""
     by_who: dict[tuple[str, str], list[Report]] = {}
     for report in reports:
         by_who.setdefault((report.distribution, report.version), []).append(report)
     return [
         (
             *who,
-            _counted(map(_kind, mine)),
-            _counted(report.state for report in mine),
-            worst(report.standing for report in mine),
+            _counted(map(_kind, own_reports)),
+            _counted(report.state for report in own_reports),
+            worst(report.standing for report in own_reports),
         )
-        for who, mine in by_who.items()
+        for who, own_reports in by_who.items()
     ]
 
 
@@ -61,11 +61,11 @@ def _kind(report: Report) -> str:
 
 
 def _counted(words: Iterable[str]) -> str:
-    """``"70 rules, 2 modules"``; of states, that alone where all have it."""
-    found = Counter(words)
-    if len(found) == 1 and next(iter(found)) in get_args(State):
-        return next(iter(found))
-    return ", ".join(f"{n} {_plural(word, n)}" for word, n in found.items())
+    """``"70 rules, 2 modules"``; a state that is the same for all is written without a number."""
+    counts = Counter(words)
+    if len(counts) == 1 and next(iter(counts)) in get_args(State):
+        return next(iter(counts))
+    return ", ".join(f"{n} {_plural(word, n)}" for word, n in counts.items())
 
 
 def _plural(word: str, number: int) -> str:
@@ -75,7 +75,7 @@ def _plural(word: str, number: int) -> str:
 
 
 def rows(reports: list[Report]) -> list[tuple[str, ...]]:
-    """Cells for a table: what a plugin provides, or what it names as long as it is not loaded."""
+    """A row for each thing that a plugin provides; its entry point if it is not loaded."""
     return [
         (r.name, r.distribution, r.version, text, r.state)
         for r in reports

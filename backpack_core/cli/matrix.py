@@ -1,4 +1,4 @@
-"""The support matrix, layers and losses against extensions, found by running each pair.
+"""The support matrix of layers and losses against extensions, found by running each pair.
 
 python -m backpack_core.cli.matrix --write docs/support-matrix.md
 """
@@ -27,7 +27,7 @@ from backpack_core.errors import BackpackError
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.testing.cases import LossCase, RuleCase
-from backpack_core.testing.execution import has_second_derivative
+from backpack_core.testing.layer_run import has_second_derivative
 from backpack_core.testing.loss_checks import in_front_of
 from backpack_core.testing.nets import Made, Problem
 from backpack_core.testing.network import SoftmaxLoss, build_net, install_own_rules
@@ -45,9 +45,9 @@ class Cell:
 
     Attributes:
         kind: ``"rule"``: through the layer's rule; ``"fast"``: by contractions registered for the
-            form of product that the rule gives; ``"autodiff"``: where operations use them,
-            since there is no rule; ``"graph"``: from the graph of the loss, whatever the layer is;
-            ``"refused"``: it raises; ``"-"``: there is nothing to compute.
+            form of product that the rule has; ``"autodiff"``: at the operations that use the
+            parameters, since there is no rule; ``"graph"``: from the graph of the loss, whatever
+            the layer is; ``"refused"``: it raises; ``"-"``: there is nothing to compute.
         reason: Why it raises.
     """
 
@@ -61,8 +61,8 @@ class Row:
 
     Attributes:
         name: The layer.
-        rule: Its rule, ``None`` where none is installed.
-        cells: By name of the extension.
+        rule: Its rule; ``None`` if none is installed.
+        cells: The cells by name of the extension.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Row:
 
 
 def matrix(chosen: Collection[str] = ()) -> Iterator[tuple[str, list[Row]]]:
-    """Run everything: families of the catalogue, with their rows.
+    """Run all pairs; yields the families of the catalogue, each with its rows.
 
     Args:
         chosen: Names of extensions; default: all that the kit can build.
@@ -84,39 +84,39 @@ def matrix(chosen: Collection[str] = ()) -> Iterator[tuple[str, list[Row]]]:
 
 
 def layer_row(case: RuleCase, chosen: Collection[str] = ()) -> Row:
-    """One layer in the kit's small net."""
+    """The row of a layer, which runs in the kit's small net."""
     net, arguments = build_net(case)
     return _row(case.label(), (net, arguments, SoftmaxLoss()), net.layer, chosen)
 
 
 def loss_row(case: LossCase, chosen: Collection[str] = ()) -> Row:
-    """One loss behind a single layer."""
+    """The row of a loss, which runs behind a single layer."""
     net, arguments, bound = in_front_of(case, "mean").build(torch.float64)
     loss = bound.get_submodule("loss")
     return _row(case.label(), (net, arguments, bound), loss, chosen)
 
 
 def _row(name: str, net: Made, module: Module, chosen: Collection[str]) -> Row:
-    """What becomes of extensions at one module.
+    """The row of a module in a net.
 
-    They run together, and each is watched meanwhile: single passes would take twice as long.
+    All extensions run together and are watched meanwhile. Single passes would take twice as long.
     """
-    given = Problem(lambda dtype: net, frozenset(ALL_NEEDS))
+    problem = Problem(lambda dtype: net, frozenset(ALL_NEEDS))
     resolved = registry.resolve(module)
     rule = None if resolved.is_fallback else resolved.rule
     extensions = [e for e in installed_extensions() if not chosen or type(e).__name__ in chosen]
     modules = set(module.modules())
     watches = {extension: Watch(modules, extension) for extension in extensions}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the row says that there is no rule
-        usable, _ = given.run_usable(extensions)
+        warnings.simplefilter("ignore")  # the row shows that there is no rule
+        usable, _ = problem.run_usable(extensions)
     row = Row(name, rule)
     for extension, watch in watches.items():
         kind = type(extension).__name__
         if extension in usable:
             row.cells[kind] = Cell(_kind(module, rule, extension, watch))
         else:
-            row.cells[kind] = Cell("refused", _general(given.refused[kind], kind, module))
+            row.cells[kind] = Cell("refused", _general(problem.refused[kind], kind, module))
     return row
 
 
@@ -131,12 +131,12 @@ def _kind(module: Module, rule: LayerRule | None, extension: Extension, watch: W
 
 
 def _general(reason: str, extension: str, module: Module) -> str:
-    """A reason with the names of the example removed."""
+    """A reason without the names of the example."""
     kind = "|".join({type(part).__name__ for part in module.modules()})
-    own = "|".join({type(registry.resolve(part).rule).__name__ for part in module.modules()})
+    rules = "|".join({type(registry.resolve(part).rule).__name__ for part in module.modules()})
     for pattern, general in (
         (r"^\w+(?= starts at a loss)", "the extension"),
-        (rf"({own}) of ({kind}) '[\w.]+'|\b({own})\b", "its rule"),
+        (rf"({rules}) of ({kind}) '[\w.]+'|\b({rules})\b", "its rule"),
         (rf"({kind}) '[\w.]+'|\b({kind})\b", "the layer"),
         (r"the operation '\w+' \(\w+\)", "an operation"),
         (r"(the parameter )?'[\w.]+'", "a parameter"),
@@ -166,9 +166,9 @@ Generated by running every extension on a small net around every layer, and comp
 
 
 def page(families: Iterable[tuple[str, list[Row]]]) -> str:
-    """The whole page."""
-    found = list(families)
-    return "\n".join([HEAD, *_tables(found), *_capabilities(found)]) + "\n"
+    """The text of the page."""
+    listed = list(families)
+    return "\n".join([HEAD, *_tables(listed), *_capabilities(listed)]) + "\n"
 
 
 def _tables(families: list[tuple[str, list[Row]]]) -> Iterator[str]:
@@ -208,7 +208,7 @@ def _table(header: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
 
 
 def _capabilities(families: list[tuple[str, list[Row]]]) -> Iterator[str]:
-    """What each rule declares."""
+    """A table of what each rule declares."""
     rules: dict[type[LayerRule], tuple[LayerRule, list[str]]] = {}
     for row in (row for _, rows in families for row in rows if row.rule is not None):
         assert row.rule is not None
@@ -253,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # what was imported stays: a third of the time went into looking through it
+    gc.freeze()  # imported modules are not collected; to scan them took a third of the time
     try:
         main()
     except BackpackError as error:

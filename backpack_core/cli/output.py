@@ -1,4 +1,4 @@
-"""Prints sentences, tables and JSON, as wide as the terminal. Imports rich where it is needed."""
+"""Prints sentences, tables and JSON, wrapped to the width of the terminal."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _GAP = 2  # between columns
 
 
 def terminal() -> int:
-    """Columns of the terminal, or of ``COLUMNS``; in a pipe, as many as needed."""
+    """The columns of the terminal, or ``COLUMNS``; in a pipe, as many as needed."""
     return shutil.get_terminal_size((_UNLIMITED, 24)).columns
 
 
 def width() -> int:
-    """Columns of text for who reads it, also in a pipe: a hundred at most."""
+    """The columns for text that people read, also in a pipe: a hundred at most."""
     return min(100, terminal())
 
 
 def console(wide: int) -> Console:
-    """Standard output; without colour when piped."""
+    """Standard output, without colour in a pipe."""
     from rich.console import Console
 
     return Console(width=wide, highlight=False)
@@ -53,12 +53,12 @@ def console(wide: int) -> Console:
 def print_table(
     header: Sequence[str], rows: Iterable[Sequence[str]], wide: int | None = None
 ) -> None:
-    """Print aligned columns; a line for each cell where the columns have no place side by side.
+    """Print aligned columns; if they do not fit side by side, print each cell on a line of its own.
 
     Args:
         header: Names of the columns.
-        rows: The cells. Known words of state get their colour.
-        wide: How many characters there are; default: those of the terminal.
+        rows: The cells. Words for states are coloured.
+        wide: The available width; default: that of the terminal.
     """
     from rich.table import Table
 
@@ -79,7 +79,7 @@ def print_table(
 
 
 def _least(header: Sequence[str], rows: list[list[str]]) -> int:
-    """How wide a table is that breaks no word."""
+    """The least width of a table that breaks no word."""
     columns = zip(header, *rows, strict=True)
     widest = [
         max((len(word) for cell in column for word in cell.split()), default=0)
@@ -89,7 +89,7 @@ def _least(header: Sequence[str], rows: list[list[str]]) -> int:
 
 
 def _stacked(header: Sequence[str], row: Sequence[str], wide: int) -> str:
-    """A row as lines: its first cell, and below it the others that say something, by name."""
+    """A row as lines: its first cell, and below it the others that are not empty, with names."""
     others = [f"  {name}: {cell}" for name, cell in zip(header[1:], row[1:], strict=True) if cell]
     return "\n".join(wrapped(line, wide) for line in (row[0], *others))
 
@@ -102,10 +102,10 @@ def _styled(cell: str) -> str:
 
 
 def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T]:
-    """The items, with a bar on the terminal meanwhile; without one where nobody looks on.
+    """The items, with a progress bar if standard error is a terminal.
 
     Args:
-        items: What takes long, one by one.
+        items: The items, each of which takes long.
         what: What is done.
         total: How many there are; default: their number.
     """
@@ -118,11 +118,11 @@ def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T
 
 @contextmanager
 def bar(what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar on the terminal, which the function it gives moves on; none where nobody looks on.
+    """A progress bar if standard error is a terminal; yields a function that advances it.
 
     Args:
         what: What is done.
-        total: How many steps there are.
+        total: The number of steps.
     """
     from rich.console import Console
     from rich.progress import Progress
@@ -149,7 +149,7 @@ def say(text: str) -> None:
 
 
 def wrapped(line: str, wide: int) -> str:
-    """A line that breaks between words, where it goes on two columns further in."""
+    """A line that is broken between words; further lines are indented by two more columns."""
     if len(line) <= wide:
         return line
     start = line[: len(line) - len(line.lstrip())]

@@ -1,4 +1,4 @@
-"""Loads plugins in other processes: no fault of a plugin reaches this one."""
+"""Loads plugins in other processes, so that their faults do not affect this one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ START_LIMIT = 120.0  # seconds to start Python, import torch and read metadata
 
 
 def load_isolated(plugins: list[Plugin], limit: float) -> list[Report]:
-    """Load plugins in other processes, with a bar on a terminal.
+    """Load plugins in other processes, with a progress bar on a terminal.
 
     Args:
         plugins: All installed plugins.
@@ -59,7 +59,7 @@ def _load(plugins: list[Plugin], limit: float, advance: Callable[[], None]) -> l
 
 
 class _Worker:
-    """One run of the worker, until it is done or a plugin ends it."""
+    """One run of the worker process, until it is done or a plugin ends it."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class _Worker:
         self.waited = 0.0
 
     def run(self) -> tuple[str, str] | None:
-        """Collect reports. Returns the plugin that ended it, or ``None``."""
+        """Collect reports. Returns the plugin that ended the process, or ``None``."""
         process = subprocess.Popen(
             [sys.executable, str(WORKER)],
             stdin=subprocess.PIPE,
@@ -123,9 +123,9 @@ class _Worker:
             if "begin" in message:
                 current = tuple(message["begin"])
             elif "end" in message:
-                found = _report(message["end"])
-                if found.identity not in self.skip:
-                    self.reports[found.identity] = found
+                report = _report(message["end"])
+                if report.identity not in self.skip:
+                    self.reports[report.identity] = report
                     self.advance()
                 current = None
             elif "done" in message:
@@ -139,7 +139,7 @@ class _Worker:
 
 
 def _lines(stream: IO[str]) -> queue.Queue[str | None]:
-    """Lines of a stream as they come, ``None`` at its end: a pipe has no time limit."""
+    """A queue of a stream's lines, with ``None`` at its end. Unlike the stream, it has timeouts."""
     lines: queue.Queue[str | None] = queue.Queue()
 
     def pump() -> None:

@@ -1,7 +1,7 @@
-"""Finds what plugins provide, for the files beside their code, and where such a file is wrong.
+"""Finds what plugins provide, for the files beside their code, and checks such files.
 
-``backpack certify`` writes the file of a package. For those that core knows of, all of which have
-to be installed::
+``backpack certify`` writes the file of a package. To write those of all distributions that the core
+knows, which have to be installed::
 
     python -m backpack_core.cli.provides
 """
@@ -12,24 +12,24 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from backpack_core.discovery import Claim, Plugin, spelled_out
+from backpack_core.discovery import Claim, Plugin, qualified_name
 from backpack_core.plugins import ensure_loaded, known_plugins
 from backpack_core.plugins.registry import registry
-from backpack_core.provided import KNOWN, NAME, beside, home_of, known, said_by, text_of
+from backpack_core.provided import KNOWN, NAME, beside, declared_by, home_of, known, text_of
 
 
 def provided_by(plugins: Iterable[Plugin]) -> dict[str, dict[str, str]]:
-    """What plugins that are loaded provide, by package, as the file has it."""
-    found: dict[str, dict[str, str]] = {}
+    """What loaded plugins provide, by package, in the form of the file."""
+    by_package: dict[str, dict[str, str]] = {}
     tables: list[tuple[Any, list[Claim[Any]]]]
     tables = [*registry.rules.items(), *registry.extensions.items()]
     for plugin in plugins:
         for key, claims in tables:
             for claim in claims:
                 if claim.provenance == plugin.provenance:
-                    names = found.setdefault(plugin.package, {})
-                    names[spelled_out(key)] = _class_named(claim.value)
-    return found
+                    names = by_package.setdefault(plugin.package, {})
+                    names[qualified_name(key)] = _class_named(claim.value)
+    return by_package
 
 
 def _class_named(value: Any) -> str:
@@ -38,29 +38,29 @@ def _class_named(value: Any) -> str:
 
 
 def untrue(plugin: Plugin) -> Iterator[str]:
-    """What the file beside the code of a plugin that is loaded says of it, and is not so."""
-    own = provided_by([plugin]).get(plugin.package, {})
-    for name, value in said_by(plugin.package).items():
-        if value == plugin.value and spelled_out(name) not in own:
+    """Sentences about what a loaded plugin's file declares, but the plugin does not provide."""
+    provided = provided_by([plugin]).get(plugin.package, {})
+    for name, value in declared_by(plugin.package).items():
+        if value == plugin.value and qualified_name(name) not in provided:
             yield f"{NAME} says that it provides {name}, which it does not"
 
 
 def files(distributions: Iterable[str]) -> dict[Path, str]:
-    """What the files of some distributions should hold, and the file of core."""
+    """The texts of the files of some distributions, and of the core's file, by path."""
     ensure_loaded()
     texts, table = {}, {}
     for name in distributions:
-        found = provided_by(p for p in known_plugins() if p.distribution == name)
-        for package, provided in found.items():
+        by_package = provided_by(p for p in known_plugins() if p.distribution == name)
+        for package, provided in by_package.items():
             home = home_of(package)
             assert home is not None
             texts[beside(home, NAME)] = text_of(provided)
-        table[name] = sorted(name for provided in found.values() for name in provided)
+        table[name] = sorted(name for provided in by_package.values() for name in provided)
     return {**texts, KNOWN: text_of(table)}
 
 
 def main() -> None:
-    """Write them."""
+    """Write the files."""
     for path, text in files(known()).items():
         path.write_text(text, "utf-8")
         print(f"Wrote {path}.")

@@ -1,4 +1,4 @@
-"""What became of a plugin, as plain data, to be sent between processes. Imports no plugin."""
+"""Reports on plugins as plain data, which is sent between processes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ LIMIT = 60.0  # seconds that a plugin may take to load: enough for a healthy one
 
 @dataclass(frozen=True)
 class Provided:
-    """One thing that a plugin contributes.
+    """One contribution of a plugin.
 
     Attributes:
         kind: ``"layer rule"``, ``"extension"``, ``"propagator"`` or ``"pair override"``.
-        key: What may be claimed by one plugin only.
+        key: The key, which only one plugin may claim.
         implementation: The class.
-        detail: Where an extension saves.
+        detail: The save field of an extension.
     """
 
     kind: str
@@ -30,26 +30,26 @@ class Provided:
 
 @dataclass
 class Report:
-    """What became of one plugin in a process of its own.
+    """What happened to one plugin in a process of its own.
 
     Attributes:
         name: Name of the entry point.
-        value: What it names.
+        value: The object that it names.
         distribution: The distribution that declares it.
         version: Its version.
-        state: As that of a :class:`~backpack_core.discovery.Plugin`, or ``"hangs"`` or
-            ``"died"``.
-        error: Name of the exception's class.
+        state: As in :class:`~backpack_core.discovery.Plugin`, or ``"hangs"`` or ``"died"``.
+        error: The class name of the exception.
         message: The exception's message.
         where: File and line of the last frame of its traceback.
-        traceback: The whole of it.
+        traceback: The whole traceback.
         seconds: How long loading took.
         output: What it printed.
-        provides: What it contributes.
-        broken_promises: What it declares and does not implement.
-        absent: Libraries that its layers come from and that are not installed, each with the first
-            class of it that is named.
-        standing: Of its package's certificate, see :mod:`backpack_core.cli.certificate`.
+        provides: What it provides.
+        broken_promises: What it declares but does not implement.
+        absent: Libraries of its layers that are not installed, each with the first class of it
+            that is named.
+        standing: The state of its package's certificate; see
+            :mod:`backpack_core.cli.certificate`.
         module_found: Whether the module of the entry point exists.
     """
 
@@ -71,10 +71,10 @@ class Report:
     module_found: bool = True
 
     @classmethod
-    def of(cls, plugin: Plugin, state: str = "", **found: Any) -> Report:
-        """What is known of a plugin, and what was found."""
-        known = (plugin.name, plugin.value, plugin.distribution, plugin.version)
-        return cls(*known, state or plugin.state, **found)
+    def of(cls, plugin: Plugin, state: str = "", **fields: Any) -> Report:
+        """A report on a plugin, with further fields."""
+        identity = (plugin.name, plugin.value, plugin.distribution, plugin.version)
+        return cls(*identity, state or plugin.state, **fields)
 
     @property
     def who(self) -> str:
@@ -83,5 +83,5 @@ class Report:
 
     @property
     def identity(self) -> tuple[str, str]:
-        """What tells plugins apart."""
+        """Distribution and name, which identify a plugin."""
         return self.distribution, self.name

@@ -1,4 +1,4 @@
-"""Makes plugin packages from the shipped templates, and brings them up to date. Imports copier."""
+"""Makes plugin packages from the shipped templates, and updates them. Needs copier."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from backpack_core.cli.shipped import shipped
 from backpack_core.errors import BackpackError, UsageError
 from backpack_core.plugins import known_plugins
 
-# A Git repository of templates. Packages record it as it stands here, for their other authors and
-# machines; so it is relative to the home folder, and the same on every system.
+# A Git repository of templates. Packages record this path, which their other authors use on other
+# machines. So it is relative to the home folder.
 REPOSITORY = "~/.cache/backpack-core/templates"
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
-# Classes of these names would hide what the generated files import.
+# Plugins whose classes would have the names that the generated files import.
 _TAKEN = {
     *("callable", "extension-case", "first-order-extension", "parametric", "quantity"),
     *("rule-case", "sample-product", "tensor", "view"),
@@ -37,7 +37,7 @@ def create(kind: str, name: str, folder: Path, author: str = "") -> Path:
 
     Args:
         kind: ``"layer"``, ``"extension"`` or ``"propagator"``.
-        name: Name of the plugin; ``backpack-plugin-`` is put in front where it is missing.
+        name: Name of the plugin; ``backpack-plugin-`` is added if it is missing.
         folder: Where to put the package's folder.
         author: For licence and metadata.
 
@@ -45,7 +45,7 @@ def create(kind: str, name: str, folder: Path, author: str = "") -> Path:
         The folder of the package.
 
     Raises:
-        UsageError: The name is not usable, or there is something already.
+        UsageError: The name is invalid or taken, or the folder exists already.
     """
     name = check_name(name)
     _refuse_taken(kind, name)
@@ -66,10 +66,10 @@ def create(kind: str, name: str, folder: Path, author: str = "") -> Path:
 
 
 def check_name(name: str) -> str:
-    """The name without ``backpack-plugin-``, as package indexes spell it.
+    """The name without ``backpack-plugin-``, normalised.
 
     Raises:
-        UsageError: It is not the name of a package.
+        UsageError: It is not a valid name of a package.
     """
     short = name.replace("_", "-").removeprefix("backpack-plugin-")
     if short in _TAKEN:
@@ -85,20 +85,20 @@ def check_name(name: str) -> str:
 
 
 def _refuse_taken(kind: str, name: str) -> None:
-    """Raise if an installed plugin has a name of the package: neither of the two would load."""
+    """Raise if an installed plugin has the package's name: neither of the two would load."""
     short = name.replace("-", "_")
-    own = {short} if kind != "propagator" else {f"{short}_root", f"{short}_diagonal"}
-    for found in (plugin.provenance for plugin in known_plugins()):
-        if found.plugin in own or found.distribution == f"backpack-plugin-{name}":
+    names = {short} if kind != "propagator" else {f"{short}_root", f"{short}_diagonal"}
+    for installed in (plugin.provenance for plugin in known_plugins()):
+        if installed.plugin in names or installed.distribution == f"backpack-plugin-{name}":
             raise UsageError(
-                f"{found} is installed and has an entry point {found.plugin!r}: of two plugins of "
-                "one name, none is loaded. Choose another name, such as one that begins with "
-                f"yours: 'my-{name}'."
+                f"{installed} is installed and has an entry point {installed.plugin!r}: of two "
+                "plugins of one name, none is loaded. Choose another name, such as one that begins "
+                f"with yours: 'my-{name}'."
             )
 
 
 def update(folder: Path) -> list[str]:
-    """Bring a package up to date with the installed templates; what its author wrote stays.
+    """Update a package to the installed templates, and keep what its author wrote.
 
     Args:
         folder: The package, under version control and without uncommitted changes.
@@ -108,8 +108,7 @@ def update(folder: Path) -> list[str]:
 
     Raises:
         UsageError: It was not made by ``backpack new``.
-        BackpackError: The templates that it was made from are unknown here, or what copier says is
-            wrong.
+        BackpackError: The templates that it was made from are not on this machine, or copier fails.
     """
     answers = folder / ".copier-answers.yml"
     text = answers.read_text(encoding="utf-8") if answers.is_file() else ""
@@ -139,13 +138,13 @@ def templates() -> Path:
 
 
 def published() -> str:
-    """Keep the shipped templates as a tag of :data:`REPOSITORY`.
+    """Commit the shipped templates to :data:`REPOSITORY`, with a tag.
 
-    ``copier update`` compares two states of a template, which it finds as tags of a repository.
+    ``copier update`` compares two versions of a template, which have to be tags of a repository.
 
     Returns:
-        The tag: that of this release. In a checkout, templates change and the version does not;
-        later states get a number.
+        The tag, which is named after this release. In a checkout, templates may change while the
+        version does not: later tags get a number.
     """
     repository = _repository()
     if not (repository / ".git").is_dir():
@@ -156,10 +155,10 @@ def published() -> str:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     shutil.copytree(templates(), repository, dirs_exist_ok=True)
     _git(repository, "add", "--all", "--force")
-    known, last = _tags(), ""
+    tags, last = _tags(), ""
     for number in itertools.count():
         name = f"v{__version__}" + (f".post{number}" if number else "")
-        if name not in known:
+        if name not in tags:
             break
         last = name
     if last and _git(repository, "rev-parse", f"{last}^{{tree}}") == _git(repository, "write-tree"):

@@ -1,4 +1,4 @@
-"""Finds files that come with the package. Imports nothing heavy."""
+"""Finds files that are shipped with the package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from backpack_core.errors import BackpackError
 
 
 def shipped(inside: str, beside: str) -> Path:
-    """A file in the installed package, or next to it in a checkout.
+    """The path of a file in the installed package, or next to it in a checkout.
 
     Args:
         inside: Its path in the package.

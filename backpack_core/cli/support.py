@@ -1,4 +1,4 @@
-"""What is supported: in one model, module by module, before any backward. Imports core."""
+"""Which extensions a model supports, module by module, without running backward."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from backpack_core.discovery import choose
 from backpack_core.errors import BackpackError, UsageError, nearest
 from backpack_core.extending import extend
 from backpack_core.plugins.registry import Resolved, registry
-from backpack_core.testing.execution import has_second_derivative
-from backpack_core.testing.quantities import has_to_be_told, quantity_of
+from backpack_core.testing.layer_run import has_second_derivative
+from backpack_core.testing.quantities import needs_arguments, quantity_of
 from backpack_products.affine import AffineProduct
 from backpack_products.extensions import FirstOrderExtension
 from backpack_products.parametric import ParametricRule
 
 
 class Table(NamedTuple):
-    """What is supported, as a table.
+    """A table of what is supported.
 
     Attributes:
         header: Names of the columns; those of extensions come last.
         rows: The cells.
         reasons: Why a cell is ``refused``, by row and name of the extension.
-        first: How many columns come before those of extensions.
+        first: The index of the first column of an extension.
     """
 
     header: list[str]
@@ -59,7 +59,7 @@ _TARGET = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
 def table_of_rules(chosen: tuple[str, ...] = ()) -> Table:
-    """Every rule against extensions, as the conformance kit finds it.
+    """Every layer of the catalogue against extensions, as the conformance kit runs them.
 
     Args:
         chosen: Names of extensions; default: all that are installed.
@@ -78,15 +78,15 @@ def table_of_rules(chosen: tuple[str, ...] = ()) -> Table:
         ) from error
     classes(chosen)
     families = output.track(kit.matrix(chosen), "Trying every layer", len(kit.catalogue.LAYERS) + 1)
-    found = [row for _, family in families for row in family]
-    names = list(chosen) or list(found[0].cells)
-    rows = [[row.name, *(row.cells[name].kind for name in names)] for row in found]
-    reasons = [{n: row.cells[n].reason for n in names if row.cells[n].reason} for row in found]
+    results = [row for _, family in families for row in family]
+    names = list(chosen) or list(results[0].cells)
+    rows = [[row.name, *(row.cells[name].kind for name in names)] for row in results]
+    reasons = [{n: row.cells[n].reason for n in names if row.cells[n].reason} for row in results]
     return Table(["layer", *names], rows, reasons, 1)
 
 
 def classes(chosen: tuple[str, ...] = ()) -> dict[str, type[Extension]]:
-    """Extensions by name.
+    """The classes of extensions, by name.
 
     Args:
         chosen: Names; default: all that are installed.
@@ -98,25 +98,25 @@ def classes(chosen: tuple[str, ...] = ()) -> dict[str, type[Extension]]:
     for name in chosen:
         if name not in registry.extensions:
             near = nearest(name, registry.extensions) or "."
-            known = ", ".join(sorted(registry.extensions))
-            raise UsageError(f"No extension {name!r} is installed{near} Installed: {known}.")
+            installed = ", ".join(sorted(registry.extensions))
+            raise UsageError(f"No extension {name!r} is installed{near} Installed: {installed}.")
     names = list(chosen) or sorted(registry.extensions)
     return {n: choose(registry.extensions[n], n, "extension").value for n in names}
 
 
 def table_of_model(target: str, chosen: tuple[str, ...] = ()) -> Table:
-    """A row for each module that is an operation.
+    """A row for each module of a model that is an operation.
 
     Args:
-        target: ``"module:factory"``; the factory takes no arguments and returns a model, or a model
-            and its loss, or these with the inputs of the model and a target: then every extension
-            is tried on them, and what the run refuses is refused.
+        target: ``"module:factory"``. The factory takes no arguments. It returns a model, or a model
+            and its loss, or these with the model's inputs and a target. With inputs, every
+            extension is run, and what the run refuses is refused.
         chosen: Names of extensions; default: all that are installed.
 
     Returns:
         Path, type, rule, plugin, and for each extension one of ``rule``, ``fast`` (the rule, by
         contractions), ``autodiff``, ``graph`` (from the graph of the loss), ``refused``; ``-``
-        where there is nothing to compute.
+        if there is nothing to compute.
 
     Raises:
         UsageError: An extension is not installed.
@@ -143,8 +143,8 @@ class Given(NamedTuple):
     """What a factory returned.
 
     Attributes:
-        modules: A model, and its loss.
-        data: Inputs of the model, and a target last; may be empty.
+        modules: A model, and possibly its loss.
+        data: The model's inputs and then a target; may be empty.
     """
 
     modules: tuple[Module, ...]
@@ -163,7 +163,7 @@ def build(target: str) -> Given:
         raise UsageError(f"Name the module, not its file: {target.replace('.py:', ':')}.")
     module_name, _, attribute = target.partition(":")
     here = str(Path.cwd())
-    if here not in sys.path:  # as python -m does; a console script does not
+    if here not in sys.path:  # ``python -m`` puts it there, a console script does not
         sys.path.insert(0, here)
     factory: Any = None
     try:
@@ -173,19 +173,19 @@ def build(target: str) -> Given:
     except (ImportError, AttributeError) as error:
         near = nearest(attribute, vars(factory)) if isinstance(factory, ModuleType) else ""
         raise UsageError(f"{target!r} cannot be imported: {error}{near}") from error
-    made = factory if isinstance(factory, Module) else _made(target, factory)
-    parts = made if isinstance(made, tuple) else (made,)
+    returned = factory if isinstance(factory, Module) else _made(target, factory)
+    parts = returned if isinstance(returned, tuple) else (returned,)
     modules = tuple(part for part in parts if isinstance(part, Module))
     data = tuple(part for part in parts if isinstance(part, Tensor))
     if not modules or parts != (*modules, *data):
         raise UsageError(
-            f"{target} must return modules of torch.nn, and tensors behind them. Got {made!r}."
+            f"{target} must return modules of torch.nn, and tensors behind them. Got {returned!r}."
         )
     return Given(modules, data)
 
 
 def _made(target: str, factory: Any) -> Any:
-    """What a factory returns."""
+    """The return value of a factory."""
     try:
         signature(factory).bind()
     except (TypeError, ValueError) as error:
@@ -205,15 +205,15 @@ def _made(target: str, factory: Any) -> Any:
 
 
 def _line(error: BaseException, module: str) -> str:
-    """The innermost line of a module that an error went through."""
+    """The innermost line of a module in an error's traceback."""
     file = getattr(sys.modules[module], "__file__", None)
     lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
     return f" ({file}:{lines[-1]})" if lines else ""
 
 
 def trial(given: Given, *kinds: type[Extension]) -> str:
-    """Why a run of extensions is refused; empty where it is not, or cannot be known."""
-    if any(map(has_to_be_told, kinds)) or len(given.modules) < 2 or len(given.data) < 2:
+    """Why a run of extensions is refused; empty if it is not, or if it cannot be run."""
+    if any(map(needs_arguments, kinds)) or len(given.modules) < 2 or len(given.data) < 2:
         return ""
     model, lossfunc = map(extend, given.modules[:2])
     try:
@@ -242,7 +242,7 @@ _NO_STRUCTURE = "it needs Kronecker structure, and the rule declares none: take 
 
 
 def judge(module: Module, resolved: Resolved, extension: type[Extension]) -> tuple[str, str]:
-    """How one extension is computed at one module, as far as that is known without data.
+    """How an extension is computed at a module, as far as that is known without data.
 
     Returns:
         The cell of the table, and why it is refused.
@@ -279,10 +279,10 @@ def _is_trained(module: Module, name: str) -> bool:
 
 
 def _needs(extension: type[Extension]) -> str:
-    """What a layer must offer, from the conformance kit's table of quantities."""
-    known = quantity_of(extension)
-    if known is not None:
-        return known.needs
+    """What a layer must have for an extension, from the kit's quantities."""
+    quantity = quantity_of(extension)
+    if quantity is not None:
+        return quantity.needs
     return "gradient" if issubclass(extension, FirstOrderExtension) else "curvature"
 
 
@@ -290,12 +290,12 @@ def _mixes_samples(rule: LayerRule, module: Module) -> bool:
     view: Any = SimpleNamespace(module=module, training=module.training, path="")
     try:
         return rule.mixes_samples(view)
-    except AttributeError:  # it depends on the data
+    except AttributeError:  # the answer depends on the data, which the stand-in does not have
         return False
 
 
 def _has_residual(resolved: Resolved, module: Module, needs: str) -> bool:
-    """Whether what is read from the graph finds what it needs of single modules, if anything."""
+    """Whether an extension that is read from the graph finds what it needs of a module."""
     rule = resolved.rule
     if needs != "second derivative" or resolved.is_fallback or rule.is_loss:
         return True

@@ -1,4 +1,4 @@
-"""What the manual says of an error, by its name. Imports core."""
+"""Prints what the manual says about an error."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from backpack_core.errors import UsageError, nearest
 
 
 def entries() -> dict[str, str]:
-    """The entries of the troubleshooting page: what stands under the name of each error.
+    """The entries of the troubleshooting page by name of the error.
 
-    And under the message that Python itself has for a result that is not there.
+    One entry has the message that Python raises for a result that does not exist.
     """
     page = shipped("troubleshooting.md", "docs/troubleshooting.md").read_text("utf-8")
     parts = re.split(r"^(##+) (.+)\n", page, flags=re.MULTILINE)[1:]
@@ -23,7 +23,7 @@ def entries() -> dict[str, str]:
 
 
 def trouble(name: str) -> str:
-    """What the manual says of an error or a warning.
+    """What the manual says about an error or a warning.
 
     Args:
         name: Name of the class, or a part of it, in any case; or a message that begins with it.
@@ -31,19 +31,19 @@ def trouble(name: str) -> str:
     Raises:
         UsageError: There is no such entry, or there are several.
     """
-    known, words = entries(), re.findall(r"\w+", name.lower())
-    found = [own for own in known if own.lower() in (*words, name.lower())]
-    found = found or [own for own in known if any(len(w) > 3 and w in own.lower() for w in words)]
-    if len(found) == 1:
-        return known[found[0]]
-    if found:
-        raise UsageError(f"Several entries have {name!r}: {', '.join(found)}.")
-    near = nearest(name, known) or f": there are {', '.join(known)}."
+    by_name, words = entries(), re.findall(r"\w+", name.lower())
+    names = [own for own in by_name if own.lower() in (*words, name.lower())]
+    names = names or [own for own in by_name if any(len(w) > 3 and w in own.lower() for w in words)]
+    if len(names) == 1:
+        return by_name[names[0]]
+    if names:
+        raise UsageError(f"Several entries have {name!r}: {', '.join(names)}.")
+    near = nearest(name, by_name) or f": there are {', '.join(by_name)}."
     raise UsageError(f"No error of this library is called {name!r}{near}")
 
 
 def plain(markdown: str, width: int) -> Iterator[str]:
-    """Lines for a terminal: paragraphs are wrapped, code is indented, links name pages.
+    """Lines for a terminal: paragraphs are wrapped, code is indented, links become names of pages.
 
     Args:
         markdown: A section of a page.
@@ -61,7 +61,7 @@ def plain(markdown: str, width: int) -> Iterator[str]:
 
 
 def _paragraph(text: str, width: int) -> list[str]:
-    """A paragraph, or the items of a list, each on lines of its own."""
+    """The lines of a paragraph; each item of a list begins on a new line."""
     items = re.split(r"\n(?=- |\d+\. )", text)
     marks = [re.match(r"- |\d+\. ", each) for each in items]
     wrap = partial(textwrap.wrap, width=width, break_on_hyphens=False, break_long_words=False)

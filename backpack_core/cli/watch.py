@@ -19,11 +19,11 @@ class Watch:
     """Replaces an extension's ``read``, and notes the forms that it reads at some modules."""
 
     def __init__(self, modules: set[Module], extension: Extension) -> None:
-        """Start to watch.
+        """Replace ``read`` of the extension.
 
         Args:
-            modules: The modules in question.
-            extension: The extension; this instance stays watched.
+            modules: The modules to watch.
+            extension: The extension; this instance remains watched.
         """
         self.modules = modules
         self.forms: set[type] = set()
@@ -32,13 +32,13 @@ class Watch:
         extension.read = self  # type: ignore[method-assign]
 
     def __call__(self, product: Any) -> Any:
-        """In the place of ``read``."""
+        """Called in place of ``read``."""
         if product.module in self.modules:
             self.forms.add(_form_of(product))
         return self.read(product)
 
     def kind(self) -> Kind:
-        """The kind of cell in the support matrix, see ``support.Cell``."""
+        """The kind of cell in the support matrix; see ``matrix.Cell``."""
         if BareRule in self.forms:
             return "autodiff"
         fast = any(is_fast(self._extension, form) for form in self.forms)
@@ -46,7 +46,7 @@ class Watch:
 
 
 def _form_of(product: Any) -> type:
-    """The form of a product, or of the products that another reading makes."""
+    """The form of a product, or of the products that another reading is made from."""
     if issubclass(product.rule, BareRule):
         return BareRule
     return type(product) if isinstance(product, SampleProduct) else declared_form(product.rule)
@@ -57,12 +57,12 @@ def declared_form(rule: type[LayerRule]) -> type[SampleProduct]:
     if not issubclass(rule, ProductRule):
         return DenseProduct if issubclass(rule, ParametricRule) else SampleProduct
     try:
-        found = get_type_hints(rule._param_product).get("return", SampleProduct)
+        form = get_type_hints(rule._param_product).get("return", SampleProduct)
     except NameError:  # imported for type checkers only
         return SampleProduct
-    return found if isinstance(found, type) and issubclass(found, SampleProduct) else SampleProduct
+    return form if isinstance(form, type) and issubclass(form, SampleProduct) else SampleProduct
 
 
 def is_fast(extension: type[Extension], form: type[SampleProduct]) -> bool:
-    """Whether all operations of an extension have a version for a form, so ``M`` is not formed."""
+    """Whether all operations of an extension have a version for a form: ``M`` is not formed."""
     return bool(extension.needs) and all(need.has_version(form) for need in extension.needs)

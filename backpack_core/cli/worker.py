@@ -1,8 +1,8 @@
-"""Loads plugins in a process of its own, and tells the process that started it how each one fares.
+"""Loads plugins in a process of its own, and reports on each to the parent process.
 
-Run as a script by :mod:`backpack_core.cli.processes`. It reads a JSON object from standard input
-and writes a line of JSON before and after each plugin, so that a plugin that hangs or ends the
-process is known by name. What plugins print goes elsewhere.
+Run as a script by :mod:`backpack_core.cli.processes`. It reads a JSON object from standard input,
+and writes a line of JSON before and after each plugin. So the parent knows the name of a plugin
+that hangs or ends the process. What plugins print is redirected.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import IO, Any
 
 
 def main() -> None:
-    """Load every plugin but those to be skipped."""
+    """Load every plugin except those to be skipped."""
     request: dict[str, Any] = json.load(sys.stdin)
     sys.path[:] = request["path"]
     channel, captured = _redirect()
@@ -44,19 +44,19 @@ def main() -> None:
         sys.stdout.flush()
         captured.seek(position)
         output = captured.read().decode(errors="replace")
-        found = report(plugin)
-        found.seconds, found.output = seconds, output
-        tell(end=asdict(found))
+        result = report(plugin)
+        result.seconds, result.output = seconds, output
+        tell(end=asdict(result))
 
     tell(ready=True)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # faults of this script itself were to be seen
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # only now: the parent shows errors before this
     plugins.load_all(after, before)
     tell(done=True)
-    os._exit(0)  # not waiting for threads that plugins started
+    os._exit(0)  # does not wait for threads that plugins started
 
 
 def _redirect() -> tuple[IO[str], IO[bytes]]:
-    """Keep the way to the parent; send what plugins print to a file, and give them no input."""
+    """Keep the channel to the parent; send what plugins print to a file; give them no input."""
     channel = os.fdopen(os.dup(1), "w", encoding="utf-8")
     captured = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
     os.dup2(captured.fileno(), 1)

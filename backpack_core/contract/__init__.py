@@ -1,5 +1,5 @@
-"""What authors of plugins derive from: rules, losses, products, propagators, extensions.
+"""The classes that authors of plugins derive from: rules, losses, propagators, extensions and more.
 
-The contract knows no engine, no registry and no plugin, so a rule can be written, and tested,
-against these classes alone. Imports torch, ``record`` and ``graph``.
+A rule can be written and tested against these classes alone, since they know no engine, registry or
+plugin. Imports torch, ``record``, ``graph``, ``discovery`` and ``errors``.
 """

@@ -1,7 +1,8 @@
 """The base classes that plugins derive from, and the judges of what a plugin's class declares.
 
-Core marks its own bases, and libraries those that they add for authors. What they do themselves
-needs nobody to watch. A library that declares more, or knows what authors get wrong, adds a judge.
+The core marks its own base classes, and libraries those that they add for authors: methods written
+there are trusted, and not guarded. A judge is a function that finds faults in a class. A library
+that adds declarations, or knows the usual mistakes of authors, adds a judge.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ from backpack_core.errors import PluginError, nearest
 C = TypeVar("C", bound=type)
 
 BASES: Final[dict[type, None]] = {}  # in the order in which they were defined
-_ONLY_COMPUTING: Final = {__name__.partition(".")[0]}  # packages
+# Packages for which declare_only_computes() was called.
+_ONLY_COMPUTING: Final = {__name__.partition(".")[0]}
 
 
 class Candidate(NamedTuple):
-    """A plugin's class, as judges see it.
+    """The class of a plugin that judges look at.
 
     Attributes:
         cls: The class.
-        module: For a rule that is about to be used: the first module of a type that it speaks for.
-        is_new: Whether it was registered by hand, so that its author is at work. What a user has
-            installed is not refused for what may be meant for another version of a library.
+        module: For a rule that is about to be used: the first module of a type that it is for.
+        is_new: Whether the class was registered by hand, so that its author is at work. Judges
+            that look for likely mistakes skip installed classes, which may be written for
+            another version of a library.
     """
 
     cls: type
@@ -35,40 +38,40 @@ class Candidate(NamedTuple):
     is_new: bool = False
 
 
-# Says what is wrong with a class, a sentence for each fault.
+# Returns the faults of a class, one sentence each.
 Judge: TypeAlias = Callable[[Candidate], Iterable[str]]
 
 JUDGES: Final[list[Judge]] = []
 
 
 def base(cls: C) -> C:
-    """Mark a class as one that plugins derive from."""
+    """Class decorator that marks a base class of plugins."""
     BASES[cls] = None
     return cls
 
 
 def declare_only_computes(package: str) -> None:
-    """Say that rules, extensions and propagators of a package do nothing else than compute tensors.
+    """Declare that rules, extensions and propagators of a package only compute tensors.
 
-    What they compute depends on nothing but what they are given, and their own plain attributes.
-    So a library may have a later pass run the same operations, without calling them: then what they
-    count, print or keep is not counted, printed or kept.
+    Their results depend on nothing but their arguments and their own plain attributes. So a library
+    may run the same operations again in a later pass without calling them. Whatever else they do,
+    such as counting or printing, does not happen then.
 
     Args:
-        package: The top-level package; a class derived elsewhere is of that other package.
+        package: The top-level package; classes derived elsewhere belong to that other package.
     """
     _ONLY_COMPUTING.add(package)
 
 
 def only_computes(cls: type) -> bool:
-    """Whether the package of a class has called :func:`declare_only_computes`."""
+    """Whether :func:`declare_only_computes` was called for the package of a class."""
     return cls.__module__.partition(".")[0] in _ONLY_COMPUTING
 
 
 def judge(function: Judge) -> Judge:
-    """Ask a function about every class that is registered or used, and each rule once more.
+    """Decorator that adds a judge, which is asked about every class that is registered or used.
 
-    A rule is looked at again with the first module of each type that it speaks for.
+    About a rule, it is asked again with the first module of each type that the rule is for.
     """
     JUDGES.append(function)
     return function
@@ -96,12 +99,12 @@ def vet(cls: type, module: Module | None = None, is_new: bool = False, who: obje
 
 
 def faults_of(candidate: Candidate) -> list[str]:
-    """What all judges find."""
+    """The faults that all judges find, one sentence each."""
     return [text for each in JUDGES for text in each(candidate)]
 
 
 def with_line(cls: type) -> str:
-    """The name of a class, with the line where it is written if Python knows that."""
+    """The name of a class, with the line of its definition if Python knows it."""
     try:
         return f"{cls.__qualname__} ({inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]})"
     except (OSError, TypeError):
@@ -109,6 +112,6 @@ def with_line(cls: type) -> str:
 
 
 def is_of_base(function: Any) -> bool:
-    """Whether a function was written beside a base class; a wrapper does not take its place."""
+    """Whether a function was written in the module of a base class, wrapped or not."""
     written = getattr(function, "__globals__", {}).get("__name__")
     return any(cls.__module__ == written for cls in BASES)

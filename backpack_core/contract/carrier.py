@@ -1,8 +1,8 @@
-"""What answers for a module in one group of extensions; by default, its layer rule.
+"""A carrier answers for a call in one group of extensions; by default, it asks the layer rule.
 
-The traversal asks every carrier the same questions. So an extension may replace the layer rule for
-one module type, and nothing else changes. Such carriers are made by a function in
-``extension.carriers``, or in what the hook ``backpack_pair_overrides`` returns.
+The traversal asks every carrier the same questions. So an extension can replace the layer rule for
+one type of module, and nothing else changes. The functions that make such carriers come from
+``extension.carriers`` or from the hook ``backpack_pair_overrides``.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from backpack_core.contract.propagator import Propagator
 
 
-class Found(NamedTuple):
-    """The result that a carrier has for a parameter.
+class ParameterResult(NamedTuple):
+    """The result that a carrier computed for a parameter.
 
     Attributes:
-        name: Its name in the module.
+        name: The parameter's name in its module.
         parameter: The parameter.
         value: The result.
     """
@@ -36,11 +36,11 @@ class Found(NamedTuple):
 
 
 class Carrier(ABC):
-    """What answers for a call: what arrives, what there is at parameters, what goes on.
+    """Answers for a call: which quantity arrives, what is read at parameters, and what is sent on.
 
     Class attributes:
-        gives_values: Whether it finds results, which are stored as they are; else extensions read
-            what it finds.
+        gives_values: Whether :meth:`find` returns results, which are stored as they are. Otherwise
+            it returns readings, from which extensions compute results.
 
     Attributes:
         speaker: The object whose code this is, for messages.
@@ -55,15 +55,15 @@ class Carrier(ABC):
 
     @abstractmethod
     def starts(self, view: View) -> bool:
-        """Whether sending begins at this call, so that nothing need arrive."""
+        """Whether the quantity starts at this call, so that nothing has to arrive."""
 
     @abstractmethod
     def arrive(self, view: View, waiting: Any) -> Any:
-        """The quantity at the output, from what was sent there; ``None`` if there is none."""
+        """The quantity at the output, given what was sent there; ``None`` if there is none."""
 
     @abstractmethod
     def find(self, view: View, trained: Sequence[Trained], quantity: Any) -> Iterable[Any]:
-        """A :class:`Found` for each of some parameters; else a reading for each, in order."""
+        """A :class:`ParameterResult`, or a reading, for each of the parameters, in order."""
 
     @abstractmethod
     def send(self, view: View, quantity: Any) -> dict[int, Any]:

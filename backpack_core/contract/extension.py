@@ -1,6 +1,6 @@
-"""Extensions: which result is read at every parameter, and under which name it is stored.
+"""Extensions: which result is computed for each parameter, and the name under which it is stored.
 
-An extension is *what travels backwards* (its propagator) times *what is read at a parameter*.
+An extension combines *what travels backwards* (its propagator) with *what is read at a parameter*.
 """
 
 from __future__ import annotations
@@ -26,51 +26,51 @@ FailMode: TypeAlias = Literal["error", "warning", "silent", "autodiff"]
 
 @base
 class Extension(ABC):
-    """A quantity computed during the backward pass and stored on every parameter.
+    """A quantity that is computed during the backward pass and stored on every parameter.
 
     Class attributes:
         savefield: Name of the attribute that parameters get.
-        needs: The operations that :meth:`read` asks for. The engine knows them for all extensions
-            of a pass beforehand, so that what is formed for one serves the others.
-        columns_add: Whether values for disjoint sets of columns can be combined by :meth:`combine`,
-            so that columns may go through the net in chunks.
-        columns_mix: Whether values depend on the columns through ``Σ_v M[v, n] ⊗ M[v, n]`` only, so
-            that other columns, or fewer, with the same sum may take their place.
-        per_sample: Whether the result is as large as individual gradients. Combining chunks then
-            takes as long as computing them, so columns may take as much memory as the result.
-        sums_samples: Whether the value is a sum over samples and columns of what is read of each,
-            so that it does not matter which rows are one sample's.
-        is_deferred: Whether nothing can be stored before the backward pass has ended. What
-            :meth:`read` returns is then handed to :meth:`finish`.
-        keeps_graph: Whether results use the graph of the pass later on, so that it is not freed.
-        needs_every_parameter: Whether the result means nothing if a trained parameter of the model
-            is left out, as with a bound on the norm of all of them.
-        needs_normalisers: Whether :meth:`finish` needs to know what the extended losses divide by.
-            Then ``backward()`` has to be called on a weighted sum of them.
-        unless_told: If ``needs_normalisers``: what to write instead where that is not known, as a
+        needs: The operations that :meth:`read` calls. The engine knows those of all extensions
+            before a pass, so that intermediate results of one can serve others.
+        columns_add: Whether :meth:`combine` can combine values for disjoint sets of columns, so
+            that columns may go through the net in chunks.
+        columns_mix: Whether values depend on the columns only through ``Σ_v M[v, n] ⊗ M[v, n]``,
+            so that other columns (or fewer) with the same sum may replace them.
+        per_sample: Whether the result is as large as individual gradients. Then columns may take
+            as much memory as the result, since combining chunks takes as long as computing them.
+        sums_samples: Whether the value is a sum of terms for each sample and column, so that it
+            does not matter which rows belong to the same sample.
+        is_deferred: Whether results are known only after the backward pass. What :meth:`read`
+            returns is then passed to :meth:`finish`.
+        keeps_graph: Whether results use the graph after the pass, so that it must not be freed.
+        needs_every_parameter: Whether the result is meaningless if a trained parameter of the
+            model is left out, as a bound on the norm of all of them is.
+        needs_normalisers: Whether :meth:`finish` needs the number that each extended loss divides
+            by. ``backward()`` then has to be called on a weighted sum of these losses.
+        unless_told: If ``needs_normalisers``: what to write if the number is not known, as a
             sentence.
-        is_of_everything: Whether the value is one of all that ``backward()`` is called on. Then a
-            term in ``backpack(..., beside=[...])`` would belong to it, too, but no rule knows the
-            term.
-        is_whole: Whether nothing is read at parameters: :meth:`attend` makes an observer of the
-            pass, which has the results, and sees to what its propagator asks for.
+        is_of_everything: Whether the value belongs to everything that ``backward()`` is called on,
+            including terms in ``backpack(..., beside=[...])``, for which there is no rule.
+        is_whole: Whether nothing is read at parameters. :meth:`attend` then makes an observer of
+            the pass, which computes the results and provides what the propagator needs.
         is_of_losses: If ``is_whole``: whether the result belongs to the extended losses, so that
-            ``backward()`` has to be called on a weighted sum of them; else it belongs to whatever
-            that is called on.
-        degree: The power of the loss's scale in a value: 1 for gradients and curvature, 2 for their
-            squares; ``None`` if there is none, as with a threshold.
+            ``backward()`` has to be called on a weighted sum of them. Otherwise it belongs to
+            whatever ``backward()`` is called on.
+        degree: How values scale with the loss: as its power ``degree``. It is 1 for gradients and
+            curvature, 2 for their squares, and ``None`` if there is no such power, as for a
+            threshold.
         without_degree: If ``degree`` is ``None``: what to do instead of scaling a value, as a
             sentence.
         over_batches: How values of disjoint batches combine: ``"sum"``, ``"concatenate"`` (samples
-            on axis 0), a function of two tensors, or what :mod:`backpack_products.merging` has for
-            values that are not a single tensor. By default, they do not.
+            on axis 0), a function of two tensors, or a declaration of
+            :mod:`backpack_products.merging` for values of several tensors. Default: they do not.
 
     Attributes:
         propagator: What travels backwards for this extension.
-        fail_mode: What happens at a module whose type has no rule: ``"autodiff"`` looks at its
-            parameters where operations use them, as autograd differentiates these (exact),
-            ``"error"`` raises, ``"warning"`` and ``"silent"`` leave its parameters out.
-        chunk_size: How many columns to carry at once; ``None`` leaves it to the memory budget.
+        fail_mode: What happens at a module whose type has no rule. ``"autodiff"`` reads its
+            parameters at the operations that use them, as autograd does (exact); ``"error"``
+            raises; ``"warning"`` and ``"silent"`` leave its parameters out.
+        chunk_size: How many columns to propagate at once; ``None`` leaves it to the memory budget.
         carriers: Functions that make a :class:`~backpack_core.Carrier` instead of the layer
             rule, by module type; for this instance only.
 
@@ -147,11 +147,11 @@ class Extension(ABC):
         """Compute the quantity of one parameter.
 
         Args:
-            product: What the propagator found there: ``M[v, n] = J_θ[n]ᵀ mat[v, n]`` in some form,
-                or another :class:`~backpack_core.Reading`.
+            product: The reading of the propagator: ``M[v, n] = J_θ[n]ᵀ mat[v, n]`` in some form, or
+                another :class:`~backpack_core.Reading`.
 
         Returns:
-            The value to store; not to share memory with anything. Only the engine writes to
+            The value to store, which must not share memory with anything. Only the engine writes to
             parameters.
         """
 
@@ -160,23 +160,23 @@ class Extension(ABC):
         return parameter.dtype
 
     def as_stored(self, value: Any, parameter: Tensor) -> Any:
-        """A value in the dtype that it is stored in: under autocast it was computed in another."""
+        """A value in the dtype that it is stored in; under autocast it was computed in another."""
         dtype = self.dtype_for(parameter)
-        is_so = not isinstance(value, Tensor) or value.dtype is dtype
-        return value if is_so else value.to(dtype)
+        is_stored_so = not isinstance(value, Tensor) or value.dtype is dtype
+        return value if is_stored_so else value.to(dtype)
 
     def combine(self, first: Any, second: Any) -> Any:
-        """The value for all columns, from those of two disjoint sets; see ``columns_add``."""
+        """The value for two disjoint sets of columns, from those of each; see ``columns_add``."""
         return first + second
 
     def finish(
         self, values: Mapping[Tensor, Any], normalisers: Sequence[Normaliser]
     ) -> Mapping[Tensor, Any]:
-        """What to store, once the backward pass is through; called only if ``is_deferred``.
+        """The values to store, after the backward pass; called only if ``is_deferred``.
 
         Args:
-            values: What :meth:`read` returned last, by parameter.
-            normalisers: What each extended loss divides by, if ``needs_normalisers``.
+            values: What :meth:`read` returned, by parameter.
+            normalisers: The number that each extended loss divides by, if ``needs_normalisers``.
 
         Returns:
             The values to store.
@@ -184,10 +184,10 @@ class Extension(ABC):
         return values
 
     def attend(self, run: Any) -> Observer:
-        """Attend a backward pass; called if ``is_whole``, when that begins.
+        """The observer of a backward pass that computes the results; called only if ``is_whole``.
 
         Args:
-            run: The :class:`~backpack_core.engine.backward.BackwardPass`.
+            run: The :class:`~backpack_core.engine.backward.BackwardPass`, which begins.
         """
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""The contract of losses, where quantities start. Imports torch and the layer-rule contract."""
+"""The contract of losses, at which quantities start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from backpack_core.contract.bases import base
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import ShapeError, UnsupportedError, UsageError
-from backpack_core.record.structure import map_tensors
+from backpack_core.record.nested import map_tensors
 from backpack_core.record.switch import disable
 from backpack_core.record.view import View
 
@@ -21,7 +21,7 @@ Normaliser: TypeAlias = float | Tensor | None  # what a loss divides by; ``None`
 class LossRule(LayerRule):
     """A loss ``ℓ(x, target)`` that is a sum over samples: quantities start at its first input.
 
-    Public methods put in the gradient that really arrives, so that ``0.5 * loss``, gradient
+    Public methods include the gradient that arrives at the loss. So ``0.5 * loss``, gradient
     accumulation and ``reduction="none"`` are exact.
 
     To write:
@@ -31,7 +31,7 @@ class LossRule(LayerRule):
     is_loss = True
 
     def check(self, view: View) -> None:
-        """Refuse a call whose curvature the Hessian in the first argument does not determine.
+        """Refuse a call whose curvature is not determined by the Hessian in the first argument.
 
         Raises:
             UnsupportedError: Another argument requires a gradient, or :meth:`check_terms` refuses.
@@ -51,7 +51,7 @@ class LossRule(LayerRule):
         )
 
     def check_terms(self, view: View) -> None:
-        """Refuse a call whose terms do not each belong to one sample, as its arguments tell.
+        """Refuse a call in which a term of the loss depends on several samples.
 
         Args:
             view: The loss call.
@@ -61,17 +61,17 @@ class LossRule(LayerRule):
         """
 
     def normalisation(self, view: View) -> float | Tensor:
-        """The factor the module's reduction puts in front of the sum (``1/N`` for a mean).
+        """The factor that the module's reduction puts in front of the sum (``1/N`` for a mean).
 
-        The default is that of a sum. A rule whose modules have a ``reduction`` overrides it: the
-        weights of batches over a data set follow from it.
+        The default is that of a sum. A rule whose modules have a ``reduction`` overrides it:
+        batches of a data set are weighted by it.
         """
         return 1.0
 
     def factor(self, view: View) -> Tensor:
-        """The factor in front of each sample's loss, shaped to multiply ``[V, N, *in]``.
+        """The factor in front of each sample's loss, in a shape that multiplies ``[V, N, *in]``.
 
-        The module's reduction (:meth:`normalisation`) times the gradient that arrives.
+        It is :meth:`normalisation` times the gradient that arrives.
         """
         return self._scale(view) * self.normalisation(view)
 
@@ -80,7 +80,7 @@ class LossRule(LayerRule):
         whole = view.full
         x = whole.input
         if not (view.is_differentiable and x.requires_grad):
-            x = x.detach().requires_grad_()
+            x = x.detach().requires_grad_()  # a leaf: no gradient is needed behind it
         first = whole.values.inputs[0]
         args, kwargs = map_tensors((whole.args, whole.kwargs), lambda t: x if t is first else t)
         with disable(), torch.enable_grad():
@@ -96,7 +96,7 @@ class LossRule(LayerRule):
         )
 
     def _scale(self, view: View) -> Tensor:
-        """The arriving gradient, shaped to multiply ``[V, N, *in]``."""
+        """The gradient that arrives, in a shape that multiplies ``[V, N, *in]``."""
         grad = view.grad_output
         if grad is None:
             raise ShapeError(f"{view.path} has no gradient yet: call this during backward.")
@@ -106,22 +106,22 @@ class LossRule(LayerRule):
 
 
 def normaliser_of(view: View) -> Normaliser:
-    """What a loss divides by; ``None`` for a sum.
+    """The number that a loss divides by; ``None`` for a sum.
 
     Args:
         view: The loss call.
 
     Raises:
-        UsageError: Neither its module nor its rule tells.
-        UnsupportedError: Its rule refuses how it was called.
+        UsageError: Neither the module nor its rule tells.
+        UnsupportedError: The rule refuses the call.
     """
     rule, reduction = view.call.rule, getattr(view.module, "reduction", None)
     assert isinstance(rule, LossRule)
-    rule.check_terms(view)  # targets that broadcast the output couple samples
+    rule.check_terms(view)  # a target that broadcasts against the output couples samples
     if reduction == "sum":
         return None
-    is_told = type(rule).normalisation is not LossRule.normalisation
-    if reduction not in ("mean", "batchmean") or not is_told:
+    is_defined = type(rule).normalisation is not LossRule.normalisation
+    if reduction not in ("mean", "batchmean") or not is_defined:
         raise UsageError(
             f"{view.path} has reduction {reduction!r}, and {type(rule).__name__} does not say what "
             "that divides by: use reduction='mean' or 'sum', or give normaliser=, which is the "
@@ -131,10 +131,10 @@ def normaliser_of(view: View) -> Normaliser:
 
 
 def _align(view: View, grad: Tensor) -> Tensor:
-    """Give the gradient of an unreduced loss the number of axes of the input.
+    """The gradient of an unreduced loss, with as many axes as the loss's input.
 
-    An elementwise loss has the input's shape, or one number for each sample. Otherwise the class
-    axis 1 is missing.
+    An elementwise loss has the input's shape, or one value for each sample. Otherwise it lacks the
+    class axis 1.
     """
     if grad.shape == view.input_shape:
         return grad

@@ -1,7 +1,7 @@
-"""Who attends a backward pass besides its extensions: asks for more, looks on, judges at the end.
+"""Observers of a backward pass: they may add quantities, watch visits, and judge results.
 
-Libraries return an observer from the hook ``backpack_run``. What the arguments ``observer``,
-``debug`` and ``extension_hook`` ask for is done by observers, too.
+Libraries return an observer from the hook ``backpack_run``. The arguments ``observer``, ``debug``
+and ``extension_hook`` of ``backpack(...)`` are handled by observers, too.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ Options = Mapping[str, Any]  # arguments of ``backward()``
 
 
 class Observer:
-    """Attends one backward pass; each method does nothing by default, in the order of a pass.
+    """Attends one backward pass. Every method does nothing by default; they are in order of calls.
 
     ``run`` is the :class:`~backpack_core.engine.backward.BackwardPass`. It owns the observer, which
-    must not hold it: hooks would keep both alive.
+    must not keep a reference to it: tensor hooks would keep both alive.
 
     Attributes:
-        answers: Which arguments of ``backpack(...)`` it sees to.
-        needs_autograd: Whether autograd has to run, since somebody looks at gradients.
-        needs_visits: Whether it looks at visits, or adds to what they do, in passes that go by a
-            plan, so that nothing may drive them.
-        kept: What the plan of the pass keeps for observers of this class; ``None`` for nothing.
+        answers: The arguments of ``backpack(...)`` that it handles.
+        needs_autograd: Whether autograd has to run, since gradients are looked at.
+        needs_visits: Whether it looks at visits, or adds to them, in passes with a known plan, so
+            that no driver may replace them.
+        kept: What the plan of the pass keeps for later observers of this class; ``None`` for
+            nothing.
     """
 
     answers: frozenset[str] = frozenset()
@@ -38,117 +39,117 @@ class Observer:
     kept: Any = None
 
     def goes_by(self, kept: Any) -> bool:
-        """Whether the pass may go by a plan, so that nothing is found out in it.
+        """Whether the pass may use the plan of an earlier pass, and so survey nothing.
 
         Args:
-            kept: What an observer of this class has left in the plan; ``None`` if nothing.
+            kept: What an earlier observer of this class left in the plan; ``None`` if nothing.
         """
         return True
 
     def drive(self, run: Any, planned: Any, structure: Any) -> Driver | None:
-        """What takes over the visits of a pass that goes by a plan; ``None`` for the engine.
+        """A driver that replaces the visits of a pass with a known plan; ``None`` for the engine.
 
         Args:
-            run: The pass, of which nothing is surveyed yet.
-            planned: The :class:`~backpack_core.plan.plan.Planned` that it goes by.
+            run: The pass, before anything is surveyed.
+            planned: The :class:`~backpack_core.plan.plan.Planned` that it uses.
             structure: Its :class:`~backpack_core.plan.structure.Structure`.
         """
         return None
 
     def begin(self, run: Any) -> None:
-        """The graph is known. More groups may travel: they are appended to ``run.groups``."""
+        """Called when the graph is surveyed. It may append groups of its own to ``run.groups``."""
 
     def instead(self, run: Any, given: Options, gradients: Grads) -> bool:
-        """Visit every call without autograd; whether that was done.
+        """Visit every call without autograd, if possible; returns whether it did.
 
         Args:
             run: The pass.
             given: The arguments of ``backward()``.
-            gradients: What comes in at each root.
+            gradients: The gradient at each root.
         """
         return False
 
     def options(self, run: Any, given: Options) -> Options:
-        """What to tell autograd instead of arguments of ``backward()``."""
+        """Arguments of ``backward()`` to replace before autograd runs."""
         return {}
 
     def before(self, view: View) -> None:
-        """At an output of a call, before anything is read there.
+        """Called at an output of a call, before anything is read there.
 
-        Only called if a class overrides it, as :meth:`after`.
+        This method and :meth:`after` are called only if a class overrides them.
         """
 
     def after(self, view: View) -> None:
-        """At an output of a call, when everything was read there, and sent on."""
+        """Called at an output of a call, after everything was read there and sent on."""
 
     def leave(self) -> None:
-        """The pass is over, however it ended; may be called twice."""
+        """Called when the pass is over, whether or not it failed; perhaps twice."""
 
     def finish(self, run: Any) -> None:
-        """Autograd is through, and nothing was left on its way."""
+        """Called when autograd is done, and every quantity that was sent has arrived."""
 
     def results(self, run: Any) -> Iterable[tuple[Any, Mapping[Tensor, Any]]]:
         """Results by extension and parameter, which are then stored."""
         return ()
 
     def stored(self, run: Any) -> None:
-        """All results are stored."""
+        """Called when all results are stored."""
 
 
 class Driver(ABC):
-    """Takes over the visits of a pass.
+    """Replaces the visits of a pass.
 
     Attributes:
-        outputs: The outputs of calls that it visits; others are let go, and nothing is surveyed.
-            ``None`` if the engine visits calls besides.
+        outputs: The outputs of calls that it visits; others are ignored, and nothing is surveyed.
+            ``None`` if the engine visits calls, too.
     """
 
     outputs: Container[tuple[Any, int]] | None = None
 
     @abstractmethod
     def reach(self, run: Any, site: Any, grads: Grads, others: Any) -> None:
-        """Autograd has reached an output; see :meth:`~backpack_core.engine.between.Between.reach`.
+        """Called when autograd reaches an output, in place of ``Between.reach``.
 
         Args:
             run: The pass.
             site: The output.
-            grads: The gradients that autograd goes on with at its node.
-            others: Hooks of the user's on the tensor, if its gradient was changed.
+            grads: The gradients with which autograd continues at its node.
+            others: Users' hooks on the tensor, if they changed its gradient.
         """
 
     @abstractmethod
     def end(self, run: Any) -> None:
-        """Autograd is through.
+        """Called when autograd is done.
 
         Raises:
-            InternalError: It did not get to an output that was to be visited.
+            InternalError: An output that it had to visit was not reached.
         """
 
 
 class Sharer(ABC):
-    """Takes the sums of products that extensions have read anyway.
+    """Takes the sums over samples of products that extensions read anyway.
 
     Attributes:
-        needs: The operations that are asked of such a product.
+        needs: The operations that it calls on such a product.
     """
 
     needs: frozenset[Any]
 
     @abstractmethod
     def wants(self, extension: Any, parameter: Tensor) -> bool:
-        """Whether it takes the sum of a parameter's product, as the group of an extension reads it.
+        """Whether it takes the sum of a parameter's product, as an extension's group reads it.
 
         Args:
-            extension: The first of the group.
+            extension: The first extension of the group.
             parameter: The parameter.
         """
 
     @abstractmethod
     def take(self, parameter: Tensor, whole: Any, is_reached: bool) -> None:
-        """Take it.
+        """Take the sum.
 
         Args:
             parameter: The parameter.
-            whole: The product, of all uses.
-            is_reached: Whether any gradient arrives.
+            whole: The product, over all uses of the parameter.
+            is_reached: Whether a gradient arrives at the parameter.
         """

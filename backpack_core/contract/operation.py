@@ -1,7 +1,7 @@
-"""Open operations: functions of a reading that may have other versions for its form.
+"""Open functions and operations of a reading, to which anybody may add versions for single forms.
 
-An operation keeps its result on the reading, for other extensions. It is not a method, so that
-anybody can add a new one, or a faster version of a known one for some form:
+An operation stores its result on the reading, for other extensions. Because it is a function and
+not a method, anybody can add an operation, or a faster version of one for some form:
 
     @Operation
     def largest(product: SampleProduct) -> Tensor: ...
@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar, get_args, get_type_hints
 from torch import Tensor
 
 from backpack_core.contract.reading import Reading
-from backpack_core.discovery import spelled_out, version_of
+from backpack_core.discovery import preferred_version, qualified_name
 from backpack_core.errors import PluginError
 
 R = TypeVar("R")
@@ -28,24 +28,24 @@ R = TypeVar("R")
 class OpenFunction(Generic[R]):
     """A function of a reading, to which anybody may add versions for single forms.
 
-    A form is a class of readings, as a form of products is. Two versions for one form, from two
-    packages, are a conflict. It raises when such a reading is met, unless
-    :func:`backpack_core.prefer` chooses.
+    A form is a subclass of ``Reading``, such as a form of product. If two packages add a version
+    for the same form, calling it with such a reading raises, unless :func:`backpack_core.prefer`
+    chooses.
     """
 
     def __init__(self, definition: Callable[..., R]) -> None:
-        """Take the definition, which works for every form."""
+        """Take the definition, which is for every form."""
         self.definition = definition
         self._versions: dict[type, dict[str, Callable[..., R]]] = {}  # by form and package
-        self._chosen: dict[type, Callable[..., R]] = {}  # what is called for a form
+        self._chosen: dict[type, Callable[..., R]] = {}  # a cache: the version to call, by form
         self.__name__ = ""
         update_wrapper(self, definition)
 
     def register(self, version: Callable[..., R]) -> Callable[..., R]:
-        """Use a function for the form, or forms, that its first argument is annotated with.
+        """Add a version for the form, or forms, in the annotation of its first argument.
 
         Raises:
-            PluginError: It is annotated with none.
+            PluginError: The annotation is not a form.
         """
         form = next(iter(get_type_hints(version).values()), None)
         for each in get_args(form) or (form,):
@@ -55,11 +55,12 @@ class OpenFunction(Generic[R]):
                     f"with a form, as (product: AffineProduct). Got {version!r}, with {each!r}."
                 )
             self._versions.setdefault(each, {})[version.__module__.partition(".")[0]] = version
-        self._chosen = {}  # what another thread is looking up meanwhile goes into the old one
+        # A new cache: a thread that looks a version up meanwhile writes to the old one.
+        self._chosen = {}
         return version
 
     def has_version(self, form: type[Reading]) -> bool:
-        """Whether a form has a version besides the definition."""
+        """Whether there is a version for a form, besides the definition."""
         return not self._versions.keys().isdisjoint(form.__mro__)
 
     def _version_for(self, form: type) -> Callable[..., R]:
@@ -69,15 +70,15 @@ class OpenFunction(Generic[R]):
             PluginConflictError: Several packages have one, and none is preferred.
         """
         chosen = self._chosen
-        its = next(filter(self._versions.__contains__, form.__mro__), None)
-        versions = {"": self.definition} if its is None else self._versions[its]
-        function = version_of(versions, f"{self.__name__}/{spelled_out(its or form)}")
-        if len(versions) == 1:  # else a preference decides, which may change
+        base = next(filter(self._versions.__contains__, form.__mro__), None)
+        versions = {"": self.definition} if base is None else self._versions[base]
+        function = preferred_version(versions, f"{self.__name__}/{qualified_name(base or form)}")
+        if len(versions) == 1:  # otherwise a preference decides, which may change
             chosen[form] = function
         return function
 
     def __call__(self, product: Reading, *arguments: Any) -> R:
-        """The result for a reading."""
+        """The value for a reading."""
         form = type(product)
         return (self._chosen.get(form) or self._version_for(form))(product, *arguments)
 
@@ -91,14 +92,14 @@ class OpenFunction(Generic[R]):
 
 
 class Operation(OpenFunction[R]):
-    """An open function whose result is kept on the reading.
+    """An open function whose result is cached on the reading.
 
-    Further arguments have to be hashable values (a setting). A function of further tensors is an
+    Further arguments have to be hashable settings. A function of further tensors is an
     :class:`OpenFunction`.
     """
 
     def __call__(self, product: Reading, *settings: Any) -> R:
-        """The result for a reading: computed once, and not to be changed."""
+        """The result for a reading, computed once; callers must not change it."""
         key, form = (self, *settings), type(product)
         results = product.results
         result: R | None = results.get(key)

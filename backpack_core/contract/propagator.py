@@ -1,7 +1,7 @@
 """Propagators: what travels backwards, and how it starts at a loss.
 
-The engine knows no quantity. It asks the propagator what there is at a call, what goes on to its
-inputs, what is read at a parameter, what happens where branches meet, and what can go on in chunks.
+The engine does not know what a quantity is. It asks the propagator for the quantity at a call, at
+the call's inputs, at a parameter, and where branches meet, and what can be propagated in chunks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from backpack_core.contract.reading import Reading
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.nodes import refuse
-from backpack_core.record.untouched import ask
+from backpack_core.record.guards import ask
 from backpack_core.record.view import View
 
 
@@ -27,28 +27,29 @@ from backpack_core.record.view import View
 class Propagator(ABC):
     """What travels backwards, and how it starts at a loss.
 
-    Extensions with equal propagators share one quantity, which is started and sent once in a
-    backward pass. So a propagator is a value: a frozen dataclass, say ``LossSqrt(samples=1)``. The
-    type of the quantity is the propagator's own business.
+    Extensions with equal propagators share one quantity, which is propagated once in a backward
+    pass. So a propagator is a value: a frozen dataclass, such as ``LossSqrt(samples=1)``. The type
+    of the quantity is the propagator's own choice.
 
     Class attributes:
-        travels: Whether there is anything to send on; else each call is read by itself.
+        travels: Whether quantities are sent on; otherwise each call is read by itself.
         per_sample: Whether quantities belong to single samples, and so do not exist if samples
             influence each other.
-        keeps_apart: Whether quantities can be kept apart by sample, at tensors without samples. If
-            not, a net with parameters there raises.
-        only_at_losses: Whether something is read at losses only, wherever samples lie at other
-            calls.
-        starts_everywhere: Whether each call sends a new quantity, not what arrived; a loss is then
-            gone through node by node.
+        keeps_apart: Whether quantities can have columns for each sample at tensors without
+            samples. If not, a net with parameters there raises.
+        only_at_losses: Whether something is read at losses only, so that it does not matter where
+            samples lie at other calls.
+        starts_everywhere: Whether each call sends a new quantity, not one that arrived. Losses are
+            then propagated node by node.
         sheds_everywhere: Whether :meth:`shed` may split something off at every call, and
-            :meth:`cross` at every node; else :meth:`shed` is asked at losses, and for residuals.
+            :meth:`cross` at every node. Otherwise :meth:`shed` is called at losses and for
+            residuals only.
         needs_gradient: Whether methods besides :meth:`start` read ``view.grad_output``, which may
-            be ``None`` otherwise.
+            otherwise be ``None``.
 
     Attributes:
-        subsampling: The samples that take part, ``None`` for all. Every method is given a view of
-            those samples only.
+        subsampling: The samples that take part, ``None`` for all. Every method gets a view of
+            these samples only.
 
     To write:
         ``start(rule, view)``, ``propagate(rule, view, quantity)`` and
@@ -73,17 +74,17 @@ class Propagator(ABC):
         """The quantity at the first input of a loss.
 
         Args:
-            rule: The loss's rule.
-            view: The loss's forward execution, with the arriving gradient.
+            rule: The rule of the loss.
+            view: The call of the loss, with the gradient that arrives there.
         """
 
     @abstractmethod
     def propagate(self, rule: LayerRule, view: View, quantity: Any) -> dict[int, Any]:
-        """Carry the quantity from the output of a call to its inputs.
+        """Propagate the quantity from the output of a call to its inputs.
 
         Args:
-            rule: The layer's rule.
-            view: The forward execution.
+            rule: The layer rule.
+            view: The call.
             quantity: The quantity at the output.
 
         Returns:
@@ -94,31 +95,31 @@ class Propagator(ABC):
     def products(
         self, rule: Any, view: View, names: Sequence[str], quantity: Any
     ) -> Sequence[Reading]:
-        """What extensions read at parameters; the engine says on it where each stands.
+        """The readings at parameters; the engine adds to each which parameter it belongs to.
 
         Args:
-            rule: The layer's rule; of which class, it is for the propagator to see.
-            view: The forward execution.
-            names: Which parameters.
+            rule: The layer rule; the propagator decides which class of rule it accepts.
+            view: The call.
+            names: Names of the parameters.
             quantity: The quantity at the call's output.
 
         Returns:
-            A reading for each of them, in their order.
+            A reading for each name, in order.
         """
 
     def arrive(self, rule: LayerRule, view: View, waiting: Any | None) -> Any | None:
-        """The quantity at a call, from what was sent there; at a loss, it starts.
+        """The quantity at the output of a call, from what was sent there; at a loss, it starts.
 
         Args:
-            rule: The layer's rule.
-            view: The forward execution.
+            rule: The layer rule.
+            view: The call.
             waiting: What was sent there; ``None`` if nothing was.
 
         Returns:
-            The quantity; ``None`` where there is none, which is an error.
+            The quantity; ``None`` if there is none, which is an error.
 
         Raises:
-            UnsupportedError: Something arrives at a loss, or its rule refuses how it was called.
+            UnsupportedError: Something arrives at a loss, or its rule refuses the call.
         """
         if not isinstance(rule, LossRule):
             return waiting
@@ -129,7 +130,7 @@ class Propagator(ABC):
         return ask(view, self, "start", rule, view)
 
     def serving(self, extensions: Sequence[Any]) -> Propagator:
-        """The propagator to use for these extensions, all of this one. Default: itself."""
+        """The propagator to use for these extensions, which all have this one. Default: itself."""
         return self
 
     def nothing(self, view: View) -> Any | None:
@@ -137,11 +138,11 @@ class Propagator(ABC):
         return None
 
     def residual(self, rule: LayerRule, view: View) -> dict[int, Any]:
-        """What a call adds to the quantities at its inputs; asked once. Default: nothing."""
+        """What a call adds to the quantities at its inputs, asked once a call. Default: nothing."""
         return {}
 
     def merge(self, first: Any, second: Any) -> Any:
-        """The quantity at a tensor that several consumers send to; refused unless overridden.
+        """The quantity at a tensor to which several consumers send; refused by default.
 
         Raises:
             UnsupportedError: Always, here.
@@ -151,59 +152,60 @@ class Propagator(ABC):
         )
 
     def cross(self, node: Node, quantities: dict[int, Any], there: Any) -> list[tuple[int, Any]]:
-        """Carry quantities through an autograd node that lies between module calls.
+        """Propagate quantities through an autograd node that lies between calls.
 
         Args:
-            node: The autograd node, not yet executed.
-            quantities: What arrived, by output number of the node, for the whole batch.
-            there: Where samples lie, as the library says that knows operations. If residuals may be
-                added here, it has the gradients at the node, and takes what does not fit into
+            node: The autograd node, before autograd executes it.
+            quantities: What arrived for the whole batch, by output number of the node.
+            there: Where samples lie, as the operations library describes it. Where residuals may be
+                added, it also has the gradients at the node, and takes columns that do not fit into
                 memory.
 
         Returns:
             Pairs (position in ``node.next_functions``, quantity).
 
         Raises:
-            BridgeError: The quantity cannot be carried through this node exactly.
+            BridgeError: The quantity cannot be propagated exactly.
         """  # noqa: DOC202 - what an override returns
         raise refuse(node, f"{self!r} only passes through modules with a layer rule")
 
     def supply(self, quantities: dict[int, Any], grads: Sequence[Tensor | None]) -> dict[int, Any]:
-        """What arrived at an autograd node, when its gradients are known. Default: unchanged."""
+        """What arrived at an autograd node, once its gradients are known. Default: unchanged."""
         return quantities
 
     def widen(self, quantity: Any, size: int, entries: Sequence[int] | None = None) -> Any:
-        """A quantity of the chosen samples as one of the whole batch, which autograd nodes need.
+        """Extend a quantity from the chosen samples to the whole batch, with zeros for all others.
 
-        :meth:`narrow` is the reverse. Only for propagators with ``subsampling``.
+        Autograd nodes need the whole batch. :meth:`narrow` is the reverse. Only called for
+        propagators with ``subsampling``.
 
         Args:
-            quantity: Of the chosen samples.
-            size: How long axis 0 is for the whole batch.
-            entries: Those of axis 0 that the quantity has, where samples have several; ``None`` for
-                ``subsampling``.
+            quantity: For the chosen samples.
+            size: The length of axis 0 for the whole batch.
+            entries: The entries of axis 0 that the quantity has, where samples have several;
+                ``None`` for ``subsampling``.
         """
         return quantity
 
     def split_positions(self, quantity: Any, owners: Tensor | None, samples: int) -> Any:
-        """The quantity at a loss that has several entries of axis 0 for each sample.
+        """Give the entries of one sample at a loss columns of their own.
 
-        The entries of one sample get columns of their own. Only for propagators with
-        ``keeps_apart``.
+        Only called for propagators with ``keeps_apart``, at losses where samples have several
+        entries.
 
         Args:
             quantity: At the loss.
-            owners: The sample of each entry of axis 0, ``[R]``; ``None`` if all may be of one.
-            samples: How many samples there are.
+            owners: The sample of each entry of axis 0, ``[R]``; ``None`` if all may belong to one.
+            samples: The number of samples.
         """
         return quantity
 
     def take_apart(self, quantity: Any, positions: int | Tensor) -> Any:
-        """A quantity that is kept apart by sample: for each, with zeros for all others.
+        """Give each sample columns of its own, with zeros for all other samples.
 
         Args:
             quantity: At the output of a call that has samples.
-            positions: How many entries of axis 0 each sample has; or which, ``[N, R]``.
+            positions: How many entries of axis 0 each sample has; or which ones, ``[N, R]``.
         """
         return quantity
 
@@ -212,7 +214,7 @@ class Propagator(ABC):
         return quantity
 
     def narrow(self, quantity: Any, entries: Sequence[int] | None = None) -> Any:
-        """A quantity of the whole batch as one of the chosen samples; see :meth:`widen`."""
+        """Restrict a quantity of the whole batch to the chosen samples; see :meth:`widen`."""
         return quantity
 
     def map(self, quantity: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -234,35 +236,35 @@ class Propagator(ABC):
         size: int,
         is_rooted: bool = False,
     ) -> tuple[Any, Iterable[Any]]:
-        """Split off what need not travel with the rest, so that at most ``size`` columns do.
+        """Split off columns that can go on alone, so that at most ``size`` columns travel together.
 
         Args:
-            rule: What the quantity goes through next; ``None`` for a residual, which has just
-                started at the inputs of the call.
+            rule: The rule that the quantity goes through next; ``None`` for a residual, which has
+                just started at the inputs of the call.
             view: The call.
             quantity: The quantity at the output of the call; at a loss, and for a residual, at its
                 input.
             size: How many columns fit into memory at the widest call.
-            is_rooted: Whether what goes on has to be in the form of :meth:`rooted`, since a
-                parameter is used several times, or an operation between modules comes next.
+            is_rooted: Whether what goes on has to be in the form of :meth:`rooted`, because a
+                parameter is used several times, or an operation between modules follows.
 
         Returns:
-            What goes on, and parts that are carried through the net one after the other, at once.
-            No part may have to be added to anything that waits elsewhere.
+            What goes on, and parts that are propagated through the net at once, one after the
+            other. No part may have to be added to anything that waits elsewhere.
         """
         return quantity, ()
 
     def rooted(self, quantity: Any) -> Any:
-        """The quantity in a form in which uses of one parameter can be added.
+        """The quantity in a form in which several uses of one parameter can be added.
 
-        Asked for if a parameter is used several times: what reaches it from one start over several
-        ways is added before it is squared.
+        Called if a parameter is used several times: contributions with the same root that reach it
+        along several paths have to be added before they are squared.
         """
         return quantity
 
 
 def loss_behind_a_loss(view: View) -> UnsupportedError:
-    """The error if two losses both claim to be where the model ends."""
+    """The error if two losses are on one path, so that it is unclear where the model ends."""
     return UnsupportedError(
         f"{view.path} is a loss, and another loss is computed from its output: where the model "
         "ends, and so what curvature is meant, is not known. Extend the one of them that reads the "

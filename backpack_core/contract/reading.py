@@ -1,4 +1,4 @@
-"""Readings: what extensions read at a parameter, whatever travels. Imports ``record``."""
+"""Readings: what a propagator finds at a parameter, and extensions read."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.nn import Module
 
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.call import path_of
-from backpack_core.record.untouched import Versions, held
+from backpack_core.record.guards import Versions, versions_in
 
-# Set by the engine.
-_PLACE = ("name", "module", "parameter", "rule", "needs", "kept", "beside", "is_measured")
+# The attributes that the engine sets.
+_OF_ENGINE = "name module parameter rule needs call_cache column_cache is_measured"
 
 
 class Reading:
@@ -22,16 +22,16 @@ class Reading:
 
     Attributes:
         shape: Shape of the parameter, ``[*θ]``.
-        name: The name of the parameter in its module.
+        name: The parameter's name in its module.
         module: The module.
-        parameter: What results are stored on; known when an extension reads.
-        rule: The class of the rule that made it, for messages.
-        needs: The operations that extensions will ask for, so that one can serve another.
-        is_measured: Whether extensions may look at values, as :attr:`View.is_measured` says.
-        results: What operations have computed, for whoever asks next.
-        made: The tensors among the results, with their versions.
-        kept: What was computed from the call alone, for all of its columns.
-        beside: What the parameters of a call share for the same columns.
+        parameter: The parameter that results are stored on; set when an extension reads.
+        rule: The class of the rule that made the reading, for messages.
+        needs: The operations that extensions will call, so that one can prepare for another.
+        is_measured: Whether extensions may look at values, as for :attr:`View.is_measured`.
+        results: Cached results of operations.
+        made: The tensors among the results, with their version counters.
+        call_cache: Values computed from the call alone, for all of its columns.
+        column_cache: Values that all parameters of the call share, for the same columns.
     """
 
     name: str = ""
@@ -45,8 +45,8 @@ class Reading:
         self.shape = shape
         self.results: dict[Any, Any] = {}
         self.made: list[tuple[Tensor, int]] = []
-        self.kept: dict[Any, Any] = {}
-        self.beside: dict[Any, Any] = {}
+        self.call_cache: dict[Any, Any] = {}
+        self.column_cache: dict[Any, Any] = {}
 
     @property
     def path(self) -> str:
@@ -54,40 +54,40 @@ class Reading:
         return "" if self.module is None else path_of(self.module)
 
     def placed_as(self, other: Reading) -> Self:
-        """This reading, with the place (module, name, rule) of another one."""
-        for name in _PLACE:
+        """Itself, after taking over what the engine set on another reading (module, name, rule)."""
+        for name in _OF_ENGINE.split():
             setattr(self, name, getattr(other, name))
         return self
 
     def held(self) -> Versions:
-        """The tensors that it is made of, with their versions."""
-        return held(self)
+        """The tensors that it consists of, with their version counters."""
+        return versions_in(self)
 
     def lasting(self) -> Any:
-        """The reading in a form that outlives the graph of the pass. Default: itself."""
+        """The reading in a form that is valid after the graph is freed. Default: itself."""
         return self
 
     def of_samples(self, samples: int, kept: dict[Any, Any]) -> Any:
-        """The reading at a call that had several entries of axis 0 for each sample.
+        """The reading with one row for each sample, of a call with several entries per sample.
 
         Default: itself.
 
         Args:
-            samples: How many samples there are.
-            kept: What was computed from the call alone, and may be added to.
+            samples: The number of samples.
+            kept: The view's ``call_cache``, to which values may be added.
         """
         return self
 
     def at_leaf(self, source: Tensor, leaf: Tensor, pull: Callable[[Tensor], Tensor]) -> Any:
-        """The reading at a leaf that a module's parameter was computed from.
+        """The reading at a leaf tensor that a module's parameter was computed from.
 
         Args:
-            source: What the module used.
-            leaf: What the result is stored on.
-            pull: Carries columns ``[K, *source]`` back to the leaf, ``[K, *leaf]``.
+            source: The computed parameter that the module used.
+            leaf: The leaf that the result is stored on.
+            pull: Pulls columns ``[K, *source]`` back to the leaf, ``[K, *leaf]``.
 
         Raises:
-            UnsupportedError: It exists for parameters that a module uses as they are.
+            UnsupportedError: It exists only for parameters that a module uses as they are.
         """
         raise UnsupportedError(
             f"The parameter {self.name!r} of {self.path} is computed from others (by a "
@@ -100,7 +100,7 @@ class Reading:
         """One reading for a parameter with several uses, from this one and those of later visits.
 
         Raises:
-            UnsupportedError: It has no meaning.
+            UnsupportedError: There is no such reading.
         """
         raise UnsupportedError(
             f"The parameter {self.name!r} of {self.path} is used {1 + len(others)} times, and "

@@ -1,12 +1,9 @@
 """The layer-rule contract: how one kind of layer differentiates.
 
-A *layer rule* says how one kind of layer differentiates. It is written once, is stateless, and is
-used by every extension. Public methods check shapes; a rule author writes the methods whose name
-starts with an underscore. Axis letters: ``V`` columns, ``N`` samples, ``S`` shared positions,
-``G`` groups, ``I`` and ``O`` features per group.
-
-The bases of layers that know more are those of libraries: of layers with parameters, or with second
-derivatives.
+A layer rule is written once, is stateless, and serves every extension. Public methods check shapes;
+authors write the methods whose names start with an underscore. Axis letters: ``V`` columns, ``N``
+samples, ``S`` shared positions, ``G`` groups, ``I`` and ``O`` features per group. Libraries have
+base classes for layers with parameters or second derivatives.
 """
 
 from __future__ import annotations
@@ -23,7 +20,7 @@ from torch.nn import Module
 from backpack_core._torch import Node
 from backpack_core.contract.bases import Candidate, base, judge
 from backpack_core.errors import ShapeError, UnsupportedError
-from backpack_core.record.untouched import ask
+from backpack_core.record.guards import ask
 from backpack_core.record.view import View
 
 ModuleType = type[Module] | str
@@ -35,16 +32,18 @@ class LayerRule(ABC):
     """How a layer ``x ↦ f(x)`` differentiates with respect to its input.
 
     Class attributes:
-        module_types: The module classes this rule speaks for, as classes or as qualified names
+        module_types: The module classes that the rule is for, as classes or as qualified names
             (``"package.module.Class"``), so that a rule need not import a heavy library.
-        params: Names of the parameters the rule covers (dots allowed: ``"out_proj.weight"``).
-            If there are others that are trained, all are read where operations use them.
-        transparent: The rule leaves propagation to the autograd graph inside the module: then
-            ``_jac_t_mat_prod`` is never called, and modules inside are visited on their own.
-        is_loss: Quantities start here; see :class:`~backpack_core.LossRule`.
-        reads_inside: Parameters to which autograd may bring the gradient, at :meth:`node_inside`.
+        params: Names of the parameters that the rule covers (dots allowed: ``"out_proj.weight"``).
+            If a module has other trained parameters, all of them are read at the operations that
+            use them.
+        transparent: Whether quantities go through the autograd graph inside the module. Then
+            ``_jac_t_mat_prod`` is never called, and submodules are visited on their own.
+        is_loss: Whether quantities start here; see :class:`~backpack_core.LossRule`.
+        reads_inside: Parameters whose gradient autograd may deliver at :meth:`node_inside`.
 
-    A property that is not declared is assumed absent. The conformance kit checks each of them.
+    Properties that are not declared are assumed to be absent. The conformance kit checks each
+    declaration.
 
     To write:
         ``_jac_t_mat_prod(view, mat)``: ``J_xᵀ mat``, ``[V, N, *out] → [V, N, *in]``; a tuple for
@@ -61,11 +60,11 @@ class LayerRule(ABC):
     def check(self, view: View) -> None:  # noqa: B027 - most rules refuse nothing
         """Refuse settings of the module that this rule cannot treat exactly.
 
-        Called before every other method, once per call and backward pass; not in a pass that
-        takes the plan of an earlier one, where shapes and settings are the same.
+        Called before every other method, once per call and backward pass. Not called in a pass with
+        the plan of an earlier one, which had the same shapes and settings.
 
         Args:
-            view: The forward execution in question.
+            view: The call.
 
         Raises:
             UnsupportedError: With the setting that was found and what to use instead.
@@ -79,7 +78,7 @@ class LayerRule(ABC):
         return False
 
     def batch_axis(self, view: View, index: int) -> int:
-        """Which axis of an output holds the samples; 0 for all but some state outputs.
+        """The axis of an output that holds the samples: 0, except for some outputs that are states.
 
         The engine moves that axis to the front of ``mat``, ``view.output`` and ``view.grad_output``
         before it calls the rule.
@@ -91,11 +90,11 @@ class LayerRule(ABC):
         return self.params
 
     def node_inside(self, view: View) -> Node | None:
-        """The node where the gradient for the parameters of :attr:`reads_inside` arrives.
+        """The autograd node where the gradient for parameters of :attr:`reads_inside` arrives.
 
-        First-order extensions read them when autograd gets there, with the gradient in
-        ``view.inner``. For other quantities, and if this returns ``None``, they are read at the
-        output, like others.
+        First-order extensions read these parameters when autograd gets there, with the gradient in
+        ``view.inner``. Other quantities read them at the output, as all do if this returns
+        ``None``.
         """
         return None
 
@@ -104,10 +103,10 @@ class LayerRule(ABC):
         return name in self.parameter_names(module)
 
     def jac_t_mat_prod(self, view: View, mat: Tensor) -> tuple[Tensor | None, ...]:
-        """Transposed input Jacobian, applied to every column of every sample.
+        """Vector-Jacobian products with the input, for every column of every sample.
 
         Args:
-            view: The forward execution.
+            view: The call.
             mat: Columns at the output. Shape ``[V, N, *out]``.
 
         Returns:
@@ -116,11 +115,11 @@ class LayerRule(ABC):
 
         Raises:
             ShapeError: ``mat`` or the result has the wrong shape.
-            UnsupportedError: Some samples were asked for, of an input whose axis 0 is another one.
+            UnsupportedError: Some samples were asked for, of an input without a batch axis.
         """
         if not view.is_checked and view.indices is None:
-            found = self._jac_t_mat_prod(view, mat)
-            return found if isinstance(found, tuple) else (found,)
+            result = self._jac_t_mat_prod(view, mat)
+            return result if isinstance(result, tuple) else (result,)
         expect(view, self, "_jac_t_mat_prod is given", mat, view.output_shape)
         result = ask(view, self, "_jac_t_mat_prod", view, mat)
         products: list[Tensor | None] = [*result] if isinstance(result, tuple) else [result]
@@ -147,7 +146,7 @@ class LayerRule(ABC):
 
 @base
 class NoRule(LayerRule):
-    """Stands where no rule is installed: what arrives goes through the operations inside."""
+    """Stands in for a missing rule: quantities go through the operations inside the module."""
 
     transparent = True
 
@@ -157,13 +156,13 @@ class NoRule(LayerRule):
 
 @judge
 def _cannot_speak(candidate: Candidate) -> Iterator[str]:
-    """What keeps a rule from speaking for any module."""
+    """The judge of a rule that names no module types."""
     if issubclass(candidate.cls, LayerRule) and not candidate.cls.module_types:
         yield f"module_types must name {MODULE_TYPES}. Got ()"
 
 
 def _refuse_uncut(view: View, tensor: Tensor) -> None:
-    """Raise if columns of some samples go to an input that the view does not cut to these."""
+    """Raise if columns of some samples go to an input that the view does not restrict to these."""
     if tensor.requires_grad:
         raise UnsupportedError(
             f"{view.path} received an input of shape {list(tensor.shape)} that requires a gradient "
@@ -173,7 +172,7 @@ def _refuse_uncut(view: View, tensor: Tensor) -> None:
 
 
 def is_module_type(item: Any) -> bool:
-    """Whether something names a module class: the class, or its qualified name."""
+    """Whether a value names a module class: the class, or its qualified name."""
     if isinstance(item, str):
         return "." in item and all(part.isidentifier() for part in item.split("."))
     return isinstance(item, type) and issubclass(item, Module)
@@ -192,11 +191,11 @@ def expect(
     is_real = is_tensor and (mat.is_floating_point() or mat.is_complex())
     if is_real and mat.shape[1:] == shape and (columns is None or mat.shape[0] == columns):
         return
-    given = f"shape {list(mat.shape)}" if is_tensor else abridged(mat)
+    got = f"shape {list(mat.shape)}" if is_tensor else abridged(mat)
     if is_tensor and not is_real:
-        given += f" of {mat.dtype}"
+        got += f" of {mat.dtype}"
     lead = "V" if columns is None else columns
     raise ShapeError(
-        f"{type(speaker).__name__}.{what} {given} at {view.path}, expected a tensor "
+        f"{type(speaker).__name__}.{what} {got} at {view.path}, expected a tensor "
         f"[{lead}, {', '.join(map(str, shape))}] of {view.dtype}."
     )

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import keeps_graph
+from backpack_core.autocast import without_autocast
 from backpack_core.contract.loss import normaliser_of
 from backpack_core.contract.observer import Driver, Grads, Options
 from backpack_core.engine.active import Context
@@ -34,10 +35,9 @@ from backpack_core.engine.planning import Planning
 from backpack_core.engine.schedule import HookSchedule
 from backpack_core.engine.sink import FieldSink
 from backpack_core.graph.survey import Survey
-from backpack_core.record.call import Call, Edge, Kept, Site, edge_of
+from backpack_core.record.call import Call, CallCaches, Edge, Site, edge_of
 from backpack_core.record.view import View
 from backpack_core.replaced import replaced
-from backpack_core.values import without_autocast
 
 
 class Arguments(NamedTuple):
@@ -128,7 +128,7 @@ class BackwardPass:
         self.schedule = HookSchedule(self.between, self.groups, context.passes)
         self.sink: FieldSink = FieldSink(self.survey, outer.sink if outer else None, is_part)
         self.observers = own_observers(context, self.survey)
-        self._kept: Kept = {}
+        self._kept: CallCaches = {}
         self._release_last: list[Call] = []
         self._planning: Planning | None = None
         if context.propagators:

@@ -17,7 +17,7 @@ from backpack_core._torch import Node
 from backpack_core.engine.active import Context
 from backpack_core.graph.survey import Survey
 from backpack_core.plan.structure import Structure
-from backpack_core.record.call import Edge, Kept, Site
+from backpack_core.record.call import CallCaches, Edge, Site
 
 if TYPE_CHECKING:  # these files import this one
     from backpack_core.engine.backward import BackwardPass
@@ -120,7 +120,7 @@ class Between(ABC, Generic[S]):
     # Visits ---------------------------------------------------------------------------------------
 
     @abstractmethod
-    def traversal(self, schedule: Schedule, sink: FieldSink, kept: Kept) -> Traversal:
+    def traversal(self, schedule: Schedule, sink: FieldSink, kept: CallCaches) -> Traversal:
         """What happens at visits of this graph.
 
         Args:

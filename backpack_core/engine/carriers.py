@@ -9,15 +9,15 @@ from typing import Any
 from backpack_core import errors
 from backpack_core._torch import class_of
 from backpack_core.contract.bases import is_of_base
-from backpack_core.contract.carrier import Carrier, Found
+from backpack_core.contract.carrier import Carrier, ParameterResult
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.reading import Reading
 from backpack_core.engine.groups import Group
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey
+from backpack_core.record.guards import ask
 from backpack_core.record.storage import storage
-from backpack_core.record.untouched import ask
 from backpack_core.record.view import View
 
 
@@ -57,12 +57,12 @@ class RuleCarrier(Carrier):
         if view.positions > 1:
             chosen = self._propagator.subsampling
             count = self._survey.batch_size if chosen is None else len(chosen)
-            found = [each.of_samples(count, view.kept) for each in found]
+            found = [each.of_samples(count, view.call_cache) for each in found]
         beside: dict[Any, Any] = {}
         for name, reading in zip(names, found, strict=True):
             reading.name, reading.module, reading.rule = name, module, type(rule)
-            reading.kept, reading.beside, reading.needs = view.kept, beside, self._needs
-            reading.is_measured = view.is_measured
+            reading.call_cache, reading.column_cache = view.call_cache, beside
+            reading.needs, reading.is_measured = self._needs, view.is_measured
         if not view.stored.computed:
             return list(found)
         at = dict(zip(names, found, strict=True))
@@ -94,7 +94,7 @@ class RuleCarrier(Carrier):
 
 def values_of(
     carrier: Carrier, survey: Survey, view: View, trained: Sequence[Trained], quantity: Any
-) -> Iterator[Found]:
+) -> Iterator[ParameterResult]:
     """The results of a carrier that gives values instead of readings.
 
     Raises:

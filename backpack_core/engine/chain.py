@@ -25,8 +25,8 @@ from backpack_core.plan.structure import Structure
 from backpack_core.plugins.loading import missing
 from backpack_core.plugins.manager import hooks
 from backpack_core.plugins.registry import registry
-from backpack_core.record.call import Call, Edge, Kept, Site, is_noted, site_at
-from backpack_core.record.owner import OWNER_ATTRIBUTE, is_parameter, results_handed_over
+from backpack_core.record.call import Call, CallCaches, Edge, Site, has_call, site_at
+from backpack_core.record.owner import OWNER_ATTRIBUTE, computed_substitutes, is_parameter
 from backpack_core.record.run import NO_RUN
 from backpack_core.record.view import View
 
@@ -84,7 +84,7 @@ class Chain(Between[Survey]):
         """Walk from call to call."""
         if self.context.beside:
             raise needs_operations("backpack(beside=[...]) leaves out a part of the graph")
-        if results_handed_over():
+        if computed_substitutes():
             raise needs_operations("Weights are handed over, as by torch.func.functional_call")
         is_late, todo = bool(self.survey.sites), self._below(edges)
         while todo:
@@ -101,7 +101,7 @@ class Chain(Between[Survey]):
         while todo:
             edge, user = todo.pop()
             node: Any = edge.node
-            if is_noted(node):
+            if has_call(node):
                 found.append(self._site_at(edge, user))
             elif is_leaf(node) and is_parameter(node.variable):
                 raise needs_operations(f"{user} uses a parameter of shape {[*node.variable.shape]}")
@@ -112,7 +112,7 @@ class Chain(Between[Survey]):
         return found
 
     def _site_at(self, edge: Edge, user: str) -> Site:
-        site = site_at(edge) if is_noted(edge.node) else None
+        site = site_at(edge) if has_call(edge.node) else None
         if site is None:
             raise needs_operations(
                 f"{user} uses what the operation {described(edge.node)!r} made"
@@ -170,7 +170,7 @@ class Chain(Between[Survey]):
         self._first = first
         if run is not first.run or (run is NO_RUN and call is not first):
             return f"received data, and so did {first.path}, in another call of a model or in none"
-        if run.sizes and (run.sizes != (rows,) or len(run.given) > 1):
+        if run.sizes and (run.sizes != (rows,) or len(run.inputs) > 1):
             return f"received {rows} rows, and its model {' and '.join(map(str, run.sizes))}"
         if run.sizes and call.receives_input < 2:
             return "received something else than its model did"
@@ -206,7 +206,7 @@ class Chain(Between[Survey]):
         """Do nothing."""
         return
 
-    def traversal(self, schedule: Schedule, sink: FieldSink, kept: Kept) -> Traversal:
+    def traversal(self, schedule: Schedule, sink: FieldSink, kept: CallCaches) -> Traversal:
         """Core's own, which sends all columns at once."""
         return Traversal(schedule, sink)
 

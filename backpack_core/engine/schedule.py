@@ -16,12 +16,12 @@ from weakref import WeakValueDictionary
 
 from backpack_core import _torch
 from backpack_core._torch import Node
+from backpack_core.autocast import without_autocast
 from backpack_core.engine.between import Between
 from backpack_core.engine.groups import Group
 from backpack_core.errors import InternalError
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, Site
-from backpack_core.values import without_autocast
 
 T = TypeVar("T")
 Passes = WeakValueDictionary[int, Any]  # passes under way, by autograd's graph-task id

@@ -27,7 +27,7 @@ from backpack_core.graph.nodes import is_leaf
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Site
-from backpack_core.record.untouched import guard_of, memories, owned
+from backpack_core.record.guards import guard_of, unshared, visible_memory
 from backpack_core.record.view import View
 
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
@@ -109,7 +109,7 @@ class Sink(ABC):
         for lane in self.waits_for(parameter):
             group, _, uses = self._pending.pop((lane, id(parameter)))
             held = (tensor for use in uses[1] for tensor, _ in use.held())
-            memories(view).update(_torch.memories_of(held))
+            visible_memory(view).update(_torch.memories_of(held))
             self._complete(group, view, [uses])
 
     def _complete(self, group: Group, view: View, complete: list[Uses]) -> None:
@@ -132,7 +132,7 @@ class Sink(ABC):
                     values = watch(module, kind, way, self._read, extension, view, complete)
                 for (parameter, _), value in zip(complete, values, strict=True):
                     if value is not None:
-                        value = owned(extension.as_stored(value, parameter), view, self._memory)
+                        value = unshared(extension.as_stored(value, parameter), view, self._memory)
                     self.store(extension, parameter, value)
             extension = group.extensions[0]
             if sharer is not None:

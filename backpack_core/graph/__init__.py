@@ -1,4 +1,4 @@
-"""What is known of the autograd graph: its nodes, ways through it, and where samples lie.
+"""The autograd graph of one backward pass: names of its nodes, its parameters, and a survey of it.
 
-Imports torch and ``record`` only; rules are asked through the calls that carry them.
+Imports torch, ``errors`` and ``record`` only; layer rules are reached through the calls.
 """

@@ -1,4 +1,4 @@
-"""Names of autograd's nodes, for messages, and the error for one that cannot be crossed."""
+"""Names of autograd nodes for messages, and the error for a node that cannot be crossed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _GIVE_IT_A_RULE = "Move the operation into a module and give it a layer rule."
 
 
 def is_leaf(node: Node) -> bool:
-    """Whether a node takes the gradient of a leaf, such as a parameter."""
+    """Whether a node accumulates the gradient of a leaf, such as a parameter."""
     return type(node) is LeafNode
 
 
@@ -21,12 +21,12 @@ def name_of(node: Node) -> str:
 
 
 def described(node: Node) -> str:
-    """The operation, and the user's line if anomaly mode has recorded it."""
+    """The name of the operation, with the user's line if anomaly mode has recorded it."""
     steps = node.metadata.get("traceback_") or ()  # type: ignore[attr-defined]
     for step in reversed(steps):
-        found = re.match(r'\s*File "(.+)", line (\d+)', step)
-        if found and not is_library(found[1]):
-            return f"{name_of(node)} [{found[1]}:{found[2]}]"
+        match = re.match(r'\s*File "(.+)", line (\d+)', step)
+        if match and not is_library(match[1]):
+            return f"{name_of(node)} [{match[1]}:{match[2]}]"
     return name_of(node)
 
 

@@ -1,4 +1,4 @@
-"""The parameters that results are stored on: those of a call, or what they are computed from."""
+"""The parameters that results are stored on: those of a call, or the leaves of computed ones."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from backpack_core.record.call import Call
 
 
 class Trained(NamedTuple):
-    """A parameter that is read at a call.
+    """A trained parameter that a call uses.
 
     Attributes:
         name: Its name in the module.
-        parameter: What the result is stored on.
-        used: The tensor that the module used: the parameter, or what was computed from it.
+        parameter: The leaf that the result is stored on.
+        used: The tensor that the module used: the parameter, or one that was computed from it.
     """
 
     name: str
@@ -25,22 +25,22 @@ class Trained(NamedTuple):
 
 
 def trained_in(call: Call) -> tuple[tuple[Trained, ...], tuple[Trained, ...]]:
-    """The parameters that a call reads off, and those that its rule does not cover."""
+    """The trained parameters of a call that its rule covers, and those that it does not."""
     stored, covers = call.stored, call.rule.covers
     covered: list[Trained] = []
     others: list[Trained] = []
     for name in stored.parameters:
         tensor, _ = stored.owned[name]
         if tensor.requires_grad and name not in stored.frozen:
-            found = covered if covers(call.module, name) else others
+            group = covered if covers(call.module, name) else others
             for parameter in stored.computed.get(name, (tensor,)):
                 # Much faster than Trained(...).
-                found.append(tuple.__new__(Trained, (name, parameter, tensor)))
+                group.append(tuple.__new__(Trained, (name, parameter, tensor)))
     return tuple(covered), tuple(others)
 
 
 def complex_parameter(name: str) -> UnsupportedError:
-    """The error for a trained parameter of complex numbers."""
+    """The error for a trained parameter with complex values."""
     return UnsupportedError(
         f"The parameter {name} is complex, and quantities are defined for real parameters "
         "only: train its real and its imaginary part as two parameters, or freeze it."

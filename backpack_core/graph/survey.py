@@ -1,7 +1,8 @@
-"""What is known of the graph of one backward pass before anything is computed.
+"""The survey of a graph: what is known about a backward pass before anything is computed.
 
-Some things can only be seen from above: a parameter that several calls use, and the number of
-samples. Whoever walks the graph fills this in; a library knows more, and derives from it.
+Some facts are properties of the whole graph, such as the parameters that several calls use and the
+number of samples. A walk through the graph fills the survey in. A library that knows more derives
+from it.
 """
 
 from __future__ import annotations
@@ -13,21 +14,21 @@ from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.graph.parameters import Trained, complex_parameter, trained_in
-from backpack_core.record.call import Call, Edge, Kept, Site, site_at
+from backpack_core.record.call import Call, CallCaches, Edge, Site, site_at
 from backpack_core.record.view import View
 
 
 @dataclass
 class Use:
-    """A parameter that calls use.
+    """How a parameter is used.
 
     Attributes:
         parameter: The parameter.
         call: A call that uses it.
         name: Its name there.
-        count: At how many sites calls read it off.
-        unruled: At how many sites modules use it that have no rule for it, nor modules inside.
-        is_wanted: Whether any extension wants it there.
+        count: At how many sites calls with a rule for it use it.
+        unruled: At how many sites a module uses it that has neither a rule for it nor submodules.
+        is_wanted: Whether any extension reads it there.
     """
 
     parameter: Tensor
@@ -40,26 +41,27 @@ class Use:
 
 @dataclass
 class Survey:
-    """What is known about the graph of one backward pass: here, of a chain of modules with rules.
+    """The facts about the graph of one pass; this class is for a chain of modules with rules.
 
     Attributes:
-        batch_size: Number of samples, the same in every call.
+        batch_size: The number of samples.
         is_shared: Whether a parameter is used several times.
         widest: Bytes that one column takes at the widest call.
-        sites: Every output of a call that is in the graph, as (call, index).
-        trained: What those calls are read off at.
-        uses: The parameters that they use, by ``id``.
-        freed: Parameters of calls that are looked at where operations use them.
-        bare: Parameters that are looked at where operations use them, by ``id``.
-        outside: What is used outside of the calls that own it, by ``id``.
-        leaves: Parameters that are looked at as calls, as the output of a node.
-        viewed: Outputs of nodes that are reached past the views that modules returned of them, with
-            the edge of the outermost; by node and output number.
-        opened: Calls that are gone through node by node, by their rule or in spite of it.
-        shards: What a process holds of parameters that calls use whole, by these.
-        structure: What tells it from other graphs, once somebody has asked.
-        is_planned: Whether all of this is known from an earlier pass.
-        is_measured: Whether the pass is measured, so that rules may look at values.
+        sites: The sites in the graph, by call and index of the output.
+        trained: The parameters that are read at each call.
+        uses: The parameters that calls use, by ``id``.
+        freed: By call, parameters that are read at the operations that use them, because the
+            call's rule does not cover them.
+        bare: All parameters that are read at the operations that use them, by ``id``.
+        outside: Those that are used outside of the calls whose module has them, by ``id``.
+        leaves: Parameters that are visited as if a call had returned them, by node and output.
+        viewed: Outputs of nodes whose users bypass the views that modules returned of them, with
+            the edge of the outermost view; by node and output number.
+        opened: Calls that are propagated node by node, because of their rule or in spite of it.
+        shards: The shards that this process holds, by the whole parameters that calls use.
+        structure: What distinguishes the graph from others, once somebody has asked.
+        is_planned: Whether these facts were taken from the plan of an earlier pass.
+        is_measured: Whether rules may look at values; see ``View.is_measured``.
     """
 
     batch_size: int = 0
@@ -80,15 +82,15 @@ class Survey:
     is_measured: bool = True
 
     def site_at(self, edge: Edge) -> Site | None:
-        """The call that what is sent to an edge arrives at, in this graph."""
+        """The site at which a quantity that is sent to an edge arrives, in this graph."""
         return site_at(edge)
 
-    def place_of(self, site: Site) -> tuple[int, int]:
-        """Which axis of an output holds the samples; how many of its entries each of them has."""
+    def axis_and_positions(self, site: Site) -> tuple[int, int]:
+        """The axis of an output that holds samples, and how many of its entries each sample has."""
         return 0, 1
 
     def sources(self, node: Node) -> list[str]:
-        """The paths of the calls whose outputs an operation works on."""
+        """The paths of the calls whose outputs are operands of an operation."""
         sites = [site_at(Edge(child, nr)) for child, nr in node.next_functions if child is not None]
         return list(dict.fromkeys(site.call.path for site in sites if site is not None))
 
@@ -100,14 +102,14 @@ class Survey:
             self.trained[call] = trained
             if others:
                 self.freed[call] = others
-        for own in trained:
-            use = self.use_of(call, own)
+        for entry in trained:
+            use = self.use_of(call, entry)
             self.is_shared |= use.count > 0
             use.count += 1
 
-    def use_of(self, call: Call, own: Trained) -> Use:
-        """What is known of a parameter that a call uses."""
-        name, parameter, _ = own
+    def use_of(self, call: Call, trained: Trained) -> Use:
+        """The uses of a parameter of a call."""
+        name, parameter, _ = trained
         use = self.uses.get(id(parameter))
         if use is None:
             if parameter.is_complex():
@@ -115,28 +117,34 @@ class Survey:
             use = self.uses[id(parameter)] = Use(parameter, call, name)
         return use
 
-    def view(self, site: Site, kept: Kept, grad: Tensor | None = None) -> View:
-        """What rules see at an output, with the gradient there and what calls have computed."""
+    def view(self, site: Site, kept: CallCaches, grad: Tensor | None = None) -> View:
+        """The view of a call at one of its outputs.
+
+        Args:
+            site: The output.
+            kept: The caches of all calls of the pass.
+            grad: The gradient at the output.
+        """
         call, index, (node, *_), _ = site
-        axis, positions = self.place_of(site)
-        known = kept.setdefault(call, {})
-        view = View(call, index, grad, node, axis, known, positions, self.batch_size)
-        view.is_checked = not self.is_planned
+        axis, positions = self.axis_and_positions(site)
+        cache = kept.setdefault(call, {})
+        view = View(call, index, grad, node, axis, cache, positions, self.batch_size)
+        view.is_checked = not self.is_planned  # the pass that made the plan was checked
         view.is_measured = self.is_measured
         return view
 
     def parameters(self) -> dict[int, Tensor]:
-        """Those that are read, by ``id``."""
+        """The parameters that are read at calls, by ``id``."""
         return {number: use.parameter for number, use in self.uses.items() if use.count}
 
     def asks_rule(self, call: Call) -> bool:
-        """Whether a rule is asked for anything at a call: for parameters, or how to go on.
+        """Whether the rule of a call is asked for anything: for parameters, or for propagation.
 
-        A loss matters only where something starts, and is checked there.
+        False for a loss, which matters only if a quantity starts there, and is checked then.
         """
         return not call.rule.is_loss and (call not in self.opened or bool(self.trained[call]))
 
     @property
     def is_readable(self) -> bool:
-        """Whether what autograd saved may be read by others, everywhere."""
+        """Whether the tensors that autograd saved may be read at every call."""
         return all(call.is_readable for call, _ in self.sites)

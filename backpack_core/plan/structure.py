@@ -173,7 +173,7 @@ class Structure:
             rows = None if call.rule.is_loss else rows_of(tensor)
             self._rows += () if rows is None else (rows,)
             return (rows is None,)
-        given = () if len(run.given) < 2 else tuple([g.span for g in run.given])
+        given = () if len(run.inputs) < 2 else tuple([g.span for g in run.inputs])
         return run.receives((tensor,)), *[span_of(tensor) == span for span in given]
 
     def _number_of(self, parameter: Tensor) -> int:
@@ -191,9 +191,9 @@ class Structure:
             return int(run.is_distributed)
         if id(run) not in self._runs:
             self._runs[id(run)] = run
-            self._facts += run.axis, run.is_distributed, run.is_inner, len(run.given)
+            self._facts += run.axis, run.is_distributed, run.has_computed_input, len(run.inputs)
             self._facts += torch.Size(run.sizes), run.rows is None
-            for given in run.given:
+            for given in run.inputs:
                 self._facts += given.path, given.dtype, torch.Size(given.shape)
         return 2 + [*self._runs].index(id(run)) if len(self._runs) > 1 else 2
 

@@ -1,6 +1,6 @@
-"""Plugins: what they may do, how they are loaded, and which of them speaks for a module.
+"""Plugins: what they may provide, how they are loaded, and which of them has the rule for a module.
 
-A plugin that fails must not break the others, so each is loaded and registered by itself.
+Each plugin is loaded and registered by itself, so that one that fails does not break the others.
 """
 
 from backpack_core.discovery import Plugin as Plugin

@@ -1,8 +1,8 @@
-"""Everything a plugin may do, as pluggy hook specifications; these docstrings are the reference.
+"""Everything that a plugin may provide, as pluggy hook specifications with their reference.
 
-A plugin is any object that an entry point of the group ``backpack`` names. It is a class derived
-from one of core's base classes, which counts as the only one that its hook returns, or a module
-with functions marked by ``hookimpl``.
+A plugin is the object that an entry point of the group ``backpack`` names. Either it is a class
+derived from one of the core's base classes, which is then what its hook would return. Or it is a
+module with functions marked by ``hookimpl``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OF_PASSES: Final = frozenset(
 
 @hookspec
 def backpack_layer_rules() -> Iterable[type[LayerRule]]:  # type: ignore[empty-body]
-    """Return layer-rule classes; each names its layers in ``module_types``."""
+    """Return layer-rule classes; each names the module types that it is for in ``module_types``."""
 
 
 @hookspec
@@ -49,7 +49,7 @@ def backpack_propagators() -> Iterable[type[Propagator]]:  # type: ignore[empty-
 def backpack_pair_overrides() -> Iterable[  # type: ignore[empty-body]
     tuple[type[Extension], type[Module] | str, CarrierOf]
 ]:
-    """Return ``(extension class, module type, function)`` for pairs that replace the layer rule.
+    """Return ``(extension class, module type, function)`` for pairs that bypass the layer rule.
 
     The function is called with the extension and a propagator, and makes a :class:`Carrier`.
     """
@@ -57,33 +57,33 @@ def backpack_pair_overrides() -> Iterable[  # type: ignore[empty-body]
 
 @hookspec(firstresult=True)
 def backpack_operation() -> Any:
-    """Return the class, derived from ``engine.between.Between``, that knows what is between calls.
+    """Return the class, derived from ``engine.between.Between``, for operations between calls.
 
-    Asked when plugins change. A class stands for all graphs, since a walk that has met an operation
-    would have to begin anew in other hands.
+    Called when plugins change. The class serves every graph, also graphs without such operations:
+    they are known only after a walk, which would have to be repeated with another class.
     """
 
 
 @hookspec
 def backpack_run(run: Any) -> Observer | None:
-    """Return an observer of one backward pass, or ``None``; called when that begins.
+    """Return an observer of a backward pass, or ``None``; called when the pass begins.
 
-    ``run`` is the pass, of which nothing is known but what was asked for.
+    ``run`` is the pass, before its graph is surveyed.
     """
 
 
 @hookspec(firstresult=True)
 def backpack_watch() -> Any:
-    """Return what a block calls functions through that take time, so that it can be measured.
+    """Return an object through which a block calls functions whose time is to be measured.
 
-    An object that is called with a module, a class, a word, a function and its arguments; its
+    It is called with a module, a class, a word for the phase, a function and its arguments. Its
     method ``summary(history)`` makes what ``block.summary()`` returns.
     """
 
 
 @hookspec(firstresult=True)
 def backpack_storage() -> Storage | None:
-    """Return where tensors of a call are kept that torch itself does something with.
+    """Return the storage of tensors that torch itself packs, shards or computes.
 
-    Called when the plugin is registered; core asks the object from then on.
+    Called once, when the plugin is registered; the core asks the object from then on.
     """

@@ -1,8 +1,8 @@
 """Loads plugins when they are first needed, and isolates those that fail.
 
-That is at the first ``extend()`` or ``backpack()``, or when an extension is asked for by name. A
-plugin that fails is recorded and warned about once. What needs it raises, with the plugin's
-traceback chained; everything else works. Imports pluggy and core.
+Plugins are loaded at the first ``extend()`` or ``backpack()``, or when an extension is asked for by
+name. A plugin that fails is recorded, with one warning for its distribution. What needs it raises
+with the plugin's traceback chained, and everything else works.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from backpack_core.discovery import Plugin, discover, preferred, settle, spelled_out
+from backpack_core.discovery import Plugin, discover, preferred, qualified_name, settle
 from backpack_core.errors import (
     BrokenPluginWarning,
     MissingPluginError,
@@ -31,7 +31,7 @@ _loaded = False
 
 
 def known_plugins() -> list[Plugin]:
-    """All installed plugins, with their state; reads metadata the first time, imports no plugin."""
+    """All installed plugins, with their state. The first call reads metadata and imports none."""
     global _plugins
     with lock:
         if _plugins is None:
@@ -48,7 +48,7 @@ def ensure_loaded() -> None:
     if _loaded:
         return
     with lock:
-        if _loading or _loaded:  # as when a plugin asks for an extension while it is imported
+        if _loading or _loaded:  # a plugin may ask for an extension while it is imported
             return
         load_all(_raise_if_strict)
         _warn(failures())
@@ -60,7 +60,7 @@ def load_all(
     """Load every allowed plugin.
 
     Args:
-        after: Called after each plugin. What it raises ends the loading, which may be tried again.
+        after: Called after each plugin. If it raises, loading ends, and may be tried again.
         before: Called before each plugin.
     """
     global _loading, _loaded
@@ -83,25 +83,25 @@ def _raise_if_strict(plugin: Plugin) -> None:
 
 
 def load(plugin: Plugin) -> None:
-    """Import and register a plugin, unless that was tried before or it may not load.
+    """Import and register a plugin, unless that was tried before or the plugin may not load.
 
-    A plugin's failure does not raise here; it is recorded in ``plugin.error``.
+    A failure does not raise here, but is recorded in ``plugin.error``.
     """
     if plugin.state != "not loaded":
         return
-    # Set before the import, which may import the rest of its package.
+    # Set first: the import may ask for extensions, and so load plugins.
     plugin.state = "loaded"
     try:
         enter(plugin.find(), plugin.provenance)
     except KeyboardInterrupt:
         plugin.state = "not loaded"
         raise
-    except BaseException as error:  # includes SystemExit, and what tools raise to stop a run
+    except BaseException as error:  # also SystemExit, and pytest's exceptions
         plugin.state, plugin.error = "failed", error
 
 
 def load_provider(name: str) -> None:
-    """Load the plugin whose entry point names a class of this name, before all others."""
+    """Load the plugin whose entry point names a class, before all others."""
     with lock:
         for plugin in known_plugins():
             if plugin.attribute == name:
@@ -109,14 +109,14 @@ def load_provider(name: str) -> None:
 
 
 def _warn(broken: list[Plugin]) -> None:
-    """Warn once for each distribution, however many of its plugins fail."""
+    """Warn once for each distribution, however many of its plugins failed."""
     by_distribution: dict[str, list[Plugin]] = {}
     for plugin in broken:
         by_distribution.setdefault(str(plugin.provenance), []).append(plugin)
-    for who, mine in by_distribution.items():
-        names = ", ".join(repr(p.name) for p in mine)
+    for who, plugins in by_distribution.items():
+        names = ", ".join(repr(p.name) for p in plugins)
         warn(
-            f"Out of use: {names} of {who}, because of {_reason(mine[0])}\nEverything that does "
+            f"Out of use: {names} of {who}, because of {_reason(plugins[0])}\nEverything that does "
             "not need it works. `backpack doctor` shows more.",
             BrokenPluginWarning,
         )
@@ -135,30 +135,30 @@ def load_error(plugin: Plugin) -> PluginLoadError:
 
 
 def missing(message: str, wanted: str | type[Module], otherwise: str = "") -> MissingPluginError:
-    """The error for what no plugin provides, chained to a failed plugin that might have.
+    """The error for something that no plugin provides, chained to a failed plugin that might.
 
     Args:
         message: What was asked for.
-        wanted: The name of the extension or of the library's entry point that was asked for, or
+        wanted: The name of the extension, or of a library's entry point, that was asked for; or
             the module class without a rule.
-        otherwise: What to do where nobody is known to have it.
+        otherwise: What to do if no plugin is known to provide it.
     """
-    found = [*providers_of(wanted)]
-    suspects = [each.plugin for each in found if each.plugin and each.plugin.error is not None]
-    if not suspects and not found:
+    known = [*providers_of(wanted)]
+    suspects = [each.plugin for each in known if each.plugin and each.plugin.error is not None]
+    if not suspects and not known:
         suspects = failures()
     if not suspects:
         return MissingPluginError(message + who_has(wanted, otherwise))
-    may = "" if found else f"{otherwise}{blocked()} A plugin that may provide it is broken."
+    may = "" if known else f"{otherwise}{blocked()} A plugin that may provide it is broken."
     error = MissingPluginError(f"{message}{may} {load_error(suspects[0])}")
     error.__cause__ = suspects[0].error
     return error
 
 
 def who_has(wanted: str | type[Module], otherwise: str = "") -> str:
-    """Which plugins say that they provide it, and why they do not, as the end of a message.
+    """The end of a message: which plugins declare that they provide it, and why they do not.
 
-    Goes by what plugins say beside their code, so that those that do not load are named, too.
+    What plugins declare is read from files, so that plugins that do not load are named, too.
     """
     return "".join(f" {text}" for text in dict.fromkeys(map(_why_not, providers_of(wanted)))) or (
         otherwise + blocked()
@@ -166,12 +166,12 @@ def who_has(wanted: str | type[Module], otherwise: str = "") -> str:
 
 
 def providers_of(wanted: str | type[Module]) -> Iterator[Provider]:
-    """Those of a class, or of the nearest parent for which there are some."""
+    """The providers of a name; of a class, or of its nearest parent that has providers."""
     kinds = wanted.__mro__ if isinstance(wanted, type) else ()
-    for names in [{spelled_out(kind)} for kind in kinds] or [{str(wanted)}]:
-        found = [*providers(names, known_plugins())]
-        if found:
-            yield from found
+    for names in [{qualified_name(kind)} for kind in kinds] or [{str(wanted)}]:
+        known = [*providers(names, known_plugins())]
+        if known:
+            yield from known
             return
 
 
@@ -198,7 +198,7 @@ _SWITCHES = (
 
 
 def blocked() -> str:
-    """Which installed plugins may not load, as the end of a message about something missing."""
+    """The end of a message about something missing: which installed plugins are blocked."""
     who = ", ".join(sorted({str(p.provenance) for p in known_plugins() if p.state == "blocked"}))
     return f" Installed, but blocked: {who}; check {_SWITCHES}." if who else ""
 
@@ -206,7 +206,7 @@ def blocked() -> str:
 def prefer(distribution: str, *keys: Any) -> None:
     """Choose between plugins that claim the same key.
 
-    The environment variable ``BACKPACK_PREFER="key=distribution,..."`` does the same from outside.
+    The environment variable ``BACKPACK_PREFER="key=distribution,..."`` does the same.
 
     Args:
         distribution: The distribution whose plugin is to be used, or the name under which a plugin
@@ -223,7 +223,7 @@ def prefer(distribution: str, *keys: Any) -> None:
             f"preferred for. Got {(distribution, *keys)!r:.80}."
         )
     with lock:
-        preferred.update((spelled_out(key), distribution) for key in keys or ("*",))
+        preferred.update((qualified_name(key), distribution) for key in keys or ("*",))
         registry.forget()
         plugins = _plugins or []
         before = [p for p in plugins if p.state == "loaded"]

@@ -1,4 +1,4 @@
-"""The manager of plugins, and the hooks that are called in passes. Imports no plugin."""
+"""The pluggy manager of all plugins, and its hooks."""
 
 from __future__ import annotations
 

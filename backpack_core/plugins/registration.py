@@ -1,7 +1,4 @@
-"""Registers plugins: each is checked, and registered as a whole or not at all.
-
-A plugin that is half registered would be worse than none. Imports no plugin.
-"""
+"""Registers plugins. Each is checked first, and registered completely or not at all."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from backpack_core.plugins.registry import Contribution, contributions, hook_of,
 from backpack_core.record import storage
 
 API_VERSION = 2
-# For plugins that do not say; nothing older was published.
+# The version of plugins that declare none, which is the first that was published.
 FIRST_API = 2
 SUPPORTED_API = frozenset({2})
 
@@ -43,12 +40,12 @@ def hook_names() -> list[str]:
 
 
 def _key(provenance: Provenance) -> str:
-    """The name under which pluggy knows a plugin, since two distributions may use one name."""
+    """The name of a plugin in pluggy, unique even if two distributions use one name."""
     return f"{provenance.distribution}:{provenance.plugin}"
 
 
 def enter(obj: Any, provenance: Provenance) -> None:
-    """Register a plugin's contributions: all of them, or none."""
+    """Register everything that a plugin contributes, or nothing."""
     _check_version(obj, provenance)
     other = manager.get_name(obj)
     if other is not None:
@@ -76,13 +73,13 @@ def _hand_over(obj: Any, provenance: Provenance) -> None:
 
 
 def _settle(obj: Any) -> None:
-    """Ask for what passes would otherwise have to ask for, after a plugin has come or gone."""
+    """Ask for the storage again after a plugin that may provide it has come or gone."""
     if hasattr(obj, "backpack_storage"):
         storage.use(hooks.backpack_storage())
 
 
 def _collect(obj: Any) -> list[Contribution]:
-    """Call the hooks of one plugin, and check what they return; a class stands for itself."""
+    """Call the hooks of a plugin, and check what they return; a class is its own contribution."""
     own_hook = hook_of(obj)
     returned_by: dict[str, Any] = {} if own_hook is None else {own_hook: [obj]}
     for caller in manager.get_hookcallers(obj) or ():
@@ -93,8 +90,8 @@ def _collect(obj: Any) -> list[Contribution]:
         if caller.name in hookspecs.OF_PASSES:
             returned_by[caller.name] = ()
             continue
-        own = [each for each in caller.get_hookimpls() if each.plugin is obj]
-        returned_by[caller.name] = returned = own[0].function()
+        implementations = [each for each in caller.get_hookimpls() if each.plugin is obj]
+        returned_by[caller.name] = returned = implementations[0].function()
         if not isinstance(returned, Iterable):
             raise PluginError(f"{caller.name} must return an iterable. Got {returned!r}.")
     if not returned_by:
@@ -107,25 +104,25 @@ def _collect(obj: Any) -> list[Contribution]:
 
 
 def declared_api(obj: Any) -> set[int]:
-    """The versions of the plugin interface that a plugin says it was written for.
+    """The versions of the plugin interface for which a plugin was written.
 
-    ``backpack_api``, an integer or several, on the object, its module, or its package. Default: the
-    first published version.
+    They are in ``backpack_api``, an integer or several, of the object, its module, or its package.
+    Default: the first published version.
 
     Raises:
-        PluginError: It says something else.
+        PluginError: The value is not an integer or several.
     """
     module = str(getattr(obj, "__module__", None) or getattr(obj, "__name__", ""))
     for level in (obj, sys.modules.get(module), sys.modules.get(module.partition(".")[0])):
         declared = getattr(level, "backpack_api", None)
         if declared is not None:
-            several = declared if isinstance(declared, (tuple, list, set)) else (declared,)
-            if not several or not all(type(version) is int for version in several):
+            versions = declared if isinstance(declared, (tuple, list, set)) else (declared,)
+            if not versions or not all(type(version) is int for version in versions):
                 raise PluginError(
                     "backpack_api is the version of the plugin interface, an integer, or a tuple "
                     f"of several. Got {declared!r}."
                 )
-            return set(several)
+            return set(versions)
     return {FIRST_API}
 
 
@@ -142,14 +139,14 @@ def _check_version(obj: Any, provenance: Provenance) -> None:
 
 
 def register(obj: Any, name: str | None = None) -> Any:
-    """Register a plugin of this process: a rule, extension or propagator class, or a module.
+    """Register a plugin in this process: a rule, extension or propagator class, or a module.
 
-    What an installed package does with an entry point, a script or notebook does with this. May be
-    used as a class decorator. A class that is defined in ``__main__`` replaces the one of its name
-    that was, unless it is refused: the cell of a notebook may run again.
+    Scripts and notebooks use this where an installed package has an entry point. It also works as a
+    class decorator. A class that is defined in ``__main__`` replaces an earlier one of its name,
+    unless it is refused, so that a notebook's cell can run again.
 
     Args:
-        obj: A class derived from one of core's base classes, or an object with hook
+        obj: A class derived from one of the core's base classes, or an object with hook
             implementations.
         name: A name for :func:`unregister` and for messages; default: its qualified name.
 
@@ -184,19 +181,19 @@ def register(obj: Any, name: str | None = None) -> Any:
 
 
 def _is_rerun(earlier: Any, obj: Any) -> bool:
-    """Whether a cell of a notebook, or a line of a console, has defined a class again."""
+    """Whether a notebook's cell, or a line of a console, has defined a class again."""
     are_classes = isinstance(earlier, type) and isinstance(obj, type) and earlier is not obj
     names = {(each.__module__, each.__qualname__) for each in (earlier, obj)} if are_classes else ()
     return len(names) == 1 and earlier.__module__ == "__main__"
 
 
 def name_of(obj: Any) -> str:
-    """The name of an object that is registered by hand."""
+    """The default name of an object that is registered by hand."""
     return str(getattr(obj, "__qualname__", None) or getattr(obj, "__name__", repr(obj)))
 
 
 def unregister(plugin: Any) -> None:
-    """Take back what :func:`register` did.
+    """Undo :func:`register`.
 
     Args:
         plugin: What was registered, or the name it was registered under.
@@ -214,7 +211,7 @@ def unregister(plugin: Any) -> None:
 
 
 def withdraw(provenance: Provenance) -> None:
-    """Take back everything that a plugin contributed."""
+    """Remove everything that a plugin contributed."""
     if manager.has_plugin(_key(provenance)):
         _settle(manager.unregister(name=_key(provenance)))
     registry.remove(provenance)

@@ -1,8 +1,8 @@
-"""What plugins have contributed, and which rule speaks for a module.
+"""The contributions of all plugins, and which layer rule a module gets.
 
 Keys are module types (classes or qualified names), and names of extensions and propagators. Two
-claims on one key are a conflict, which is reported when the key is used; :func:`prefer` chooses.
-Imports no plugin.
+claims on one key are a conflict. It is reported when the key is used, unless :func:`prefer`
+chooses.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, ModuleType, NoRule, is_module_type
-from backpack_core.discovery import Claim, Provenance, choose, class_named, spelled_out
+from backpack_core.discovery import Claim, Provenance, choose, imported_class, qualified_name
 from backpack_core.errors import PluginError
 from backpack_core.plugins.sameness import methods_behind, same_maps
 
@@ -27,15 +27,15 @@ CORE = Provenance("core", "backpack-core", "")
 
 
 class Resolved(NamedTuple):
-    """The rule that speaks for a module type.
+    """The layer rule of a module type.
 
     Attributes:
         rule: The rule.
-        provenance: Who provided it.
-        is_fallback: There is none, and it stands in its place.
-        params: Parameters that it covers; of modules inside, as ``"out_proj.weight"``.
-        methods: What the rule stands for: a module that has one of these as an attribute of its own
-            computes something else.
+        provenance: The plugin that provided it.
+        is_fallback: Whether there is no rule, so that ``rule`` is a ``NoRule``.
+        params: The parameters that it covers; those of submodules as ``"out_proj.weight"``.
+        methods: The methods that determine what the module computes. The rule is not used for a
+            module that overrides one of them as an attribute of its own.
     """
 
     rule: LayerRule
@@ -45,14 +45,14 @@ class Resolved(NamedTuple):
     methods: frozenset[str] = frozenset()
 
 
-# A checked contribution: its table, and its key there.
+# A checked contribution: the name of its table in the registry, its key there, and itself.
 Contribution = tuple[str, Any, Any]
 FALLBACK = Resolved(NoRule(), CORE, is_fallback=True)
 
 
 @dataclass(eq=False, repr=False)
 class Registry:
-    """All claims, with a cache of what they resolve to."""
+    """All claims, with a cache of the rules that they resolve to."""
 
     rules: dict[ModuleType, list[Claim[LayerRule]]] = field(default_factory=dict)
     extensions: dict[str, list[Claim[type[Extension]]]] = field(default_factory=dict)
@@ -60,11 +60,11 @@ class Registry:
     overrides: dict[tuple[type[Extension], ModuleType], list[Claim[CarrierOf]]] = field(
         default_factory=dict
     )
-    generation: int = 0  # grows with every change, which makes earlier answers invalid
+    generation: int = 0  # grows with every change; rules that were resolved earlier are outdated
     _rule_cache: dict[type[Module], Resolved] = field(default_factory=dict)
 
     def add(self, contributions: Iterable[Contribution], provenance: Provenance) -> None:
-        """Add everything a plugin provides; cannot fail half-way, since nothing here raises."""
+        """Add everything that a plugin provides. Nothing here raises, so it is all or nothing."""
         for table, key, value in contributions:
             claims = getattr(self, table).setdefault(key, [])
             # The same class under two entry points is one claim.
@@ -73,7 +73,7 @@ class Registry:
         self.forget()
 
     def remove(self, provenance: Provenance) -> None:
-        """Take back everything that came from one plugin."""
+        """Remove everything that a plugin provided."""
         for table in self.tables:
             for key in list(table):
                 table[key] = [c for c in table[key] if c.provenance != provenance]
@@ -82,9 +82,9 @@ class Registry:
         self.forget()
 
     def forget(self) -> None:
-        """Take a new cache: every module is looked up anew.
+        """Start a new cache, so that the rule of every module is resolved again.
 
-        What another thread is looking up meanwhile goes into the old one.
+        A thread that is resolving a rule meanwhile writes to the old cache.
         """
         self._rule_cache = {}
         self.generation += 1
@@ -95,17 +95,17 @@ class Registry:
         return self.rules, self.extensions, self.propagators, self.overrides
 
     def resolve(self, module: Module) -> Resolved:
-        """The rule for a module: that of its type, or of a parent type; else what stands for none.
+        """The rule for a module: that of its type or of a parent type; otherwise the fallback.
 
-        A parent's rule counts only if the module computes what the parent does: its ``forward``,
-        and everything that ``forward`` looks up, are the parent's own.
+        The rule of a parent type is used only if the module computes what the parent does:
+        ``forward``, and everything that it looks up, are the parent's own.
 
         Args:
             module: The module.
 
         Raises:
             PluginConflictError: Several distributions claim the type.
-            PluginError: A judge finds a fault of its rule.
+            PluginError: A judge finds a fault in its rule.
         """
         kind, cache = class_of(module), self._rule_cache
         resolved = cache.get(kind)
@@ -119,37 +119,37 @@ class Registry:
         return FALLBACK
 
     def resolve_type(self, kind: type[Module]) -> Resolved:
-        """The rule for a module class, as for a module."""
+        """The rule for a module class; see :meth:`resolve`."""
         for parent in same_maps(kind):
             claims = self._claims_for(parent)
             if claims:
-                claim = choose(claims, spelled_out(parent), "layer rule")
+                claim = choose(claims, qualified_name(parent), "layer rule")
                 names = getattr(claim.value, "params", ())
                 methods = methods_behind(parent)
                 return Resolved(claim.value, claim.provenance, False, tuple(names), methods)
         return FALLBACK
 
     def _claims_for(self, kind: type) -> list[Claim[LayerRule]]:
-        rules = [*self.rules.items()]  # which another thread may add to
+        rules = [*self.rules.items()]  # a copy, since another thread may add rules
         named = [c for key, claims in rules if _names(key, kind) for c in claims]
-        # A rule that names a class twice, as a class and by its name, makes one claim.
+        # A rule that names one class twice, by the class and by its name, makes one claim.
         return [*{_identity(claim.value): claim for claim in named}.values()]
 
     def override(self, extension: Extension, module: Module) -> CarrierOf | None:
-        """The function that makes a carrier for a pair: the instance's own, else a plugin's.
+        """The function that makes a carrier for an extension at a module: its own, or a plugin's.
 
-        A plugin's speaks for the modules that a rule for the same type would speak for; that of an
-        instance for no subclass.
+        A plugin's function is used for the same modules as a rule for its module type. An
+        instance's own function is not used for subclasses.
         """
-        own = module.__dict__.keys()
-        kinds = [k for k in same_maps(class_of(module)) if methods_behind(k).isdisjoint(own)]
+        attributes = module.__dict__.keys()
+        kinds = [k for k in same_maps(class_of(module)) if methods_behind(k).isdisjoint(attributes)]
         for kind in kinds[:1]:
             if kind in extension.carriers:
                 return extension.carriers[kind]
         for kind in kinds:
             for (extension_type, key), claims in [*self.overrides.items()]:
                 if isinstance(extension, extension_type) and _names(key, kind):
-                    name = f"{extension_type.__name__}/{spelled_out(kind)}"
+                    name = f"{extension_type.__name__}/{qualified_name(kind)}"
                     return choose(claims, name, "pair override").value
         return None
 
@@ -159,11 +159,11 @@ class Registry:
             choose(claims, kind.__name__, "propagator")
 
     def has_overrides(self, extension_type: type[Extension]) -> bool:
-        """Whether any plugin contributed a carrier for this extension."""
+        """Whether any plugin provides a carrier for this extension."""
         return any(issubclass(extension_type, key[0]) for key in self.overrides)
 
     def describe(self, extension: Extension) -> str:
-        """An extension's name, and who provided it, for messages."""
+        """The name of an extension and the plugin that provided it, for messages."""
         name = type(extension).__name__
         for claim in self.extensions.get(name, ()):
             if claim.value is type(extension):
@@ -172,7 +172,7 @@ class Registry:
 
 
 def _names(key: ModuleType, kind: type) -> bool:
-    return kind is (class_named(key) if isinstance(key, str) else key)
+    return kind is (imported_class(key) if isinstance(key, str) else key)
 
 
 def _identity(value: Any) -> Any:
@@ -214,7 +214,7 @@ def contributions(hook: str, item: Any) -> list[Contribution]:
 
 
 def of_rules(kinds: Iterable[type[LayerRule]]) -> list[Contribution]:
-    """One instance of each rule, under every module type that it names."""
+    """Contributions of one instance of each rule, under every module type that it names."""
     return [("rules", key, rule) for rule in (k() for k in kinds) for key in rule.module_types]
 
 

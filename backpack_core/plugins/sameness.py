@@ -1,6 +1,6 @@
-"""Decides whether a subclass computes what its parent does, so that the parent's rule holds for it.
+"""Decides whether a subclass computes what its parent does, so that it can use the parent's rule.
 
-Otherwise a subclass with another ``forward`` would silently be differentiated like its parent.
+Without this, a subclass with another ``forward`` would silently be differentiated like its parent.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ _CALLING = frozenset(
 def is_same_map(kind: type[Module], parent: type) -> bool:
     """Whether ``forward``, and everything that it looks up on the module, are the parent's own.
 
-    A weight that became a property (as by a parametrization), or a method that ``forward`` calls,
-    makes a difference. A new method, or ``reset_parameters``, does not.
+    It is not so if a weight became a property (as in a parametrization), or if a method that
+    ``forward`` calls is overridden. A new method, or another ``reset_parameters``, does not matter.
     """
     forward = getattr(kind, "forward", None)  # a class of torch.jit has none
     if forward is None or getattr(parent, "forward", None) is not forward:
         return False
     names = _looked_up(parent) | _CALLING
-    own = kind.__mro__[: kind.__mro__.index(parent)]
-    return not any(name in vars(cls) for cls in own for name in names)
+    below = kind.__mro__[: kind.__mro__.index(parent)]
+    return not any(name in vars(cls) for cls in below for name in names)
 
 
 @remembered
 def same_maps(kind: type[Module]) -> tuple[type[Module], ...]:
-    """The classes that a class computes the same as: itself, and some of its parents in order."""
+    """The classes with whose rules a class is differentiated: itself, then parents in order."""
     return (kind, *(parent for parent in kind.__mro__[1:] if is_same_map(kind, parent)))
 
 
 @remembered
 def methods_behind(parent: type) -> frozenset[str]:
-    """The methods that determine what a module class computes, ``forward`` among them."""
+    """The methods that determine what a module class computes, including ``forward``."""
     return frozenset({"forward", *(n for n in _looked_up(parent) if _method(parent, n))})
 
 
 def _looked_up(parent: type) -> frozenset[str]:
-    """Every name that the code of ``forward``, and of the methods it calls, contains."""
+    """Every name that occurs in the code of ``forward`` and of the methods that it calls."""
     names: set[str] = set()
     todo = ["forward"]
     while todo:
@@ -59,7 +59,7 @@ def _looked_up(parent: type) -> frozenset[str]:
 
 
 def _method(parent: type, name: str) -> Any:
-    """A function that the class defines, or a class between it and ``Module``."""
+    """The function of a name that the class or a parent below ``Module`` defines."""
     for cls in parent.__mro__:
         if cls is Module:
             return None

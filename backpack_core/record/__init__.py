@@ -1,5 +1,5 @@
-"""What is recorded of a forward pass: calls, their places in the graph, and what rules see of them.
+"""The record of a forward pass: calls of modules, their sites in the autograd graph, and views.
 
-Everything else reads the record and none of it writes here, so it imports torch and ``errors``
-only.
+A view is what a rule sees of a call. All other rooms read the record, and none of them writes to
+it. This room imports torch, ``_torch``, ``errors`` and ``remember`` only.
 """

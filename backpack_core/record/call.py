@@ -1,9 +1,9 @@
 """A call: one forward execution of one module, and its place in the autograd graph.
 
-The graph owns a call: it lies in the metadata of the node that made the output, and dies with that
-node. A call must not hold the node of its own output, which would be a cycle. It holds its inputs,
-whose nodes are ancestors, and detached outputs. A call does not change, but :meth:`Call.release`
-drops its tensors.
+The graph owns the call. It is stored in the metadata of the autograd node that made the output, and
+is freed with that node. So a call must not refer to the node of its own output, which would be a
+reference cycle: it stores its outputs detached. Inputs keep their nodes, which are ancestors of the
+output. A call is immutable, except that :meth:`Call.release` frees its tensors.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from backpack_core.record.owner import PATH_ATTRIBUTE
 from backpack_core.record.run import NO_RUN, Run
 from backpack_core.record.state import Settings
 
+# Keys in the metadata of autograd nodes: calls by output, and calls that returned views of one.
 SITES: Final = "backpack_core.sites"
 VIEWED: Final = "backpack_core.viewed"
 
 
 class Edge(NamedTuple):
-    """An output of an autograd node, as the address that a quantity is sent to.
+    """An output of an autograd node: the address that quantities are sent to.
 
     Attributes:
         node: The node.
-        output_nr: Which of its outputs.
-        level: Which call is meant, if calls returned views of the output that were overwritten:
-            zero as seen from outside of all; ``n > 0`` for the ``n``-th such call from the inside;
-            ``INNER`` below those; ``INSIDE`` below the call that returned the output itself.
+        output_nr: The index of the output.
+        level: Which call is addressed, if several calls are recorded at one output. This happens if
+            modules returned views of the output, and the views were overwritten in place. Zero is
+            the view of all users of the output; ``n > 0`` is the ``n``-th of these calls, counted
+            from the innermost; ``INNER`` is below them; ``INSIDE`` is below the call that returned
+            the output itself.
     """
 
     node: Node
@@ -45,7 +48,7 @@ class Edge(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How a view lies in the memory of the tensor that it is a view of (its base)."""
+    """The memory layout of a view, relative to its base (the tensor that it is a view of)."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -55,7 +58,7 @@ class Layout(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the view shows every number of its base."""
+        """Whether the view has as many elements as its base."""
         return self.size.numel() == self.base_size.numel()
 
 
@@ -70,16 +73,16 @@ class Stored(NamedTuple):
         kwargs: Keyword arguments, in the order in which ``forward`` declares them.
         inputs: Every tensor among the arguments, positional ones first.
         outputs: Every tensor in the return value, detached.
-        versions: How often each input and output had been changed in place when it was stored.
-        owned: Parameters and buffers of the module by name, each with its version; also those of
-            modules inside, if the module may have to be run again.
-        parameters: Which of them are parameters.
-        computed: For each parameter that the module computed (by a parametrization), the leaves
-            that it was computed from.
-        saved: What hooks on saved tensors took, by slot (inputs first); ``None`` for what they
-            left. At these slots, the tensors above are stand-ins with a shape and no numbers. Empty
-            without such hooks.
-        frozen: Which of those that are owned needed no gradient in this call.
+        versions: The version counters of inputs and outputs when they were stored.
+        owned: Parameters and buffers of the module by name, each with its version counter. If the
+            module may have to be run again, those of its submodules are included.
+        parameters: The names in ``owned`` that are parameters.
+        computed: For each parameter that the module computes (by a parametrization), the leaf
+            tensors that it is computed from.
+        saved: What saved-tensor hooks packed, by slot (inputs first), with ``None`` for tensors
+            that they left alone. In these slots, the tensors above are stand-ins that have a shape
+            and no values. Empty if there are no such hooks.
+        frozen: The names in ``owned`` that required no gradient.
     """
 
     args: tuple[Any, ...]
@@ -94,52 +97,59 @@ class Stored(NamedTuple):
     frozen: Sequence[str] = ()
 
 
-def put_in_order(noted: Any) -> Stored:
-    """Make the stored form of a call from what its hook noted, which had to be quick."""
+def to_stored(noted: Any) -> Stored:
+    """Build the stored form of a call from the raw tuple that the forward hook left.
+
+    The hook only collects references, since it runs in every forward pass; see ``_call`` in
+    ``recording.py`` for the tuple.
+    """
     args, kwargs, inputs, outputs, received, counts, owned, parameters, computed, frozen = noted
     versions = (*received, *counts[: len(outputs)])
     if not owned:
         return Stored(args, kwargs, inputs, outputs, versions, {}, (), computed, (), frozen)
-    if isinstance(parameters, int):  # so many of those that are owned
+    if isinstance(parameters, int):  # their number: they come first in ``owned``
         parameters = tuple(owned)[:parameters]
     count = iter(counts[len(outputs) :])
-    there = {name: (tensor, next(count)) for name, tensor in owned.items() if tensor is not None}
-    kept = parameters if len(there) == len(owned) else tuple([n for n in parameters if n in there])
-    return Stored(args, kwargs, inputs, outputs, versions, there, kept, computed, (), frozen)
+    present = {name: (tensor, next(count)) for name, tensor in owned.items() if tensor is not None}
+    # A parameter may be ``None``, as the bias of a layer without one.
+    names = parameters if len(present) == len(owned) else tuple(filter(present.get, parameters))
+    return Stored(args, kwargs, inputs, outputs, versions, present, names, computed, (), frozen)
 
 
-_ALIVE: Final = object()  # every call holds it
+# Every call refers to this object, so its reference count is the number of calls.
+_ALIVE: Final = object()
 
 
 def live_calls() -> int:
-    """The number of calls alive in this process: zero once every graph is gone."""
-    return getrefcount(_ALIVE) - _OTHERS
+    """The number of calls alive in this process: zero once every graph is freed."""
+    return getrefcount(_ALIVE) - _REFERENCES_WITHOUT_CALLS
 
 
-_OTHERS: Final = getrefcount(_ALIVE)
+_REFERENCES_WITHOUT_CALLS: Final = getrefcount(_ALIVE)
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class Call:
-    """What a module received and returned in one forward execution.
+    """One forward execution of a module: what it received and returned.
 
     Attributes:
         module: The module.
-        noted: The stored form, or what it is made from when it is first asked for.
-        rule: The layer rule that speaks for the module; a stand-in where there is none.
-        provenance: Who provided the rule.
-        edges: Where each input came from, as of before the forward; ``None`` for constants and
-            leaves.
+        rule: The layer rule of the module; a ``NoRule`` if there is none.
+        provenance: The plugin that provided the rule.
+        edges: The edge of each input before the forward ran; ``None`` for constants and leaves.
+        noted: The stored form, or the raw tuple that it is built from when it is first needed.
         thread: The thread that ran the forward pass.
-        training: Whether the module was in train mode then.
+        training: Whether the module was in train mode.
         settings: Names and values of the module's plain attributes (``eps``, ``p``, ``stride``).
-        is_rewired: The module changed a *view* in place, so that autograd rewrote the graph behind
-            its input: the edges lead nowhere, and only the output's own node knows the way.
-        is_readable: What autograd saved may be read by others: no hooks stand before it, as in a
-            checkpoint, which gives every tensor once.
-        gives_again: Or those of a checkpoint that gives them to us, and to autograd once more.
-        run: What the model received, if it ran as a whole.
-        stored: The tensors; once they are freed, asking for them raises.
+        run: What the extended model received in this forward pass.
+        is_rewired: Whether the module changed a *view* in place. Autograd then rewrites the graph
+            behind the input, so that ``edges`` are stale, and quantities have to go through the
+            output's own node.
+        is_readable: Whether the tensors that autograd saved may be read. They may not if
+            saved-tensor hooks are active, such as those of a checkpoint, which hands out each
+            tensor once.
+        unpacks_twice: Whether these hooks can unpack a tensor for us and once more for autograd.
+        stored: The tensors. Raises :class:`ReleasedIOError` once they are freed.
         is_released: Whether they were freed.
     """
 
@@ -154,30 +164,30 @@ class Call:
     run: Run = NO_RUN
     is_rewired: bool = False
     is_readable: bool = True
-    gives_again: bool = True
+    unpacks_twice: bool = True
     is_released: bool = False
     stored: Stored = field(init=False)
     _alive: object = _ALIVE
 
     @property
     def goes_inside(self) -> bool:
-        """Whether a quantity goes on through the nodes inside, and not by the rule."""
+        """Whether quantities go through the autograd nodes inside the module, not by the rule."""
         return self.is_rewired or bool(self.rule.transparent)
 
     def release(self) -> None:
-        """Free the tensors; any later use raises :class:`ReleasedIOError`."""
+        """Free the tensors; asking for them later raises :class:`ReleasedIOError`."""
         if not self.is_released:
             if self.noted is None:
                 del self.stored
             self.noted, self.is_released = None, True
 
     def __getattr__(self, name: str) -> Any:
-        # Python asks this for missing attributes only, so existing ones cost nothing.
+        # Python calls this for missing attributes only, so access to existing ones costs nothing.
         if name != "stored":
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
         noted = self.noted
         if noted is not None:
-            self.stored = noted if isinstance(noted, Stored) else put_in_order(noted)
+            self.stored = noted if isinstance(noted, Stored) else to_stored(noted)
             self.noted = None
             return self.stored
         raise ReleasedIOError(
@@ -193,11 +203,11 @@ class Call:
 
     @property
     def receives_input(self) -> int:
-        """Whether it received the model's input, or a view of it: 2 if samples are first there."""
+        """Whether an input shares memory with the model's: 1, or 2 if axis 0 holds the samples."""
         return self.run.receives(self.stored.inputs)
 
     def __repr__(self) -> str:
-        """The module and the shapes."""
+        """The module, and the shapes of its inputs and outputs."""
         if self.is_released:
             return f"<call of {self.path}, released>"
         received = [list(t.shape) for t in self.stored.inputs]
@@ -205,25 +215,26 @@ class Call:
         return f"<call of {self.path}: {received} -> {returned}>"
 
 
-Kept = dict[Call, dict[Any, Any]]  # what was computed of calls, for all columns
+# By call, values that depend on the call alone, and so serve all columns; see ``View.call_cache``.
+CallCaches = dict[Call, dict[Any, Any]]
 
 
 def path_of(module: Module) -> str:
-    """A module's class and its path in the extended model."""
+    """The class name of a module, and its path in the extended model."""
     path = module.__dict__.get(PATH_ATTRIBUTE)
     name = class_of(module).__name__
     return f"{name} '{path}'" if path else name
 
 
 class Site(NamedTuple):
-    """One output of a call, with its place in the graph: where the call is visited.
+    """One output of a call, and where it lies in the graph: calls are visited at their sites.
 
     Attributes:
         call: The call.
-        index: Which of its outputs.
-        edge: Its place in the graph.
-        layout: How the output lies in the tensor at the edge, if it is a view that was overwritten
-            in place; ``None`` if it is that tensor.
+        index: The index of the output.
+        edge: The edge of the output.
+        layout: If the output is a view that was overwritten in place, its layout in the base, which
+            is the tensor at the edge; ``None`` if the output is the tensor at the edge.
     """
 
     call: Call
@@ -232,21 +243,22 @@ class Site(NamedTuple):
     layout: Layout | None = None
 
 
+# Levels of an edge below the calls recorded there; see :class:`Edge`.
 INNER: Final = -1
 INSIDE: Final = -2
 
 
 def edge_of(tensor: Tensor) -> Edge | None:
-    """The edge of a tensor; ``None`` for a leaf or a constant, behind which there is no graph."""
+    """The edge of a tensor; ``None`` for a leaf or a constant, which has no graph."""
     node = tensor.grad_fn
     # Much faster than Edge(...).
     return None if node is None else tuple.__new__(Edge, (node, tensor.output_nr, 0))
 
 
-def attach_viewed(call: Call, index: int, output: Tensor, base: Tensor) -> None:
-    """Record a call also at the tensor that its output is a view of; see :func:`viewed_at`."""
+def record_at_base(call: Call, index: int, output: Tensor, base: Tensor) -> None:
+    """Record a call at the base of its output as well; see :func:`viewed_at`."""
     if output.dtype != base.dtype:
-        return  # parts of complex numbers: the operations know the way
+        return  # a real view of complex numbers: quantities go through the operations instead
     offset = int(output.storage_offset() - base.storage_offset())
     layout = Layout(output.shape, output.stride(), offset, base.shape, base.stride())
     node: Any = base.grad_fn
@@ -254,31 +266,34 @@ def attach_viewed(call: Call, index: int, output: Tensor, base: Tensor) -> None:
     table.setdefault(base.output_nr, []).append((call, index, layout))
 
 
-def is_noted(node: Node) -> bool:
+def has_call(node: Node) -> bool:
     """Whether a call is recorded at an output of a node, or at a view of one."""
-    noted: Any = node.metadata
-    return SITES in noted or VIEWED in noted
+    metadata: Any = node.metadata
+    return SITES in metadata or VIEWED in metadata
 
 
 def site_at(edge: Edge) -> Site | None:
-    """The site at an edge; ``None`` if the edge leads to a node between calls."""
+    """The site at an edge; ``None`` if no call is recorded there."""
     node, output_nr, level = edge
     if level > 0:
         call, index, layout = viewed_at(node, output_nr)[level - 1]
         return Site(call, index, edge, layout)
     table = None if level == INSIDE else node.metadata.get(SITES)  # type: ignore[attr-defined]
-    found = None if table is None else table.get(output_nr)
+    entry = None if table is None else table.get(output_nr)
     # Much faster than Site(...).
-    return None if found is None else tuple.__new__(Site, (*found, edge, None))
+    return None if entry is None else tuple.__new__(Site, (*entry, edge, None))
 
 
 def viewed_at(node: Node, output_nr: int) -> list[tuple[Call, int, Layout]]:
-    """Calls that returned views of an output, the innermost first.
+    """The calls that returned views of a node's output, innermost first.
 
-    If a module returns a view (``Linear`` of three axes does), and the view is changed in place
-    afterwards, autograd drops the view's own node from the graph, or leads some users past it. The
-    gradient of what the module returned is then found at the base.
+    If a module returns a view (``Linear`` with three axes does), and the view is changed in place
+    later, autograd removes the view's own node from the graph, or some users bypass it. The
+    gradient of what the module returned then arrives at the base.
+
+    Returns:
+        For each call: the call, the index of its output, and the layout of the view.
     """
     table: Any = node.metadata.get(VIEWED)  # type: ignore[attr-defined]
-    found: list[tuple[Call, int, Layout]] = [] if table is None else table.get(output_nr, [])
-    return found
+    calls: list[tuple[Call, int, Layout]] = [] if table is None else table.get(output_nr, [])
+    return calls

@@ -1,8 +1,8 @@
-"""An execution of a module that has begun, and what of its inputs a call may store.
+"""What the hooks know of a module while it runs, and which of its inputs a call may store.
 
-Only before the forward can one see where the inputs came from; only after it, what became of them.
-A call must not hold the nodes of its own outputs, which would be a cycle, so some inputs are
-replaced.
+The edges of inputs are known only before the forward, because an in-place module rewrites them.
+What became of the inputs is known only after it. A call must not refer to the nodes of its own
+outputs, so some inputs are replaced before they are stored.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ _STRIDED = torch.strided
 
 
 class Execution(dict[str, Any]):
-    """The keyword arguments of a module, with what is known before the forward only.
+    """The keyword arguments of a running module, with attributes that are known before its forward.
 
-    It takes the place of the module's keyword arguments. So what was noted belongs to this
-    execution, and not to another one of the same module (in another thread, or inside of this one),
-    and goes with it.
+    The pre-hook returns it in place of the keyword arguments. So it belongs to this execution
+    alone, and not to another one of the same module (in another thread, or nested), and is freed
+    with it.
 
     Attributes:
         tensors: The tensors among all arguments.
-        versions: How often each had been changed in place.
-        edges: Where each came from.
-        is_recorded: Whether its call has been made.
+        versions: Their version counters.
+        edges: Their edges.
+        is_recorded: Whether the call has been made.
         computed: Parameters that parametrizations computed for this execution, by name.
-        place: What holds our place before the hooks of all modules, if there are any.
+        place: The registration of our hook before global forward hooks, if there are any.
     """
 
     __slots__ = ("computed", "edges", "is_recorded", "place", "tensors", "versions")
-    is_rewired = False  # :class:`Received` finds it out where that is in doubt
+    is_rewired = False  # in the usual case; :class:`Received` finds out in all others
     place: object
 
     def __init__(self, kwargs: dict[str, Any], tensors: tuple[Tensor, ...]) -> None:
@@ -49,7 +49,7 @@ class Execution(dict[str, Any]):
         self.computed: dict[str, Tensor] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles, which hooks of users may make, are plain dicts."""
+        """Copies and pickles, which users' hooks may make, are plain dicts."""
         return dict, (dict(self),)
 
 
@@ -57,51 +57,52 @@ class Received:
     """The inputs of an execution, in a form that a call may store.
 
     Attributes:
-        edges: Where each input came from.
-        versions: How often each had been changed in place.
-        replaced: The tensor that is stored instead of an input, by ``id`` of the input.
+        edges: The edge of each input before the forward.
+        versions: The version counter of each input before the forward.
+        replaced: The tensor to store instead of an input, by ``id`` of the input.
         is_rewired: Whether the module changed a view in place; see :class:`Call`.
     """
 
     def __init__(
-        self, execution: Execution, outputs: tuple[Tensor, ...], own: Iterable[Tensor]
+        self, execution: Execution, outputs: tuple[Tensor, ...], views: Iterable[Tensor]
     ) -> None:
-        """Begin.
+        """Take what is needed to tell which inputs have to be replaced.
 
         Args:
             execution: What was known before the forward.
-            outputs: What the module returned.
-            own: The views that some outputs were replaced by.
+            outputs: The tensors that the module returned.
+            views: The views that are returned instead of some outputs; see :func:`aliases`.
         """
         self._execution = execution
         self._nodes = [node for o in outputs if (node := o.grad_fn) is not None]
-        self._bases = [base for o in (*outputs, *own) if (base := base_of(o)) is not None]
+        self._bases = [base for o in (*outputs, *views) if (base := base_of(o)) is not None]
         self.edges: tuple[Edge | None, ...] = ()
         self.versions: list[int] = []
         self.replaced: dict[int, Tensor] = {}
         self.is_rewired = False
 
     def store(self, tensor: Tensor) -> Tensor:
-        """The input, or what is stored instead; notes its edge and version."""
+        """The input, or the tensor to store instead; appends its edge and version."""
         edge, version = edge_of(tensor), version_of(tensor)
         is_own = tensor.grad_fn in self._nodes
-        was, known = (edge, version), self._execution
-        for slot, other in enumerate(known.tensors):
+        before, execution = (edge, version), self._execution
+        for slot, other in enumerate(execution.tensors):
             if other is tensor:
-                was = known.edges[slot], known.versions[slot]
+                before = execution.edges[slot], execution.versions[slot]
                 break
         else:  # a pre-hook of the user's that ran after ours replaced an argument
-            if is_own:  # the module rewrote it, and its edge before is unknown
-                was, self.is_rewired = (None, -1), True
-        if is_own and edge != was[0]:
-            # The module rewrote its input; the pre-hook has seen where that came from.
-            self.is_rewired |= base_of(tensor) is not None and version != was[1]
+            if is_own:  # the module rewrote it, and its edge before the forward is unknown
+                before, self.is_rewired = (None, -1), True
+        if is_own and edge != before[0]:
+            # The module changed its input in place: the tensor has the edge of the output now.
+            self.is_rewired |= base_of(tensor) is not None and version != before[1]
             tensor = self._replace(tensor, tensor.detach())
         elif edge is not None and self._bases and self._is_seen(tensor):
-            # An in-place change of the output would rewrite the input's node, too.
+            # The output is a view of the input, so that an in-place change of the output would
+            # rewrite the input's node, too.
             tensor = self._replace(tensor, _Twin.apply(tensor))  # type: ignore[no-untyped-call]
-        self.edges = (*self.edges, was[0])
-        self.versions.append(was[1])
+        self.edges = (*self.edges, before[0])
+        self.versions.append(before[1])
         return tensor
 
     def _replace(self, tensor: Tensor, by: Tensor) -> Tensor:
@@ -115,20 +116,20 @@ class Received:
 
 
 class _Twin(torch.autograd.Function):
-    """The same memory with a node of its own, which in-place changes of others do not rewrite."""
+    """An alias with its own autograd node, which in-place changes of others do not rewrite."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        """Detach, so that autograd takes the result for no view."""
+        """Detach, so that autograd does not treat the result as a view of the input."""
         return tensor.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """Hand on the gradient."""
+        """Pass the gradient on."""
         return grad
 
 
-def is_made(output: Tensor) -> bool:
+def is_recordable(output: Tensor) -> bool:
     """Whether a call can be recorded at a tensor: it has a node, and is dense or nested."""
     return output.grad_fn is not None and output.layout in (torch.strided, torch.jagged)
 
@@ -136,13 +137,13 @@ def is_made(output: Tensor) -> bool:
 def simple_node(
     args: tuple[Any, ...], result: Any, execution: Execution
 ) -> tuple[Node, Tensor | None] | None:
-    """The node of the output in the usual case: one new real tensor, made from others.
+    """The node of the output in the usual case: one new real tensor, made from tensors.
 
-    Then nothing was replaced or rewritten, and what was noted before the forward is all there is to
-    store.
+    Nothing was replaced or rewritten then, so what was known before the forward is what is stored.
 
     Returns:
-        The node, and the tensor that the output is a view of, if the module made that, too.
+        The node, and the base of the output if it is a view and the module made the base, too.
+        ``None`` if the case is not the usual one.
     """
     # If all arguments are tensors, ``tensors`` is the tuple of arguments itself. There may still be
     # keywords, from a hook that was just put behind ours.
@@ -165,31 +166,36 @@ def simple_node(
 
 
 def new_base(view: Tensor, received: Iterable[Tensor]) -> Tensor | None:
-    """The base of an output that is a view, if the module made that base with a node."""
+    """The base of an output that is a view, if the module made the base and the base has a node."""
     base = view._base
     for tensor in received:
         if base is tensor or base is base_of(tensor):
-            return None  # the call that made the base is recorded there
+            return None  # another call made the base, and is recorded there
     return None if base is None or base.grad_fn is None else base
 
 
 def aliases(live: list[Tensor], execution: Execution) -> dict[int, Tensor]:
-    """Views to return instead of outputs that share their node with something else.
+    """Views to return instead of outputs whose edge is that of an input or of another call.
 
-    A module may return its input, or what a module inside returned; and one of several outputs may
-    depend on another. Every output has to be visited by itself, with its own gradient.
+    A module may return its input, or what a submodule returned; and one of several outputs may
+    depend on another. Every output is visited by itself, with its own gradient, so it needs an edge
+    of its own.
 
     Args:
-        live: The outputs that lie in the graph.
-        execution: What was noted before the forward.
+        live: The outputs that have a graph.
+        execution: What was known before the forward.
+
+    Returns:
+        The views, by ``id`` of the outputs that they replace.
     """
-    found: dict[int, Tensor] = {}
+    views: dict[int, Tensor] = {}
     for output in live:
         edge = edge_of(output)
         assert edge is not None
         if len(live) > 1 or edge in execution.edges or site_at(edge) is not None:
             view = output.view_as(output)
-            # Also of axes of length one: torch refuses to write one into the other if they differ.
+            # ``view_as`` may give axes of length one other strides, and torch refuses to copy
+            # between tensors that differ in these.
             is_same = view.stride() == output.stride()
-            found[id(output)] = view if is_same else output[...]
-    return found
+            views[id(output)] = view if is_same else output[...]
+    return views

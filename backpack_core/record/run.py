@@ -1,4 +1,4 @@
-"""What an extended model received when it ran: how many rows, in which memory, of which list."""
+"""What an extended model received in one forward pass: sizes, memory layout and rows of inputs."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from backpack_core._torch import has_memory, hold_address, memory_of
 
 
 class SampleLayout(NamedTuple):
-    """How a tensor that has samples lies in its memory.
+    """The memory layout of a tensor that has samples.
 
     Attributes:
         shape: Its shape.
         strides: Its strides.
-        offset: Where it begins.
-        axis: The axis of the samples; negative if that is unknown.
+        offset: Its storage offset.
+        axis: The axis of the samples; negative if it is unknown.
     """
 
     shape: tuple[int, ...]
@@ -29,20 +29,20 @@ class SampleLayout(NamedTuple):
 
     @property
     def ends(self) -> tuple[int, int]:
-        """The first and the last number in the memory that are its own."""
+        """The storage indices of the first and the last element."""
         steps = zip(self.shape, self.strides, strict=True)
         return self.offset, self.offset + sum((length - 1) * step for length, step in steps)
 
     def axis_in(self, tensor: Tensor) -> int | None:
-        """Which axis of a tensor in the same memory is that of the samples, as strides tell."""
+        """The axis of a tensor in the same memory that has length and stride of the sample axis."""
         if self.axis < 0:
             return None
         length, stride = self.shape[self.axis], self.strides[self.axis]
-        ways = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
-        return next((k for k, way in ways if way == (length, stride)), None)
+        axes = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+        return next((index for index, axis in axes if axis == (length, stride)), None)
 
     def is_in_front(self, tensor: Tensor) -> bool:
-        """Whether axis 0 of a tensor in the same memory is that of samples, of some at least."""
+        """Whether axis 0 of a tensor in the same memory runs along the samples, or some of them."""
         if self.axis < 0 or not tensor.dim():
             return False
         is_along = tensor.stride(0) == self.strides[self.axis]
@@ -56,15 +56,15 @@ def layout_of(tensor: Tensor, axis: int) -> SampleLayout:
     )
 
 
-class Given(NamedTuple):
+class ModelInput(NamedTuple):
     """A tensor that an extended model received.
 
     Attributes:
-        path: The number of the argument, and of the item of a list or dictionary, at each depth.
-        layout: How it lies in its memory.
-        memory: Its memory.
-        tensor: Returns it, if somebody still holds it.
-        dtype: The type of its numbers.
+        path: The index of the argument, and then of the item at each level of nested containers.
+        layout: Its memory layout.
+        memory: The number of its memory; see ``memory_of``.
+        tensor: A weak reference to it.
+        dtype: Its dtype.
     """
 
     path: tuple[int, ...]
@@ -80,71 +80,73 @@ class Given(NamedTuple):
 
     @property
     def span(self) -> tuple[int, int, int]:
-        """Its memory, and the first and last number there that are its own."""
+        """Its memory, and the storage indices of its first and last element."""
         return self.memory, *self.layout.ends
 
 
 class Run(NamedTuple):
-    """What an extended model received in one run.
+    """What an extended model received in one forward pass.
 
     Attributes:
-        sizes: The lengths of axis 0 of its input tensors; one of them is the number of samples.
-        memories: How input tensors, and what layers made of them, lie in their memories.
+        sizes: The lengths of the batch axis of its input tensors; one of them is the number of
+            samples.
+        memories: The layout of input tensors, and of what layers made of them, by memory.
         is_distributed: Whether it runs inside of DistributedDataParallel.
-        passed: Objects that keep the memories added by :meth:`pass_on` from being reused.
-        is_inner: Whether any of what it received was computed from parameters or by other models.
-        rows: Which rows of which memory the first of its input tensors is; see :func:`rows_of`.
-        given: Its input tensors.
-        axis: Where samples are said to be in them.
+        passed: References that keep the memories added by :meth:`pass_on` from being reused.
+        has_computed_input: Whether an input has a graph: parameters or another model computed it.
+        rows: Which rows of which memory its first input tensor is; see :func:`rows_of`.
+        inputs: Its input tensors.
+        axis: Their declared batch axis.
     """
 
     sizes: tuple[int, ...]
     memories: dict[int, SampleLayout]
     is_distributed: bool
     passed: list[object]
-    is_inner: bool = False
+    has_computed_input: bool = False
     rows: tuple[int, range] | None = None
-    given: tuple[Given, ...] = ()
+    inputs: tuple[ModelInput, ...] = ()
     axis: int = 0
 
     def receives(self, tensors: Iterable[Tensor]) -> int:
-        """Whether any tensor shares memory with the model's input: 1, or 2 if samples are first.
+        """Whether any tensor shares memory with the model's input: 1, or 2 if axis 0 holds samples.
 
-        Samples are first if axis 0 has the same stride in both: a transposed view has another.
+        Axis 0 holds samples if it has the stride of the input's batch axis. A transposed view does
+        not.
         """
-        found = self._known(tensors)
-        return bool(found) + any(layout.is_in_front(t) for t, layout in found)
+        shared = self._sharing(tensors)
+        return bool(shared) + any(layout.is_in_front(t) for t, layout in shared)
 
-    def _known(self, tensors: Iterable[Tensor]) -> list[tuple[Tensor, SampleLayout]]:
-        """Those of some tensors that share a memory, with what is known of that."""
-        given = [*filter(has_memory, tensors)] if self.memories else ()
-        return [(t, self.memories[m]) for t in given if (m := memory_of(t)) in self.memories]
+    def _sharing(self, tensors: Iterable[Tensor]) -> list[tuple[Tensor, SampleLayout]]:
+        """The tensors that share memory with the model's input, each with the layout of that."""
+        dense = [*filter(has_memory, tensors)] if self.memories else ()
+        return [(t, self.memories[m]) for t in dense if (m := memory_of(t)) in self.memories]
 
     def pass_on(self, tensors: Iterable[Tensor], results: Iterable[Tensor]) -> None:
-        """Count results without a graph as received, if a layer made them of the model's input.
+        """Treat results without a graph as inputs of the model, if a layer made them of its inputs.
 
-        A module with a layer rule keeps samples where they are. Others may not: a table of
-        positions is made from the input as well.
+        This is for modules with a layer rule, which keep samples in place. Other modules may not: a
+        table of positions is made from the input as well.
         """
-        axes = [(t, layout.axis_in(t)) for t, layout in self._known(tensors)]
+        axes = [(t, layout.axis_in(t)) for t, layout in self._sharing(tensors)]
         for tensor, axis in axes:
             for result in results if axis is not None else ():
                 lead = slice(0, (axis or 0) + 1)
-                # A view shares memory with the input, and is known by it already.
+                # If the result is a view of the input, its memory is in the table already.
                 if result.shape[lead] == tensor.shape[lead] and has_memory(result):
                     self.memories.setdefault(memory_of(result), layout_of(result, axis or 0))
                     self.passed.append(hold_address(result))
 
 
 def span_of(tensor: Tensor) -> tuple[int, int, int]:
-    """The memory of a tensor, and the first and last number there that are its own."""
+    """The memory of a tensor, and the storage indices of its first and last element."""
     return memory_of(tensor), *layout_of(tensor, 0).ends
 
 
 def rows_of(tensor: Tensor) -> tuple[int, range] | None:
-    """Which rows a tensor is of the one that it is a view of, as ``x[2:4]``, and of what memory.
+    """The memory of a tensor, and which rows of its base it is: ``x[2:4]`` is rows 2 and 3.
 
-    ``None`` if axis 0 is another one there, as of ``x[t]``.
+    ``None`` if axis 0 is not axis 0 of the base, as for ``x[t]``.
     """
     if not tensor.dim() or not has_memory(tensor):
         return None
@@ -152,7 +154,7 @@ def rows_of(tensor: Tensor) -> tuple[int, range] | None:
     if base is None:
         return memory, range(count)
     if base.dim() < min(2, tensor.dim()):
-        return None  # a flat one has no rows
+        return None  # a flat base has no rows
     row = base.stride(0)
     step, rest = divmod(tensor.stride(0), row) if row and row == max(base.stride()) else (0, 1)
     is_single = count == 1 and base.dim() != tensor.dim()
@@ -169,15 +171,15 @@ def run_of(
 
     Args:
         placed: The tensors, each with its path.
-        axis: Where samples are said to be in them.
+        axis: Their declared batch axis.
         is_distributed: Whether it runs inside of DistributedDataParallel.
     """
-    is_inner = False
+    has_computed_input = False
     sizes: list[int] = []
     memories: dict[int, SampleLayout] = {}
-    given: list[Given] = []
+    inputs: list[ModelInput] = []
     for path, tensor in placed:
-        is_inner = is_inner or tensor.grad_fn is not None
+        has_computed_input = has_computed_input or tensor.grad_fn is not None
         has_axis = tensor.dim() > axis and not tensor.is_nested
         if has_axis:
             sizes.append(tensor.shape[axis])
@@ -186,10 +188,11 @@ def run_of(
             if has_axis:
                 memories[memory] = layout
             if not axis:
-                given.append(Given(path, layout, memory, weakref.ref(tensor), tensor.dtype))
+                inputs.append(ModelInput(path, layout, memory, weakref.ref(tensor), tensor.dtype))
     rows = rows_of(placed[0][1]) if placed and not axis else None
-    return Run(tuple(sizes), memories, is_distributed, [], is_inner, rows, tuple(given))
+    return Run(tuple(sizes), memories, is_distributed, [], has_computed_input, rows, tuple(inputs))
 
 
+# For calls outside of an extended model; the second, inside of DistributedDataParallel.
 NO_RUN: Final[Run] = Run((), {}, False, [])
 NO_RUN_OF_RANKS: Final[Run] = Run((), {}, True, [])

@@ -1,6 +1,7 @@
-"""What a module was in a forward pass: its tensors and its settings.
+"""The state of a module in a forward pass: its tensors, and its plain attributes (settings).
 
-Both may be changed before the backward pass, and rules must compute with what they were.
+Both may change before the backward pass, and rules have to compute with the values of the forward
+pass. What is the same in all calls of a module is cached in ``Traits``.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from torch.nn import Module
 from backpack_core._torch import versions_of
 from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE
 
-Owned = dict[str, tuple[Tensor, int]]  # tensors, and how often each was changed in place, by name
+Owned = dict[str, tuple[Tensor, int]]  # tensors by name, each with its version counter
 
 
 class Settings:
-    """Names and values of a module's plain attributes; equal ones are one object.
+    """Names and values of a module's plain attributes; equal settings are one object.
 
     Attributes:
         names: The names.
@@ -45,14 +46,14 @@ _settings: WeakValueDictionary[Any, Settings] = WeakValueDictionary()
 def tensors_of(
     module: Module, nested: tuple[str, ...] = ()
 ) -> tuple[dict[str, Tensor | None], int]:
-    """Parameters and buffers of a module, as this forward pass used them.
+    """Parameters and buffers of a module, as this forward pass uses them.
 
     Args:
         module: The module.
-        nested: Parameters of modules inside that the rule covers, as ``"out_proj.weight"``.
+        nested: Parameters of submodules that the rule covers, as ``"out_proj.weight"``.
 
     Returns:
-        The tensors, and how many of them, from the first one on, are parameters.
+        The tensors by name, parameters first, and the number of parameters.
     """
     owned: dict[str, Tensor | None] = {**module._parameters}
     if nested:
@@ -63,10 +64,10 @@ def tensors_of(
     return owned, count
 
 
-def noted_of(
+def versions_and_frozen(
     outputs: tuple[Tensor, ...], owned: dict[str, Tensor | None]
 ) -> tuple[list[int], Sequence[str]]:
-    """Versions of outputs and of a module's tensors, and which of the latter need no gradient."""
+    """Version counters of outputs and of a module's tensors, and names of those that are frozen."""
     frozen: list[str] = []
     try:
         versions = [output._version for output in outputs]
@@ -78,26 +79,27 @@ def noted_of(
     except RuntimeError:  # of an inference tensor
         frozen = [n for n, t in owned.items() if t is not None and not t.requires_grad]
         versions = versions_of((*outputs, *owned.values()))
-    return versions, frozen or ()  # the collector of garbage need not look at empty ones
+    return versions, frozen or ()  # the garbage collector does not track an empty tuple
 
 
 def _nested(module: Module, name: str) -> Tensor | None:
     try:
-        found = attrgetter(name)(module)
+        value = attrgetter(name)(module)
     except AttributeError:
         return None
-    return found if isinstance(found, Tensor) else None
+    return value if isinstance(value, Tensor) else None
 
 
 _PLAIN = (int, float, bool, str, type(None), type(...), torch.dtype)
 _ENDS = attrgetter("start", "stop", "step")
-OF_ALL = frozenset(vars(Module())) - {"training"}
+# The attributes that every module has: tables of parameters, buffers, submodules and hooks.
+MODULE_ATTRIBUTES = frozenset(vars(Module())) - {"training"}
 TRAITS_ATTRIBUTE = "_backpack_traits"
 OUR_ATTRIBUTES = (TRAITS_ATTRIBUTE, OWNER_ATTRIBUTE, PATH_ATTRIBUTE)
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value holds no tensor: a stored output would hold its own call."""
+    """Whether a value holds no tensor, whose graph could lead back to the call."""
     if isinstance(value, (tuple, list, slice)):
         return all(map(_is_plain, _parts(value)))
     return isinstance(value, _PLAIN)
@@ -110,36 +112,36 @@ def _parts(value: Any) -> Any:
 def settings_of(module: Module) -> Settings:
     """Names and values of a module's plain attributes, which its layer rule may read.
 
-    Lists of them are copied, which may be changed in place.
+    Lists are copied, because they may be changed in place.
     """
-    known = {
+    settings = {
         name: [*value] if isinstance(value, list) else value
         for name, value in module.__dict__.items()
-        if name not in OF_ALL
+        if name not in MODULE_ATTRIBUTES
         and _is_plain(value)
         and name not in OUR_ATTRIBUTES
         and not (isinstance(value, list) and name[0] == "_")
     }
-    key = tuple(known), _as_key([*known.values()])
-    return _settings.setdefault(key, Settings(tuple(known), tuple(known.values())))
+    key = tuple(settings), _as_key([*settings.values()])
+    return _settings.setdefault(key, Settings(tuple(settings), tuple(settings.values())))
 
 
 def _as_key(value: Any) -> Any:
-    """A value with its type, in a form that can be hashed."""
-    is_made_of_others = isinstance(value, (tuple, list, slice))
-    return type(value), tuple(map(_as_key, _parts(value))) if is_made_of_others else value
+    """A hashable form of a value, which includes its type: ``1`` and ``True`` differ."""
+    has_parts = isinstance(value, (tuple, list, slice))
+    return type(value), tuple(map(_as_key, _parts(value))) if has_parts else value
 
 
 class Traits:
-    """What all calls of a module have in common, until one of its attributes changes.
+    """What all calls of a module have in common until one of its attributes changes.
 
-    Found once and checked at each call (:meth:`hold`), since recording has to be quick.
+    It is computed once and checked at each call by :meth:`hold`, since recording has to be fast.
 
     Attributes:
-        settings: Names and values of its plain attributes, which its rule may read.
-        resolved: The rule that speaks for it.
-        generation: The generation of the registry that named the rule.
-        is_whole: Whether no covered parameter is a plain attribute, computed from others.
+        settings: Names and values of its plain attributes.
+        resolved: The layer rule of the module, with its provenance.
+        generation: The generation of the registry that resolved the rule.
+        is_whole: Whether no covered parameter is a plain attribute, as computed ones are.
     """
 
     def __init__(self, module: Module, resolved: Any, generation: int) -> None:
@@ -149,12 +151,13 @@ class Traits:
         self.settings = settings
         names, values = settings
         self.is_whole = attributes.keys().isdisjoint(resolved.params)
-        others = attributes.keys() - OF_ALL - {*names, *OUR_ATTRIBUTES}
-        # For a single name, a getter would return no tuple.
+        others = attributes.keys() - MODULE_ATTRIBUTES - {*names, *OUR_ATTRIBUTES}
+        # The name that is given twice makes both getters return tuples, even for no other name.
         self._plain = itemgetter(*names, *["_forward_hooks"] * 2)
         self._others = itemgetter(*others, *["_forward_hooks"] * 2)
         self._types = self._types_of(attributes) if others else None
-        # A tuple's type does not tell what it holds, and a list may be changed in place.
+        # Comparing types and values does not see what is in a tuple, nor that a list was changed in
+        # place. Then the count of attributes is one that never holds.
         is_open = any(isinstance(attributes[n], tuple) for n in others) or list in map(type, values)
         self._kind, self._count = type(module), -1 if is_open else len(attributes)
         self._values = self._plain(attributes)
@@ -176,24 +179,24 @@ class Traits:
         return tuple(map(type, self._others(attributes)))
 
     def __deepcopy__(self, memo: Any) -> None:
-        """A copy of the module finds its own."""
+        """A copied module computes its own."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """So does a restored one."""
+        """So does an unpickled one."""
         return type(None), ()
 
 
 def as_it_was(module: Module, settings: Settings, owned: Owned) -> Module:
-    """A module as it was in a forward pass: itself, or a stand-in with the values of then.
+    """The module with the state of a forward pass: itself if it is unchanged, otherwise a stand-in.
 
     Args:
         module: The module.
-        settings: What :func:`settings_of` gave then.
-        owned: What :func:`tensors_of` gave.
+        settings: What :func:`settings_of` returned in the forward pass.
+        owned: Its tensors in the forward pass, each with its version counter.
     """
     names, values = settings
     attributes = module.__dict__
-    if "_parameters" not in attributes:  # compiled, with a storage of its own
+    if "_parameters" not in attributes:  # a compiled module keeps its tensors elsewhere
         return module
     missing = (None, 0)
     tables = [attributes[table] for table in ("_parameters", "_buffers")]
@@ -203,9 +206,9 @@ def as_it_was(module: Module, settings: Settings, owned: Owned) -> Module:
         and all(t is owned.get(n, missing)[0] for table in tables for n, t in table.items())
     ):
         return module
-    then = object.__new__(type(module))
-    then.__dict__.update(attributes)
-    then.__dict__.update(zip(names, values, strict=True))
+    stand_in = object.__new__(type(module))
+    stand_in.__dict__.update(attributes)
+    stand_in.__dict__.update(zip(names, values, strict=True))
     for name, table in zip(("_parameters", "_buffers"), tables, strict=True):
-        then.__dict__[name] = {n: owned.get(n, missing)[0] for n in table}
-    return then
+        stand_in.__dict__[name] = {n: owned.get(n, missing)[0] for n in table}
+    return stand_in

@@ -1,8 +1,8 @@
-"""Where the tensors of calls are kept, if torch itself does something with them.
+"""Where the tensors of calls are kept if torch itself packs, shards or computes tensors.
 
-It does in checkpoints and for offloading, where parameters are sharded or computed from others, and
-in compiled code. A library knows all of these, and gives a :class:`Storage` by the hook
-``backpack_storage``. Core alone keeps tensors in memory, and refuses where that is not enough.
+Torch does so in checkpoints, for offloading, for sharded or parametrized models, and in compiled
+code. A library knows these cases and provides a :class:`Storage` by the hook ``backpack_storage``.
+The core alone keeps tensors in memory, and raises where that is not enough.
 """
 
 from __future__ import annotations
@@ -26,60 +26,60 @@ if TYPE_CHECKING:
     from backpack_core.record.view import View
 
 
-class Taken(ABC):
-    """The tensors of a call that a storage holds, as one visit gets them back.
+class UnpackedTensors(ABC):
+    """The tensors of a call that went through saved-tensor hooks, during one visit.
 
     Attributes:
-        found: Those that are back, by slot; slots count inputs first.
+        tensors: The tensors that have been unpacked, by slot; slots count inputs first.
     """
 
-    found: dict[int, Tensor]
+    tensors: dict[int, Tensor]
 
     @abstractmethod
     def tensor(self, slot: int) -> tuple[Tensor, bool]:
-        """One with its numbers, and whether it was changed in place since the forward pass."""
+        """A tensor with its values, and whether it was changed in place since the forward pass."""
 
     @abstractmethod
     def values(self) -> Stored:
-        """All of the call's tensors, with their numbers."""
+        """All tensors of the call, with their values."""
 
 
 class Storage:
-    """Where tensors are kept: by these methods, in memory, as they are.
+    """How tensors of calls are kept. This class keeps them in memory, as they are.
 
-    Where that is not all that there is to do, they raise :class:`MissingPluginError`.
+    Where more has to be done, its methods raise :class:`MissingPluginError`.
     """
 
     def block(self) -> AbstractContextManager[Any]:
-        """What stands around a ``with backpack(...)`` block."""
+        """A context manager around each ``with backpack(...)`` block."""
         return nullcontext()
 
     # Tensors of calls ----------------------------------------------------------------------------
 
     def keep(self, stored: Stored, run: Run) -> tuple[Stored, Run, bool]:
-        """The form in which a call is stored while hooks take what autograd saves.
+        """The form of a call that is stored while saved-tensor hooks are active.
 
-        With it, the run as it knows such a call, and whether the hooks give a tensor that they took
-        to us, and to autograd once more.
+        With it, the run as this call refers to it, and whether the hooks can unpack a tensor for us
+        and once more for autograd.
         """
         raise _missing("A forward pass whose saved tensors go through hooks, as in a checkpoint,")
 
-    def open(self, stored: Stored) -> Taken:
-        """What gets the tensors of a call back, in one visit; it has ``saved``."""
+    def unpack(self, stored: Stored) -> UnpackedTensors:
+        """Access to the packed tensors of a call during one visit; called if ``stored.saved``."""
         raise _missing("A call that was stored through hooks")
 
     def is_computed_again(self) -> bool:
-        """Whether a checkpoint recomputes now, and has to be recorded as the first time."""
+        """Whether a checkpoint recomputes its forward pass now, which has to be recorded again."""
         return False
 
     def reading(self, node: Node) -> AbstractContextManager[Any]:
-        """A block in which what a node saved may be read, and once more later, by autograd."""
+        """A block in which tensors that a node saved may be read; autograd can read them later."""
         return nullcontext()
 
     def chunks(self) -> Callable[[int], AbstractContextManager[Any]]:
-        """Makes a block for each chunk of columns of a pass.
+        """A function that makes a context manager for each chunk of columns of a pass.
 
-        It takes how many bytes of what was recomputed may be held for the next chunk.
+        Its argument is how many bytes of recomputed tensors may be kept for the next chunk.
         """
         return lambda _: nullcontext()
 
@@ -98,20 +98,20 @@ class Storage:
     # Parameters ----------------------------------------------------------------------------------
 
     def extend(self, module: Module) -> None:
-        """A module that computes some of its parameters is extended."""
+        """Prepare a module that computes some of its parameters; called when it is extended."""
         raise _missing(f"A parametrization, as of {type(module).__name__},")
 
     def begin(self, module: Module, execution: Execution) -> None:
-        """It begins to run."""
+        """Called when an execution of such a module begins."""
         self.extend(module)
 
     def end(self, module: Module, execution: Execution) -> None:
-        """It has run."""
+        """Called when an execution of such a module has ended."""
 
     def computed(
         self, module: Module, names: Iterable[str], execution: Execution
     ) -> Mapping[str, tuple[Tensor, tuple[Tensor, ...]]]:
-        """The parameters that a module computed for an execution, each with its leaves.
+        """The parameters that a module computed for an execution, each with its leaf tensors.
 
         Args:
             module: The module.
@@ -125,20 +125,20 @@ class Storage:
         return {}
 
     def pull_back(self, mat: Tensor, source: Tensor, leaf: Tensor) -> Tensor:
-        """Columns at a leaf ``[K, *leaf]``, from those at what was computed from it.
+        """Pull columns ``[K, *source]`` back to ``[K, *leaf]``: one vector-Jacobian product each.
 
         Args:
-            mat: Shape ``[K, *source]``.
+            mat: Columns at the computed parameter, ``[K, *source]``.
             source: The parameter that a module computed.
-            leaf: One of its leaves.
+            leaf: One of the leaf tensors that it was computed from.
 
         Raises:
-            BridgeError: An operation on the way cannot be called for columns.
+            BridgeError: An operation in between cannot be differentiated for several columns.
         """
         raise _missing("A parameter that is computed from others")
 
     def shards_in(self, models: Iterable[Module]) -> dict[Tensor, Tensor]:
-        """What this process holds of parameters, by the whole ones that layers run with."""
+        """The shards that this process holds, by the whole parameters that layers run with."""
         if "torch.distributed.fsdp" in sys.modules:
             for module in (part for model in models for part in model.modules()):
                 if hasattr(type(module), "_get_fsdp_state"):
@@ -146,11 +146,11 @@ class Storage:
         return {}
 
     def hand_over(self, held: Mapping[Tensor, Tensor], shown: set[int], fields: list[str]) -> None:
-        """Give the results of whole parameters to their shards.
+        """Store results of whole parameters on their shards.
 
         Args:
-            held: What :meth:`shards_in` found.
-            shown: The parameters that models show, by ``id``.
+            held: The shards, as :meth:`shards_in` returned them.
+            shown: The ``id`` of each parameter that the models have.
             fields: Names of the results.
         """
 
@@ -166,24 +166,24 @@ _current = Storage()
 
 
 def storage() -> Storage:
-    """The storage of a library; else that of core."""
+    """The storage that a library provides; otherwise that of the core."""
     return _current
 
 
-def use(found: Storage | None) -> None:
-    """Keep tensors there from now on; ``None`` is what core has."""
+def use(other: Storage | None) -> None:
+    """Use a storage from now on; ``None`` stands for that of the core."""
     global _current
-    _current = found or Storage()
+    _current = other or Storage()
 
 
 def read(view: View, slot: int, what: str) -> Tensor:
-    """An input or output of a call with its numbers; slots count inputs first.
+    """An input or output of a call, with its values; slots count inputs first.
 
     Raises:
         OverwrittenInputError: It was changed in place since the forward pass.
     """
-    if view.taken is not None:
-        tensor, is_changed = view.taken.tensor(slot)
+    if view.unpacked is not None:
+        tensor, is_changed = view.unpacked.tensor(slot)
     else:
         stored = view.stored
         tensor = (*stored.inputs, *stored.outputs)[slot]

@@ -1,4 +1,4 @@
-"""Whether forward passes of this thread are recorded."""
+"""Decides whether forward passes of this thread are recorded."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch.compiler import is_compiling
 from backpack_core._torch import peek_transform, tracing_state
 from backpack_core.record.storage import storage
 
-_disabled: dict[int, int] = {}  # how many blocks each thread is in
+_disabled: dict[int, int] = {}  # the number of blocks that each thread is in
 
 
 class disable:
-    """Record nothing in forward passes inside this ``with`` block (of this thread).
+    """Record no forward pass of this thread inside the ``with`` block.
 
-    For a plain gradient of an extended model without keeping inputs and outputs. It is not the
-    opposite of :class:`backpack_core.backpack`, which speaks for the backward pass.
+    Use it to get a plain gradient of an extended model without storing inputs and outputs. It is
+    not the opposite of :class:`backpack_core.backpack`, which is about the backward pass.
     """
 
     def __enter__(self) -> disable:
@@ -40,12 +40,12 @@ def is_disabled() -> bool:
 
 
 def is_recording() -> bool:
-    """Whether the forward pass under way leaves a graph that a backward pass can be run on."""
+    """Whether the current forward pass is recorded: it has a graph, and nobody traces it."""
     return (
-        not is_compiling()  # first, so that the compiler sees nothing of the rest
+        not is_compiling()  # first, so that the compiler does not trace the rest
         and is_grad_enabled()
         and peek_transform() is None
         and tracing_state() is None
-        # A checkpoint that recomputes has to do what it did at first.
+        # Where a checkpoint recomputes, what was recorded the first time is recorded again.
         and not (_disabled and is_disabled() and not storage().is_computed_again())
     )

@@ -1,8 +1,8 @@
-"""A view: what a rule sees of a call, all samples or some, with the gradient at one output.
+"""A view: what a rule sees of a call during a visit, for all samples or some.
 
-A view holds no more than its call does, and lives as long as the visit. Every tensor is checked
-before it is shown: if it was changed in place since the forward pass, it is not what the module
-received, and that raises.
+A view holds no more than its call does, and lives as long as the visit. Each tensor is checked when
+it is asked for: if it was changed in place since the forward pass, its values are not those that
+the module received, and that raises.
 """
 
 from __future__ import annotations
@@ -19,46 +19,48 @@ from torch.nn import Module
 from backpack_core._torch import Node, version_of
 from backpack_core.errors import OverwrittenInputError, UsageError
 from backpack_core.record.call import Call, Stored
+from backpack_core.record.nested import as_index, map_tensors
 from backpack_core.record.state import as_it_was
-from backpack_core.record.storage import Taken, read, storage
-from backpack_core.record.structure import as_index, map_tensors
+from backpack_core.record.storage import read, storage
 
 T = TypeVar("T")
 
 
 class View:
-    """A call during a visit.
+    """A call during a visit, with the gradient at one of its outputs.
 
     Attributes:
         call: The call.
-        index: Which of its outputs is visited.
-        node: The autograd node of that output, where it may be asked for what it saved.
-        indices: The samples that are shown, ``None`` for all. One may be named several times.
-        axis: The axis of the output that holds the samples; views show it in front.
+        index: The index of the output that is visited.
+        node: The autograd node of that output, if tensors that it saved may be read.
+        indices: The samples that are shown, ``None`` for all. An index may occur several times.
+        axis: The axis of the output that holds the samples; views move it to the front.
         is_differentiable: Whether quantities are functions of the parameters
             (``create_graph=True``).
-        is_reached: Whether a gradient arrived: autograd leaves some gradients undefined that are
-            zero.
-        positions: How many entries of axis 0 each sample has; zero where axis 0 holds no samples.
-        owners: The sample of each entry of axis 0, counted among those that are shown, where each
-            has several or none; ``None`` if they stand side by side, or it is not known.
-        samples: How many samples the backward pass has, wherever the call has them.
-        is_measured: Whether rules may look at values, to refuse some: on an accelerator, to look is
-            to wait. It is so in the passes that are measured, and outside of passes.
-        grad_output: Gradient of the loss in the output, ``[N, *out]``; ``None`` before the backward
-            pass, for chunks of columns, and in a pass without autograd, except at losses.
-        inner: The gradient at the node that the rule named, in the shape of that node's output,
-            while parameters of ``reads_inside`` are read there; else ``None``.
-        dtype: The dtype that derivatives are computed in: that of the gradient.
-        kept: What was computed from the call alone (patches, positions of maxima), for all columns.
-        stored: The call's tensors, even if the call has let go of them: for shapes and flags. Their
-            numbers are in :attr:`values`.
-        counted: The tensors that the view shows, with their versions when first asked for; for
-            guards of ``untouched.py``.
-        memories: The memory of what is shown, and of results, once somebody asks; see
-            ``untouched.py``.
-        taken: What was unpacked of tensors that hooks took; ``None`` without such hooks.
-        is_checked: Whether it is seen that plugins leave alone what they are given.
+        is_reached: Whether a gradient arrived. Autograd leaves some zero gradients undefined.
+        positions: How many entries of axis 0 each sample has; zero if axis 0 holds no samples.
+        owners: The sample of each entry of axis 0, counted among the shown samples, where samples
+            have several entries or none; ``None`` if each sample has ``positions`` entries in a
+            row, or if it is not known.
+        samples: The number of samples of the backward pass, whichever axis holds them here.
+        is_measured: Whether rules may read values in order to refuse some, which synchronises with
+            an accelerator. True in passes that are measured, and outside of passes.
+        grad_output: Gradient of the loss with respect to the output, ``[N, *out]``. ``None`` before
+            the backward pass, for chunks of columns, and (except at losses) in a pass without
+            autograd.
+        inner: While the parameters of ``reads_inside`` are read: the gradient at the node that the
+            rule named, in the shape of that node's output. Otherwise ``None``.
+        dtype: The dtype that derivatives are computed in, which is that of the gradient.
+        call_cache: Values computed from the call alone (patches, positions of maxima), which serve
+            all columns; see :meth:`once`.
+        stored: The call's tensors, for shapes and flags, even if the call was released. Their
+            values are in :attr:`values`.
+        counted: The tensors that the view shows, with their version counters when a guard first
+            asked; see ``guards.py``.
+        memories: The memory of tensors that rules can get, and of results, once somebody asks; see
+            ``guards.py``.
+        unpacked: Access to tensors that saved-tensor hooks packed; ``None`` without such hooks.
+        is_checked: Whether a guard checks that plugins do not change what they get.
     """
 
     is_checked = True
@@ -79,7 +81,7 @@ class View:
         self.index = index
         self.node = node
         self.axis = axis
-        self.kept: dict[Any, Any] = {} if kept is None else kept
+        self.call_cache: dict[Any, Any] = {} if kept is None else kept
         self.is_differentiable = torch.is_grad_enabled()
         self.is_reached = True
         self.inner: Tensor | None = None
@@ -90,7 +92,7 @@ class View:
         self._whole: View | None = None
         self.counted: list[tuple[Tensor, int]] | None = None
         self.memories: set[int] | None = None
-        self.taken: Taken | None = storage().open(self.stored) if self.stored.saved else None
+        self.unpacked = storage().unpack(self.stored) if self.stored.saved else None
         self.indices: tuple[int, ...] | None = None
         self._pick: Any = None
         if axis and grad_output is not None:
@@ -108,7 +110,7 @@ class View:
         """The module with the settings that it had in the forward pass.
 
         If a setting was changed since (``dropout.p``, the mode, a replaced parameter), this is a
-        stand-in of the same class with the old values.
+        stand-in of the same class that has the old values.
         """
         if self._module is None:
             call = self.call
@@ -122,7 +124,7 @@ class View:
 
     @property
     def path(self) -> str:
-        """Where the module sits in the model that was extended, for messages."""
+        """The path of the module in the extended model, for messages."""
         return self.call.path
 
     def parameter(self, name: str) -> Tensor:
@@ -137,11 +139,11 @@ class View:
 
     def parameter_itself(self, name: str) -> Tensor:
         """The tensor behind :meth:`parameter`, with its own dtype and graph."""
-        found = self.stored.owned.get(name)
-        if found is None:
+        entry = self.stored.owned.get(name)
+        if entry is None:
             tensor: Tensor = attrgetter(name)(self.module)
             return tensor
-        tensor, version = found
+        tensor, version = entry
         if version_of(tensor) != version:
             raise OverwrittenInputError(
                 f"{self.path}: its {name!r} was changed in place since the forward pass, so "
@@ -153,8 +155,8 @@ class View:
 
     @property
     def values(self) -> Stored:
-        """The call's tensors with their numbers, unpacked where hooks took them."""
-        return self.stored if self.taken is None else self.taken.values()
+        """The call's tensors with their values, unpacked where hooks packed them."""
+        return self.stored if self.unpacked is None else self.unpacked.values()
 
     @property
     def input(self) -> Tensor:
@@ -180,28 +182,28 @@ class View:
         return kwargs
 
     def tensor_input(self, index: int) -> Tensor:
-        """Input tensor number ``index``, in the dtype of the gradient.
+        """Input tensor ``index``, in the dtype of the gradient.
 
-        Detached, except where quantities are differentiable: results may keep it.
+        It is detached unless quantities are differentiable, so results may keep it.
 
         Raises:
             OverwrittenInputError: It was changed in place since the forward pass.
             ReleasedIOError: An earlier backward pass freed it.
         """
-        found = self._tensors.get(index)
-        if found is None:
-            found = read(self, index, "input")
-            found = found if self.is_differentiable else found.detach()
-            found = found if self._pick is None else self._shown(found)
-            found = found if found.dtype is self.dtype else self._cast(found)
-            self._tensors[index] = found
-        return found
+        tensor = self._tensors.get(index)
+        if tensor is None:
+            tensor = read(self, index, "input")
+            tensor = tensor if self.is_differentiable else tensor.detach()
+            tensor = tensor if self._pick is None else self._shown(tensor)
+            tensor = tensor if tensor.dtype is self.dtype else self._cast(tensor)
+            self._tensors[index] = tensor
+        return tensor
 
     @property
     def output(self) -> Tensor:
         """The output ``[N, *out]`` that is visited, in the dtype of the gradient.
 
-        Detached, except where quantities are differentiable.
+        It is detached unless quantities are differentiable.
 
         Raises:
             OverwrittenInputError: It was changed in place since the forward pass, or cannot be
@@ -221,13 +223,13 @@ class View:
 
     @property
     def input_shape(self) -> torch.Size:
-        """Shape of the first input; known even where its values were overwritten."""
+        """Shape of the first input, which is known even if its values were overwritten."""
         shape = self.stored.inputs[0].shape
         return shape if self.indices is None else torch.Size((len(self.indices), *shape[1:]))
 
     @property
     def output_shape(self) -> torch.Size:
-        """Shape of the output; known even where its values were overwritten."""
+        """Shape of the output, which is known even if its values were overwritten."""
         output = self.stored.outputs[self.index]
         shape = output.movedim(self.axis, 0).shape if self.axis else output.shape
         if self.indices is None or not shape:
@@ -245,22 +247,22 @@ class View:
         return self.stored.outputs[self.index].device
 
     def saved(self, name: str, node: Node | None = None) -> Tensor | None:
-        """What torch keeps for its own backward pass at the output's node.
+        """A tensor that autograd saved for the backward pass of the output's node.
 
         Args:
-            name: As torch calls it: ``"result1"`` for ``grad_fn._saved_result1``.
+            name: Torch's name of it: ``"result1"`` for ``grad_fn._saved_result1``.
             node: Another node, inside of the module.
 
         Returns:
-            The tensor, for the samples that are shown; ``None`` if there is none of that name
-            whose first axis is the batch's, or if it may not be read.
+            The tensor, for the samples that are shown. ``None`` if it may not be read, or if there
+            is no tensor of that name whose first axis is the batch axis.
         """
         if self.node is None or not self.call.is_readable or self.axis:
             return None
-        found: Tensor | None = getattr(node or self.node, f"_saved_{name}", None)
-        if found is None or found.shape[:1] != self.stored.outputs[self.index].shape[:1]:
+        tensor: Tensor | None = getattr(node or self.node, f"_saved_{name}", None)
+        if tensor is None or tensor.shape[:1] != self.stored.outputs[self.index].shape[:1]:
             return None
-        return self._cut(found)
+        return self._cut(tensor)
 
     @property
     def full(self) -> View:
@@ -271,11 +273,11 @@ class View:
         """The same call with some samples only.
 
         Args:
-            indices: Positions along axis 0, repeated ones included; ``None`` for all.
+            indices: Positions along axis 0, which may be repeated; ``None`` for all.
 
         Returns:
             A view whose inputs, output and gradient hold the chosen samples. Tensors whose axis 0
-            is not the batch are left as they are.
+            is not the batch axis are left as they are.
 
         Raises:
             UsageError: An index is out of range.
@@ -284,12 +286,13 @@ class View:
             return self
         size = self.batch_size
         self._require_within(indices, size)
-        known = range(size) if self.indices is None else self.indices
-        return self._picked(tuple(known[i] for i in indices))
+        # A subsample of a subsample: indices count what this view shows.
+        shown = range(size) if self.indices is None else self.indices
+        return self._picked(tuple(shown[i] for i in indices))
 
     def _picked(self, indices: tuple[int, ...]) -> View:
         view = copy(self)
-        view.kept, view._tensors, view._columns, view._whole = {}, {}, [], self.full
+        view.call_cache, view._tensors, view._columns, view._whole = {}, {}, [], self.full
         view.indices = indices
         view._pick = as_index(view.indices, self.stored.outputs[self.index].device)
         whole = self.full.grad_output
@@ -300,22 +303,22 @@ class View:
         """The same call with some samples only, each with all of its entries of axis 0.
 
         Args:
-            samples: Their numbers, repeated ones included; ``None`` for all.
+            samples: Indices of samples, which may be repeated; ``None`` for all.
 
         Raises:
-            UsageError: A number is out of range.
+            UsageError: An index is out of range.
         """
-        is_usual = self.positions == 1 and self.samples in (0, self.batch_size)
-        if samples is None or is_usual:
+        is_entry = self.positions == 1 and self.samples in (0, self.batch_size)
+        if samples is None or is_entry:  # each entry of axis 0 is a sample
             return self.subsample(samples)
         self._require_within(samples, self.samples)
         owners = self.owners
         if owners is None:
             owners = torch.arange(self.samples, device="cpu").repeat_interleave(self.positions)
-        found = [(owners == n % self.samples).nonzero().flatten() for n in samples]
-        view = self._picked(tuple(torch.cat(found).tolist()))
+        entries = [(owners == n % self.samples).nonzero().flatten() for n in samples]
+        view = self._picked(tuple(torch.cat(entries).tolist()))
         view.owners = torch.arange(len(samples), device="cpu").repeat_interleave(
-            torch.tensor([*map(len, found)], device="cpu")
+            torch.tensor([*map(len, entries)], device="cpu")
         )
         return view
 
@@ -330,32 +333,32 @@ class View:
     def once(self, key: str, compute: Callable[[], T]) -> T:
         """A value that depends on the call alone, computed once for all columns.
 
-        A value from a pass without gradients is not reused where quantities are differentiable.
+        A value from a pass without gradients is not reused in one with ``create_graph=True``.
         """
-        full = (key, self.is_differentiable, self.dtype)
-        if full not in self.kept:
-            self.kept[full] = compute()
-        value: T = self.kept[full]
+        cache_key = (key, self.is_differentiable, self.dtype)
+        if cache_key not in self.call_cache:
+            self.call_cache[cache_key] = compute()
+        value: T = self.call_cache[cache_key]
         return value
 
     def once_per_columns(self, key: str, mat: Tensor, compute: Callable[[], T]) -> T:
-        """A value that depends on the call and on columns, computed once for one tensor ``mat``."""
-        for name, stored, value in self._columns:
-            if stored is mat and name == key:
-                found: T = value
-                return found
-        result = compute()
-        self._columns = [*self._columns[-3:], (key, mat, result)]
-        return result
+        """A value that depends on the call and on columns, computed once per tensor ``mat``."""
+        for cached_key, cached_mat, cached in self._columns:
+            if cached_mat is mat and cached_key == key:
+                value: T = cached
+                return value
+        value = compute()
+        self._columns = [*self._columns[-3:], (key, mat, value)]  # holds four at most
+        return value
 
     def _shown(self, tensor: Tensor) -> Tensor:
-        """The shown samples of a tensor whose axis 0 is the batch; another tensor as it is."""
+        """The chosen samples of a tensor whose axis 0 is the batch axis; others as they are."""
         if self._pick is None or not self.has_batch(tensor):
             return tensor
         return tensor[self._pick]
 
     def has_batch(self, tensor: Tensor) -> bool:
-        """Whether axis 0 of an argument is as long as the whole batch."""
+        """Whether axis 0 of an argument has the length of the whole batch."""
         size = self.stored.inputs[0].shape[0]
         return tensor.dim() > 0 and tensor.shape[0] == size
 

@@ -1,15 +1,15 @@
-"""The conformance kit: one instance in, many separately named checks out.
+"""The conformance kit: from one case, many checks with names of their own.
 
-A test file for a layer rule is a list of instances::
+A test file for a layer rule is a list of cases::
 
-    from backpack_core.testing import RuleCase, parametrize_rule_checks
+    from backpack_core.testing import RuleCase, parametrize_checks
 
-    @parametrize_rule_checks([RuleCase(lambda: MyLayer(4), lambda n: torch.randn(n, 4))])
+    @parametrize_checks([RuleCase(lambda: MyLayer(4), lambda n: torch.randn(n, 4))])
     def test_conformance(check):
         check()
 
-``LossCase`` and ``ExtensionCase`` work alike; ``check_rule`` and its relatives return results
-instead of running under pytest. Needs ``pip install backpack-core[testing]`` and no configuration.
+``LossCase`` and ``ExtensionCase`` work alike; ``check_case`` returns results, without pytest.
+Needs ``pip install backpack-core[testing]`` and no configuration.
 """
 
 from backpack_core.testing.cases import Arguments as Arguments
@@ -25,11 +25,5 @@ from backpack_core.testing.oracle import Reference as Reference
 from backpack_core.testing.quantities import Quantity as Quantity
 from backpack_core.testing.quantities import register_quantity as register_quantity
 from backpack_core.testing.runner import CheckResult as CheckResult
-from backpack_core.testing.runner import check_extension as check_extension
-from backpack_core.testing.runner import check_loss as check_loss
-from backpack_core.testing.runner import check_rule as check_rule
-from backpack_core.testing.runner import (
-    parametrize_extension_checks as parametrize_extension_checks,
-)
-from backpack_core.testing.runner import parametrize_loss_checks as parametrize_loss_checks
-from backpack_core.testing.runner import parametrize_rule_checks as parametrize_rule_checks
+from backpack_core.testing.runner import check_case as check_case
+from backpack_core.testing.runner import parametrize_checks as parametrize_checks

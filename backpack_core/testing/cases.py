@@ -1,6 +1,6 @@
-"""The cases that authors give to the conformance kit, one per configuration. Imports torch, core.
+"""The cases that authors give to the conformance kit, one for each configuration.
 
-A case says how to build a layer, loss or extension and its inputs. The kit decides what to check.
+A case says how to build a layer, loss or extension, and its inputs. The kit decides what to check.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import MissingPluginError, UsageError
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
-from backpack_core.record.structure import iter_tensors, map_tensors
+from backpack_core.record.nested import iter_tensors, map_tensors
 from backpack_core.testing.isolation import temporary_plugin
 from backpack_core.testing.quantities import Quantity
 
 T = TypeVar("T")
 
 SAMPLES = 3
-# Seed of every forward pass, so that random layers draw the same numbers again.
+# The seed of every forward pass, so that random layers draw the same numbers each time.
 FORWARD = 2
 
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Relative errors (of the largest entry) that a check allows.
+    """Relative errors (relative to the largest entry) that checks allow.
 
     Attributes:
-        float64: Exact quantities in double precision.
-        float32: Single precision against the double-precision oracle.
-        bfloat16: Half precision (8 bits of mantissa), and autocast to it.
-        standard_errors: Distance of a sampled mean from its expectation.
+        float64: For exact quantities in double precision.
+        float32: For single precision, compared with the oracle in double precision.
+        bfloat16: For half precision (8 bits of mantissa), and autocast to it.
+        standard_errors: For a sampled mean: its distance from the expectation.
     """
 
     float64: float = 1e-10
@@ -51,21 +51,21 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class Arguments:
-    """Arguments of a forward call, for calls with keywords."""
+    """The arguments of a forward call, where there are keyword arguments."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def to(self, dtype: torch.dtype) -> Arguments:
-        """The same, with floating-point tensors in another dtype."""
+        """The same arguments, with floating-point tensors in another dtype."""
         return self.map(lambda t: t.to(dtype) if t.is_floating_point() else t)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Arguments:
-        """The same, with a function applied to every tensor."""
+        """The same arguments, with a function applied to every tensor."""
         return Arguments(*map_tensors((self.args, dict(self.kwargs)), function))
 
     def map_numbered(self, function: Callable[[int, Tensor], Tensor]) -> Arguments:
-        """The same, with a function of the position of a tensor, and the tensor."""
+        """The same arguments, with a function of each tensor and its position."""
         slots = count()
         return self.map(lambda tensor: function(next(slots), tensor))
 
@@ -74,16 +74,16 @@ class Arguments:
         return list(iter_tensors((self.args, dict(self.kwargs))))
 
     def apply(self, function: Callable[..., Any]) -> Any:
-        """What a function returns for these."""
+        """The value of a function for these arguments."""
         return function(*self.args, **self.kwargs)
 
     def call(self, function: Callable[..., Any]) -> Any:
-        """The same, with the random numbers of a forward pass."""
+        """The value of a forward pass, with the same random numbers each time."""
         return seeded(lambda: self.apply(function), FORWARD)
 
 
 def seeded(function: Callable[[], T], seed: int) -> T:
-    """Call ``function`` with a seeded default generator, and leave the generator as it was."""
+    """Call a function with a seeded generator, and restore the generator's state."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         return function()
@@ -94,10 +94,10 @@ class Case:
     """Base class of all cases.
 
     Attributes:
-        name: Shown in the names of the tests; default: derived from the instance.
-        expected_failures: Checks that are known to fail, with the reason. Strict: one that passes
-            is a failure.
-        tolerances: Errors that are allowed.
+        name: The name in the ids of the tests; default: derived from the object that is checked.
+        expected_failures: Checks that are known to fail, each with the reason. If one of them
+            passes, that is a failure.
+        tolerances: The errors that are allowed.
     """
 
     kind: ClassVar[str]
@@ -106,15 +106,15 @@ class Case:
     tolerances: Tolerances = field(default_factory=Tolerances)
 
     def __post_init__(self) -> None:
-        """Look at what was given.
+        """Refuse wrong arguments.
 
         Raises:
-            UsageError: Something that was made stands in the place of what makes it, or a quantity
-                is none.
+            UsageError: An object was given instead of a factory that makes it, or the quantity is
+                not a :class:`Quantity`.
         """
         for name, value in vars(self).items():
-            is_made = isinstance(value, (Module, Extension, LayerRule)) or not callable(value)
-            if name.endswith("_factory") and is_made:
+            is_instance = isinstance(value, (Module, Extension, LayerRule)) or not callable(value)
+            if name.endswith("_factory") and is_instance:
                 wanted = f"{name} is a class or function that makes one each time: lambda: ..."
             elif name == "rule" and value is not None and not isinstance(value, type):
                 wanted = "rule is a class"
@@ -125,12 +125,12 @@ class Case:
             raise UsageError(f"{type(self).__name__}: {wanted}. Got {value!r:.80}.")
 
     @abstractmethod
-    def made(self) -> Module | Extension:
-        """What the case is about, fresh."""
+    def make(self) -> Module | Extension:
+        """A fresh layer, loss or extension."""
 
     def label(self) -> str:
-        """The given name, that of the extension, or the module's representation on one line."""
-        return self.name or _label_of(self.made())
+        """The given name; else the extension's name, or the module's representation on one line."""
+        return self.name or _label_of(self.make())
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,14 +143,14 @@ class RuleCase(Case):
     Attributes:
         module_factory: Makes the layer.
         input_factory: Makes the input for a number of samples: a tensor, a tuple of positional
-            arguments, or :class:`Arguments`. Samples are on axis 0. Keep it tiny, and other axes
-            different from three, the number of samples.
-        rule: The rule under test, where no installed plugin provides it.
-        constants: Positions, among the tensors passed, of floating-point ones that are not to be
+            arguments, or :class:`Arguments`. Samples are on axis 0. Keep the input tiny, and other
+            axes different from three, which is the number of samples.
+        rule: The rule under test, if no installed plugin provides it.
+        constants: Positions, among the tensors passed, of floating-point tensors that are not
             differentiated (a mask, for example).
-        output_nr: Which of several output tensors to differentiate.
+        output_nr: The index of the output to differentiate, if there are several.
         twice_differentiable: Whether torch can differentiate the layer twice, so that there is an
-            oracle for second derivatives. If not, torch has to refuse.
+            oracle for second derivatives. If not, torch has to raise.
         overwrites_input: Whether the layer overwrites an input that its rule needs. The rule then
             has to raise, and quantities go through the layer's autograd nodes instead.
     """
@@ -164,13 +164,13 @@ class RuleCase(Case):
     twice_differentiable: bool = True
     overwrites_input: bool = False
 
-    def made(self) -> Module:
+    def make(self) -> Module:
         """A fresh layer, the same each time."""
         return seeded(self.module_factory, 0)
 
     def module(self, dtype: torch.dtype = torch.float64) -> Module:
-        """The same in a dtype."""
-        return self.made().to(dtype)
+        """A fresh layer in a dtype."""
+        return self.make().to(dtype)
 
     def arguments(
         self, samples: int = SAMPLES, dtype: torch.dtype = torch.float64, seed: int = 1
@@ -189,7 +189,7 @@ class RuleCase(Case):
         """The rule for the case's module.
 
         Raises:
-            MissingPluginError: There is none.
+            MissingPluginError: There is no rule.
         """
         resolved = registry.resolve(module)
         if resolved.is_fallback:
@@ -210,8 +210,8 @@ class LossCase(Case):
     Attributes:
         loss_factory: Makes the loss; called with ``reduction=...``.
         input_factory: Makes prediction, target and further arguments for a number of samples.
-        rule: The rule under test, where no installed plugin provides it.
-        samples: Number of columns drawn to check a sampled root in expectation.
+        rule: The rule under test, if no installed plugin provides it.
+        samples: Number of columns that are drawn to check a sampled root in expectation.
         sampled: Whether the loss has a sampled root; if not, asking for it must raise.
     """
 
@@ -222,12 +222,12 @@ class LossCase(Case):
     samples: int = 20_000
     sampled: bool = True
 
-    def made(self) -> Module:
-        """A mean."""
-        return self.as_rule_case("mean").made()
+    def make(self) -> Module:
+        """The loss with reduction ``"mean"``."""
+        return self.as_rule_case("mean").make()
 
     def as_rule_case(self, reduction: str) -> RuleCase:
-        """The loss as a layer, for checks that layers and losses share."""
+        """The loss as a layer, for what layers and losses share."""
         return RuleCase(
             lambda: self.loss_factory(reduction=reduction), self.input_factory, rule=self.rule
         )
@@ -245,7 +245,7 @@ class ExtensionCase(Case):
         quantity: What it computes; default: what its package registers for its save field, in a
             module ``oracles``.
         loss: The loss of the kit's nets, for example one with labels (``LABELLED``); default: one
-            that is a function of the prediction alone.
+            that depends on the prediction alone.
     """
 
     kind: ClassVar[str] = "extension"
@@ -253,22 +253,23 @@ class ExtensionCase(Case):
     quantity: Quantity | None = None
     loss: LossCase | None = None
 
-    def made(self) -> Extension:
-        """One with the defaults."""
+    def make(self) -> Extension:
+        """The extension with default arguments."""
         return self.extension_factory()
 
 
 @contextmanager
 def installed(case: Case) -> Iterator[None]:
-    """Registers the rule of a case that no plugin provides, inside the block; may be nested."""
+    """Register the case's rule inside the block, unless a plugin provides it. May be nested."""
     ensure_loaded()
     rule = getattr(case, "rule", None)
-    known = {type(claim.value) for claims in registry.rules.values() for claim in claims}
-    with temporary_plugin(*(() if rule is None or rule in known else (rule,))):
+    provided = {type(claim.value) for claims in registry.rules.values() for claim in claims}
+    with temporary_plugin(*(() if rule is None or rule in provided else (rule,))):
         yield
 
 
-def _label_of(made: Module | Extension) -> str:
-    """Short enough for the name of a test."""
-    text = "".join(repr(made).split()) if isinstance(made, Module) else type(made).__name__
+def _label_of(checked: Module | Extension) -> str:
+    """A label that is short enough for a test id."""
+    is_module = isinstance(checked, Module)
+    text = "".join(repr(checked).split()) if is_module else type(checked).__name__
     return text if len(text) <= 72 else f"{text[:69]}..."

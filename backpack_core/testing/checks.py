@@ -1,7 +1,7 @@
-"""The table of checks: what each means something for, and what it rests on.
+"""The table of checks: the cases that each applies to, and the checks that it builds on.
 
-A check is judged after those it rests on, its grounds. Where one of these failed, it is not judged:
-its own message would be about the consequences. So products and declarations come before nets.
+If a prerequisite of a check fails, the check is not judged, because its message would be about a
+consequence of that fault. So products and declarations come before nets.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from backpack_core.testing import (
     loss_checks,
     merging_checks,
     net_checks,
-    property_checks,
     rule_checks,
 )
 from backpack_core.testing.cases import Case
 from backpack_core.testing.compare import CheckFailure, agree
-from backpack_core.testing.execution import Execution, shared_execution, traits
+from backpack_core.testing.layer_run import LayerRun, shared_run_of, traits
 from backpack_core.testing.nets import nets_of
 
 
@@ -32,25 +31,25 @@ class Check:
 
     Attributes:
         name: Name of the check.
-        function: Raises if it finds a fault, or yields what is compared.
-        subject: Makes from a case what the function takes.
-        needs: Traits a case must have for the check to mean anything; see ``traits``.
-        grounds: Names of the checks that it rests on, as far as a case has them.
+        function: Raises if it finds a fault, or yields what has to be compared.
+        subject: Makes the argument of the function from a case.
+        needs: Traits that a case must have for the check to apply; see ``traits``.
+        prerequisites: Names of the checks that it builds on, as far as they apply to a case.
     """
 
     name: str
     function: Callable[[Any], Any]
     subject: Callable[[Any], Any]
     needs: frozenset[str]
-    grounds: frozenset[str]
+    prerequisites: frozenset[str]
 
     def run(self, case: Case) -> None:
         """Raise if there is a fault."""
         agree(self.function(self.subject(case)), case.tolerances.float64)
 
 
-# Names of checks | traits that they need | names of their grounds, which come first.
-# Of a rule's methods and declarations:
+# Each line: names of checks | traits that they need | names of prerequisites, which come first.
+# Checks of a rule's methods and declarations:
 METHODS = """
 mixes_samples | |
 not_twice_differentiable | once |
@@ -73,7 +72,7 @@ subsampled_call | separate, kept, batch first | jac_t_mat_prod param_jac_t_mat_p
 non_contiguous_columns | separate, kept | jac_t_mat_prod param_jac_t_mat_prod
 non_contiguous_input | separate, kept | jac_t_mat_prod param_jac_t_mat_prod
 """
-# The same in other situations, and nets around a layer:
+# Checks of the same in other situations, and of nets around a layer:
 LAYER = """
 keeps_dtype changed_since | separate, kept | jac_t_mat_prod param_jac_t_mat_prod
 other_mode | | METHODS
@@ -111,18 +110,18 @@ savefield | savefield | mean
 """
 
 
-def other_mode(run: Execution) -> None:
-    """Every method and declaration in eval mode, if the case is in train mode, or the reverse."""
+def other_mode(run: LayerRun) -> None:
+    """Check methods and declarations in eval mode if the case is in train mode, or vice versa."""
     case, training = run.case, run.module.training
     twin = replace(case, module_factory=lambda: case.module_factory().train(not training))
     try:
-        found = traits(twin) - {"once", "overwritten"}  # declared for the case's own mode only
-        at = shared_execution(twin)
-        at.rule.check(at.view)
+        own_traits = traits(twin) - {"once", "overwritten"}  # declared for the case's mode only
+        run_of_twin = shared_run_of(twin)
+        run_of_twin.rule.check(run_of_twin.view)
     except UnsupportedError:
         return
     for check in OF_METHODS:
-        if check.needs <= found and check.name not in case.expected_failures:
+        if check.needs <= own_traits and check.name not in case.expected_failures:
             try:
                 check.run(twin)
             except CheckFailure as failure:
@@ -131,20 +130,19 @@ def other_mode(run: Execution) -> None:
 
 
 def _table(text: str, modules: Mapping[ModuleType, Callable[[Any], Any]]) -> Iterator[Check]:
-    """The checks of a table, by modules with their functions, and what these take of a case."""
+    """The checks of a table; ``modules`` maps modules of check functions to their ``subject``."""
     for line in text.strip().splitlines():
-        names, needs, grounds = (part.strip() for part in line.split("|"))
-        if grounds == "METHODS":
-            grounds = " ".join(check.name for check in OF_METHODS)
+        names, needs, prerequisites = (part.strip() for part in line.split("|"))
+        if prerequisites == "METHODS":
+            prerequisites = " ".join(check.name for check in OF_METHODS)
+        wanted = frozenset(needs.split(", ") if needs else ())
         for name in names.split():
-            found = ((m, subject) for m, subject in modules.items() if _in(m, name))
-            module, subject = next(found)
-            wanted = frozenset(needs.split(", ") if needs else ())
-            yield Check(name, _in(module, name), subject, wanted, frozenset(grounds.split()))
+            module, subject = next(pair for pair in modules.items() if _in(pair[0], name))
+            yield Check(name, _in(module, name), subject, wanted, frozenset(prerequisites.split()))
 
 
 def _in(module: ModuleType, name: str) -> Any:
-    """The function of a check; after its name, there may be a reduction that it takes."""
+    """The function of a check; a reduction that it takes may follow its name."""
     stem, _, reduction = name.rpartition("_")
     if name == other_mode.__name__:
         return other_mode
@@ -152,7 +150,7 @@ def _in(module: ModuleType, name: str) -> Any:
     return vars(module).get(name, with_reduction)
 
 
-_RULE = {rule_checks: shared_execution, property_checks: shared_execution, net_checks: nets_of}
+_RULE = {rule_checks: shared_run_of, net_checks: nets_of}
 OF_METHODS = tuple(_table(METHODS, _RULE))
 
 # By kind of case. A test pins each list: a check that is removed is removed for all authors.

@@ -1,8 +1,8 @@
-"""The comparison that all checks use, and the error of a failed check. Imports torch only."""
+"""The comparison that all checks use, and the error of a failed check."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.contract.rules import LayerRule
-from backpack_core.record.structure import iter_tensors
+from backpack_core.record.nested import iter_tensors
 
 # Errors are relative to at least this, for a quantity that is zero.
 SMALLEST_SCALE = 1e-4
-# What a comparison in double precision allows at most; others are of half or single precision.
+# Comparisons in double precision allow at most this; those of lower precision allow more.
 EXACT = 1e-6
 
-# What a check wants compared: what it is, what was found (``None`` for zero), what is expected.
+# What a check yields to be compared: a name, the value found (``None`` for zero), the expected one.
 Entries = Iterator[tuple[str, Tensor | None, Tensor]]
 
 
@@ -26,7 +26,7 @@ class CheckFailure(AssertionError):
     """A check found a fault; the message says what was expected and what was found."""
 
 
-# The comparison in double precision that came closest to what it allows: a certificate takes it.
+# The comparison in double precision with the largest share of its tolerance, for certificates.
 closest: dict[str, Any] = {}
 
 
@@ -36,8 +36,19 @@ def require(condition: bool, message: str) -> None:
         raise CheckFailure(message)
 
 
+def refuses(
+    error: type[Exception], message: str, function: Callable[..., object], *arguments: object
+) -> None:
+    """Require that a function raises an error for some arguments."""
+    try:
+        function(*arguments)
+    except error:
+        return
+    raise CheckFailure(message)
+
+
 def relative_error(found: Tensor, expected: Tensor, floor: float = SMALLEST_SCALE) -> float:
-    """Largest deviation in units of the largest expected entry, or of the floor if that is more."""
+    """The largest deviation, relative to the largest expected entry (to ``floor`` at least)."""
     if expected.numel() == 0:
         return 0.0
     scale = max(float(expected.abs().max()), floor) or 1.0
@@ -45,7 +56,7 @@ def relative_error(found: Tensor, expected: Tensor, floor: float = SMALLEST_SCAL
 
 
 def finite(value: Any, what: str) -> None:
-    """Require that all numbers in a structure of tensors are finite."""
+    """Require that all tensors in a nested structure are finite."""
     good = all(bool(torch.isfinite(tensor).all()) for tensor in iter_tensors(value))
     require(good, f"{what}: not all values are finite.")
 
@@ -56,11 +67,11 @@ def close(
     """Require equal shapes, finite values, and a small relative error.
 
     Args:
-        found: What was computed; the two are compared in the wider of their dtypes.
+        found: The computed value; both are compared in the wider of their dtypes.
         expected: The value of the oracle.
         what: Name of the quantity, for the message.
-        tolerance: Relative error that is allowed.
-        floor: Errors are relative to the largest expected entry, but not to less than this.
+        tolerance: The relative error that is allowed.
+        floor: Errors are relative to the largest expected entry, but at least to this.
 
     Raises:
         CheckFailure: They differ.
@@ -74,7 +85,7 @@ def close(
     share = closest["error"] / closest["allowed"] if closest else -1.0
     if 0 < tolerance <= EXACT and error / tolerance > share:
         closest.update(what=what, error=error, allowed=tolerance)
-    if not error <= tolerance:  # a hint costs more than the comparison
+    if not error <= tolerance:  # also for nan. Finding a hint costs more than the comparison
         worst = int((found - expected).abs().argmax())
         at = [int(i) for i in torch.unravel_index(torch.tensor(worst), found.shape)]
         pair = (float(tensor.flatten()[worst]) for tensor in (expected, found))
@@ -96,7 +107,7 @@ def agree(entries: Entries | None, allowed: float) -> None:
 
 
 def _hint(found: Tensor, expected: Tensor) -> str:
-    """A hint for the message, if the values differ by a sign or a factor only."""
+    """The end of the message, if the values differ only by a sign or a factor."""
     if relative_error(-found, expected) < 1e-6:
         return " It is minus the right value: a wrong sign."
     norm = float(expected.square().sum())
@@ -107,16 +118,16 @@ def _hint(found: Tensor, expected: Tensor) -> str:
 
 
 @contextmanager
-def untouched(rule: LayerRule, module: Module, *given: Tensor) -> Iterator[None]:
-    """Require that a rule writes to nothing it is given, keeps nothing, and draws no numbers."""
+def untouched(rule: LayerRule, module: Module, *tensors: Tensor) -> Iterator[None]:
+    """Require that a rule changes no tensor that it gets, keeps no state, and draws no numbers."""
     before, kept = dict(vars(rule)), set(vars(module))
-    numbers, copies = torch.get_rng_state(), [tensor.detach().clone() for tensor in given]
+    numbers, copies = torch.get_rng_state(), [tensor.detach().clone() for tensor in tensors]
     yield
     require(dict(vars(rule)) == before, "The rule changed its own attributes: keep no state.")
     added = sorted(set(vars(module)) - kept)
     require(not added, f"The rule stored {added} on the module: view.once(key, compute) keeps it.")
     same = torch.equal(numbers, torch.get_rng_state())
     require(same, "The rule drew random numbers: those of the user's next batch would be others.")
-    for tensor, copy in zip(given, copies, strict=True):
+    for tensor, copy in zip(tensors, copies, strict=True):
         same = torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(copy))
         require(same, "A method wrote to a tensor that it was given.")

@@ -1,4 +1,4 @@
-"""Distributions that look installed: for tests of plugins, without building or installing anything.
+"""Distributions that look installed, to test plugins without building or installing anything.
 
 In a ``conftest.py``::
 
@@ -79,9 +79,9 @@ def _write_module(folder: Path, module: str, source: str) -> None:
 def fake_distribution(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[FakeDistribution]:
-    """A factory: arguments as :func:`write_distribution`, without the folder.
+    """A factory with the arguments of :func:`write_distribution`, except for the folder.
 
-    Until the test ends, its distributions are found beside the ones that are really installed.
+    Until the test ends, its distributions are found beside those that are really installed.
     """
     folder = tmp_path / "site-packages"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""What it costs to load a plugin, measured in an interpreter of its own."""
+"""Measures the time to load a plugin, in a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _LINE = re.compile(r"^import time: +(\d+) \| +(\d+) \| ( *)(\S+)$", re.MULTILINE
 
 
 class _Import(NamedTuple):
-    """A module, what imported it, and microseconds alone and with what it imports itself."""
+    """An imported module, its importer, and microseconds for itself and including its imports."""
 
     module: str
     by: _Import | None
@@ -57,16 +57,16 @@ class _Import(NamedTuple):
 def check_import(
     distribution: str, seconds: float = SECONDS, heavy: Collection[str] = HEAVY
 ) -> None:
-    """Require that a plugin is loaded quickly, and that it imports nothing heavy for that.
+    """Require that a plugin loads fast, and imports nothing heavy when it is loaded.
 
     All modules that its entry points name are imported by a fresh interpreter, after torch and
-    backpack-core. Time that the process waits for a core does not count. Of three attempts one has
-    to be quick, since the first reads and compiles files.
+    backpack-core. Time in which the process waits for a core does not count. One of three attempts
+    has to be fast enough, since the first one reads and compiles files.
 
     Args:
         distribution: Name of the installed distribution, as ``"backpack-plugin-scale"``.
-        seconds: What it may take.
-        heavy: Packages, and modules of torch, that it may import in functions only.
+        seconds: The time that it may take.
+        heavy: Packages, and modules of torch, that it may import only in functions.
 
     Raises:
         CheckFailure: It takes longer, or imports something heavy. The message names the module.
@@ -80,25 +80,25 @@ def check_import(
             "installed: name its classes there, and pip install it again."
         )
     modules = list(dict.fromkeys(value.partition(":")[0] for value in values))
-    own = {module.partition(".")[0] for module in modules}
+    packages = {module.partition(".")[0] for module in modules}
     for _ in range(ATTEMPTS):
         taken, new, imports = _imported(distribution, modules)
-        for found in (found for found in imports if found.module in new.intersection(heavy)):
+        for one in (one for one in imports if one.module in new.intersection(heavy)):
             raise CheckFailure(
-                f"{_importer(found, own)} imports {found.module} ({found.total / 1e6:.2f} s) when "
+                f"{_importer(one, packages)} imports {one.module} ({one.total / 1e6:.2f} s) when "
                 f"{distribution} is loaded. Import it in the function that uses it; a rule names "
                 "classes of it in module_types, as 'package.module.Class'."
             )
         if taken <= seconds:
             return
-    # What is its own counts for itself, and what that imports with everything behind it.
+    # A module of the plugin counts alone; one that it imports counts with all of its imports.
     costs = {
-        found: found.alone if _is_in(own, found) else found.total
-        for found in imports
-        if found.module in new and (_is_in(own, found) or _is_in(own, found.by))
+        one: one.alone if _is_in(packages, one) else one.total
+        for one in imports
+        if one.module in new and (_is_in(packages, one) or _is_in(packages, one.by))
     }
     worst = max(costs, key=costs.__getitem__)
-    of = "" if _is_in(own, worst) else f", which {_importer(worst, own)} imports"
+    of = "" if _is_in(packages, worst) else f", which {_importer(worst, packages)} imports"
     raise CheckFailure(
         f"Loading {distribution} takes {taken:.2f} s, and {seconds:g} s are allowed. Most of it is "
         f"{worst.module}{of}: do that when it is needed first."
@@ -106,7 +106,7 @@ def check_import(
 
 
 def _imported(distribution: str, modules: list[str]) -> tuple[float, set[str], list[_Import]]:
-    """Seconds, the modules that were not there before, and all imports."""
+    """Seconds, the newly imported modules, and all imports."""
     command = [sys.executable, "-X", "importtime", "-c", _SCRIPT, json.dumps(sys.path), *modules]
     run = subprocess.run(command, capture_output=True, text=True, check=False)
     if run.returncode:
@@ -122,13 +122,13 @@ def _imported(distribution: str, modules: list[str]) -> tuple[float, set[str], l
     return taken, set(new), imports
 
 
-def _is_in(packages: set[str], found: _Import | None) -> bool:
-    return found is not None and found.module.partition(".")[0] in packages
+def _is_in(packages: set[str], imported: _Import | None) -> bool:
+    return imported is not None and imported.module.partition(".")[0] in packages
 
 
-def _importer(found: _Import, own: set[str]) -> str:
-    """The plugin's module from which an import started."""
-    by = found.by
-    while by is not None and not _is_in(own, by):
+def _importer(imported: _Import, packages: set[str]) -> str:
+    """The plugin's own module that led to an import."""
+    by = imported.by
+    while by is not None and not _is_in(packages, by):
         by = by.by
     return by.module if by else "an entry point"

@@ -1,4 +1,4 @@
-"""Run a package's tests with the plugins that they need, whatever else is installed."""
+"""Runs a package's tests with the plugins that they need, whatever else is installed."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def temporary_plugin(*objects: Any) -> Iterator[None]:
 
 
 def reset() -> None:
-    """Forget every plugin that was discovered and loaded, as in a fresh process."""
+    """Forget all discovered and loaded plugins, as in a fresh process."""
     with registration.lock:
         for name, plugin in registration.manager.list_name_plugin():
             if plugin is not None:

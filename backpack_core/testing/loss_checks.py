@@ -1,6 +1,6 @@
 """Checks of a loss rule against the Hessian by autograd, in every reduction.
 
-A check takes a case, and some a reduction. It raises, or yields what it wants compared.
+A check takes a case, and possibly a reduction. It raises, or yields what has to be compared.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import Arguments, LossCase, seeded
-from backpack_core.testing.compare import CheckFailure, Entries, agree, require, untouched
-from backpack_core.testing.execution import execute, shared
+from backpack_core.testing.compare import CheckFailure, Entries, agree, refuses, require, untouched
+from backpack_core.testing.layer_run import run_layer, shared
 from backpack_core.testing.nets import Made, Problem
 from backpack_core.testing.network import BoundLoss, Shrink
 from backpack_core.testing.quantities import ALL_NEEDS, installed_extensions
@@ -26,22 +26,23 @@ from backpack_products.loss import HessianLossRule
 
 # Positions of the target and further arguments of a loss.
 ALL_BUT_FIRST = tuple(range(1, 16))
+_NONE = "{} gives a value where none exists: raise UnsupportedError."
 
 
 class LossRun:
-    """One execution of a loss, as its rule sees it, and its Hessian.
+    """One run of a loss: the view that its rule gets, and the Hessian of the oracle.
 
     Attributes:
         rule: The rule.
         view: The call, with an arriving gradient of one.
         leaf: The prediction.
-        value: The loss, with its graph.
+        value: The loss, with the oracle's graph.
     """
 
     def __init__(self, case: LossCase, reduction: str, **options: Any) -> None:
-        """Run a loss on its case's inputs, with options of ``execute``."""
+        """Run a loss on its case's inputs, with options of ``run_layer``."""
         layer = replace(case.as_rule_case(reduction), constants=ALL_BUT_FIRST)
-        run = execute(layer, **options)
+        run = run_layer(layer, **options)
         if not isinstance(run.rule, HessianLossRule):
             raise CheckFailure(f"{type(run.rule).__name__} is not a HessianLossRule.")
         self.rule, self.leaf, self.value = run.rule, run.live[0], run.output
@@ -51,21 +52,21 @@ class LossRun:
 
     @cached_property
     def full_hessian(self) -> Tensor:
-        """Shape ``[N, *D, N, *D]``."""
+        """Hessian with respect to all predictions. Shape ``[N, *D, N, *D]``."""
         return oracle.hessian(self.value, self.leaf)
 
     @cached_property
     def hessian(self) -> Tensor:
-        """Of each sample's loss. Shape ``[N, D, D]``."""
+        """Hessian of each sample's loss. Shape ``[N, D, D]``."""
         return oracle.own_blocks(self.full_hessian, self.leaf.dim())
 
     def times(self, factor: float | Tensor) -> View:
-        """The view in a multiple of the loss, each entry by its own."""
+        """The view for a multiple of the loss; each entry of an unreduced loss may have its own."""
         with torch.no_grad():
             return View(self._run.view.call, grad_output=torch.ones_like(self.value) * factor)
 
     def expected(self, method: str) -> Tensor:
-        """What a method has to return for the whole batch, or for all samples one by one."""
+        """The expected value of a method for the whole batch, with the samples on axis 0."""
         if method == "gradient":
             return oracle.gradients(self.value, [self.leaf])[0]
         if method != "hessian_mat_prod":
@@ -78,7 +79,7 @@ shared_run = shared(LossRun)  # of a case on its own inputs
 
 
 def _root(rule: HessianLossRule, view: View) -> Tensor | None:
-    """``S Sᵀ``, ``[N, D, D]``, or ``None`` where the Hessian has no root and the rule says so."""
+    """``S Sᵀ``, ``[N, D, D]``; ``None`` if the rule says that the Hessian has no root."""
     try:
         root = rule.sqrt_hessian(view).flatten(2)
     except UnsupportedError:
@@ -100,13 +101,13 @@ METHODS: dict[str, Callable[[HessianLossRule, View, Tensor], Tensor | None]] = {
 def products(
     run: LossRun, view: View | None = None, factor: float = 1.0, methods: Iterable[str] = METHODS
 ) -> Entries:
-    """Methods of a rule against the oracle.
+    """Values of a rule's methods, and those of the oracle.
 
     Args:
         run: The run that the oracle knows.
-        view: What the rule sees, with some samples or all; default: that of the run.
-        factor: Its Hessian is this multiple of the run's.
-        methods: Which methods; default: all.
+        view: The view for the rule, with some samples or all; default: that of the run.
+        factor: The view's Hessian is this multiple of the run's.
+        methods: Names of the methods; default: all.
     """
     view = view or run.view
     chosen = list(range(len(run.leaf)) if view.indices is None else view.indices)
@@ -120,14 +121,6 @@ def products(
             yield what, found, expected.sum(0) if name == "sum_hessian" else expected
 
 
-def _refuses(function: Callable[..., object], what: str, *arguments: object) -> None:
-    try:
-        function(*arguments)
-    except UnsupportedError:
-        return
-    require(False, f"{what} gives a value where none exists: raise UnsupportedError.")
-
-
 def of_method(case: LossCase, reduction: str, method: str) -> Entries:
     """One method against the dense Hessian, or the gradient."""
     return products(shared_run(case, reduction), methods=[method])
@@ -139,11 +132,11 @@ hessian_mat_prod, sum_hessian, gradient, sqrt_hessian = (
 
 
 def sqrt_hessian_sampled(case: LossCase, reduction: str) -> None:
-    """Means over many columns, in units of their standard error."""
+    """Compare means over many sampled columns, in units of their standard error."""
     run = shared_run(case, reduction)
-    method, number, given = run.rule.sqrt_hessian_sampled, case.samples, case.tolerances
+    method, number, tolerances = run.rule.sqrt_hessian_sampled, case.samples, case.tolerances
     if not case.sampled:
-        _refuses(method, "sqrt_hessian_sampled", run.view, 1)
+        refuses(UnsupportedError, _NONE.format("sqrt_hessian_sampled"), method, run.view, 1)
         return
     with torch.no_grad():
         root = seeded(lambda: method(run.view, number), 9)
@@ -152,12 +145,12 @@ def sqrt_hessian_sampled(case: LossCase, reduction: str) -> None:
     flat = root.flatten(2) * number**0.5
     first = torch.einsum("vni,vnj->nij", flat, flat) / number
     second = torch.einsum("vni,vnj->nij", flat.square(), flat.square()) / number
-    allowed = given.standard_errors * ((second - first.square()).clamp_min(0) / number).sqrt()
+    allowed = tolerances.standard_errors * ((second - first.square()).clamp_min(0) / number).sqrt()
     allowed += 1e-9 * run.hessian.abs().max()
     require(
         bool(((first - run.hessian).abs() <= allowed).all()),
         f"The mean of {number} sampled outer products is not the Hessian: it is more than "
-        f"{given.standard_errors} standard errors off.",
+        f"{tolerances.standard_errors} standard errors off.",
     )
 
 
@@ -168,44 +161,45 @@ def arriving_gradient(case: LossCase, reduction: str) -> Entries:
     minus = run.times(-1.0)
     yield from products(run, minus, factor=-1.0, methods=["hessian_mat_prod"])
     with torch.no_grad():
-        _refuses(run.rule.sqrt_hessian, "sqrt_hessian of minus the loss", minus)
+        message = _NONE.format("sqrt_hessian of minus the loss")
+        refuses(UnsupportedError, message, run.rule.sqrt_hessian, minus)
 
 
 def in_front_of(
     case: LossCase, reduction: str, may_refuse: frozenset[str] = frozenset()
 ) -> Problem:
-    """An elementwise layer in front of a loss."""
+    """A net that is an elementwise layer, with the case's loss."""
     layer = case.as_rule_case(reduction)
 
     def build(dtype: torch.dtype) -> Made:
-        given = layer.arguments(dtype=dtype)
-        first = given.args[0]
+        arguments = layer.arguments(dtype=dtype)
+        first = arguments.args[0]
         net = seeded(lambda: Shrink(first.shape[1:]), 8).to(dtype)
-        return net, Arguments((first,)), BoundLoss(layer.module(dtype), given)
+        return net, Arguments((first,)), BoundLoss(layer.module(dtype), arguments)
 
     return Problem(build, may_refuse)
 
 
 def started_extensions(case: LossCase, reduction: str) -> None:
-    """Every installed extension, on a single elementwise layer in front of the loss."""
+    """Run every installed extension on an elementwise layer in front of the loss."""
     rule = shared_run(case, reduction).rule
-    may = {"structure"} | (set() if case.sampled else {"sampling"})
-    may |= set() if rule.hessian_is_psd else {"curvature", "sampling"}
-    given = in_front_of(case, reduction, frozenset(may))
+    may_refuse = {"structure"} | (set() if case.sampled else {"sampling"})
+    may_refuse |= set() if rule.hessian_is_psd else {"curvature", "sampling"}
+    problem = in_front_of(case, reduction, frozenset(may_refuse))
     # Extensions that start at random columns have no exact value here.
     needs = [need for need in ALL_NEEDS if need not in ("sampling", "structure")]
-    extensions, values = given.run_usable(installed_extensions())
-    given.compare(values, extensions, case.tolerances.float64, needs=needs)
+    extensions, values = problem.run_usable(installed_extensions())
+    problem.compare(values, extensions, case.tolerances.float64, needs=needs)
 
 
 def normalisation(case: LossCase) -> Entries:
-    """The factor that a mean puts in front of the sum; batches of a data set are weighted by it."""
+    """Check the factor that a mean puts in front of the sum, by which batches are weighted."""
     mean, total = shared_run(case, "mean"), shared_run(case, "sum")
     yield "the mean", mean.value, total.value * mean.rule.normalisation(mean.view)
 
 
 def hessian_is_psd(case: LossCase) -> None:
-    """Where it is declared, no eigenvalue is negative."""
+    """Check that no eigenvalue is negative, where it is declared."""
     run = shared_run(case, "sum")
     smallest = float(torch.linalg.eigvalsh(run.hessian).min())
     allowed = -1e-12 * max(float(run.hessian.abs().max()), 1.0)
@@ -216,43 +210,43 @@ def hessian_is_psd(case: LossCase) -> None:
 
 
 def samples_are_separate(case: LossCase) -> None:
-    """No blocks between samples."""
+    """Check that blocks of the Hessian between samples vanish."""
     run = shared_run(case, "mean")
     mixed = oracle.mix(run.full_hessian, run.leaf.dim())
     require(not mixed, "Predictions of different samples share a loss term.")
 
 
 def batch_of_one(case: LossCase) -> Entries:
-    """One sample, mean."""
+    """Check all methods for one sample and a mean."""
     return products(LossRun(case, "mean", samples=1))
 
 
 def subsampled_call(case: LossCase) -> Entries:
-    """Samples 2 and 0 of a mean: the factor stays that of the whole batch."""
+    """Check samples 2 and 0 of a mean, whose factor stays that of the whole batch."""
     run = shared_run(case, "mean")
     return products(run, run.view.subsample([2, 0]))
 
 
 def non_contiguous_input(case: LossCase) -> Entries:
-    """A prediction that is every other entry of a larger tensor."""
+    """Check a prediction that is every other entry of a larger tensor."""
     return products(LossRun(case, "mean", strided=True))
 
 
 def float32(case: LossCase) -> None:
-    """Against the Hessian in double precision."""
+    """Compare single precision with the Hessian in double precision."""
     single = LossRun(case, "mean", dtype=torch.float32).view
     agree(products(shared_run(case, "mean"), single), case.tolerances.float32)
 
 
 def leaves_arguments_alone(case: LossCase) -> None:
-    """Prediction, target and columns come out as they went in, and the rule keeps nothing."""
+    """Check that no argument is changed and that the rule keeps no state."""
     run = LossRun(case, "mean")
     with untouched(run.rule, run.view.call.module, run.mat, *run.view.stored.inputs):
         list(products(run))
 
 
 def unreduced(case: LossCase) -> Entries:
-    """``reduction="none"``: a different gradient arrives at every entry of the loss."""
+    """Check ``reduction="none"``, where every entry of the loss has another arriving gradient."""
     run = LossRun(case, "none")
     weights = torch.linspace(0.5, 1.5, run.value.numel()).reshape(run.value.shape).to(run.value)
     run.value, view = (run.value * weights).sum(), run.times(weights)

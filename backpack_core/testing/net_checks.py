@@ -1,6 +1,6 @@
-"""Checks of extensions in small nets, against the reference: around a layer, or one alone.
+"""Checks of extensions in small nets against the reference: around a layer, or for one extension.
 
-A check takes the nets of a case. It raises, or yields what it wants compared.
+A check takes the nets of a case. It raises, or yields what has to be compared.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from backpack_core.contract.extension import Extension
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.call import live_calls
 from backpack_core.testing.compare import Entries, finite, require
-from backpack_core.testing.nets import TWICE, Judge, Nets
+from backpack_core.testing.nets import TWICE, Nets, RefusalCheck
 from backpack_core.testing.network import ScaledLoss
 from backpack_core.testing.oracle import Reference
 from backpack_core.testing.quantities import ALL_NEEDS, installed_extensions
@@ -30,11 +30,16 @@ COARSE = ("gradient", "curvature", "sampling")
 
 
 def _in_net(may_refuse: bool = False, **options: Any) -> Callable[[Nets], None]:
-    """A check that is a net; some have no value for all extensions."""
+    """A check that runs all extensions in a net with some options.
+
+    Args:
+        may_refuse: Whether extensions may raise if the net lacks what they need.
+        options: Options of the net.
+    """
 
     def run(nets: Nets) -> None:
-        refusals = nets.problem(**options).judge_refusal if may_refuse else None
-        nets.judge(net=options, refusals=refusals)
+        refusals = nets.problem(**options).require_reason if may_refuse else None
+        nets.check(net=options, refusals=refusals)
 
     return run
 
@@ -48,117 +53,117 @@ residual = _in_net(True, residual=True)  # a functional sum between modules
 
 
 def frozen_layer(nets: Nets, prefix: str = "layer.") -> None:
-    """The layer's parameters are frozen."""
-    nets.judge(nets.few(), frozen=lambda name: name.startswith(prefix))
+    """Freeze the layer's parameters."""
+    nets.check(nets.few(), frozen=lambda name: name.startswith(prefix))
 
 
 def frozen_surroundings(nets: Nets) -> None:
-    """What is before the layer is frozen, so that its input requires no gradient."""
+    """Freeze what is before the layer, so that its input requires no gradient."""
     frozen_layer(nets, "mixes.")
 
 
 def partly_frozen(nets: Nets) -> None:
-    """Every other parameter is frozen, then the remaining ones instead."""
+    """Freeze every other parameter, then the others instead."""
     prefix = "" if nets.is_alone else "layer."
     names = [n for n in nets.problem().reference.parameters if n.startswith(prefix)]
     for chosen in (names[::2], names[1::2]):
-        nets.judge(nets.few(), frozen=chosen.__contains__)
+        nets.check(nets.few(), frozen=chosen.__contains__)
 
 
 def float32(nets: Nets) -> None:
-    """Single precision, against the reference in double precision."""
+    """Compare single precision with the reference in double precision."""
     needs = ALL_NEEDS if nets.is_alone else (*COARSE, *TWICE)
     _coarsely(nets, needs, nets.case.tolerances.float32, half=False, dtype=torch.float32)
 
 
 def bfloat16(nets: Nets, **how: Any) -> None:
-    """Half precision, against the reference; values that it cannot resolve must be finite."""
+    """Compare half precision with the reference; values that it cannot resolve must be finite."""
     needs = COARSE if nets.is_alone else (*COARSE, "double backward")
     how = how or {"dtype": torch.bfloat16}
     _coarsely(nets, needs, nets.case.tolerances.bfloat16, half=True, **how)
 
 
 def autocast(nets: Nets) -> None:
-    """Parameters in single precision, operations in half."""
+    """Use parameters in single precision, and operations in half."""
     bfloat16(nets, dtype=torch.float32, autocast=True)
 
 
 def _coarsely(nets: Nets, needs: tuple[str, ...], allowed: float, half: bool, **how: Any) -> None:
     needs = tuple(need for need in needs if need in nets.needs)
-    known = [(extension, nets.problem().known(extension)) for extension in nets.fresh()]
-    good = [e for e, of in known if of and of.needs in needs and not (half and of.cancels)]
+    pairs = [(e, nets.problem().quantity_for(e)) for e in nets.make_extensions()]
+    good = [e for e, of in pairs if of and of.needs in needs and not (half and of.cancels)]
     if nets.is_alone:
         needs = needs if good else ()
-        nets.judge(allowed=allowed, needs=needs, coarse=half, **how)
+        nets.check(allowed=allowed, needs=needs, coarse=half, **how)
     else:
-        nets.judge(good, allowed=allowed, needs=needs, coarse=True, **how)
+        nets.check(good, allowed=allowed, needs=needs, coarse=True, **how)
 
 
 def retain_graph(nets: Nets) -> None:
-    """Two passes through one graph, then one of another loss: nothing is kept from before."""
+    """Run two passes through one graph, then one of another loss: no old value may stay."""
     extensions = nets.few()
     for passes in ((True,), (True, False)):
-        nets.judge(extensions, retains=passes)
-    nets.judge(extensions, net={"reduction": "sum"})
+        nets.check(extensions, retains=passes)
+    nets.check(extensions, net={"reduction": "sum"})
 
 
 def subsampling(nets: Nets) -> None:
-    """Samples 2 and 0, in this order."""
-    chosen, names = (2, 0), {type(extension) for extension in nets.fresh()}
+    """Restrict quantities to samples 2 and 0, in this order."""
+    chosen, names = (2, 0), {type(extension) for extension in nets.make_extensions()}
     reference = nets.problem().reference.restricted(chosen)
     if nets.is_alone:
-        (extension,) = nets.fresh(subsampling=list(chosen))
+        (extension,) = nets.make_extensions(subsampling=list(chosen))
         require(extension.subsampling == chosen, "subsampling is not what was asked for.")
-        nets.judge([extension], reference=reference)
+        nets.check([extension], reference=reference)
     else:
         extensions = [e for e in installed_extensions(chosen) if type(e) in names]
-        nets.judge(extensions, refusals=_because_of("subsampling"), reference=reference)
+        nets.check(extensions, refusals=_because_of("subsampling"), reference=reference)
 
 
-def _because_of(word: str) -> Judge:
-    """Raises unless an extension refuses a net, and says why."""
+def _because_of(word: str) -> RefusalCheck:
+    """Raise unless an extension refuses a net with a message that contains a word."""
 
-    def judge(extension: Extension, error: Exception) -> None:
+    def require_word(extension: Extension, error: Exception) -> None:
         if not isinstance(error, UnsupportedError):
             raise error
         require(word in str(error), f"{type(extension).__name__} refuses, but: {error}")
 
-    return judge
+    return require_word
 
 
 def deepcopy(nets: Nets, copied: Callable[[Any], Any] = copy.deepcopy) -> None:
-    """By ``copy.deepcopy``."""
+    """Run copies by ``copy.deepcopy``."""
     # What was copied wrongly is missed by all: one of each that every layer has is enough.
-    nets.judge(nets.few(("gradient", "curvature")), copied=copied)
+    nets.check(nets.few(("gradient", "curvature")), copied=copied)
 
 
 def pickle(nets: Nets) -> None:
-    """By ``pickle``."""
+    """Run copies by ``pickle``."""
     deepcopy(nets, lambda module: pickling.loads(pickling.dumps(module)))
 
 
 def no_live_calls(nets: Nets) -> None:
-    """Forward only; and forward with backward, and all extensions."""
-    given, extensions = nets.problem(), nets.few()
+    """Check that calls are freed after a forward pass alone, and after a backward pass."""
+    problem, extensions = nets.problem(), nets.few()
     with _no_calls_left("After a forward pass alone"):
-        net, arguments, loss = given.extended()
+        net, arguments, loss = problem.extended()
         value = loss(arguments.call(net))
         del net, arguments, loss, value
     with _no_calls_left("After a backward pass"):
-        net, values = given.run(extensions)
+        net, values = problem.run(extensions)
         forget(net)
         del net, values
 
 
 def forget(net: Module) -> None:
-    """Delete stored values from the parameters, because a stored function keeps its call alive."""
+    """Delete stored results from parameters, since one that is a function keeps its call alive."""
     for parameter in net.parameters():
         parameter.__dict__.clear()
 
 
 @contextmanager
 def _no_calls_left(what: str) -> Iterator[None]:
-    """Require that as many calls are alive after the block as before, by reference count alone."""
+    """Require that reference counts alone free every call that was made in the block."""
     enabled, before = gc.isenabled(), live_calls()
     gc.disable()
     try:
@@ -171,25 +176,25 @@ def _no_calls_left(what: str) -> Iterator[None]:
 
 
 def mixing_is_refused(nets: Nets) -> None:
-    """Every extension raises SampleMixingError, except those that need no separate samples."""
-    judge = _because_of("sample")
+    """Require SampleMixingError from every extension, unless it needs no separate samples."""
+    may_refuse = _because_of("sample")
     for extension in installed_extensions():
-        if nets.problem().run_usable([extension], judge)[0]:
+        if nets.problem().run_usable([extension], may_refuse)[0]:
             whole = not extension.propagator.per_sample
             require(whole, f"{type(extension).__name__} gave a value, though samples mix.")
-            nets.judge([extension])
+            nets.check([extension])
 
 
 def loss_scaled(nets: Nets) -> None:
-    """``0.25 * loss``: everything scales as the loss does."""
+    """Compare the quantities of ``0.25 * loss``."""
     whole = nets.problem().reference
     scaled = Reference(whole.net, whole.arguments, ScaledLoss(whole.loss, 0.25))
-    nets.judge(reference=scaled, scale=0.25)
+    nets.check(reference=scaled, scale=0.25)
 
 
 def no_samples(nets: Nets) -> None:
-    """A batch of none, as Poisson sampling draws them: a value that is finite, or a refusal."""
-    (extension,) = nets.fresh()
+    """Run an empty batch, which Poisson sampling may draw: a finite value, or a refusal."""
+    (extension,) = nets.make_extensions()
     try:
         _, values = nets.problem(reduction="sum", samples=0).run([extension])
     except UnsupportedError:
@@ -198,44 +203,44 @@ def no_samples(nets: Nets) -> None:
 
 
 def in_chunks(nets: Nets) -> None:
-    """``columns_add`` is declared: columns go through the net one by one, as with little memory."""
-    (extension,) = nets.fresh()
+    """Propagate columns one by one, as with little memory, where ``columns_add`` is declared."""
+    (extension,) = nets.make_extensions()
     extension.chunk_size = 1
-    nets.judge([extension])
+    nets.check([extension])
 
 
 def savefield(nets: Nets) -> None:
-    """Under another name."""
-    nets.judge(nets.fresh(savefield="another_name"))
+    """Store under another name."""
+    nets.check(nets.make_extensions(savefield="another_name"))
 
 
 def pickle_extension(nets: Nets) -> None:
-    """The copy is an extension of the same kind that gives the same value."""
-    (extension,) = nets.fresh()
+    """Check that a pickled extension is of the same kind and gives the same value."""
+    (extension,) = nets.make_extensions()
     restored = pickling.loads(pickling.dumps(extension))
     require(type(restored) is type(extension), "The restored extension has another type.")
     require(restored.propagator == extension.propagator, "The propagators differ: make it a value.")
-    nets.judge([restored])
+    nets.check([restored])
 
 
 def beside_others(nets: Nets) -> None:
-    """All installed extensions in one pass."""
-    (extension,) = nets.fresh()
+    """Run all installed extensions in one pass."""
+    (extension,) = nets.make_extensions()
     others = [e for e in installed_extensions() if e.savefield != extension.savefield]
 
-    def judge(refusing: Extension, error: Exception) -> None:
+    def only_others(refusing: Extension, error: Exception) -> None:
         if refusing is extension or not isinstance(error, UnsupportedError):
             raise error
 
-    _, values = nets.problem().run_usable([*others, extension], judge)
+    _, values = nets.problem().run_usable([*others, extension], only_others)
     nets.problem().compare(values, [extension], nets.case.tolerances.float64)
 
 
 def leaves_gradient_alone(nets: Nets) -> Entries:
-    """``.grad`` is the same with and without; parameters get the stored values and nothing else."""
-    (extension,), given = nets.fresh(), nets.problem()
-    net, _ = given.run([extension])
-    plain, arguments, loss = given.build(torch.float64)
+    """Check that ``.grad`` is unchanged, and that parameters get stored values and nothing else."""
+    (extension,), problem = nets.make_extensions(), nets.problem()
+    net, _ = problem.run([extension])
+    plain, arguments, loss = problem.build(torch.float64)
     loss(arguments.call(plain)).backward()
     for (name, with_it), without in zip(net.named_parameters(), plain.parameters(), strict=True):
         assert without.grad is not None
@@ -245,7 +250,7 @@ def leaves_gradient_alone(nets: Nets) -> Entries:
 
 
 def declarations(nets: Nets) -> None:
-    """Every class attribute that extension and propagator set is one that their bases know."""
-    (extension,) = nets.fresh()
+    """Let judges look at the class attributes of extension and propagator."""
+    (extension,) = nets.make_extensions()
     vet(type(extension))
     vet(type(extension.propagator))

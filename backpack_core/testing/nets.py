@@ -1,6 +1,7 @@
-"""Runs extensions on small nets, and compares what they stored with the table of quantities.
+"""Runs extensions on small nets, and compares what they store with the oracles of quantities.
 
-A net is around a layer, and all installed extensions are run; or it is for one extension alone.
+A net is built around a layer, and all installed extensions are run on it; or it is built for one
+extension.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from backpack_core.testing.cases import (
     RuleCase,
 )
 from backpack_core.testing.compare import SMALLEST_SCALE, CheckFailure, close, finite, require
-from backpack_core.testing.execution import shared_execution, traits
+from backpack_core.testing.layer_run import shared_run_of, traits
 from backpack_core.testing.oracle import Reference, draw
 from backpack_core.testing.quantities import ALL_NEEDS, Quantity, installed_extensions, quantity_of
 from backpack_products.derivatives import second_order
@@ -37,7 +38,7 @@ from backpack_products.parametric import AffineRule
 TWICE = frozenset({"double backward", "second derivative"})
 
 Values = dict[str, dict[str, Any]]  # save field → parameter → value
-Judge = Callable[[Extension, Exception], None]  # raises unless an extension may refuse so
+RefusalCheck = Callable[[Extension, Exception], None]  # raises unless an extension may refuse so
 Made = tuple[Module, Arguments, Module]  # net, inputs, loss
 
 
@@ -47,10 +48,10 @@ class Problem:
 
     Attributes:
         build: Makes the net, its inputs and its loss in a dtype.
-        may_refuse: Needs that the net may lack; extensions with these may raise.
-        quantity: What is expected, where the table does not say.
-        whole: Compare where the oracle is a dense Hessian of the readout, too, which does not test
-            a layer.
+        may_refuse: Needs that the net may not meet; extensions with these needs may raise.
+        quantity: The expected quantity, if it is not to be looked up.
+        whole: Whether dense Hessians with respect to the readout are compared, too. They are
+            expensive, and do not test a layer.
         refused: Why extensions raised, by their names.
     """
 
@@ -62,15 +63,15 @@ class Problem:
 
     @cached_property
     def reference(self) -> Reference:
-        """The oracle for this net."""
+        """The oracle of this net."""
         return Reference(*self.build(torch.float64))
 
-    def known(self, extension: Extension) -> Quantity | None:
-        """What an extension has to compute."""
+    def quantity_for(self, extension: Extension) -> Quantity | None:
+        """The quantity that an extension has to compute."""
         return self.quantity or quantity_of(extension)
 
     def extended(self, dtype: torch.dtype = torch.float64) -> Made:
-        """A fresh net, ready to be run."""
+        """A fresh net, extended."""
         net, arguments, loss = self.build(dtype)
         return extend(net), arguments, extend(loss)
 
@@ -84,23 +85,23 @@ class Problem:
         retains: Sequence[bool] = (False,),
         copied: Callable[[Any], Any] = lambda module: module,
     ) -> tuple[Module, Values]:
-        """A forward pass, and backward passes.
+        """Run a forward pass and some backward passes.
 
         Args:
             extensions: What to compute.
             dtype: Of parameters and inputs.
-            frozen: Whether a parameter is frozen.
-            autocast: Run the forward pass under autocast to bfloat16.
-            scale: A factor on the loss.
-            retains: For each backward pass, whether it keeps the graph.
-            copied: Makes copies of net and loss, which are run.
+            frozen: Whether a parameter is frozen, by its name.
+            autocast: Whether to run the forward pass under autocast to bfloat16.
+            scale: A factor in front of the loss.
+            retains: For each backward pass, whether it retains the graph.
+            copied: Makes the copies of net and loss that are run.
 
         Returns:
-            The net, and what its parameters hold.
+            The net, and the values that its parameters have.
         """
-        original, arguments, of = self.extended(dtype)
-        net, loss = copied(original), copied(of)
-        same = type(net) is type(original) and type(loss) is type(of)
+        original, arguments, original_loss = self.extended(dtype)
+        net, loss = copied(original), copied(original_loss)
+        same = type(net) is type(original) and type(loss) is type(original_loss)
         require(same, "The copy has another type.")
         for name, parameter in net.named_parameters():
             if frozen(name):
@@ -108,55 +109,59 @@ class Problem:
         with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
             value = loss(arguments.call(net)) * scale
         for keep in retains:
-            for p in net.parameters():  # what is there from before must not stay
+            for p in net.parameters():  # values of the pass before must not pass for new ones
                 vars(p).update((e.savefield, None) for e in extensions if e.savefield in vars(p))
             with backpack(*extensions, retain_graph=keep):
                 value.backward(retain_graph=keep)
         named = [(name, vars(p)) for name, p in net.named_parameters()]
         fields = [extension.savefield for extension in extensions]
-        return net, {f: {name: own[f] for name, own in named if f in own} for f in fields}
+        return net, {f: {name: values[f] for name, values in named if f in values} for f in fields}
 
     def run_usable(
-        self, extensions: Sequence[Extension], judge: Judge | None = None
+        self, extensions: Sequence[Extension], refusals: RefusalCheck | None = None
     ) -> tuple[list[Extension], Values]:
-        """The extensions that have a value on this net, and what they stored.
+        """Run the extensions that have a value on this net.
 
         Args:
             extensions: What to compute.
-            judge: Raises unless an extension may refuse with an error; default: for a stated need.
+            refusals: Raises unless an extension may refuse with an error; default:
+                :meth:`require_reason`.
+
+        Returns:
+            The extensions that have a value, and what they stored.
 
         Raises:
-            CheckFailure: One fails, or refuses although the net has what it needs.
+            CheckFailure: An extension fails, or refuses although the net meets its needs.
         """
-        left = list(extensions)
-        while left:
+        usable = list(extensions)
+        while usable:
             try:
-                return left, self.run(left)[1]
+                return usable, self.run(usable)[1]
             except Exception as error:
-                culprit = self._culprit(error, left)
-                (judge or self.judge_refusal)(culprit, error)
-                left.remove(culprit)
-        return left, {}
+                culprit = self._culprit(error, usable)
+                (refusals or self.require_reason)(culprit, error)
+                usable.remove(culprit)
+        return usable, {}
 
     def _culprit(self, error: Exception, extensions: Sequence[Extension]) -> Extension:
-        """The extension that an error came from."""
+        """The extension that raised an error."""
         context = getattr(error, "backpack_context", "")
         for extension in extensions:
             if f"[{type(extension).__name__} of" in context:
                 return extension
-        for extension in extensions:  # the error does not say
+        for extension in extensions:  # the error does not name it
             try:
                 self.run([extension])
             except Exception:
                 return extension
         raise CheckFailure(f"Extensions fail together only: {error}") from error
 
-    def judge_refusal(self, extension: Extension, error: Exception) -> None:
-        """Raises unless an extension refuses this net for a stated need."""
-        name, known = type(extension).__name__, self.known(extension)
+    def require_reason(self, extension: Extension, error: Exception) -> None:
+        """Raise unless an extension refuses this net for a need that the net may not meet."""
+        name, quantity = type(extension).__name__, self.quantity_for(extension)
         if not isinstance(error, (UnsupportedError, MissingPluginError, OverwrittenInputError)):
             raise CheckFailure(f"{name} fails: {type(error).__name__}: {error}") from error
-        if known is not None and known.needs not in self.may_refuse:
+        if quantity is not None and quantity.needs not in self.may_refuse:
             raise CheckFailure(f"{name} refuses: {error}") from error
         self.refused[name] = str(error).split("\n", 1)[0]
 
@@ -169,16 +174,16 @@ class Problem:
         needs: Iterable[str] = ALL_NEEDS,
         coarse: bool = False,
     ) -> None:
-        """Every value against its oracle; where there is none, it must be finite.
+        """Compare every value with its oracle; if it has none, it must be finite.
 
         Args:
             values: What was stored.
             extensions: What was computed.
-            tolerance: Relative error that is allowed.
-            reference: The oracle, if not this problem's own; its parameters were to get values.
-            needs: Quantities with other needs are only checked to be finite.
-            coarse: Errors are relative to the largest value in the net, not at the parameter. For
-                values that are zero only by cancellation, which rounding disturbs.
+            tolerance: The relative error that is allowed.
+            reference: The oracle, if not this problem's own; its parameters are those with values.
+            needs: Quantities with other needs only have to be finite.
+            coarse: Whether errors are relative to the largest value in the net, not at the
+                parameter. For values that are zero by cancellation, which rounding disturbs.
         """
         reference = reference or self.reference
         for extension in extensions:
@@ -187,19 +192,19 @@ class Problem:
             extra = sorted(stored.keys() - reference.parameters)
             require(not missing, f"{what} stored nothing on {missing}.")
             require(not extra, f"{what} stored a value on frozen {extra}.")
-            expected, known = {}, self.known(extension)
-            if known is not None and known.needs in needs:
-                costly = known.needs == "second derivative" and not self.whole
+            expected, quantity = {}, self.quantity_for(extension)
+            if quantity is not None and quantity.needs in needs:
+                costly = quantity.needs == "second derivative" and not self.whole
                 names = [n for n in stored if not (costly and n.startswith("readout"))]
-                expected = {name: reference.expected(known, name) for name in names}
+                expected = {name: reference.once(quantity.expected, name) for name in names}
             largest = [float(tensor.abs().max()) for tensor in expected.values() if coarse]
             floor = max(largest, default=SMALLEST_SCALE)
             for name, value in stored.items():
                 label = f"{what} of {name!r}"
-                if known is None or name not in expected:
+                if quantity is None or name not in expected:
                     finite(value, label)
                 else:
-                    observed = known.observe(value, reference, name)
+                    observed = quantity.observe(value, reference, name)
                     close(observed, expected[name], label, tolerance, floor)
 
 
@@ -209,89 +214,90 @@ class Nets:
 
     Attributes:
         case: The layer or extension.
-        problem: Makes the net, with options; each is made once.
-        fresh: The extensions that have a value on the plain net. Takes arguments of extensions.
-        needs: The needs that have an oracle.
+        problem: Makes a net with some options; each is made once.
+        make_extensions: Makes the extensions that have a value on the plain net, with some options.
+        needs: The needs for which there is an oracle.
     """
 
     case: RuleCase | ExtensionCase
     problem: Callable[..., Problem]
-    fresh: Callable[..., list[Extension]]
+    make_extensions: Callable[..., list[Extension]]
     needs: Sequence[str] = ALL_NEEDS
 
     @property
     def is_alone(self) -> bool:
-        """Whether one extension is checked, not a layer."""
+        """Whether the case is an extension, not a layer."""
         return isinstance(self.case, ExtensionCase)
 
     def few(self, needs: Sequence[str] | None = None) -> list[Extension]:
-        """One for each pair of propagator and needs, of those with certain needs."""
-        found: dict[Any, Extension] = {}
-        for extension in self.fresh():
-            known = self.problem().known(extension)
-            if needs is None or (known and known.needs in needs):
-                found.setdefault((extension.propagator, known and known.needs), extension)
-        return list(found.values())
+        """One extension for each pair of propagator and needs, of those with certain needs."""
+        chosen: dict[Any, Extension] = {}
+        for extension in self.make_extensions():
+            quantity = self.problem().quantity_for(extension)
+            if needs is None or (quantity and quantity.needs in needs):
+                chosen.setdefault((extension.propagator, quantity and quantity.needs), extension)
+        return list(chosen.values())
 
-    def judge(
+    def check(
         self,
         extensions: Sequence[Extension] | None = None,
         net: dict[str, Any] | None = None,
         allowed: float = 0.0,
-        refusals: Judge | None = None,
+        refusals: RefusalCheck | None = None,
         reference: Reference | None = None,
         needs: Iterable[str] | None = None,
         coarse: bool = False,
         **how: Any,
     ) -> None:
-        """Run extensions, and compare, as far as there is an oracle.
+        """Run extensions and compare their values with the oracle, where there is one.
 
         Args:
             extensions: What to compute; default: all that have a value.
             net: Options of the net.
             allowed: Relative error; default: that of double precision.
-            refusals: Whether extensions may refuse; default: none may.
+            refusals: Raises unless an extension may refuse; default: none may.
             reference: The oracle, if not that of the net.
-            needs: As of ``Problem.compare``; default: those that have an oracle.
-            coarse: As of ``Problem.compare``.
+            needs: As in ``Problem.compare``; default: those with an oracle.
+            coarse: As in ``Problem.compare``.
             how: Options of ``Problem.run``.
         """
-        given = self.problem(**net or {})
-        extensions = self.fresh() if extensions is None else extensions
-        reference = reference or given.reference
+        problem = self.problem(**net or {})
+        extensions = self.make_extensions() if extensions is None else extensions
+        reference = reference or problem.reference
         if refusals is None:
-            run, values = given.run(extensions, **how)
-            trained = {name for name, p in run.named_parameters() if p.requires_grad}
+            trained_net, values = problem.run(extensions, **how)
+            trained = {name for name, p in trained_net.named_parameters() if p.requires_grad}
             reference = reference.trained(n for n in reference.parameters if n in trained)
         else:
-            extensions, values = given.run_usable(extensions, refusals)
+            extensions, values = problem.run_usable(extensions, refusals)
         needs = self.needs if needs is None else needs
         allowed = allowed or self.case.tolerances.float64
-        given.compare(values, extensions, allowed, reference, needs, coarse)
+        problem.compare(values, extensions, allowed, reference, needs, coarse)
 
 
 @lru_cache(maxsize=8)
 def _around(
     case: RuleCase, reduction: str = "mean", samples: int = SAMPLES, twice: bool = False
 ) -> Problem:
-    """A layer between two others; ``twice`` has a second branch."""
-    run = shared_execution(case)
+    """A net around a layer; ``twice`` calls the layer on a second branch."""
+    run = shared_run_of(case)
     template, arguments = network.build_net(case, samples, twice=twice, axis=run.batch_axis)
 
     def build(dtype: torch.dtype) -> Made:
         net, loss = copy.deepcopy(template).to(dtype), network.SoftmaxLoss(reduction)
         return net, arguments.to(dtype), loss
 
-    linear = set(run.parameters) <= set(getattr(run.rule, "linear_in_params", ()))
-    is_linear = second_order(run.rule).hessian_is_zero or not any(run.live)
-    known = "second derivative" in traits(case) and is_linear
-    may = set() if case.twice_differentiable else set(TWICE)
-    if not linear or (run.live and not known) or case.overwrites_input:
-        may.add("second derivative")
+    in_params = set(run.parameters) <= set(getattr(run.rule, "linear_in_params", ()))
+    # A rule's second derivative is that in its first input alone.
+    is_enough = second_order(run.rule).hessian_is_zero or not any(run.live)
+    in_inputs = not run.live or (is_enough and "second derivative" in traits(case))
+    may_refuse = set() if case.twice_differentiable else set(TWICE)
+    if not (in_params and in_inputs) or case.overwrites_input:
+        may_refuse.add("second derivative")
     # Some quantities do not exist over branches, or for a parameter with two uses.
     if twice or not isinstance(run.rule, AffineRule):
-        may.add("structure")
-    return Problem(build, frozenset(may))
+        may_refuse.add("structure")
+    return Problem(build, frozenset(may_refuse))
 
 
 @lru_cache(maxsize=8)
@@ -309,7 +315,7 @@ def _alone(
     **branches: bool,
 ) -> Problem:
     """A net for one extension, with a ``Block``."""
-    quantity = case.quantity or quantity_of(case.made())
+    quantity = case.quantity or quantity_of(case.make())
     shrink = _takes_any_layer(case, quantity) if shrink is None else shrink
     block = partial(network.Block, shape, shrink, **branches)
     layer = RuleCase(block, lambda n: draw((n, *shape), 1))
@@ -318,31 +324,31 @@ def _alone(
         loss: Module = network.SoftmaxLoss(reduction)
         outputs = network.CLASSES
         if case.loss is not None:
-            of = case.loss.as_rule_case(reduction)
-            given = of.arguments(samples, dtype)
-            loss = network.BoundLoss(of.module(dtype), given)
-            outputs = given.args[0].shape[1:].numel()
+            loss_case = case.loss.as_rule_case(reduction)
+            loss_arguments = loss_case.arguments(samples, dtype)
+            loss = network.BoundLoss(loss_case.module(dtype), loss_arguments)
+            outputs = loss_arguments.args[0].shape[1:].numel()
         net, arguments = network.build_net(layer, samples, outputs=outputs)
         return net.to(dtype), arguments.to(dtype), loss
 
-    may = {"residual": ["structure"], "twice": ["structure", "second derivative"]}
-    refused = frozenset(need for branch in branches for need in may.get(branch, ()))
-    return Problem(build, refused, quantity, whole=True)
+    lacks = {"residual": ["structure"], "twice": ["structure", "second derivative"]}
+    may_refuse = frozenset(need for branch in branches for need in lacks.get(branch, ()))
+    return Problem(build, may_refuse, quantity, whole=True)
 
 
 def _takes_any_layer(case: ExtensionCase, quantity: Quantity | None) -> bool:
-    """Whether an extension does without affine layers."""
+    """Whether an extension has values at layers that are not affine."""
     if quantity is not None:
         return quantity.needs != "structure"
     try:
-        _alone(case, shrink=True).run([case.made()])
+        _alone(case, shrink=True).run([case.make()])
     except UnsupportedError:
         return False
     return True
 
 
 def nets_of(case: RuleCase | ExtensionCase) -> Nets:
-    """The nets of a layer or an extension."""
+    """The nets for a layer or an extension."""
     if isinstance(case, RuleCase):
         needs = [n for n in ALL_NEEDS if case.twice_differentiable or n not in TWICE]
         return Nets(case, partial(_around, case), partial(_usable, case), needs)

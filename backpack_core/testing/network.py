@@ -1,10 +1,10 @@
-"""The kit's own small net around a layer, with rules of its own: it needs no installed plugin.
+"""The kit's own small net around a layer. Its rules are part of the kit, so it needs no plugin.
 
     x ── Mix ── layer ── Readout ── SoftmaxLoss
 
-``Mix`` makes the layer's input depend on parameters, ``Readout`` turns any output into two
-numbers for each sample. ``SoftmaxLoss`` has a Hessian that is neither constant nor diagonal, and a
-"sampled" root whose numbers are the same each time, so Monte-Carlo quantities have exact values.
+``Mix`` makes the layer's input depend on parameters. ``Readout`` turns any output into two numbers
+for each sample. ``SoftmaxLoss`` has a Hessian that is neither constant nor diagonal. Its "sampled"
+root has the same numbers each time, so that Monte Carlo quantities have exact values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import Module, Parameter
 from torch.nn import functional as F
 
 from backpack_core.plugins.registry import CORE, of_rules, registry
-from backpack_core.record.structure import iter_tensors
+from backpack_core.record.nested import iter_tensors
 from backpack_core.record.switch import disable
 from backpack_core.record.view import View
 from backpack_core.testing.cases import SAMPLES, Arguments, LossCase, RuleCase, seeded
@@ -31,14 +31,14 @@ CLASSES = 2
 
 
 class Affine(Module):
-    """``y = W x + b`` of the last axis."""
+    """``y = W x + b`` along the last axis."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.weight, self.bias = Parameter(weight), Parameter(0.1 * torch.randn(len(weight)))
 
     def laid_out(self, x: Tensor) -> Tensor:
-        """The input, features on the last axis."""
+        """The input with its features on the last axis."""
         return x
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class Readout(Affine):
         super().__init__(torch.randn(outputs, features) / features**0.5)
 
     def laid_out(self, x: Tensor) -> Tensor:
-        """All entries are features."""
+        """All entries of a sample are features."""
         return x.flatten(1)
 
 
@@ -101,11 +101,11 @@ class LabelledLoss(torch.nn.CrossEntropyLoss):
 
 
 class BoundLoss(Module):
-    """A loss as a function of the prediction alone, flat or not.
+    """A loss as a function of the prediction alone, flattened or not.
 
     Attributes:
         loss: The loss.
-        arguments: All that it takes; the first stands for the prediction.
+        arguments: All of its arguments; the first stands for the prediction.
     """
 
     def __init__(self, loss: Module, arguments: Arguments) -> None:
@@ -113,7 +113,7 @@ class BoundLoss(Module):
         self.loss, self.arguments, self.reduction = loss, arguments, loss.reduction
 
     def of(self, batch: slice) -> BoundLoss:
-        """The same for some samples."""
+        """The loss of some samples."""
         return BoundLoss(self.loss, self.arguments.map(lambda tensor: tensor[batch]))
 
     def forward(self, prediction: Tensor) -> Tensor:
@@ -145,8 +145,8 @@ class AffineMapRule(AffineRule):
 
     def affine_input(self, view: View) -> Tensor:
         """Axes between the first and the last share the weight."""
-        module = view.module
-        x = view.input.flatten(1) if isinstance(module, Readout) else view.input
+        module: Any = view.module
+        x: Tensor = module.laid_out(view.input)
         return x.unsqueeze(1).flatten(1, -2).unsqueeze(2)
 
     def affine_output(self, view: View, mat: Tensor) -> Tensor:
@@ -188,14 +188,14 @@ class SquashRule(ElementwiseRule):
 
 
 class SoftmaxLossRule(HessianLossRule):
-    """The rule of both losses, whatever the target: the Hessian is ``diag(p) - p pᵀ``."""
+    """The rule of both losses, for any target: the Hessian is ``diag(p) - p pᵀ``."""
 
     module_types = (SoftmaxLoss, LabelledLoss)
     hessian_is_psd = True
     likelihood = "categorical"
 
     def normalisation(self, view: View) -> float:
-        """A mean is over the whole batch."""
+        """A mean divides by the size of the whole batch."""
         return 1.0 / view.full.batch_size if view.module.reduction == "mean" else 1.0
 
     def _sqrt_hessian(self, view: View) -> Tensor:
@@ -230,14 +230,14 @@ def install_own_rules() -> None:
 
 
 class Block(Module):
-    """``Squash`` after ``Shrink``, with branches as asked for.
+    """``Squash`` after ``Shrink``, with branches if asked for.
 
     Args:
-        shape: Of a sample.
+        shape: Shape of a sample.
         shrink: Whether there is a layer that is not affine.
         single: Whether its weight is a single number.
         residual: Whether the input is added, by a functional sum.
-        twice: Whether a ``Mix`` is called on the output, and on its own.
+        twice: Whether a ``Mix`` is called on the output, and then on its own output.
     """
 
     def __init__(
@@ -261,14 +261,14 @@ class Block(Module):
 
 
 class SmallNet(Module):
-    """A layer between :class:`Mix` and :class:`Readout`; :func:`build_net` makes it.
+    """A layer between :class:`Mix` and :class:`Readout`; see :func:`build_net`.
 
     Args:
         case: The layer.
-        samples: Size of the batch.
-        outputs: Size of the net's output.
-        twice: Call the layer on a second input as well, and add up.
-        axis: Which axis of the layer's output holds the samples.
+        samples: The batch size.
+        outputs: The size of the net's output.
+        twice: Whether to call the layer on a second input as well, and add the results.
+        axis: The axis of the layer's output that holds the samples.
     """
 
     def __init__(
@@ -276,27 +276,27 @@ class SmallNet(Module):
     ) -> None:
         super().__init__()
         self.layer, self.nr, self.axis, self.twice = case.module(), case.output_nr, axis, twice
-        given = case.arguments(samples)
+        inputs = case.arguments(samples)
         sizes = {
             str(slot): tensor.shape[-1]
-            for slot, tensor in enumerate(given.tensors())
+            for slot, tensor in enumerate(inputs.tensors())
             if case.is_live(slot, tensor) and tensor.dim() > 1 and len(tensor) == samples
         }
         self.mixes = torch.nn.ModuleDict({slot: Mix(size) for slot, size in sizes.items()})
         with disable(), torch.no_grad():
-            probe = list(iter_tensors(given.call(case.module())))[self.nr]
+            probe = list(iter_tensors(inputs.call(case.module())))[self.nr]
         self.readout = Readout(probe.movedim(axis, 0).shape[1:].numel(), outputs)
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        """The layer's own arguments; returns ``[N, outputs]``."""
+        """Takes the layer's own arguments; returns ``[N, outputs]``."""
         result = self._branch(1.0, Arguments(args, kwargs))
         return result + self._branch(0.7, Arguments(args, kwargs)) if self.twice else result
 
-    def _branch(self, factor: float, given: Arguments) -> Tensor:
+    def _branch(self, factor: float, inputs: Arguments) -> Tensor:
         def mixed(slot: int, tensor: Tensor) -> Tensor:
             return self.mixes[str(slot)](tensor * factor) if str(slot) in self.mixes else tensor
 
-        output = list(iter_tensors(given.map_numbered(mixed).apply(self.layer)))[self.nr]
+        output = list(iter_tensors(inputs.map_numbered(mixed).apply(self.layer)))[self.nr]
         if self.axis:
             output = output.movedim(self.axis, 0)
         result: Tensor = self.readout(output.unsqueeze(1) if output.dim() == 1 else output)
@@ -306,6 +306,6 @@ class SmallNet(Module):
 def build_net(
     case: RuleCase, samples: int = SAMPLES, outputs: int = CLASSES, **options: Any
 ) -> tuple[SmallNet, Arguments]:
-    """The small net around a case's layer, in double precision, always the same."""
+    """The small net around a case's layer in double precision, always the same, and its inputs."""
     net = seeded(lambda: SmallNet(case, samples, outputs, **options), 8)
     return net.double(), case.arguments(samples)

@@ -1,6 +1,6 @@
-"""The oracle: dense derivatives by autograd in float64, a backward pass for each entry.
+"""The oracle: dense derivatives by autograd in float64, with a backward pass for each entry.
 
-Conventions are those of the documentation: a mean loss carries its ``1/N``.
+The conventions are those of the documentation: a mean loss contains its ``1/N``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from backpack_core.record.switch import disable
 
 if TYPE_CHECKING:
     from backpack_core.testing.cases import Arguments
-    from backpack_core.testing.quantities import Quantity
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -46,17 +45,17 @@ def jacobians(output: Tensor, targets: Mapping[K, Tensor]) -> dict[K, Tensor]:
 def gradients(
     output: Tensor, targets: list[Tensor], cotangent: Tensor | None = None, again: bool = False
 ) -> tuple[Tensor, ...]:
-    """``Jᵀ cotangent`` for every target; zero where there is no path.
+    """``Jᵀ cotangent`` for every target; zero if the output does not depend on it.
 
     Args:
         output: A tensor with a graph.
-        targets: Tensors it may depend on.
+        targets: Tensors that it may depend on.
         cotangent: Shape of ``output``; may be left out for a scalar.
         again: Whether the result gets a graph, to be differentiated once more.
     """
     options = {"retain_graph": True, "create_graph": again, "allow_unused": True}
-    found = torch.autograd.grad(output, targets, cotangent, **options)
-    pairs = zip(found, targets, strict=True)
+    grads = torch.autograd.grad(output, targets, cotangent, **options)
+    pairs = zip(grads, targets, strict=True)
     return tuple(torch.zeros_like(target) if g is None else g for g, target in pairs)
 
 
@@ -95,7 +94,7 @@ def per_sample_product(jacobian: Tensor, mat: Tensor, axis: int = 0) -> Tensor:
 
 
 def flat(tensor: Tensor, leading: int) -> Tensor:
-    """All axes but the leading ones as one, also where there are no others."""
+    """A tensor with all axes but the leading ones flattened, even if there are none."""
     return tensor.unsqueeze(leading).flatten(leading)
 
 
@@ -113,43 +112,43 @@ def blocks(jacobian: Tensor, rank: int) -> Tensor:
 
 def own_blocks(jacobian: Tensor, rank: int) -> Tensor:
     """The blocks of each sample with itself: ``[N, *out, N, *in]`` to ``[N, D_out, D_in]``."""
-    found = blocks(jacobian, rank)
-    return torch.stack([found[n, n] for n in range(len(found))])
+    pairs = blocks(jacobian, rank)
+    return torch.stack([pairs[n, n] for n in range(len(pairs))])
 
 
 def mix(jacobian: Tensor, rank: int) -> bool:
-    """Whether a sample depends on another: ``[N, *out, N, *in]``."""
-    found = blocks(jacobian, rank)
-    return bool(found[~torch.eye(len(found), dtype=torch.bool)].any())
+    """Whether a sample depends on another one, from a Jacobian ``[N, *out, N, *in]``."""
+    pairs = blocks(jacobian, rank)
+    return bool(pairs[~torch.eye(len(pairs), dtype=torch.bool)].any())
 
 
 def draw(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Random numbers from a fixed seed."""
+    """Normal random numbers from a fixed seed."""
     return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
 
 
 def fixed_mixing(samples: int, columns: int) -> Tensor:
-    """Fixed numbers in place of random ones with mean zero and variance ``1/samples``."""
+    """Fixed numbers that replace random ones with mean zero and variance ``1/samples``."""
     scaled: Tensor = draw((samples, columns), samples) / samples**0.5
     return scaled
 
 
 @dataclass(eq=False)
 class Reference:
-    """A net, data, and a loss, with derivatives of single samples.
+    """A net, its inputs and a loss, with derivatives of single samples.
 
     Attributes:
-        net: The net, ``arguments → [N, *]``; all axes but the first count as one, of size ``C``.
+        net: The net, ``arguments → [N, *]``; all axes but the first are flattened to ``C``.
         arguments: Its inputs.
         loss: ``[N, C] →`` a number, a sum over samples up to a factor.
-        indices: Which samples a quantity is restricted to; ``None`` for all.
+        indices: The samples that a quantity is restricted to; ``None`` for all.
     """
 
     net: Module
     arguments: Arguments
     loss: Callable[[Tensor], Tensor]
     indices: tuple[int, ...] | None = None
-    _known: dict[Any, Any] = field(default_factory=dict)
+    _cache: dict[Any, Any] = field(default_factory=dict)
 
     @cached_property
     def parameters(self) -> dict[str, Parameter]:
@@ -185,35 +184,31 @@ class Reference:
         return len(self.traced[0])
 
     def restricted(self, indices: tuple[int, ...]) -> Reference:
-        """The same for some samples."""
+        """The same reference, restricted to some samples."""
         other = copy.copy(self)
         other.indices = indices
         return other
 
     def trained(self, names: Iterable[str]) -> Reference:
-        """The same where only some parameters are trained."""
+        """The same reference, where only some parameters are trained."""
         other = copy.copy(self)
         other.parameters = {name: self.parameters[name] for name in names}
         return other
 
-    def expected(self, quantity: Quantity, name: str) -> Tensor:
-        """A quantity of one parameter, computed once."""
-        return self.once(quantity.expected, name)
-
     def once(self, function: Callable[[Reference, str], T], name: str) -> T:
-        """A function of this reference and one parameter, computed once."""
+        """The value of a function for one parameter, computed once."""
         key = (function, name, tuple(self.parameters), self.indices)
-        return self.kept(key, lambda: function(self, name))
+        return self.cached(key, lambda: function(self, name))
 
-    def kept(self, key: Any, make: Callable[[], T]) -> T:
-        """What was made for a key, by this reference or one that was derived from it."""
-        if key not in self._known:
-            self._known[key] = make()
-        found: T = self._known[key]
+    def cached(self, key: Any, make: Callable[[], T]) -> T:
+        """The cached value of a key, made if there is none. Derived references share the cache."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        found: T = self._cache[key]
         return found
 
     def jacobian(self, name: str) -> Tensor:
-        """Of the net's output in a parameter. Shape ``[N, C, *θ]``."""
+        """Jacobian of the net's output with respect to a parameter. Shape ``[N, C, *θ]``."""
         return self.chosen(self._jacobians[name])
 
     def gradients(self, name: str) -> Tensor:
@@ -222,21 +217,22 @@ class Reference:
         return torch.einsum("nc,nc...->n...", gradient, self.jacobian(name))
 
     def roots(self, name: str, sampled: int | None = None) -> Tensor:
-        """Columns whose outer products are the GGN of a sample. Shape ``[V, N, *θ]``.
+        """Columns whose outer products sum to the GGN of a sample. Shape ``[V, N, *θ]``.
 
         Args:
             name: The parameter.
-            sampled: Number of the kit's reproducible Monte-Carlo samples; ``None`` for exact.
+            sampled: Number of the kit's reproducible Monte Carlo samples; ``None`` for the exact
+                GGN.
         """
 
-        def made() -> Tensor:
+        def make() -> Tensor:
             columns = self._columns() if sampled is None else self._sampled_columns(sampled)
             return torch.einsum("vnc,nc...->vn...", columns, self.jacobian(name))
 
-        return self.kept(("roots", name, sampled, self.indices), made)
+        return self.cached(("roots", name, sampled, self.indices), make)
 
     def _columns(self) -> Tensor:
-        """The same at the output of the net. Shape ``[V, N, C]``."""
+        """Columns of the loss's Hessian at the net's output. Shape ``[V, N, C]``."""
         values, vectors = torch.linalg.eigh(self.chosen(self.at_output[1]))
         root: Tensor = vectors * values.clamp_min(0).sqrt().unsqueeze(1)
         return root.permute(2, 0, 1)
@@ -244,8 +240,8 @@ class Reference:
     def _sampled_columns(self, samples: int) -> Tensor:
         """``Σ_c mixing_c √p_c (e_c - p)``, as the kit's loss draws them."""
         p = self.chosen(self.traced[0].detach()).softmax(1)
-        whole = (p - p.square()).sum(1)  # trace of diag p - p pᵀ, which the loss scales
-        factor = self.chosen(self.at_output[1]).diagonal(dim1=1, dim2=2).sum(1) / whole
+        trace = (p - p.square()).sum(1)  # of diag p - p pᵀ, which the loss scales
+        factor = self.chosen(self.at_output[1]).diagonal(dim1=1, dim2=2).sum(1) / trace
         weighted = fixed_mixing(samples, p.shape[1]).unsqueeze(1) * p.sqrt()
         columns = weighted - weighted.sum(2, keepdim=True) * p
         return columns * factor.sqrt().unsqueeze(1)
@@ -265,5 +261,5 @@ class Reference:
                 value = self.loss(torch.where(kept, output, output.detach()))
             return hessian(value, theta).reshape(theta.numel(), -1).detach()
 
-        made = lambda: torch.stack([of_sample(n) for n in range(len(output))])  # noqa: E731
-        return self.chosen(self.kept(("Hessian", name), made))
+        make = lambda: torch.stack([of_sample(n) for n in range(len(output))])  # noqa: E731
+        return self.chosen(self.cached(("Hessian", name), make))

@@ -1,8 +1,8 @@
-"""The oracle for each extension, by its save field.
+"""The oracle of each extension, by its save field.
 
-The package of an extension brings it: in a module ``oracles``, which the kit imports, it calls
-:func:`register_quantity`. Authors may also give it in an ``ExtensionCase``. An extension without an
-oracle is only checked to be finite and reproducible.
+The package of an extension provides it: its module ``oracles``, which the kit imports, calls
+:func:`register_quantity`. Authors may also pass it to an ``ExtensionCase``. The values of an
+extension without an oracle only have to be finite.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ class Quantity:
 
     Attributes:
         expected: The oracle: a function of reference and parameter name that returns a tensor.
-        observed: Maps the stored value to the tensor that is compared; default: the value.
+        observed: A function of stored value, reference and name that returns the tensor to
+            compare; default: the value.
         needs: What a net must have for the extension to have a value there. Every layer has a
             gradient and curvature; extensions with other needs may raise on layers that lack them.
             "sampling" is curvature from random columns, exact only for the kit's own loss. "double
-            backward" is autograd's, "second derivative" is that of the rules.
+            backward" is that of autograd, "second derivative" that of the rules.
         cancels: Whether half precision is not checked, because the value is a small difference of
             large numbers, or needs eigenvalues, which torch lacks in half precision.
-        arguments: Arguments for the extension's constructor, if it has some without defaults.
+        arguments: Arguments for the extension's constructor, if some have no default.
     """
 
     expected: Callable[[Reference, str], Tensor]
@@ -55,11 +56,11 @@ class Quantity:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Look at what was given.
+        """Refuse wrong arguments.
 
         Raises:
-            UsageError: The oracle is not a function, or nothing has such needs: then an extension
-                could raise on every net, and pass.
+            UsageError: The oracle is not a function, or ``needs`` is unknown. With unknown needs,
+                an extension could raise on every net and pass.
         """
         if not callable(self.expected):
             raise UsageError(
@@ -70,11 +71,11 @@ class Quantity:
             raise UsageError(f"needs must be one of {ALL_NEEDS}. Got {self.needs!r}.")
 
     def observe(self, value: Any, reference: Reference, name: str) -> Tensor:
-        """The tensor to compare."""
-        found = value if self.observed is None else self.observed(value, reference, name)
-        if not isinstance(found, Tensor):
-            raise UsageError(f"The value for {name!r} is not a tensor but {type(found).__name__}.")
-        return found
+        """The tensor to compare with the oracle."""
+        tensor = value if self.observed is None else self.observed(value, reference, name)
+        if not isinstance(tensor, Tensor):
+            raise UsageError(f"The value for {name!r} is not a tensor but {type(tensor).__name__}.")
+        return tensor
 
 
 def directions(name: str, shape: torch.Size) -> Tensor:
@@ -91,7 +92,7 @@ _quantities: dict[str, Quantity] = {}
 
 
 def quantity_of(extension: Extension | type[Extension]) -> Quantity | None:
-    """The oracle of an extension, by its save field; ``None`` if there is none."""
+    """The quantity of an extension, by its save field; ``None`` if there is no oracle."""
     kind = extension if isinstance(extension, type) else type(extension)
     bases = (base for base in kind.__mro__ if issubclass(base, Extension))
     for package in {base.__module__.partition(".")[0] for base in bases}:
@@ -101,7 +102,7 @@ def quantity_of(extension: Extension | type[Extension]) -> Quantity | None:
 
 @cache
 def _load_oracles(package: str) -> None:
-    """Import the module of that name of a package, which registers what its extensions compute."""
+    """Import the module ``oracles`` of a package, which registers its quantities."""
     is_package = hasattr(sys.modules.get(package), "__path__")
     if is_package and find_spec(f"{package}.oracles"):
         import_module(f"{package}.oracles")
@@ -112,10 +113,10 @@ def register_quantity(savefield: str, quantity: Quantity) -> None:
 
     Args:
         savefield: The extension's save field.
-        quantity: Its oracle.
+        quantity: Its quantity.
 
     Raises:
-        UsageError: There is a row for that name already.
+        UsageError: There is one for that save field already.
     """
     if savefield in _quantities:
         raise UsageError(f"The kit has an oracle for {savefield!r} already.")
@@ -125,31 +126,30 @@ def register_quantity(savefield: str, quantity: Quantity) -> None:
 def installed_factories() -> list[Callable[..., Extension]]:
     """Factories of all installed extensions that the kit can build.
 
-    If a constructor has arguments without defaults, the extension needs a row in the table of
-    quantities that gives them.
+    An extension whose constructor has arguments without defaults needs a quantity that gives them.
     """
     ensure_loaded()
     factories: list[Callable[..., Extension]] = []
     for name, claims in sorted(registry.extensions.items()):
         kind = choose(claims, name, "extension").value
-        known = quantity_of(kind)
-        factory = partial(kind, **known.arguments) if known and known.arguments else kind
-        if not has_to_be_told(factory):
+        quantity = quantity_of(kind)
+        factory = partial(kind, **quantity.arguments) if quantity and quantity.arguments else kind
+        if not needs_arguments(factory):
             factories.append(factory)
     return factories
 
 
-def has_to_be_told(factory: Callable[..., Any]) -> bool:
-    """Whether there are arguments without defaults."""
-    found = inspect.signature(factory).parameters.values()
-    return any(p.default is p.empty and not p.kind.name.startswith("VAR_") for p in found)
+def needs_arguments(factory: Callable[..., Any]) -> bool:
+    """Whether a factory has arguments without defaults."""
+    parameters = inspect.signature(factory).parameters.values()
+    return any(p.default is p.empty and not p.kind.name.startswith("VAR_") for p in parameters)
 
 
 def installed_extensions(subsampling: Sequence[int] | None = None) -> list[Extension]:
     """An instance of every installed extension.
 
     Args:
-        subsampling: Samples to take; extensions without that argument are left out then.
+        subsampling: Samples to restrict them to; extensions without that argument are left out.
     """
     factories = installed_factories()
     if subsampling is None:

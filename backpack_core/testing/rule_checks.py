@@ -1,6 +1,7 @@
-"""Checks of a rule's products against dense Jacobians by autograd.
+"""Checks of a rule's products and declarations against dense derivatives by autograd.
 
-A check takes an execution. It raises, or yields what it wants compared: what, found, expected.
+A check takes the run of a layer. It raises, or yields what has to be compared: a name, the value
+that was found, and the one that is expected.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from torch.nn import Parameter
 from backpack_core.errors import OverwrittenInputError, UnsupportedError
 from backpack_core.record.view import View
 from backpack_core.testing import oracle
-from backpack_core.testing.compare import CheckFailure, Entries, agree, require, untouched
-from backpack_core.testing.execution import Execution, execute
+from backpack_core.testing.cases import Arguments, RuleCase
+from backpack_core.testing.compare import CheckFailure, Entries, agree, refuses, require, untouched
+from backpack_core.testing.layer_run import LayerRun, run_layer
 from backpack_core.tuning import memory_budget, set_memory_budget
 from backpack_products import operations as ops
 from backpack_products.affine import AffineProduct
-from backpack_products.parametric import AffineRule
+from backpack_products.parametric import AffineRule, ParametricRule
 from backpack_products.product import SampleProduct
 
-# What a parametrised weight is computed from: a rule names the weight.
+# Names of the parameters that a parametrised weight is computed from; a rule covers the weight.
 IS_COMPUTED = re.compile(r"(^|\.)parametrizations\.")
 
 
-def jac_t_mat_prod(run: Execution, mat: Tensor | None = None, view: View | None = None) -> Entries:
-    """For every input, against ``Jᵀ mat``; that of samples, where the view has some."""
+def jac_t_mat_prod(run: LayerRun, mat: Tensor | None = None, view: View | None = None) -> Entries:
+    """Compare with ``Jᵀ mat`` for every input; for the view's samples only, if it has some."""
     mat, chosen = run.columns() if mat is None else mat, _chosen(view)
     found = run.call("jac_t_mat_prod", mat[:, chosen], view=view)
     for slot in run.live:
@@ -40,9 +42,9 @@ def jac_t_mat_prod(run: Execution, mat: Tensor | None = None, view: View | None 
 
 
 def param_jac_t_mat_prod(
-    run: Execution, mat: Tensor | None = None, view: View | None = None
+    run: LayerRun, mat: Tensor | None = None, view: View | None = None
 ) -> Entries:
-    """For every covered parameter, sample by sample."""
+    """Compare sample by sample, for every covered parameter."""
     mat, chosen = run.columns() if mat is None else mat, _chosen(view)
     for name in run.parameters:
         found = run.call("param_jac_t_mat_prod", name, mat[:, chosen], view=view)
@@ -50,8 +52,8 @@ def param_jac_t_mat_prod(
         yield f"param_jac_t_mat_prod of {name!r}", found, expected[:, chosen]
 
 
-def products(run: Execution, mat: Tensor | None = None, view: View | None = None) -> Entries:
-    """Transposed Jacobians in inputs and parameters."""
+def products(run: LayerRun, mat: Tensor | None = None, view: View | None = None) -> Entries:
+    """Transposed Jacobian products with inputs and parameters."""
     if not run.rule.transparent:
         yield from jac_t_mat_prod(run, mat, view)
     yield from param_jac_t_mat_prod(run, mat, view)
@@ -61,9 +63,9 @@ def _chosen(view: View | None) -> slice | list[int]:
     return slice(None) if view is None or view.indices is None else list(view.indices)
 
 
-def accepts(run: Execution) -> None:
-    """``params`` has every parameter; ``check()`` passes; nothing is kept, changed, or drawn."""
-    fresh, covered = execute(run.case), run.rule.parameter_names(run.module)
+def accepts(run: LayerRun) -> None:
+    """Check that ``params`` is complete, ``check()`` passes, and nothing is kept or changed."""
+    fresh, covered = run_layer(run.case), run.rule.parameter_names(run.module)
     left_out = [
         repr(name)
         for name, theta in run.module.named_parameters()
@@ -75,30 +77,27 @@ def accepts(run: Execution) -> None:
         "to params, with its product.",
     )
     fresh.jacobians, stored, mat = run.jacobians, fresh.view.stored, fresh.columns()
-    given = [mat, *stored.inputs, *stored.outputs, *fresh.module.parameters()]
-    with untouched(fresh.rule, fresh.module, *given):
+    tensors = [mat, *stored.inputs, *stored.outputs, *fresh.module.parameters()]
+    with untouched(fresh.rule, fresh.module, *tensors):
         fresh.rule.check(fresh.view)
         list(products(fresh, mat))
 
 
-def overwritten_input(run: Execution) -> None:
-    """The stored input is no longer what the layer received."""
-    try:
-        run.call("jac_t_mat_prod", run.columns())
-    except OverwrittenInputError:
-        return
-    require(False, "overwrites_input is declared, but the rule does not raise on it.")
+def overwritten_input(run: LayerRun) -> None:
+    """Check that the rule refuses an input that the layer has overwritten."""
+    message = "overwrites_input is declared, but the rule does not raise on it."
+    refuses(OverwrittenInputError, message, run.call, "jac_t_mat_prod", run.columns())
 
 
-def jac_mat_prod(run: Execution) -> Entries:
-    """Against ``J mat`` for the first input. With ``jac_t_mat_prod``, they are adjoint."""
+def jac_mat_prod(run: LayerRun) -> Entries:
+    """Compare with ``J mat`` for the first input."""
     mat = run.input_columns()
     expected = oracle.product(run.jacobians[0], mat)
     yield "jac_mat_prod", run.call("jac_mat_prod", mat), expected
 
 
-def param_jac_mat_prod(run: Execution) -> Entries:
-    """For every covered parameter."""
+def param_jac_mat_prod(run: LayerRun) -> Entries:
+    """Compare with ``J mat`` for every covered parameter."""
     for name, theta in run.parameters.items():
         mat = oracle.draw((2, *theta.shape), 5)
         expected = oracle.product(run.jacobians[name], mat)
@@ -120,21 +119,21 @@ _DEFINITIONS: dict[str, tuple[Callable[[SampleProduct], Tensor], Callable[[Tenso
     ),
 }
 
-# What other extensions may need in the same pass.
+# Operations that other extensions may need in the same pass.
 _PLANS: tuple[tuple[Any, ...], ...] = ((), (ops.batch_sum, ops.square_sum), (ops.dense,))
 
 
-def operations(run: Execution) -> Entries:
-    """Each operation against its definition by ``M``, alone and together, with little memory."""
+def operations(run: LayerRun) -> Entries:
+    """Compare each operation with its definition, alone and with others, with little memory."""
     mat = run.columns()
     for name in run.parameters:
         formed = oracle.per_sample_product(run.jacobians[name], mat, run.batch_axis)
         for budget, needs in product((memory_budget(), 1), _PLANS):
             for what, (operation, definition) in _DEFINITIONS.items():
                 with _budget(budget), torch.no_grad():
-                    given = run.call("param_product", name, mat)
-                    given.needs = frozenset(needs)
-                    found = operation(given)
+                    form = run.call("param_product", name, mat)
+                    form.needs = frozenset(needs)
+                    found = operation(form)
                 yield f"{what} of {name!r} within {budget} bytes", found, definition(formed)
 
 
@@ -148,40 +147,40 @@ def _budget(size: int) -> Iterator[None]:
         set_memory_budget(before)
 
 
-def subsampled_call(run: Execution) -> Entries:
-    """Products of ``view.subsample([2, 0])``."""
+def subsampled_call(run: LayerRun) -> Entries:
+    """Check the products of ``view.subsample([2, 0])``."""
     view = run.view.subsample((2, 0))
     run.rule.check(view)
     return products(run, view=view)
 
 
-def non_contiguous_columns(run: Execution) -> Entries:
-    """Columns with strides in another order, and columns that share memory."""
+def non_contiguous_columns(run: LayerRun) -> Entries:
+    """Check columns with permuted strides, and columns that share memory."""
     mat = run.columns()
     for strided in (mat.movedim(0, -1).contiguous().movedim(-1, 0), mat[:1].expand_as(mat)):
         yield from products(run, strided)
 
 
-def non_contiguous_input(run: Execution) -> Entries:
-    """Inputs that are every other entry of a larger tensor."""
-    run = execute(run.case, strided=True)
+def non_contiguous_input(run: LayerRun) -> Entries:
+    """Check inputs that are every other entry of a larger tensor."""
+    run = run_layer(run.case, strided=True)
     left = any(tensor.numel() > 1 and tensor.is_contiguous() for tensor in run.live.values())
     require(not left, "The kit could not make the inputs non-contiguous.")
     return products(run)
 
 
-def keeps_dtype(run: Execution) -> None:
-    """In single precision, what every product returns is in single precision."""
-    single = execute(run.case, dtype=torch.float32)
+def keeps_dtype(run: LayerRun) -> None:
+    """Check that every product of single-precision columns is in single precision."""
+    single = run_layer(run.case, dtype=torch.float32)
     single.jacobians = {key: jacobian.float() for key, jacobian in run.jacobians.items()}
     for what, found, expected in products(single):
         dtype = expected.dtype if found is None else found.dtype
         require(dtype == expected.dtype, f"{what}: {dtype}, of columns in {expected.dtype}.")
 
 
-def changed_since(run: Execution) -> None:
-    """Parameters and mode change after the forward pass: products must be those of the forward."""
-    run = execute(run.case)
+def changed_since(run: LayerRun) -> None:
+    """Change parameters and mode after the forward pass: products must be those of the forward."""
+    run = run_layer(run.case)
     require(bool(run.jacobians), "Nothing is differentiated.")  # from before the change, too
     for part in run.module.modules():
         for name, parameter in part.named_parameters(recurse=False):
@@ -198,8 +197,8 @@ def changed_since(run: Execution) -> None:
         ) from None
 
 
-def affine_form(run: Execution) -> Entries:
-    """``W x + b`` in weight-sharing form is the output, rearranged."""
+def affine_form(run: LayerRun) -> Entries:
+    """Check that ``W x + b`` in weight-sharing form is the output, rearranged."""
     rule, view = run.rule, run.view
     assert isinstance(rule, AffineRule)
     with torch.no_grad():
@@ -211,30 +210,150 @@ def affine_form(run: Execution) -> Entries:
     yield "W x + b in affine form", found, expected
 
 
-def _matrix(run: Execution, name: str) -> Tensor:
-    """A parameter as ``[G, O, I]``, or a bias as ``[G, O]``."""
-    given, numbers = _affine_product(run, name)
+def _matrix(run: LayerRun, name: str) -> Tensor:
+    """A weight as ``[G, O, I]``, or a bias as ``[G, O]``."""
+    affine, numbers = _affine_product(run, name)
     theta = run.parameters[name].detach()
     matrix = torch.empty_like(theta).flatten()
-    matrix[given.to_parameter(numbers).flatten()] = theta.flatten()
-    return matrix.reshape(given.sizes)
+    matrix[affine.to_parameter(numbers).flatten()] = theta.flatten()
+    return matrix.reshape(affine.sizes)
 
 
-def _affine_product(run: Execution, name: str) -> tuple[AffineProduct, Tensor]:
-    """A parameter's product, and the numbers of its entries in affine form."""
+def _affine_product(run: LayerRun, name: str) -> tuple[AffineProduct, Tensor]:
+    """The product of a parameter, and the flat indices of its entries in affine form."""
     assert isinstance(run.rule, AffineRule)
-    given = run.rule.param_product(run.view, name, run.columns())
-    assert isinstance(given, AffineProduct)
-    return given, torch.arange(given.shape.numel()).reshape(given.sizes)
+    affine = run.rule.param_product(run.view, name, run.columns())
+    assert isinstance(affine, AffineProduct)
+    return affine, torch.arange(affine.shape.numel()).reshape(affine.sizes)
 
 
-def affine_weight(run: Execution) -> None:
-    """The arrangement of a parameter uses every entry once, with any leading axes."""
+def affine_weight(run: LayerRun) -> None:
+    """Check that the arrangement of a parameter is a permutation, with any leading axes."""
     for name in run.parameters:
-        given, numbers = _affine_product(run, name)
-        arranged = given.to_parameter(numbers)
-        once = arranged.shape == given.shape and arranged.unique().numel() == numbers.numel()
+        affine, numbers = _affine_product(run, name)
+        arranged = affine.to_parameter(numbers)
+        once = arranged.shape == affine.shape and arranged.unique().numel() == numbers.numel()
         require(once, f"The arrangement of {name!r} is not a permutation of its entries.")
-        several = given.to_parameter(torch.stack([numbers, 2 * numbers])[None])
+        several = affine.to_parameter(torch.stack([numbers, 2 * numbers])[None])
         same = torch.equal(several, torch.stack([arranged, 2 * arranged])[None])
         require(same, f"The arrangement of {name!r} changes with axes in front.")
+
+
+# Declarations and second derivatives -------------------------------------------------------------
+
+
+def _weights(run: LayerRun) -> Tensor:
+    return oracle.draw(tuple(run.output.shape), 7)
+
+
+def _contracted(run: LayerRun, target: Tensor, weights: Tensor) -> Tensor:
+    """``Σ_o weights_o ∂²f_o/∂target²`` as a square matrix."""
+    found = oracle.hessian((run.output * weights).sum(), target)
+    return found.reshape(target.numel(), target.numel()).detach()
+
+
+def not_twice_differentiable(run: LayerRun) -> None:
+    """Check that the oracle for second derivatives raises, as the case declares."""
+    # Squared, so that the gradient depends on the input even if the layer is linear.
+    value = (run.output.square() * _weights(run)).sum()
+    targets = [*(run.live or run.parameters).values()]
+    message = "twice_differentiable=False is declared, but torch can: remove it."
+    refuses(RuntimeError, message, lambda: [oracle.hessian(value, target) for target in targets])
+
+
+def derivative(run: LayerRun) -> Entries:
+    """Compare with the diagonal of the Jacobian, whose other entries must vanish."""
+    jacobian = run.jacobians[0].reshape(run.output.numel(), -1)
+    diagonal = jacobian.diagonal()
+    message = "The layer is not elementwise: an output depends on another entry of the input."
+    require(not bool((jacobian - torch.diag(diagonal)).any()), message)
+    expected = diagonal.reshape(run.output.shape)
+    yield "derivative", run.call("derivative").expand_as(expected), expected
+
+
+def second_derivative(run: LayerRun) -> Entries:
+    """Compare with the second derivative of the sum of all outputs."""
+    expected = _contracted(run, run.live[0], torch.ones_like(run.output)).diagonal()
+    expected = expected.reshape(run.output.shape)
+    yield "second_derivative", run.call("second_derivative").expand_as(expected), expected
+
+
+def second_derivative_mat_prod(run: LayerRun) -> Entries:
+    """Compare with ``Σ_o g_o ∂²f_o/∂x² mat``."""
+    weights, mat = _weights(run), run.input_columns()
+    expected = (mat.flatten(1) @ _contracted(run, run.live[0], weights)).reshape(mat.shape)
+    found = run.call("second_derivative_mat_prod", weights, mat)
+    yield "second_derivative_mat_prod", found, expected
+
+
+def hessian_is_zero(run: LayerRun) -> None:
+    """Check that second derivatives in all (pairs of) inputs vanish at a random point."""
+    value = (run.output * _weights(run)).sum()
+    gradients = oracle.gradients(value, [*run.live.values()], again=True)
+    for slot, gradient in zip(run.live, gradients, strict=True):
+        blocks = oracle.jacobians(gradient, run.live) if gradient.requires_grad else {}
+        for other, block in blocks.items():
+            which = "∂²f/∂x²" if slot == other == 0 else f"∂²f of inputs {slot} and {other}"
+            message = f"hessian_is_zero is declared, but {which} does not vanish."
+            require(not bool(block.any()), message)
+
+
+def hessian_is_diagonal(run: LayerRun) -> Entries:
+    """Check that the Hessian is diagonal, and that its entry ``i`` depends on output ``i`` only."""
+    same = run.output.shape == run.live[0].shape
+    require(same, "hessian_is_diagonal is declared, but input and output differ in shape.")
+    weights = _weights(run)
+    half = weights * (torch.arange(weights.numel()).reshape(weights.shape) % 2)
+    found = _contracted(run, run.live[0], half)
+    expected = torch.diag(found.diagonal() * half.flatten().ne(0))
+    yield "hessian_is_diagonal is declared: ∂²f/∂x²", found, expected
+
+
+def jacobian_is_constant(run: LayerRun) -> Entries:
+    """Check ``J_nᵀ c = J_0ᵀ c`` for all samples ``n``, at the case's input and at another."""
+    column = run.columns()[:, :1]
+    mat = column.expand(-1, *run.output.shape)
+    first = run.call("jac_t_mat_prod", column, view=run.view.subsample([0]))
+    for where, at in (("", run), (" at another input", run_layer(run.case, _elsewhere(run.case)))):
+        own = at.call("jac_t_mat_prod", mat)
+        for slot, leaf in at.live.items():
+            if leaf.shape[:1] == run.output.shape[:1]:
+                true = oracle.transposed_product(at.jacobians[slot], mat)
+                zero = torch.zeros_like(true)
+                pairs = [dict(enumerate(found)).get(slot) for found in (first, own)]
+                one, each = (zero if m is None else m.expand_as(true) for m in pairs)
+                what = f"jacobian_is_constant is declared: Jᵀ mat{where}, input {slot}"
+                yield f"{what}, the layer's", true, one
+                yield f"{what}, the rule's", each, one
+
+
+def _elsewhere(case: RuleCase) -> Arguments:
+    """The case's inputs, with other values in the tensors that are differentiated."""
+    arguments, other = case.arguments(), case.arguments(seed=9).tensors()
+    return arguments.map_numbered(lambda slot, x: other[slot] if case.is_live(slot, x) else x)
+
+
+def linear_in_params(run: LayerRun) -> None:
+    """Check that second derivatives in the declared parameters vanish."""
+    assert isinstance(run.rule, ParametricRule)
+    declared = set(run.rule.linear_in_params)
+    unknown = declared - {*run.rule.params, *run.parameters}
+    require(not unknown, f"linear_in_params names {sorted(unknown)}, which params does not.")
+    for name in declared & set(run.parameters):
+        found = _contracted(run, run.parameters[name], _weights(run))
+        scale = max(float(run.jacobians[name].abs().max()), 1.0)
+        message = f"linear_in_params is declared for {name!r}, but ∂²f/∂θ² does not vanish."
+        require(float(found.abs().max()) <= run.case.tolerances.float64 * scale, message)
+
+
+def mixes_samples(run: LayerRun) -> None:
+    """Compare with the blocks of the Jacobians between different samples."""
+    declared, samples = run.rule.mixes_samples(run.view), run.view.batch_size
+    mixing = any(
+        oracle.mix(run.jacobians[slot].movedim(run.batch_axis, 0), run.output.dim())
+        for slot, leaf in run.live.items()
+        if leaf.dim() and leaf.shape[0] == samples
+    )
+    actual = "influence" if mixing else "do not influence"
+    message = f"mixes_samples says {declared}, but samples {actual} each other in this call."
+    require(declared == mixing, message)

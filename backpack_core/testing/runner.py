@@ -1,4 +1,4 @@
-"""Runs the checks of a case, and turns cases into pytest tests. Imports all checks."""
+"""Runs the checks of a case, and turns cases into pytest tests."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 from backpack_core.errors import AutodiffFallbackWarning, UsageError, ZeroCurvatureWarning
-from backpack_core.testing.cases import Case, ExtensionCase, LossCase, RuleCase, installed
+from backpack_core.testing.cases import Case, installed
 from backpack_core.testing.checks import CHECKS, Check
 from backpack_core.testing.compare import CheckFailure
-from backpack_core.testing.execution import traits
+from backpack_core.testing.layer_run import traits
 from backpack_core.testing.network import install_own_rules
 
 Status = Literal["passed", "failed", "expected failure", "unexpected pass", "not judged"]
@@ -28,8 +28,8 @@ class CheckResult:
     Attributes:
         case: Label of the case.
         check: Name of the check.
-        status: What happened. An expected failure that passes is a failure. A check is not judged
-            if one failed that it rests on.
+        status: The outcome. An expected failure that passes is a failure. A check is not judged if
+            one of its prerequisites failed.
         message: What was found, or the reason for an expected failure.
         error: What the check raised.
     """
@@ -46,77 +46,61 @@ class CheckResult:
         return self.status in ("passed", "expected failure")
 
 
-def check_rule(case: RuleCase, checks: Iterable[str] | None = None) -> list[CheckResult]:
-    """Run every check of a layer rule.
+def check_case(case: Case, checks: Iterable[str] | None = None) -> list[CheckResult]:
+    """Run every check that applies to a layer rule, a loss rule or an extension.
 
     Args:
-        case: The layer.
-        checks: Names of the checks to run, whatever became of others; default: all that mean
-            something for it, each after those it rests on.
+        case: A :class:`RuleCase`, :class:`LossCase` or :class:`ExtensionCase`.
+        checks: Names of the checks to run, without their prerequisites; default: all that apply,
+            each after its prerequisites.
 
     Returns:
-        One result for each check. Nothing is raised for a fault in the rule.
+        One result for each check. A fault in the rule or extension does not raise.
+
+    Raises:
+        UsageError: It is not a case, it cannot be run, or it has no check of a name.
     """
-    return _check(case, checks)
-
-
-def check_loss(case: LossCase, checks: Iterable[str] | None = None) -> list[CheckResult]:
-    """Run every check of a loss rule; see :func:`check_rule`."""
-    return _check(case, checks)
-
-
-def check_extension(case: ExtensionCase, checks: Iterable[str] | None = None) -> list[CheckResult]:
-    """Run every check of an extension; see :func:`check_rule`."""
-    return _check(case, checks)
-
-
-def _check(case: Case, names: Iterable[str] | None) -> list[CheckResult]:
-    given: object = case
-    if not isinstance(given, Case):
-        raise UsageError(
-            "One case is checked at a time: a RuleCase(...), a LossCase(...) or an "
-            f"ExtensionCase(...). Got {given!r:.80}."
-        )
-    own = {check.name: check for check in checks_of(case)}
-    if names is None:
-        return [_judged(case, check) for check in own.values()]
-    wanted = list(names)
-    unknown = set(wanted) - set(own)
+    _require_case(case)
+    by_name = {check.name: check for check in checks_of(case)}
+    if checks is None:
+        return [_judged(case, check) for check in by_name.values()]
+    wanted = list(checks)
+    unknown = set(wanted) - set(by_name)
     if unknown:
         raise UsageError(f"No such checks for {case.label()}: {sorted(unknown)}.")
-    return [outcome(case, own[name]) for name in wanted]
+    return [outcome(case, by_name[name]) for name in wanted]
 
 
 def checks_of(case: Case) -> list[Check]:
-    """The checks that mean something for a case, in order.
+    """The checks that apply to a case, in order.
 
     Raises:
         UsageError: The case cannot be run, or expects a failure of a check that it does not have.
     """
     try:
-        found = traits(case)
+        case_traits = traits(case)
     except Exception as error:
         raise UsageError(
             f"{case.label()} cannot be run, so there is nothing to check: "
             f"{type(error).__name__}: {error}"
         ) from error
-    own = [check for check in CHECKS[case.kind] if check.needs <= found]
-    names = [check.name for check in own]
+    applicable = [check for check in CHECKS[case.kind] if check.needs <= case_traits]
+    names = [check.name for check in applicable]
     unknown = set(case.expected_failures) - set(names)
     if unknown:
         raise UsageError(
             f"{case.label()} expects {sorted(unknown)} to fail, but has no such check. "
             f"It has: {', '.join(names)}."
         )
-    return own
+    return applicable
 
 
-# What became of the checks of each case that ran; "reported" is a failure that a test has shown.
+# The status of the checks of each case that ran; "reported" is a failure that a test has shown.
 _ran: WeakKeyDictionary[Case, dict[str, str]] = WeakKeyDictionary()
 
 
 def outcome(case: Case, check: Check) -> CheckResult:
-    """Run one check, whatever became of others."""
+    """Run one check without its prerequisites."""
     install_own_rules()
     error, reason = None, case.expected_failures.get(check.name)
     with installed(case), warnings.catch_warnings():
@@ -129,40 +113,41 @@ def outcome(case: Case, check: Check) -> CheckResult:
             error = fault
     status: Status
     if reason is None:
-        status, said = ("failed", f"{type(error).__name__}: {error}") if error else ("passed", "")
+        status = "failed" if error else "passed"
+        message = f"{type(error).__name__}: {error}" if error else ""
     elif error is not None:
-        status, said = "expected failure", reason
+        status, message = "expected failure", reason
     else:
         status = "unexpected pass"
-        said = f"{check.name!r} passes, but is declared to fail ({reason!r}): remove that."
+        message = f"{check.name!r} passes, but is declared to fail ({reason!r}): remove that."
     _ran.setdefault(case, {})[check.name] = status
-    return CheckResult(case.label(), check.name, status, said, error)
+    return CheckResult(case.label(), check.name, status, message, error)
 
 
 def first_cause(case: Case, check: Check) -> Check | None:
-    """The check at the bottom that failed, of those that a check rests on; they run if need be."""
-    for ground in checks_of(case):
-        if ground.name in check.grounds:
-            cause = first_cause(case, ground)
-            if cause is None and ground.name not in _ran.get(case, {}):
-                outcome(case, ground)
-            if cause is not None or _ran[case][ground.name] in ("failed", "reported"):
-                return cause or ground
+    """The first failed check among all prerequisites of a check, which run if need be."""
+    for prerequisite in checks_of(case):
+        if prerequisite.name in check.prerequisites:
+            cause = first_cause(case, prerequisite)
+            if cause is None and prerequisite.name not in _ran.get(case, {}):
+                outcome(case, prerequisite)
+            if cause is not None or _ran[case][prerequisite.name] in ("failed", "reported"):
+                return cause or prerequisite
     return None
 
 
 def _judged(case: Case, check: Check) -> CheckResult:
-    """The outcome of a check, unless one failed that it rests on."""
+    """The outcome of a check, unless one of its prerequisites failed."""
     cause = first_cause(case, check)
     if cause is None:
         return outcome(case, check)
-    said = f"not judged: {cause.name} failed"
-    return CheckResult(case.label(), check.name, "not judged", said)
+    message = f"not judged: {cause.name} failed"
+    return CheckResult(case.label(), check.name, "not judged", message)
 
 
 @dataclass(eq=False)
 class BoundCheck:
-    """One check of one case, the argument of a decorated test, which has to call it once.
+    """One check of one case: the argument of a decorated test, which has to call it once.
 
     Attributes:
         case: The case.
@@ -175,14 +160,14 @@ class BoundCheck:
     called: bool = False
 
     def __call__(self) -> None:
-        """Run the check, unless one failed that it rests on.
+        """Run the check, unless one of its prerequisites failed.
 
         Raises:
             Exception: The rule or extension raised.
-            Failed: The check found a fault. Where no test of this process has said yet that the
-                cause failed (it was not selected, or runs elsewhere), this one does.
+            Failed: The check found a fault, or a prerequisite did that no test of this process has
+                reported (because it was not selected, or runs in another process).
             Skipped: It is not judged.
-            AssertionError: A declared failure passed.
+            AssertionError: An expected failure passed.
         """
         import pytest
 
@@ -190,63 +175,57 @@ class BoundCheck:
         __tracebackhide__ = True
         cause = first_cause(self.case, self.check)
         check = cause or self.check
-        said = f"not judged: {check.name} failed" if cause else ""
+        message = f"not judged: {check.name} failed" if cause else ""
         if cause and _ran[self.case][check.name] == "reported":
-            pytest.skip(said)
-        found = outcome(self.case, check)
-        if found.status == "expected failure":
-            pytest.xfail(found.message)
-        if found.status == "unexpected pass":
-            raise AssertionError(found.message)
-        if found.error is not None:
+            pytest.skip(message)
+        result = outcome(self.case, check)
+        if result.status == "expected failure":
+            pytest.xfail(result.message)
+        if result.status == "unexpected pass":
+            raise AssertionError(result.message)
+        if result.error is not None:
             _ran[self.case][check.name] = "reported"
-            if not isinstance(found.error, CheckFailure):
-                raise found.error
-            lines = [said, f"{check.name} of {found.case}", str(found.error), self._resting(check)]
-            pytest.fail("\n".join(filter(None, lines)), pytrace=False)
+            if not isinstance(result.error, CheckFailure):
+                raise result.error
+            lines = message, f"{check.name} of {result.case}", str(result.error)
+            said = "\n".join(filter(None, [*lines, self._resting(check)]))
+            pytest.fail(said, pytrace=False)
 
     def _resting(self, check: Check) -> str:
-        """How many checks rest on one."""
-        found = {check.name}
+        """The end of the message: how many checks build on a failed one."""
+        names = {check.name}
         for other in checks_of(self.case):
-            found |= {other.name} if found & other.grounds else set()
-        number = len(found) - 1
+            names |= {other.name} if names & other.prerequisites else set()
+        number = len(names) - 1
         return f"Not judged, since they rest on it: {number} checks." if number else ""
 
 
-def parametrize_rule_checks(cases: Sequence[RuleCase]) -> Callable[[Test], Test]:
-    """Give a test one pytest case for every check of every layer.
+def _require_case(case: object) -> None:
+    if not isinstance(case, Case):
+        raise UsageError(
+            "Checks are for a RuleCase(...), a LossCase(...) or an ExtensionCase(...). "
+            f"Got {case!r:.80}."
+        )
 
-    The test has one argument, ``check``, and fails unless it calls that. A case gets all checks
-    that apply to its kind of rule.
+
+def parametrize_checks(cases: Sequence[Case]) -> Callable[[Test], Test]:
+    """Give a test one pytest case for every check of every case.
+
+    The test has an argument ``check``, and fails unless it calls that. A case gets all checks that
+    apply to it.
 
     Args:
-        cases: The layers, each in one configuration.
+        cases: Layers, losses or extensions, each in one configuration.
 
     Raises:
         UsageError: There are no cases, or the function does not take a check.
     """
-    return _parametrize(cases, RuleCase)
-
-
-def parametrize_loss_checks(cases: Sequence[LossCase]) -> Callable[[Test], Test]:
-    """The same for losses; see :func:`parametrize_rule_checks`."""
-    return _parametrize(cases, LossCase)
-
-
-def parametrize_extension_checks(cases: Sequence[ExtensionCase]) -> Callable[[Test], Test]:
-    """The same for extensions; see :func:`parametrize_rule_checks`."""
-    return _parametrize(cases, ExtensionCase)
-
-
-def _parametrize(cases: Sequence[Case], kind: type[Case]) -> Callable[[Test], Test]:
     import pytest
 
     if not cases:
-        raise UsageError(f"No {kind.__name__} was given: nothing would be checked.")
-    wrong = [case for case in cases if not isinstance(case, kind)]
-    if wrong:
-        raise UsageError(f"Expected instances of {kind.__name__}. Got {wrong[0]!r}.")
+        raise UsageError("No case was given: nothing would be checked.")
+    for case in cases:
+        _require_case(case)
 
     def decorate(test: Test) -> Test:
         if "check" not in inspect.signature(test).parameters:

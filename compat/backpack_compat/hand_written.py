@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from backpack_core import Extension, Propagator, View
-from backpack_core.contract.carrier import Carrier, Found
+from backpack_core.contract.carrier import Carrier, ParameterResult
 from backpack_core.contract.rules import expect
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.parameters import Trained
-from backpack_core.record.untouched import ask
+from backpack_core.record.guards import ask
 from backpack_products import ColumnPropagator, Columns
 from backpack_secondorder.hessian import Hessian
 from backpack_secondorder.signed_sqrt import SignedSqrt
@@ -50,7 +50,9 @@ class HandWrittenCarrier(Carrier):
             return waiting
         return self._propagator.arrive(view.call.rule, view, waiting)
 
-    def find(self, view: View, trained: Iterable[Trained], quantity: Any) -> Iterator[Found]:
+    def find(
+        self, view: View, trained: Iterable[Trained], quantity: Any
+    ) -> Iterator[ParameterResult]:
         """Results of the methods that are named after the parameters."""
         self._run("check", view)
         arrived = present(quantity) if self._propagator.travels else None
@@ -63,7 +65,7 @@ class HandWrittenCarrier(Carrier):
                 )
             parameter = owned[name][0] if name in owned else None
             if parameter is not None and parameter.requires_grad:
-                yield Found(name, parameter, self._run(name, view, arrived))
+                yield ParameterResult(name, parameter, self._run(name, view, arrived))
 
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
         """Send the result of ``backpropagate`` to every input."""

@@ -16,7 +16,7 @@ from tqdm import tqdm
 from backpack_core import Extension, backpack
 from backpack_core.engine.active import Check
 from backpack_core.errors import UsageError
-from backpack_core.record.structure import map_tensors
+from backpack_core.record.nested import map_tensors
 from backpack_data.arguments import require_kinds, require_model, require_result
 from backpack_data.batches import Batch, Kept, made_by, output_of, split
 from backpack_data.borrowed import extended, same_gradients

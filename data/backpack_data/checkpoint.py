@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from backpack_core import Extension, Propagator
 from backpack_core.errors import UsageError
-from backpack_core.record.structure import iter_tensors
+from backpack_core.record.nested import iter_tensors
 from backpack_data import files
 from backpack_data.shards import local
 from backpack_data.states import States

@@ -182,7 +182,7 @@ PAGES = (
             "backpack_products.extensions.as_subsampling",
             "backpack_core.discovery.preference",
             "backpack_core.engine.active.suspended",
-            "backpack_core.record.structure.map_tensors",
+            "backpack_core.record.nested.map_tensors",
             "backpack_interplay.shards.shards_in",
         ),
     ),

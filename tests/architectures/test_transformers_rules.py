@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from backpack_core.plugins.registry import registry
-from backpack_core.testing import RuleCase, Tolerances, parametrize_rule_checks
+from backpack_core.testing import RuleCase, Tolerances, parametrize_checks
 
 transformers = pytest.importorskip(
     "transformers", reason="the package whose layers these are is not installed"
@@ -86,7 +86,7 @@ CASES = [
 ]
 
 
-@parametrize_rule_checks(CASES)
+@parametrize_checks(CASES)
 def test_layer(check):
     check()
 

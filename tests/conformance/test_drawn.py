@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from backpack_core.testing import RuleCase, check_rule
+from backpack_core.testing import RuleCase, check_case
 
 CHECKS = (
     "jac_t_mat_prod",
@@ -32,7 +32,7 @@ SMALL = st.integers(1, 3)
 
 
 def require_green(case: RuleCase, checks: tuple[str, ...]) -> None:
-    faults = [result for result in check_rule(case, checks) if not result.ok]
+    faults = [result for result in check_case(case, checks) if not result.ok]
     assert faults == []
 
 

@@ -9,7 +9,7 @@ import torch
 from backpack_core.extensions import PCHMP
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
-from backpack_core.testing import ExtensionCase, parametrize_extension_checks
+from backpack_core.testing import ExtensionCase, parametrize_checks
 from backpack_core.testing.quantities import installed_factories
 from backpack_secondorder.oracles import positive_curvature_product
 
@@ -22,7 +22,7 @@ OTHERS = [
 ]
 
 
-@parametrize_extension_checks([*CASES, *OTHERS])
+@parametrize_checks([*CASES, *OTHERS])
 def test_extension(check):
     check()
 

@@ -6,7 +6,7 @@ import pytest
 
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import CORE, registry
-from backpack_core.testing import parametrize_loss_checks, parametrize_rule_checks
+from backpack_core.testing import parametrize_checks
 from tests.conformance import (
     cases_activation,
     cases_affine,
@@ -37,12 +37,12 @@ pytestmark = [
 ]
 
 
-@parametrize_rule_checks(LAYERS)
+@parametrize_checks(LAYERS)
 def test_layer(check):
     check()
 
 
-@parametrize_loss_checks(LOSSES)
+@parametrize_checks(LOSSES)
 def test_loss(check):
     check()
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import LayerRule, View
-from backpack_core.testing import Arguments, RuleCase, check_rule
+from backpack_core.testing import Arguments, RuleCase, check_case
 from backpack_layers.arguments import arguments, by_slot, optional_tensor, tensor
 
 
@@ -45,4 +45,4 @@ def inputs(n: int) -> tuple[Tensor, Tensor]:
 )
 def test_however_they_were_passed(make: Any) -> None:
     case = RuleCase(Gate, lambda n: make(*inputs(n)), rule=GateRule)
-    assert [result for result in check_rule(case) if not result.ok] == []
+    assert [result for result in check_case(case) if not result.ok] == []

@@ -118,7 +118,7 @@ def test_a_rule_with_a_wrong_jacobian_is_among_the_causes() -> None:
     with (
         temporary_plugin(Doubled),
         pytest.raises(
-            UnsupportedError, match=r"the layer rule of what uses it is wrong.*check_rule"
+            UnsupportedError, match=r"the layer rule of what uses it is wrong.*check_case"
         ),
     ):
         problem.run(DiagGGNExact())

@@ -24,7 +24,7 @@ from backpack_core.extensions import (
     SqrtGGNExact,
     Variance,
 )
-from backpack_core.record.structure import iter_tensors
+from backpack_core.record.nested import iter_tensors
 from tests.cases import Net
 from tests.core.side_by_side import conv_net, token_net
 

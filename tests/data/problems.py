@@ -22,7 +22,7 @@ from backpack_core.extensions import (
     SumGradSquared,
     Variance,
 )
-from backpack_core.record.structure import iter_tensors
+from backpack_core.record.nested import iter_tensors
 
 DETERMINISTIC: list[Any] = [
     BatchGrad,

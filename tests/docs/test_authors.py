@@ -80,7 +80,7 @@ def test_block_runs(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("block", BLOCKS, ids=lambda block: block.name)
 def test_block_checks_something(block: Block) -> None:
-    assert "assert " in block.code or "@parametrize_rule_checks" in block.code
+    assert "assert " in block.code or "@parametrize_checks" in block.code
 
 
 def test_every_kind_of_thing_has_a_block() -> None:

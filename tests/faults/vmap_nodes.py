@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core.record.structure import iter_tensors
+from backpack_core.record.nested import iter_tensors
 from backpack_operations._torch import quiet_vmap
 
 COLUMNS = 3

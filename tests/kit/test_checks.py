@@ -17,11 +17,9 @@ from backpack_core.testing import (
     LossCase,
     Quantity,
     RuleCase,
-    check_extension,
-    check_loss,
-    check_rule,
-    execution,
-    parametrize_rule_checks,
+    check_case,
+    layer_run,
+    parametrize_checks,
 )
 from backpack_core.testing.checks import CHECKS
 from tests.kit.layers import Gain, GainRule, case_of
@@ -62,15 +60,15 @@ def test_no_check_vanishes() -> None:
     assert all(len(set(names)) == len(names) for names in found.values())
 
 
-def test_grounds_are_checks_that_come_before() -> None:
+def test_prerequisites_are_checks_that_come_before() -> None:
     for checks in CHECKS.values():
         names = [check.name for check in checks]
         for number, check in enumerate(checks):
-            assert check.grounds <= set(names[:number]), check.name
+            assert check.prerequisites <= set(names[:number]), check.name
 
 
 def test_what_rests_on_a_failure_is_not_judged() -> None:
-    results = {r.check: r for r in check_rule(case_of(Gain, WrongSign))}
+    results = {r.check: r for r in check_case(case_of(Gain, WrongSign))}
     assert [name for name, r in results.items() if r.status == "failed"] == ["jac_t_mat_prod"]
     assert results["param_jac_t_mat_prod"].status == "passed"
     assert results["mean"].status == "not judged"
@@ -80,7 +78,7 @@ def test_what_rests_on_a_failure_is_not_judged() -> None:
 
 def test_a_failure_that_is_declared_hides_nothing() -> None:
     case = case_of(Gain, WrongSign, expected_failures={"jac_t_mat_prod": "known"})
-    results = {r.check: r.status for r in check_rule(case)}
+    results = {r.check: r.status for r in check_case(case)}
     assert results["jac_t_mat_prod"] == "expected failure"
     assert results["jac_mat_prod"] == "failed"
 
@@ -93,12 +91,12 @@ def test_needs_are_traits() -> None:
 
 def known_traits() -> set[str]:
     """The words in quotes in the module that finds them."""
-    tree = ast.parse(inspect.getsource(execution))
+    tree = ast.parse(inspect.getsource(layer_run))
     return {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)}
 
 
 def test_results_are_structured() -> None:
-    results = check_rule(case_of(Gain, WrongSign, name="gain"), ["jac_t_mat_prod", "accepts"])
+    results = check_case(case_of(Gain, WrongSign, name="gain"), ["jac_t_mat_prod", "accepts"])
     assert [(r.case, r.check, r.status, r.ok) for r in results] == [
         ("gain", "jac_t_mat_prod", "failed", False),
         ("gain", "accepts", "passed", True),
@@ -108,7 +106,7 @@ def test_results_are_structured() -> None:
 def test_expected_failures_are_strict() -> None:
     declared = {"jac_t_mat_prod": "known", "accepts": "not true"}
     case = case_of(Gain, WrongSign, expected_failures=declared)
-    found = {r.check: r for r in check_rule(case, declared)}
+    found = {r.check: r for r in check_case(case, declared)}
     assert found["jac_t_mat_prod"].status == "expected failure"
     assert found["jac_t_mat_prod"].message == "known"
     assert found["accepts"].status == "unexpected pass"
@@ -117,34 +115,34 @@ def test_expected_failures_are_strict() -> None:
 
 def test_expected_failures_must_name_a_check_of_the_case() -> None:
     with pytest.raises(UsageError, match="affine_form"):
-        check_rule(case_of(Gain, GainRule, expected_failures={"affine_form": "no"}))
+        check_case(case_of(Gain, GainRule, expected_failures={"affine_form": "no"}))
 
 
 def test_a_check_that_is_asked_for_must_exist() -> None:
     with pytest.raises(UsageError, match="nonsense"):
-        check_rule(case_of(Gain, GainRule), ["nonsense"])
+        check_case(case_of(Gain, GainRule), ["nonsense"])
 
 
 def test_no_cases_and_wrong_cases_are_refused() -> None:
     with pytest.raises(UsageError, match="nothing would be checked"):
-        parametrize_rule_checks([])
-    with pytest.raises(UsageError, match="RuleCase"):
-        parametrize_rule_checks([LossCase(nn.MSELoss, lambda n: torch.randn(n, 2))])  # type: ignore[list-item]
+        parametrize_checks([])
+    with pytest.raises(UsageError, match=r"RuleCase.*Got MSELoss"):
+        parametrize_checks([nn.MSELoss()])  # type: ignore[list-item]
     with pytest.raises(UsageError, match="'check'"):
-        parametrize_rule_checks([case_of(Gain, GainRule)])(lambda: None)
+        parametrize_checks([case_of(Gain, GainRule)])(lambda: None)
 
 
 def test_a_layer_without_a_rule_cannot_be_checked() -> None:
     with pytest.raises(UsageError, match="No rule speaks for Gain"):
-        check_rule(RuleCase(Gain, lambda n: torch.randn(n, 4)))
+        check_case(RuleCase(Gain, lambda n: torch.randn(n, 4)))
 
 
 def test_losses_and_extensions_have_results_too() -> None:
     loss = LossCase(nn.MSELoss, lambda n: (torch.randn(n, 2), torch.randn(n, 2)))
-    assert all(result.ok for result in check_loss(loss))
+    assert all(result.ok for result in check_case(loss))
     from backpack_core.extensions import BatchGrad
 
-    results = check_extension(ExtensionCase(BatchGrad))
+    results = check_case(ExtensionCase(BatchGrad))
     assert len(results) == len(CHECKS["extension"])
     assert all(result.ok for result in results)
 
@@ -160,8 +158,8 @@ def test_losses_and_extensions_have_results_too() -> None:
         (lambda: ExtensionCase(BatchGrad, lambda r, name: r), "quantity is a Quantity"),
         (lambda: Quantity(lambda r, name: r, needs="curvatur"), "needs must be one of"),
         (lambda: Quantity(1), "takes a function of reference and name"),
-        (lambda: check_rule(GainRule), "One case is checked at a time"),
-        (lambda: check_rule([case_of(Gain, GainRule)]), "One case is checked at a time"),
+        (lambda: check_case(GainRule), "Checks are for a RuleCase"),
+        (lambda: check_case([case_of(Gain, GainRule)]), "Checks are for a RuleCase"),
     ],
 )
 def test_cases_that_are_none(make: Callable[[], object], said: str) -> None:

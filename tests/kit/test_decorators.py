@@ -10,12 +10,12 @@ pytest_plugins = ["pytester"]
 CASES = """
 import torch
 from torch import nn
-from backpack_core.testing import RuleCase, parametrize_rule_checks
+from backpack_core.testing import RuleCase, parametrize_checks
 
 GOOD = RuleCase(lambda: nn.Linear(2, 1), lambda n: torch.randn(n, 2), name="linear")
 """
 GOOD = """
-@parametrize_rule_checks([GOOD])
+@parametrize_checks([GOOD])
 def test_linear(check):
     check()
 """
@@ -45,12 +45,12 @@ def test_a_test_that_does_not_call_its_check_fails(pytester: pytest.Pytester) ->
     pytester.makepyfile(
         CASES
         + """
-@parametrize_rule_checks([GOOD])
+@parametrize_checks([GOOD])
 def test_forgets_to_call(check):
     pass
 
 class TestOfAClass:
-    @parametrize_rule_checks([GOOD])
+    @parametrize_checks([GOOD])
     def test_calls(self, check, tmp_path):
         check()
 """
@@ -74,7 +74,7 @@ class Other(nn.Linear):
 class OtherRule(LinearRule):
     module_types = (Other,)
 
-@parametrize_rule_checks([RuleCase(
+@parametrize_checks([RuleCase(
     lambda: Other(2, 1), lambda n: torch.randn(n, 2), rule=OtherRule, name="other",
     expected_failures={"jac_t_mat_prod": "a factor of two", "accepts": "never"},
 )])
@@ -100,7 +100,7 @@ class OtherRule(LinearRule):
     def _jac_t_mat_prod(self, view, mat):
         return super()._jac_t_mat_prod(view, mat) / 2
 
-@parametrize_rule_checks([RuleCase(
+@parametrize_checks([RuleCase(
     lambda: Other(2, 1), lambda n: torch.randn(n, 2), rule=OtherRule, name="other",
 )])
 def test_other(check):

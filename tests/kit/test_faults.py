@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core import LayerRule, View
-from backpack_core.testing import RuleCase, check_rule
+from backpack_core.testing import RuleCase, check_case
 from backpack_products import ProductRule, SampleProduct, SecondOrderRule
 from backpack_products.operations import batch_sum, dense, square_sum
 from tests.kit.layers import (
@@ -328,7 +328,7 @@ FAULTS = [
     ("case", "check", "message"), FAULTS, ids=[f"{c.rule.__name__}-{n}" for c, n, _ in FAULTS]
 )
 def test_the_fault_is_named(case: RuleCase, check: str, message: str) -> None:
-    (found,) = check_rule(case, [check])
+    (found,) = check_case(case, [check])
     assert found.status == "failed"
     assert_matches(message, found.message)
     Leak.seen.clear()
@@ -349,7 +349,7 @@ FIRST = {
 )
 def test_the_first_cause_is_first(case: RuleCase) -> None:
     """Only causes fail, and what rests on them names them."""
-    results = {result.check: result for result in check_rule(case)}
+    results = {result.check: result for result in check_case(case)}
     failed = [name for name, result in results.items() if result.status == "failed"]
     assert failed
     assert len(failed) <= 3
@@ -379,14 +379,14 @@ def assert_matches(pattern: str, text: str) -> None:
     ],
 )
 def test_right_rules_pass(case: RuleCase) -> None:
-    results = check_rule(case)
+    results = check_case(case)
     assert [r for r in results if not r.ok] == []
     assert len(results) >= 25
 
 
 def test_a_right_rule_of_a_layer_that_mixes_samples_passes() -> None:
     """Products with the matrices of the whole loss are compared, the rest is refused."""
-    results = check_rule(case_of(Centre, CentreRule))
+    results = check_case(case_of(Centre, CentreRule))
     assert {r.check: r.status for r in results} == {
         "mixes_samples": "passed",
         "mixing_is_refused": "passed",
@@ -395,7 +395,7 @@ def test_a_right_rule_of_a_layer_that_mixes_samples_passes() -> None:
 
 
 def test_unnecessary_work_is_not_promised() -> None:
-    names = {result.check for result in check_rule(case_of(Gain, GainRule))}
+    names = {result.check for result in check_case(case_of(Gain, GainRule))}
     assert "hessian_is_diagonal" not in names
     assert "affine_form" not in names
     assert "hessian_is_zero" in names

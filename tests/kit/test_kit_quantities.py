@@ -18,8 +18,7 @@ from backpack_core.testing import (
     LossCase,
     Quantity,
     Reference,
-    check_extension,
-    check_loss,
+    check_case,
     register_quantity,
 )
 from backpack_core.testing.network import SoftmaxLoss
@@ -131,7 +130,7 @@ QUANTITY = Quantity(lambda reference, name: reference.gradients(name).amax(0))
 
 
 def faults(case: ExtensionCase) -> set[str]:
-    return {result.check for result in check_extension(case) if result.status == "failed"}
+    return {result.check for result in check_case(case) if result.status == "failed"}
 
 
 class EigenvaluesOfFactors(EKFAC):
@@ -200,7 +199,7 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_the_formula_tells_it_from(name: str) -> None:
-    (result,) = check_extension(ExtensionCase(WRONG[name]), ["mean"])
+    (result,) = check_case(ExtensionCase(WRONG[name]), ["mean"])
     assert result.status == "failed"
     assert "relative error" in result.message, result.message
 
@@ -221,7 +220,7 @@ def test_an_author_brings_an_oracle() -> None:
 def test_a_wrong_extension_is_found() -> None:
     case = ExtensionCase(LargestOfTwo, QUANTITY)
     assert faults(case) == {"mean"}
-    alone = {result.check: result.ok for result in check_extension(case, ["sum", "batch_of_one"])}
+    alone = {result.check: result.ok for result in check_case(case, ["sum", "batch_of_one"])}
     assert alone == {"sum": False, "batch_of_one": True}
 
 
@@ -252,7 +251,7 @@ def test_columns_that_do_not_add_are_found() -> None:
 def test_what_is_declared_wrongly_does_not_run() -> None:
     case = ExtensionCase(Misspelt, QUANTITY)
     assert faults(case) == {"declarations"}
-    assert not any(result.ok for result in check_extension(case, ["mean", "sum"]))
+    assert not any(result.ok for result in check_case(case, ["mean", "sum"]))
 
 
 class UnreducedTwice(MSELossRule):
@@ -328,7 +327,7 @@ class SaysSamplesAreSeparate(MSELossRule):
 def test_a_loss_rule_that_is_wrong_is_found(rule: type[MSELossRule], check: str) -> None:
     (loss,) = rule.module_types
     case = LossCase(loss, lambda n: (torch.randn(n, 2), torch.randn(n, 2)), rule=rule)
-    assert check in {result.check for result in check_loss(case) if result.status == "failed"}
+    assert check in {result.check for result in check_case(case) if result.status == "failed"}
 
 
 def test_without_an_oracle_values_must_be_finite() -> None:
@@ -336,7 +335,7 @@ def test_without_an_oracle_values_must_be_finite() -> None:
         def read(self, product: SampleProduct) -> Tensor:
             return super().read(product) / 0
 
-    results = check_extension(ExtensionCase(Infinite), ["mean"])
+    results = check_case(ExtensionCase(Infinite), ["mean"])
     assert "finite" in results[0].message
 
 

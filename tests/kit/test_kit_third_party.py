@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from backpack_core.testing import check_rule, temporary_plugin
+from backpack_core.testing import check_case, temporary_plugin
 from backpack_core.testing.checks import CHECKS
 
 PLUGIN = Path(__file__).parents[2] / "examples" / "plugins" / "backpack-plugin-rational"
@@ -22,7 +22,7 @@ def test_a_short_test_file_gets_the_full_set_of_checks(monkeypatch: pytest.Monke
     with temporary_plugin(backpack_plugin_rational.RationalRule):
         import test_rational
 
-        results = [result for case in test_rational.CASES for result in check_rule(case)]
+        results = [result for case in test_rational.CASES for result in check_case(case)]
     assert [result for result in results if not result.ok] == []
     names = {result.check for result in results}
     # It is neither affine nor of zero Hessian nor of constant Jacobian, and mixes nothing.

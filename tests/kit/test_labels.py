@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core.testing import LABELLED, ExtensionCase, LossCase, Quantity, check_extension
+from backpack_core.testing import LABELLED, ExtensionCase, LossCase, Quantity, check_case
 from backpack_products import FirstOrderExtension, SampleProduct
 from backpack_products.operations import dense
 
@@ -22,7 +22,7 @@ QUANTITY = Quantity(lambda reference, name: reference.gradients(name))
 
 
 def test_labelled_loss() -> None:
-    results = check_extension(ExtensionCase(PerSample, QUANTITY, loss=LABELLED))
+    results = check_case(ExtensionCase(PerSample, QUANTITY, loss=LABELLED))
     assert [result for result in results if not result.ok] == []
     assert len(results) > 10
 
@@ -39,7 +39,7 @@ def test_labels_matter() -> None:
     zeros = lambda n: (torch.randn(n, 2), torch.zeros(n, dtype=torch.long))  # noqa: E731
     for labels in (LABELLED, LossCase(LABELLED.loss_factory, zeros)):
         case = ExtensionCase(PerSample, Quantity(note), loss=labels)
-        (result,) = check_extension(case, ["mean"])
+        (result,) = check_case(case, ["mean"])
         assert result.ok, result.message
     half = len(seen) // 2
     assert not torch.equal(seen[0], seen[half])
@@ -47,5 +47,5 @@ def test_labels_matter() -> None:
 
 def test_any_loss_will_do() -> None:
     squares = LossCase(torch.nn.MSELoss, lambda n: (torch.randn(n, 3), torch.randn(n, 3)))
-    results = check_extension(ExtensionCase(PerSample, QUANTITY, loss=squares))
+    results = check_case(ExtensionCase(PerSample, QUANTITY, loss=squares))
     assert [result for result in results if not result.ok] == []

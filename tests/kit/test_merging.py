@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from backpack_core.testing import ExtensionCase, Quantity, check_extension
+from backpack_core.testing import ExtensionCase, Quantity, check_case
 from backpack_products import FirstOrderExtension
 from backpack_products.merging import OverBatches, Part, Refused
 from backpack_products.operations import batch_sum
@@ -77,13 +77,13 @@ QUANTITY = Quantity(lambda reference, name: reference.gradients(name).sum(0))
     ],
 )
 def test_declarations_are_checked(kind, failed):
-    results = check_extension(ExtensionCase(kind, QUANTITY), CHECKS)
+    results = check_case(ExtensionCase(kind, QUANTITY), CHECKS)
     found = tuple(result.check for result in results if not result.ok)
     assert found == failed, results
 
 
 def test_values_of_several_shapes_are_not_added():
-    results = check_extension(
+    results = check_case(
         ExtensionCase(PerSample, Quantity(lambda r, name: torch.ones(r.samples))), CHECKS[2:]
     )
     assert "adds values of two batches, and they have the shapes [[1], [2]]" in results[0].message

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import View
-from backpack_core.testing import RuleCase, check_rule
+from backpack_core.testing import RuleCase, check_case
 from backpack_products import ParametricRule
 
 
@@ -58,7 +58,7 @@ def test_spectral_convolution() -> None:
     for modes, length in ((2, 5), (3, 4)):
         make = lambda modes=modes: SpectralConv(2, modes)  # noqa: E731
         draw = lambda n, length=length: torch.randn(n, 2, length)  # noqa: E731
-        results = check_rule(RuleCase(make, draw, rule=SpectralConvRule))
+        results = check_case(RuleCase(make, draw, rule=SpectralConvRule))
         assert [result for result in results if not result.ok] == []
         names = {result.check for result in results}
         assert "float32" in names
@@ -66,5 +66,5 @@ def test_spectral_convolution() -> None:
 
 
 def test_others_are_checked_in_half_precision() -> None:
-    results = check_rule(RuleCase(lambda: nn.Linear(4, 2), lambda n: torch.randn(n, 4)))
+    results = check_case(RuleCase(lambda: nn.Linear(4, 2), lambda n: torch.randn(n, 4)))
     assert "bfloat16" in {result.check for result in results}

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.contract.rules import LayerRule
-from backpack_core.record.structure import iter_tensors
+from backpack_core.record.nested import iter_tensors
 from backpack_core.record.view import View
 from backpack_products import derivatives
 from backpack_products.affine import AffineProduct

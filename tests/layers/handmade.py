@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from backpack_core.contract.rules import LayerRule, NoRule
 from backpack_core.record.call import Call, Stored
-from backpack_core.record.structure import iter_tensors
+from backpack_core.record.nested import iter_tensors
 from backpack_core.record.view import View
 from backpack_products.parametric import ParametricRule
 

@@ -14,7 +14,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import register_parametrization as parametrize
 
 from backpack_core import backpack, extend, hookimpl, plugins
-from backpack_core.contract.carrier import Carrier, Found
+from backpack_core.contract.carrier import Carrier, ParameterResult
 from backpack_core.errors import (
     PluginCodeError,
     PluginConflictError,
@@ -178,7 +178,7 @@ class Special(Carrier):
         return view.grad_output
 
     def find(self, view, trained, quantity):
-        return (Found(each.name, each.parameter, "special") for each in trained)
+        return (ParameterResult(each.name, each.parameter, "special") for each in trained)
 
     def send(self, view, quantity):
         return {}

@@ -33,7 +33,7 @@ from backpack_core.errors import (
 )
 from backpack_core.extensions import DiagGGNExact
 from backpack_core.plugins.registry import registry
-from backpack_core.testing import RuleCase, check_rule, temporary_plugin
+from backpack_core.testing import RuleCase, check_case, temporary_plugin
 from backpack_core.testing.fake_distribution import FakeDistribution
 from backpack_products import FirstOrderExtension, ParametricRule
 from backpack_products.derivatives import second_derivative_mat_prod, second_order
@@ -219,7 +219,7 @@ def test_a_class_that_is_named_twice(types: tuple[Any, ...]) -> None:
 def test_the_kit_says_so_too(name: str) -> None:
     kind, expected = AT_REGISTRATION[name]
     with pytest.raises(UsageError, match="cannot be run") as caught:
-        check_rule(RuleCase(Gain, lambda n: torch.randn(n, 3), rule=kind))
+        check_case(RuleCase(Gain, lambda n: torch.randn(n, 3), rule=kind))
     assert expected in str(caught.value)
 
 

@@ -113,7 +113,7 @@ def test_a_class_that_computes_something_else_is_told_apart() -> None:
 @pytest.mark.parametrize("text", ["", "[]", '{"Fancy": 1}', "\x00"])
 def test_a_damaged_file_says_nothing(scaled: Path, text: str) -> None:
     provided.beside(scaled, provided.NAME).write_text(text)
-    assert not provided.said_by("other_module")
+    assert not provided.declared_by("other_module")
     assert not [*provided.providers({"Fancy"}, known_plugins())]
 
 

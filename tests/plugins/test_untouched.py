@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from backpack_core import Extension, backpack, extend
 from backpack_core.errors import PluginCodeError
 from backpack_core.extensions import BatchGrad, DiagGGNExact
-from backpack_core.record.structure import iter_tensors
+from backpack_core.record.nested import iter_tensors
 from backpack_core.testing import (
     ExtensionCase,
     RuleCase,
-    check_extension,
-    check_rule,
+    check_case,
     temporary_plugin,
 )
 from backpack_products import FirstOrderExtension
@@ -224,10 +223,10 @@ def test_what_is_ones_own_may_be_changed() -> None:
 def test_the_kit_says_so_of_rules() -> None:
     kind = derived(GainRule, _jac_t_mat_prod=METHODS["_jac_t_mat_prod"][0])
     case = RuleCase(Gain, lambda n: torch.randn(n, 3), rule=kind)
-    failed = [result for result in check_rule(case) if not result.ok]
+    failed = [result for result in check_case(case) if not result.ok]
     assert any("Slip._jac_t_mat_prod changed" in result.message for result in failed)
 
 
 def test_the_kit_says_so_of_extensions() -> None:
-    failed = [result for result in check_extension(ExtensionCase(Doubling)) if not result.ok]
+    failed = [result for result in check_case(ExtensionCase(Doubling)) if not result.ok]
     assert any("Doubling.read changed" in result.message for result in failed)

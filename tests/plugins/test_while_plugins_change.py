@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from backpack_core import LayerRule, backpack, extend, register, unregister
 from backpack_core.contract.operation import OpenFunction
-from backpack_core.discovery import version_of
+from backpack_core.discovery import preferred_version
 from backpack_core.extensions import BatchGrad
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import _names, registry
@@ -108,13 +108,13 @@ def test_the_version_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
         return "version"
 
     def slow(*given: Any) -> Any:
-        found = version_of(*given)
+        found = preferred_version(*given)
         if not which.has_version(DenseProduct):
             _meanwhile(lambda: which.register(version))
         return found
 
     version.__annotations__["product"] = DenseProduct
-    monkeypatch.setattr("backpack_core.contract.operation.version_of", slow)
+    monkeypatch.setattr("backpack_core.contract.operation.preferred_version", slow)
     product = DenseProduct(torch.ones(1, 2, 3))
     assert [which(product) for _ in range(2)] == ["definition", "version"]
 

@@ -15,7 +15,7 @@ from backpack_core.contract.extension import Extension
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Call, Site
-from backpack_core.record.state import OF_ALL, OUR_ATTRIBUTES
+from backpack_core.record.state import MODULE_ATTRIBUTES, OUR_ATTRIBUTES
 
 if TYPE_CHECKING:  # what a recording needs is imported when there is one
     from backpack_capture.code import Code
@@ -116,7 +116,7 @@ def attributes_of(structure: Structure) -> dict[int, dict[str, Any]]:
     found = dict[int, dict[str, Any]]()
     for place, (call, _) in enumerate(structure.sites):
         table = call.module.__dict__
-        known = {*OF_ALL, *OUR_ATTRIBUTES, *call.settings.names, "training"}
+        known = {*MODULE_ATTRIBUTES, *OUR_ATTRIBUTES, *call.settings.names, "training"}
         if others := table.keys() - known:
             values = [(name, table[name]) for name in others]
             found[place] = {n: [*v] if isinstance(v, list) else v for n, v in values}

@@ -73,7 +73,7 @@ class DyePropagator(Propagator):
         """
         self._judge, self._weights, self._question = judge, judge.weights, judge.question
         # Whether nodes can be called, as other quantities do, without harm to checkpoints.
-        self._gives_again = all(call.gives_again for call, _ in survey.sites)
+        self._unpacks_twice = all(call.unpacks_twice for call, _ in survey.sites)
         self._survey = survey
         self._owners = Owners(survey)
         self.settled: set[tuple[Call, int]] = set()
@@ -295,7 +295,7 @@ class DyePropagator(Propagator):
 
     def _pushed(self, node: Node, quantities: Dyes) -> list[tuple[int, Columns]]:
         """The columns behind a node; none if calling the node may have side effects."""
-        if not self._gives_again or (nodes.is_function(node) and not nodes.hands_on(node)):
+        if not self._unpacks_twice or (nodes.is_function(node) and not nodes.hands_on(node)):
             return []
         try:
             with torch.no_grad():

@@ -307,5 +307,5 @@ def _something_besides(where: str, arrived: Dye) -> UnsupportedError:
         "parameter got other numbers since the forward pass (model.half(), parameter.data = ...), "
         "or the layer rule of what uses it is wrong. Curvature would be that of something else. "
         "Extend the loss as a whole, compute the other term's in a backward pass of its own, "
-        "remove the hook, or run check_rule of backpack_core.testing on the rule."
+        "remove the hook, or run check_case of backpack_core.testing on the rule."
     )

@@ -9,7 +9,7 @@ from backpack_checks.untouched import ByVersions
 from backpack_core import hookimpl
 from backpack_core.contract.observer import Observer
 from backpack_core.engine.backward import BackwardPass
-from backpack_core.record.untouched import GUARDS
+from backpack_core.record.guards import GUARDS
 
 GUARDS.append(ByVersions())
 

@@ -134,7 +134,7 @@ class SumCheck(FirstOrderExtension):
             f"The gradients of single samples in {named(self._survey, parameter)} do not add up to "
             f"the gradient that autograd brings: the norm of the difference is {difference:.1e}, "
             f"that of the gradient {size:.1e}. A custom autograd.Function, an operation outside of "
-            "autograd or a layer rule is wrong: run check_rule of backpack_core.testing on the "
+            "autograd or a layer rule is wrong: run check_case of backpack_core.testing on the "
             "rule, and give the function to a module of its own."
         )
 

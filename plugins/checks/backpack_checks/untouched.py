@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from backpack_core.errors import PluginCodeError
-from backpack_core.record.untouched import PLAIN, Guard, Versions, held, shown_by
+from backpack_core.record.guards import PLAIN, Guard, Versions, versions_in, visible_tensors
 from backpack_core.record.view import View
 
 
@@ -27,7 +27,7 @@ class ByVersions(Guard):
             if Tensor in kind.__mro__:
                 versions += ((value, value._version),)
             elif kind not in PLAIN:
-                versions += held(value)
+                versions += versions_in(value)
         return versions
 
     def after(self, view: View, seen: Versions, plugin: object, method: str) -> None:
@@ -43,12 +43,12 @@ class ByVersions(Guard):
 
 def _counted(view: View) -> Versions:
     """The tensors that a view shows, with versions; inference tensors have none."""
-    tensors = shown_by(view)
+    tensors = visible_tensors(view)
     try:
         versions = [(tensor, tensor._version) for tensor in tensors]
     except RuntimeError:
         versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
-    if view.taken is None:  # otherwise further tensors may be unpacked later in the visit
+    if view.unpacked is None:  # otherwise further tensors may be unpacked later in the visit
         view.counted = versions
     return versions
 

@@ -7,7 +7,7 @@ from weakref import WeakKeyDictionary, ref
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core.record.owner import HANDED, PATH_ATTRIBUTE, owner_of
+from backpack_core.record.owner import PATH_ATTRIBUTE, SUBSTITUTES, owner_of
 from backpack_products import SampleProduct
 
 _known: WeakKeyDictionary[Module, dict[int, tuple[ref[Tensor], str]]] = WeakKeyDictionary()
@@ -22,8 +22,8 @@ def name_of(product: SampleProduct) -> str:
     parameter, module = product.parameter, product.module
     if parameter is None or module is None:
         return product.name
-    if id(parameter) in HANDED:
-        _, owner, name = HANDED[id(parameter)]
+    if id(parameter) in SUBSTITUTES:
+        _, owner, name = SUBSTITUTES[id(parameter)]
         home = owner()
         return _joined(module if home is None else home, name)
     model = owner_of(module)

@@ -173,7 +173,7 @@ class _Hook(NamedTuple):
     is_foreign: bool
 
     @property
-    def gives_again(self) -> bool:
+    def unpacks_twice(self) -> bool:
         """Whether both we and autograd can get a tensor that this hook packs."""
         return not self.is_foreign and getattr(torch_checkpoint, "_Holder", None) is _Holder
 

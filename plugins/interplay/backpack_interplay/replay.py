@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.errors import OverwrittenInputError
-from backpack_core.record.structure import iter_tensors
+from backpack_core.record.nested import iter_tensors
 
 if TYPE_CHECKING:
     from backpack_core.record.view import View

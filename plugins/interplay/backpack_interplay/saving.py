@@ -14,9 +14,9 @@ from torch.nn import Parameter
 
 from backpack_core._torch import has_memory, memory_of, version_of
 from backpack_core.record.call import Stored
+from backpack_core.record.nested import map_tensors
 from backpack_core.record.run import Run, layout_of
-from backpack_core.record.storage import Taken
-from backpack_core.record.structure import map_tensors
+from backpack_core.record.storage import UnpackedTensors
 from backpack_interplay.checkpoints import SavedTensor, save, unpack
 
 
@@ -44,14 +44,14 @@ def shown_by(run: Run, tensors: Sequence[Tensor], stand_ins: Iterable[Tensor]) -
     return run._replace(memories={memory_of(t): layout_of(t, axis) for t in given})
 
 
-class Unpacked(Taken):
+class Unpacked(UnpackedTensors):
     """The tensors of a call, unpacked during a visit."""
 
-    __slots__ = ("_stored", "found")
+    __slots__ = ("_stored", "tensors")
 
     def __init__(self, stored: Stored) -> None:
         self._stored = stored
-        self.found: dict[int, Tensor] = {}
+        self.tensors: dict[int, Tensor] = {}
 
     def tensor(self, slot: int) -> tuple[Tensor, bool]:
         """A tensor, unpacked once, and whether it was changed in place since the forward pass."""
@@ -68,11 +68,11 @@ class Unpacked(Taken):
         return _replaced(stored, unpacked)
 
     def _unpacked(self, slot: int) -> Tensor:
-        if slot not in self.found:
+        if slot not in self.tensors:
             stored, saved = self._stored, self._stored.saved[slot]
             tensor = (*stored.inputs, *stored.outputs)[slot]
-            self.found[slot] = tensor if saved is None else unpack(saved)
-        return self.found[slot]
+            self.tensors[slot] = tensor if saved is None else unpack(saved)
+        return self.tensors[slot]
 
 
 def _replaced(stored: Stored, by: dict[int, Tensor]) -> Stored:

@@ -13,7 +13,7 @@ from backpack_core._torch import Node
 from backpack_core.record.call import Stored
 from backpack_core.record.execution import Execution
 from backpack_core.record.run import Run
-from backpack_core.record.storage import Storage, Taken
+from backpack_core.record.storage import Storage, UnpackedTensors
 from backpack_core.record.view import View
 from backpack_interplay import checkpoints, compiled, parametrized, shards
 from backpack_interplay.leaves import leaves_behind, pull_back
@@ -36,9 +36,9 @@ class Interplay(Storage):
         """Store the tensors of a call through the current saved-tensor hooks."""
         hook, kept = checkpoints.saving_hook(), through_hooks(stored)
         run = shown_by(run, stored.inputs, kept.inputs)
-        return kept, run, hook is None or hook.gives_again
+        return kept, run, hook is None or hook.unpacks_twice
 
-    def open(self, stored: Stored) -> Taken:
+    def unpack(self, stored: Stored) -> UnpackedTensors:
         """The tensors of a call, unpacked when they are needed."""
         return Unpacked(stored)
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core.record.structure import iter_tensors
+from backpack_core.record.nested import iter_tensors
 from backpack_core.record.view import View
 from backpack_core.remember import remembered
 

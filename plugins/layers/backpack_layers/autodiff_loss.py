@@ -11,7 +11,7 @@ from torch.distributions import Distribution
 from torch.nn import Module
 
 from backpack_core.errors import SampleMixingError, UnsupportedError, UsageError
-from backpack_core.record.structure import map_tensors
+from backpack_core.record.nested import map_tensors
 from backpack_core.record.switch import disable
 from backpack_core.record.view import View
 from backpack_layers._loss import check_arguments

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from backpack_core.errors import UnsupportedError
-from backpack_core.record.structure import iter_tensors
+from backpack_core.record.nested import iter_tensors
 from backpack_core.record.view import View
 from backpack_layers.linear_map import LinearMapRule
 from backpack_layers.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule

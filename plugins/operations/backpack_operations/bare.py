@@ -16,8 +16,8 @@ from backpack_core._torch import memories_of, version_of
 from backpack_core.contract.bases import base
 from backpack_core.plugins.registry import FALLBACK
 from backpack_core.record.call import Call, Edge, Site, Stored
+from backpack_core.record.guards import visible_memory
 from backpack_core.record.state import NO_SETTINGS
-from backpack_core.record.untouched import memories
 from backpack_core.record.view import View
 from backpack_operations.operands import FactoredColumns
 from backpack_operations.parameter_owners import owned_by_models
@@ -43,7 +43,7 @@ class BareRule(ParametricRule):
             return [DenseProduct(columns.mat)]
         product = columns.product()
         # Factors may be views of gradients, which others may change later: their memory is noted.
-        memories(view).update(memories_of(tensor for tensor, _ in product.held()))
+        visible_memory(view).update(memories_of(tensor for tensor, _ in product.held()))
         return [product]
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def batch_of(survey: GraphSurvey) -> int:
         return 0
     calls = dict.fromkeys(call for call, _ in received if not survey.is_loss(call))
     runs = [n for call in calls for n in call.run.sizes]
-    outer = {n for call in calls if not call.run.is_inner for n in call.run.sizes}
+    outer = {n for call in calls if not call.run.has_computed_input for n in call.run.sizes}
     losses, entering = _of_losses(survey), [*_entering(calls)]
     pooled = {} if survey.is_declared else _pooled(survey)
     runs, outer = [pooled.get(n, n) for n in runs], {pooled.get(n, n) for n in outer}
@@ -106,7 +106,7 @@ def some_rows(survey: GraphSurvey) -> tuple[int, dict[Node, Tensor]]:
         if view is not None:
             is_given = is_first and size == len(view[1])
             node = survey.sites[call, index].edge.node if is_given else None
-            (inner if run.is_inner else outer)[view[0]].append((view[1], node))
+            (inner if run.has_computed_input else outer)[view[0]].append((view[1], node))
     for memory in outer or inner:  # an inner model has the samples of the model around it
         outer[memory] += inner[memory]
     parts = [of for of in outer.values() if len({rows for rows, _ in of}) > 1]
@@ -137,7 +137,7 @@ def other_run(survey: GraphSurvey) -> tuple[Call, int] | None:
     if not samples or survey.call_rows or is_one_each:
         return None
     for call, _ in survey.received:
-        sizes = () if survey.is_loss(call) or call.run.is_inner else call.run.sizes
+        sizes = () if survey.is_loss(call) or call.run.has_computed_input else call.run.sizes
         sizes = sizes or tuple(_entering([call] if call.run is NO_RUN else []))
         rows = next((n for n in sizes if n > samples and not n % samples), 0)
         if rows and samples not in sizes:

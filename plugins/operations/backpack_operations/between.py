@@ -18,7 +18,7 @@ from backpack_core.engine.between import Between
 from backpack_core.engine.schedule import Schedule, when_reached
 from backpack_core.engine.sink import FieldSink
 from backpack_core.plan.structure import OVERWRITTEN, Structure, Unplanned
-from backpack_core.record.call import Call, Edge, Kept, Site
+from backpack_core.record.call import Call, CallCaches, Edge, Site
 from backpack_operations import nodes, refusals
 from backpack_operations._torch import CopyNode
 from backpack_operations.aligning import align
@@ -182,7 +182,7 @@ class Operations(Between[GraphSurvey]):
 
     # Visits ---------------------------------------------------------------------------------------
 
-    def traversal(self, schedule: Schedule, sink: FieldSink, kept: Kept) -> StraightTraversal:
+    def traversal(self, schedule: Schedule, sink: FieldSink, kept: CallCaches) -> StraightTraversal:
         """The visits, which send columns in chunks if they do not fit into memory."""
         kind = StraightTraversal if self.survey.is_straight else GraphTraversal
         schedule.chunks = Chunks(self, schedule.groups, kept, sink.partial, kind)

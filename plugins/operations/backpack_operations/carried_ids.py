@@ -221,7 +221,7 @@ class CarriedIds:
             ids = self.of_input(call)
         if ids is None and not any(call.edges[:1]):
             # One of several inputs may be as long as the batch by chance.
-            is_sure = call.receives_input > 1 or len(call.run.given) < 2
+            is_sure = call.receives_input > 1 or len(call.run.inputs) < 2
             ids = self.by_length(tuple(received.shape), declared, is_sure)
         if ids is None or ids.numel() != max(ids.shape, default=0):
             return None

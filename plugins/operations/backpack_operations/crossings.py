@@ -18,7 +18,7 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.location import place_between
 from backpack_core.engine.schedule import Schedule, add
 from backpack_core.graph.nodes import is_leaf
-from backpack_core.record.call import Edge, is_noted
+from backpack_core.record.call import Edge, has_call
 from backpack_operations import nodes
 from backpack_operations.alignment import Crossing
 from backpack_operations.order import children_of
@@ -69,7 +69,7 @@ class Crossings:
             node = todo[-1]
             if node not in is_read:
                 children = children_of(node)
-                if is_noted(node) or any(is_read.get(child) for child in children):
+                if has_call(node) or any(is_read.get(child) for child in children):
                     is_read[node] = True
                 elif new := [child for child in children if child not in is_read]:
                     todo += new

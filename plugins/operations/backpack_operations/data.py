@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import has_memory, memory_of
-from backpack_core.record.run import Given, Run, SampleLayout, layout_of, span_of
+from backpack_core.record.run import ModelInput, Run, SampleLayout, layout_of, span_of
 from backpack_operations.sample_ids import SampleIds, Shape, along, shortened, viewed
 from backpack_operations.tensor_lists import can_join, joinable, lists_of_kinds
 from backpack_products.values import is_symbolic
@@ -136,18 +136,21 @@ class _Data:
         self._received, self._run = data, run
         self._shape: Shape = tuple(data.shape)
         self._is_readable = is_readable and has_memory(data) and not is_symbolic(data)
-        self._samples, self._lists = samples, list[list[Given]]()  # lists of one sample per tensor
+        self._samples, self._lists = (
+            samples,
+            list[list[ModelInput]](),
+        )  # lists of one sample per tensor
         by_path = dict[tuple[int, ...], Tensor]()
-        if items is not None and len(items) == len(run.given):
+        if items is not None and len(items) == len(run.inputs):
             self._lists = joinable(run)
-            by_path = {given.path: rows for given, rows in zip(run.given, items, strict=True)}
+            by_path = {given.path: rows for given, rows in zip(run.inputs, items, strict=True)}
         elif depth is not None:
             self._lists = lists_of_kinds(run, depth)
             by_path = {g.path: samples[n, None] for of in self._lists for n, g in enumerate(of)}
         # The tensors that the model received, each with the samples of its rows, or its only one.
         self._owned = [
             (given, by_path.get(given.path, samples))
-            for given in run.given
+            for given in run.inputs
             if given.path in by_path or given.shape[run.axis : run.axis + 1] == samples.shape
         ]
         self._rows = {given.path: rows for given, rows in self._owned}
@@ -260,19 +263,19 @@ class _Data:
             readings = [self._of_items(g, 0) for g in nested if shape[:1] == (len(g),)]
         return _same([ids for ids in readings if ids is not None])
 
-    def _of_items(self, group: list[Given], axis: int) -> SampleIds | None:
+    def _of_items(self, group: list[ModelInput], axis: int) -> SampleIds | None:
         """The ids if an axis has one entry for each tensor; ``None`` if one has several samples."""
         rows = [self._rows.get(given.path, self._samples[:0]) for given in group]
         is_one_each = all(len(own) == 1 for own in rows)
         return along(torch.cat(rows), axis, self._shape) if is_one_each else None
 
-    def _is_padded(self, group: list[Given], axis: int) -> bool:
+    def _is_padded(self, group: list[ModelInput], axis: int) -> bool:
         """Whether the data have the shape of padded items, stacked on an axis."""
         lengths, (first, *_) = [g.shape[0] for g in group if g.shape], group
         shape = [len(group), max(lengths, default=0)][:: 1 - 2 * axis]
         return len(lengths) == len(group) and self._shape == (*shape, *first.shape[1:])
 
-    def _joined(self) -> Iterator[tuple[list[Given], Tensor]]:
+    def _joined(self) -> Iterator[tuple[list[ModelInput], Tensor]]:
         """Lists of tensors that may have been joined, with the samples of all their rows."""
         # A tensor without samples in front may belong to all of them.
         nobody = torch.full((1,), -1, device="cpu")

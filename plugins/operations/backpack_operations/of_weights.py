@@ -9,7 +9,7 @@ from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.graph.nodes import is_leaf
-from backpack_core.record.call import Call, Edge, is_noted
+from backpack_core.record.call import Call, Edge, has_call
 from backpack_core.record.owner import is_parameter
 from backpack_operations import nodes
 from backpack_operations.order import children_of
@@ -62,7 +62,7 @@ class Origins:
     def _begin(self, node: Node) -> tuple[int, list[Node]]:
         """The bits that a node itself allows, and the nodes behind that must have them, too."""
         survey, calls = self._survey, []
-        if is_noted(node) or (survey.leaves and (node, 0) in survey.leaves):
+        if has_call(node) or (survey.leaves and (node, 0) in survey.leaves):
             sites = [survey.site_at(Edge(node, nr)) for nr in range(len(node._input_metadata))]
             calls = [s.call for s in sites if s is not None and s.call not in survey.opened]
         if calls:  # the node belongs to calls that are stepped over: their inputs count

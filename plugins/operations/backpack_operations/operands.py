@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.discovery import version_of
+from backpack_core.discovery import preferred_version
 from backpack_core.record.storage import storage
 from backpack_operations import nodes
 from backpack_operations._torch import metadata_of
@@ -191,7 +191,7 @@ def operand_product(
         return None
     operand = Operand(node, position, nodes.shape_of(child, number), is_apart)
     with storage().reading(node):
-        product = version_of(_MAKERS[name], f"products_at/{name}")(operand, mat)
+        product = preferred_version(_MAKERS[name], f"products_at/{name}")(operand, mat)
     if product is None:
         return None
     lasting: SampleProduct = product.lasting()  # it is read only when autograd gets to the operand

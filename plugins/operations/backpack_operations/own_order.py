@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
+from backpack_core.autocast import without_autocast
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.between import Between
@@ -27,11 +28,10 @@ from backpack_core.engine.groups import Group
 from backpack_core.engine.schedule import Schedule
 from backpack_core.engine.sink import Sink, Values, combined
 from backpack_core.graph.survey import Survey
-from backpack_core.record.call import Call, Kept, Site
+from backpack_core.record.call import Call, CallCaches, Site
+from backpack_core.record.nested import iter_tensors
 from backpack_core.record.storage import storage
-from backpack_core.record.structure import iter_tensors
 from backpack_core.tuning import column_budget, memory_budget
-from backpack_core.values import without_autocast
 from backpack_operations.order import ranks
 from backpack_operations.straight import StraightTraversal
 
@@ -138,7 +138,7 @@ class Chunks:
 
     between: Between[Any]
     groups: Sequence[Group]
-    kept: Kept
+    kept: CallCaches
     partial: Values
     traversal: type[StraightTraversal]
     _ranks: dict[Node, int] = field(default_factory=dict)
@@ -188,6 +188,6 @@ class Chunks:
             call.rule.check(view)
         traversal.visit(lane, site, view)
         # Not if it was computed from tensors that saved-tensor hooks provided for this visit.
-        held = sum(t.nbytes for t in iter_tensors(list(view.kept.values())))
-        if view.taken is not None or held > memory_budget():
-            view.kept.clear()
+        held = sum(t.nbytes for t in iter_tensors(list(view.call_cache.values())))
+        if view.unpacked is not None or held > memory_budget():
+            view.call_cache.clear()

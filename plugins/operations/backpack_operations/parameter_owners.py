@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core.record.owner import HANDED, MODELS, OWNER_ATTRIBUTE, owners_of
+from backpack_core.record.owner import MODELS, OWNER_ATTRIBUTE, SUBSTITUTES, owners_of
 
 
 def name_of_parameter(modules: Iterable[Module], parameter: Tensor) -> str | None:
@@ -28,7 +28,7 @@ def owned_by_models() -> dict[int, tuple[Module, str]]:
     living = (reference() for reference in MODELS.valuerefs())
     models = [m for m in living if m is not None and OWNER_ATTRIBUTE in m.__dict__]
     modules = (module for model in models for module in model.modules())
-    handed = [(key, part(), name) for key, (_, part, name) in [*HANDED.items()]]
+    handed = [(key, part(), name) for key, (_, part, name) in [*SUBSTITUTES.items()]]
     return {key: (part, name) for key, part, name in handed if part is not None} | {
         id(own): (module, name)
         for module in modules

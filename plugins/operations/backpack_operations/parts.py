@@ -33,8 +33,8 @@ def tell_parts(survey: GraphSurvey) -> None:
     A fault is recorded if tensors of several lengths were joined, and no reading explains it.
     """
     samples, calls = survey.batch_size, dict.fromkeys(call for call, _ in survey.received)
-    runs = {id(call.run): call.run for call in calls if not call.run.is_inner}.values()
-    if all(len(run.given) < 2 for run in runs):
+    runs = {id(call.run): call.run for call in calls if not call.run.has_computed_input}.values()
+    if all(len(run.inputs) < 2 for run in runs):
         return
     fresh = [c for c in calls if not (c.rule.is_loss or any(c.edges[:1]) or _is_whole(c))]
     readings = _readings(survey, runs, fresh)
@@ -52,7 +52,7 @@ def tell_parts(survey: GraphSurvey) -> None:
         # No module received data by itself: only the number of entries at the ends is known.
         _assume(survey, *reading)
         return
-    given = {given.shape[0] for run in runs for given in run.given if given.shape}
+    given = {given.shape[0] for run in runs for given in run.inputs if given.shape}
     rows = {call.stored.inputs[0].shape[:1].numel() for call in fresh}
     is_joined = reading[0] not in given and not rows <= given  # no argument has as many rows
     is_told = any(map(tensor_lists.is_packed, fresh))
@@ -103,7 +103,7 @@ def _knows(survey: GraphSurvey, fresh: list[Call], samples: int, depth: int | No
 def _is_whole(call: Call) -> bool:
     """Whether a module received nothing, or all of the arguments: neither distinguishes items."""
     shapes = [tuple(tensor.shape) for tensor in call.stored.inputs]
-    return not shapes or (len(shapes) > 1 and shapes == [given.shape for given in call.run.given])
+    return not shapes or (len(shapes) > 1 and shapes == [given.shape for given in call.run.inputs])
 
 
 def _assume(survey: GraphSurvey, samples: int, depth: int | None) -> None:

@@ -16,8 +16,8 @@ from backpack_core._torch import Node
 from backpack_core.errors import BackpackError
 from backpack_core.graph.parameters import Trained, complex_parameter
 from backpack_core.graph.survey import Survey
-from backpack_core.record.call import Call, Edge, Kept, Layout, Site, site_at, viewed_at
-from backpack_core.record.owner import results_handed_over
+from backpack_core.record.call import Call, CallCaches, Edge, Layout, Site, site_at, viewed_at
+from backpack_core.record.owner import computed_substitutes
 from backpack_core.record.view import View
 from backpack_operations._torch import CopyNode
 from backpack_operations.alignment import Alignment
@@ -97,7 +97,7 @@ class GraphSurvey(Survey):
     call_rows: dict[Node, Tensor] = field(default_factory=dict)
     axes: dict[tuple[Call, int], int] = field(default_factory=dict)
     computed: dict[Call, Mapping[tuple[Node, int], Tensor]] = field(default_factory=dict)
-    handed: dict[tuple[Node, int], Tensor] = field(default_factory=results_handed_over)
+    handed: dict[tuple[Node, int], Tensor] = field(default_factory=computed_substitutes)
     received: dict[tuple[Call, int], int] = field(default_factory=dict)
     unruled_losses: set[Call] = field(default_factory=set)
     unusual: list[Site] = field(default_factory=list)
@@ -156,7 +156,7 @@ class GraphSurvey(Survey):
             return None  # the call is visited at the tensor that its output is a view of
         return site
 
-    def place_of(self, site: Site) -> tuple[int, int]:
+    def axis_and_positions(self, site: Site) -> tuple[int, int]:
         """The axis that holds the samples, and how many of its entries each sample has."""
         if self.is_straight:
             return 0, 1
@@ -164,7 +164,7 @@ class GraphSurvey(Survey):
         is_usual = site.layout is None and not (alignment.positions or alignment.faults)
         return axis, 1 if is_usual else alignment.positions_of(site, axis)
 
-    def view(self, site: Site, kept: Kept, grad: Tensor | None = None) -> View:
+    def view(self, site: Site, kept: CallCaches, grad: Tensor | None = None) -> View:
         """Also set ``view.owners``, the sample of each row, where rows are in no usual order."""
         view = super().view(site, kept, grad)
         if site[:2] in self.loss_owners:

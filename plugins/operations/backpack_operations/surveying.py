@@ -14,7 +14,7 @@ from torch import Tensor
 
 from backpack_core._torch import Node, has_memory
 from backpack_core.graph.nodes import described, is_leaf
-from backpack_core.record.call import Call, Edge, Site, is_noted, site_at, viewed_at
+from backpack_core.record.call import Call, Edge, Site, has_call, site_at, viewed_at
 from backpack_core.record.owner import is_parameter
 from backpack_core.record.view import View
 from backpack_operations import faults, nodes
@@ -41,7 +41,7 @@ def look_behind(survey: GraphSurvey, edges: Iterable[Edge]) -> None:
         if survey.told is None:
             survey.told = told_by_sums(survey, edges)
         else:
-            survey.told = survey.told.fitting(run for run in runs if not run.is_inner)
+            survey.told = survey.told.fitting(run for run in runs if not run.has_computed_input)
     if survey.told is not None:
         survey.batch_size = survey.told.samples
     elif not survey.batch_size:
@@ -82,7 +82,7 @@ def _walk(survey: GraphSurvey, todo: _Steps) -> None:
             while region and any(e and e[:2] == edge[:2] for e in region[0].edges):
                 region = region[1:]  # an input of the innermost call: the walk leaves that call
         site = None
-        if is_noted(edge.node):
+        if has_call(edge.node):
             _note_views(survey, edge, region)
             site = survey.site_at(edge)
         if site is None:

@@ -10,19 +10,19 @@ from collections import defaultdict
 from torch.nn.utils.rnn import PackedSequence
 
 from backpack_core.record.call import Call
-from backpack_core.record.run import Given, Run
+from backpack_core.record.run import ModelInput, Run
 
 
-def lists(run: Run, depth: int) -> list[list[Given]]:
+def lists(run: Run, depth: int) -> list[list[ModelInput]]:
     """The lists among the arguments of a run whose items' paths differ at one depth."""
-    by_other = defaultdict[tuple[int, ...], list[Given]](list)
-    for given in run.given if len(run.given) > 1 and not run.axis else ():
+    by_other = defaultdict[tuple[int, ...], list[ModelInput]](list)
+    for given in run.inputs if len(run.inputs) > 1 and not run.axis else ():
         if len(given.path) > depth:
             by_other[given.path[:depth] + given.path[depth + 1 :]].append(given)
     return [items for items in by_other.values() if len(items) > 1]
 
 
-def lists_of_kinds(run: Run, depth: int) -> list[list[Given]]:
+def lists_of_kinds(run: Run, depth: int) -> list[list[ModelInput]]:
     """The same, split by dtype and number of axes: an index beside the items is none of them."""
     by_kind = []
     for items in lists(run, depth):
@@ -33,12 +33,12 @@ def lists_of_kinds(run: Run, depth: int) -> list[list[Given]]:
     return [g for g in by_kind if len(g) > 1 and (len(g[0].path) > 1 or can_join(g))]
 
 
-def all_kinds(run: Run) -> list[list[Given]]:
+def all_kinds(run: Run) -> list[list[ModelInput]]:
     """The lists of one kind at all depths."""
     return [items for depth in range(deepest(run)) for items in lists_of_kinds(run, depth)]
 
 
-def joinable(run: Run) -> list[list[Given]]:
+def joinable(run: Run) -> list[list[ModelInput]]:
     """The lists at all depths that a model may have joined along axis 0."""
     every = (items for depth in range(deepest(run)) for items in lists(run, depth))
     return [items for items in every if can_join(items)]
@@ -46,10 +46,10 @@ def joinable(run: Run) -> list[list[Given]]:
 
 def deepest(run: Run) -> int:
     """The length of the longest path of an argument."""
-    return max((len(given.path) for given in run.given), default=0)
+    return max((len(given.path) for given in run.inputs), default=0)
 
 
-def can_join(items: list[Given]) -> bool:
+def can_join(items: list[ModelInput]) -> bool:
     """Whether tensors have the same shape but for axis 0."""
     return all(given.shape for given in items) and len({given.shape[1:] for given in items}) == 1
 

@@ -55,7 +55,7 @@ class Told(NamedTuple):
                     "torch.tensor(samples) for the rows, or [torch.tensor([n]) for n in samples] "
                     "for the tensors."
                 )
-            if self.items is not None and not (self.are_numbers and len(run.given) < 2):
+            if self.items is not None and not (self.are_numbers and len(run.inputs) < 2):
                 fitted = self._of_items(run)
             elif run.sizes and len(self.rows) not in run.sizes:
                 raise UsageError(
@@ -69,15 +69,15 @@ class Told(NamedTuple):
 
     def _may_be_rows(self, run: Run) -> bool:
         """Whether plain numbers may be meant for the arguments, or for their rows, equally many."""
-        is_list = all(len(given.path) > 1 for given in run.given)
-        counts = {len(run.given), *run.sizes}
+        is_list = all(len(given.path) > 1 for given in run.inputs)
+        counts = {len(run.inputs), *run.sizes}
         return (
             self.are_numbers and not is_list and counts == {len(self.rows)} and len(self.rows) > 1
         )
 
     def _of_items(self, run: Run) -> Told:
         """Expand an entry for each tensor to the rows of all tensors."""
-        items, lengths = self.items or (), [(*given.shape, 1)[0] for given in run.given]
+        items, lengths = self.items or (), [(*given.shape, 1)[0] for given in run.inputs]
         fits = [len(rows) in (1, n) for rows, n in zip(items, lengths, strict=False)]
         if len(items) != len(lengths) or not all(fits):
             raise UsageError(

@@ -66,7 +66,7 @@ class GraphTraversal(StraightTraversal):
         """Whether samples have one entry each at an edge."""
         to = self.survey.site_at(edge)
         # At a view that was overwritten, the base arrives, whose shape says nothing.
-        return to is None or to.layout is not None or self.survey.place_of(to)[1] == 1
+        return to is None or to.layout is not None or self.survey.axis_and_positions(to)[1] == 1
 
     def _widened(self, visit: Visit, quantity: Any) -> Any:
         """Extend a quantity at a call from the samples that take part to the whole batch."""

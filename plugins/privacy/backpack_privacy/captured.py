@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.errors import UsageError
-from backpack_core.record.structure import map_tensors
+from backpack_core.record.nested import map_tensors
 from backpack_privacy.shards import is_shard
 from backpack_privacy.sums import FIELD, Pass, Told
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from backpack_core.contract.bases import base
 from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.errors import UnsupportedError
-from backpack_core.record.untouched import ask
+from backpack_core.record.guards import ask
 from backpack_core.record.view import View
 from backpack_products.transposition import transpose
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import base_of
+from backpack_core.record.guards import Versions
 from backpack_core.record.owner import is_parameter
-from backpack_core.record.untouched import Versions
 from backpack_products.columns import Root
 from backpack_products.product import SampleProduct
 

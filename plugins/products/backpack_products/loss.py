@@ -12,7 +12,7 @@ from backpack_core.contract.bases import base
 from backpack_core.contract.loss import LossRule
 from backpack_core.contract.rules import expect
 from backpack_core.errors import UnsupportedError
-from backpack_core.record.untouched import ask
+from backpack_core.record.guards import ask
 from backpack_core.record.view import View
 from backpack_products.derivatives import SecondOrderRule
 from backpack_products.values import any_of

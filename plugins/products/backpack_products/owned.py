@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from backpack_core.record.untouched import Versions
+from backpack_core.record.guards import Versions
 from backpack_products.affine import AffineProduct
 from backpack_products.columns import Root
 from backpack_products.contractions import slices

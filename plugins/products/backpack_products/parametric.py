@@ -17,7 +17,7 @@ from torch import Tensor
 from backpack_core.contract.bases import Candidate, base, judge
 from backpack_core.contract.rules import LayerRule, expect
 from backpack_core.errors import ShapeError, nearest
-from backpack_core.record.untouched import ask, guard_of
+from backpack_core.record.guards import ask, guard_of
 from backpack_core.record.view import View
 from backpack_products.affine import AffineProduct
 from backpack_products.columns import ApartColumns, InRuns, OwnedColumns
@@ -113,7 +113,7 @@ class ParametricRule(SecondOrderRule):
             return [p if p.samples == n else regrouped(p, p.columns, n, {}) for p in of_rows]
         count, samples = columns.mat.shape[:2]
         products = self.param_products(view, names, columns.flat)
-        return [regrouped(product, count, samples, view.kept) for product in products]
+        return [regrouped(product, count, samples, view.call_cache) for product in products]
 
     def param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
         """The formed ``M`` of :meth:`param_product`. Shape ``[V, N, *θ]``."""

@@ -74,7 +74,7 @@ class SampleProduct(Reading, ABC):
     def __init__(self, columns: int, samples: int, shape: torch.Size, like: Tensor) -> None:
         # Without super().__init__, which would take longer: many products are made.
         self.shape, self.columns, self.samples, self.like = shape, columns, samples, like
-        self.results, self.made, self.kept, self.beside = {}, [], {}, {}
+        self.results, self.made, self.call_cache, self.column_cache = {}, [], {}, {}
 
     @abstractmethod
     def part(self, columns: slice, samples: slice) -> Tensor:
@@ -291,7 +291,7 @@ def regrouped(
         product: The product of the rule.
         columns: ``V``.
         samples: ``N``.
-        kept: ``view.kept`` of the call; the rows that samples reach are noted there.
+        kept: ``view.call_cache`` of the call; the rows that samples reach are noted there.
 
     Returns:
         The sum over ``B``, in the same form if possible.

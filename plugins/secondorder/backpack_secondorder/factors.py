@@ -10,7 +10,7 @@ from torch import Tensor
 
 from backpack_core.contract.operation import OpenFunction, Operation
 from backpack_core.errors import UnsupportedError
-from backpack_core.record.untouched import held
+from backpack_core.record.guards import versions_in
 from backpack_operations.bare import BareRule
 from backpack_products import AffineRule, contractions
 from backpack_products.affine import AffineProduct
@@ -217,15 +217,15 @@ def output_covariance(product: AffineProduct, sharing: WeightSharing = "kfc") ->
     out = product.out
     # Weight and bias of an affine layer have the same columns.
     key = ("covariance", sharing == "expand", *_place(out))
-    if key not in product.beside:
+    if key not in product.column_cache:
         if sharing == "expand" or out.shape[2] == 1:
             vectors = out.flatten(0, 2)  # [V·N·S, G, O]
         else:
             vectors = out.sum(2).flatten(0, 1)  # [V·N, G, O]
         # The columns are stored, too: while they live, no other tensor can get their address,
         # which is the key.
-        product.beside[key] = out, _without_groups(covariances.outer(vectors))
-    factor: Tensor = product.beside[key][1]
+        product.column_cache[key] = out, _without_groups(covariances.outer(vectors))
+    factor: Tensor = product.column_cache[key][1]
     return factor
 
 
@@ -259,11 +259,11 @@ def kept_input_covariance(product: AffineProduct, sharing: WeightSharing) -> Ten
     )
     # Columns that reach other uses have other inputs, possibly of the same shape.
     place = [_place(tensor) for tensor in _tensors(product.inp)]
-    if key not in product.kept or product.kept[key][1] != place:
+    if key not in product.call_cache or product.call_cache[key][1] != place:
         covariance = input_covariance(product.inp, product.like, sharing, product.is_own)
         # The inputs are stored, too, so that no other tensor can get their address.
-        product.kept[key] = covariance, place, JoinedRows(product.inp)
-    factor: Tensor = product.kept[key][0]
+        product.call_cache[key] = covariance, place, JoinedRows(product.inp)
+    factor: Tensor = product.call_cache[key][0]
     return factor
 
 
@@ -271,7 +271,7 @@ def _tensors(inp: Rows) -> list[Tensor]:
     """The tensors of which inputs consist."""
     if isinstance(inp, JoinedRows):
         return [tensor for part in inp.parts for tensor in _tensors(part)]
-    return [inp] if isinstance(inp, Tensor) else [tensor for tensor, _ in held(inp)]
+    return [inp] if isinstance(inp, Tensor) else [tensor for tensor, _ in versions_in(inp)]
 
 
 def input_covariance(

@@ -9,10 +9,10 @@ from functools import cached_property, reduce
 import torch
 from torch import Tensor
 
+from backpack_core.autocast import without_autocast
 from backpack_core.contract.extension import FailMode
 from backpack_core.contract.loss import Normaliser
 from backpack_core.errors import UsageError
-from backpack_core.values import without_autocast
 from backpack_products import SampleProduct, SecondOrderExtension
 from backpack_products.columns import Root
 from backpack_products.extensions import as_subsampling

@@ -63,7 +63,7 @@ class Use(NamedTuple):
         else:
             product = self.rule.param_product(self.view, self.name, columns.mat)
         if self.view.positions > 1:
-            product = product.of_samples(self.samples, self.view.kept)
+            product = product.of_samples(self.samples, self.view.call_cache)
         product.roots = columns.sizes
         return product if self.computed is None else ComputedProduct(product, *self.computed)
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from backpack_core import View
+from backpack_core.autocast import without_autocast
 from backpack_core.engine.active import suspended
 from backpack_core.errors import ShapeError, UnsupportedError, UsageError
-from backpack_core.values import without_autocast
 from backpack_products.transposition import somewhere
 from backpack_secondorder.operators import edge_at_input, is_finite
 from backpack_secondorder.products import (

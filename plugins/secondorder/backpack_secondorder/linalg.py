@@ -8,8 +8,8 @@ from math import nan
 import torch
 from torch import Tensor
 
+from backpack_core.autocast import without_autocast
 from backpack_core.errors import UsageError
-from backpack_core.values import without_autocast
 from backpack_products.multiply import multiply_each
 from backpack_products.values import any_of, at_least_single
 

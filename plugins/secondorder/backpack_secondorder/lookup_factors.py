@@ -86,9 +86,9 @@ def lookups(product: TableProduct) -> LookupProduct:
 def _inputs(product: LookupProduct, sharing: WeightSharing) -> Tensor:
     """``A``, computed once for a call: chunks of columns share the same inputs."""
     key = ("lookups", product.name, product.row.shape, sharing, product.like.dtype)
-    if key not in product.kept:
-        product.kept[key] = _count(product, sharing)
-    factor: Tensor = product.kept[key]
+    if key not in product.call_cache:
+        product.call_cache[key] = _count(product, sharing)
+    factor: Tensor = product.call_cache[key]
     return factor
 
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from backpack_core import LayerRule, View
+from backpack_core.autocast import without_autocast
 from backpack_core.contract.propagator import loss_behind_a_loss
 from backpack_core.engine.active import suspended
 from backpack_core.engine.losses import nothing_arrived
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.call import SITES, Call, Edge
-from backpack_core.values import without_autocast
 from backpack_operations.bridge import agree
 from backpack_operations.nodes import is_function
 from backpack_operations.order import behind

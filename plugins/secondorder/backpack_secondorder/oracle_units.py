@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.plugins.registry import registry
-from backpack_core.record.structure import iter_tensors
+from backpack_core.record.nested import iter_tensors
 from backpack_core.record.switch import disable
 from backpack_core.testing import Arguments, Reference, oracle
 from backpack_core.testing.network import Affine
@@ -63,7 +63,7 @@ def wholes(module: Module) -> Iterator[Module]:
 
 def traced(reference: Reference) -> tuple[Tensor, Tensor, list[Unit]]:
     """Output, loss, and the units in the order of their calls; nothing is recorded."""
-    return reference.kept("units", lambda: _trace(reference))
+    return reference.cached("units", lambda: _trace(reference))
 
 
 def _trace(reference: Reference) -> tuple[Tensor, Tensor, list[Unit]]:
@@ -120,7 +120,7 @@ def positive_curvature(
     """
     total = reference.ggn(name).sum(0)
     key = ("residuals", *reference.parameters)
-    for jacobians, curvature in reference.kept(key, lambda: _residuals(reference)):
+    for jacobians, curvature in reference.cached(key, lambda: _residuals(reference)):
         values, vectors = torch.linalg.eigh(reference.chosen(curvature))
         positive = (vectors * modify(values).unsqueeze(1)) @ vectors.mT
         jacobian = reference.chosen(jacobians[name]).reshape(*positive.shape[:2], -1)
@@ -141,7 +141,7 @@ def _averaged_hessian(reference: Reference, index: int) -> Tensor | None:
         Shape ``[D_out, D_out]``, or ``None`` where a unit has several outputs.
     """
     key = ("average", index, reference.indices)
-    return reference.kept(key, lambda: _recursion(reference, index))
+    return reference.cached(key, lambda: _recursion(reference, index))
 
 
 def _recursion(reference: Reference, index: int) -> Tensor | None:

@@ -19,9 +19,9 @@ from torch import Tensor, distributed
 from torch.nn import Module
 
 from backpack_core import disable
+from backpack_core.autocast import without_autocast
 from backpack_core.engine.active import suspended
 from backpack_core.errors import UsageError
-from backpack_core.values import without_autocast
 from backpack_interplay.compiled import uncompiled
 from backpack_products.values import at_least_single
 from backpack_secondorder.at_output import AtOutput, LossAtOutput, Normaliser

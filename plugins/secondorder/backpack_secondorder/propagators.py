@@ -141,12 +141,14 @@ class MixedSqrt(LossSqrt):
         whole, rest = split_at_head(view, quantity)
         if whole.blocks:
             through = super().propagate(rule, view, whole)
-            view.kept[_BEHIND_HEAD] = {i: condensed(columns) for i, columns in through.items()}
+            view.call_cache[_BEHIND_HEAD] = {
+                i: condensed(columns) for i, columns in through.items()
+            }
         return super().propagate(rule, view, rest) if rest.blocks else {}
 
     def residual(self, rule: LayerRule, view: View) -> dict[int, Columns]:
         """The fewer columns at the input of a head that replace those at its output."""
-        condensed: dict[int, Columns] = view.kept.pop(_BEHIND_HEAD, {})
+        condensed: dict[int, Columns] = view.call_cache.pop(_BEHIND_HEAD, {})
         return condensed
 
 

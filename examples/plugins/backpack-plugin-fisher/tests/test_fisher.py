@@ -13,7 +13,7 @@ from backpack_core.testing import (
     Quantity,
     Reference,
     check_import,
-    parametrize_extension_checks,
+    parametrize_checks,
 )
 from torch import Tensor, nn
 
@@ -38,7 +38,7 @@ CASES = [
 ]
 
 
-@parametrize_extension_checks(CASES)
+@parametrize_checks(CASES)
 def test_conformance(check: Callable[[], None]) -> None:
     """One test for each check of each case."""
     check()

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from backpack_core.testing import RuleCase, check_import, parametrize_rule_checks
+from backpack_core.testing import RuleCase, check_import, parametrize_checks
 
 from backpack_plugin_rational import Rational
 
@@ -13,7 +13,7 @@ CASES = [
 ]
 
 
-@parametrize_rule_checks(CASES)
+@parametrize_checks(CASES)
 def test_conformance(check: Callable[[], None]) -> None:
     """One test for each check of each case."""
     check()

@@ -11,7 +11,7 @@ from backpack_core.testing import (
     Quantity,
     Reference,
     check_import,
-    parametrize_extension_checks,
+    parametrize_checks,
 )
 from torch import Tensor, nn
 
@@ -28,7 +28,7 @@ ALONE = {"batch_of_one": "a single sample has no variance: SNR raises"}
 CASES = [ExtensionCase(SNR, Quantity(snr), expected_failures=ALONE)]
 
 
-@parametrize_extension_checks(CASES)
+@parametrize_checks(CASES)
 def test_conformance(check: Callable[[], None]) -> None:
     """One test for each check of each case."""
     check()

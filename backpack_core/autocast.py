@@ -1,4 +1,4 @@
-"""The precision that values are computed in. Imports ``_torch`` only."""
+"""Turns autocast off where values are computed in the precision of their operands."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 
 from backpack_core._torch import casts
 
-# Kinds of devices that torch may cast on.
+# The types of devices for which torch has autocast.
 _DEVICES = ("cpu", "cuda", "xpu", "mps")
 _NOTHING = nullcontext()
 
 
 def without_autocast() -> AbstractContextManager[object]:
-    """A block in which operations compute in the precision of their operands."""
+    """A context manager in which autocast is off."""
     if not casts():
         return _NOTHING
     stack = ExitStack()

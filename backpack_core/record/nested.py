@@ -1,4 +1,4 @@
-"""Finds tensors inside the arguments and return values of modules.
+"""Finds and maps tensors inside the arguments and return values of modules.
 
 They may be nested in tuples, lists, dicts, dataclasses, and distributions of torch.
 """
@@ -29,21 +29,21 @@ def map_tensors(value: Any, function: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, list):
         return [map_tensors(v, function) for v in value]
     if isinstance(value, dict):
-        mapped = copy(value)  # a subclass may keep more than its items
+        mapped = copy(value)  # a subclass may have attributes besides its items
         for key, item in value.items():
             mapped[key] = map_tensors(item, function)
         return mapped
-    held = _attributes(value)
-    if not held:
+    attributes = _attributes(value)
+    if not attributes:
         return value
     mapped = copy(value)
-    for name, item in held.items():
-        object.__setattr__(mapped, name, map_tensors(item, function))  # it may be frozen
+    for name, item in attributes.items():
+        object.__setattr__(mapped, name, map_tensors(item, function))  # a dataclass may be frozen
     return mapped
 
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:
-    """Every tensor in a structure, in order."""
+    """Every tensor in a nested structure, in order."""
     if isinstance(value, Tensor):
         yield value
     else:
@@ -52,7 +52,7 @@ def iter_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def placed_tensors(value: Any, *path: int) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """The same, each with its path: the number of the item that it lies in, at each depth."""
+    """Every tensor, with its path: the index of the item that it lies in, at each level."""
     if isinstance(value, Tensor):
         yield path, value
     else:
@@ -67,7 +67,7 @@ def _items(value: Any) -> Iterable[Any]:
 
 
 def _attributes(value: Any) -> dict[str, Any]:
-    """The attributes of an object whose type is made to hold values; else nothing."""
+    """The attributes of a dataclass or distribution; nothing for other objects."""
     if isinstance(value, Distribution):
         return dict(vars(value))
     if is_dataclass(value) and not isinstance(value, type):
@@ -97,7 +97,7 @@ def _parameter_names(kind: type[Module]) -> dict[str, int]:
 
 
 def as_index(indices: tuple[int, ...], device: torch.device) -> Any:
-    """An index of samples: a slice if they are consecutive, which copies nothing."""
+    """An index of samples: a slice if they are consecutive, since a slice copies nothing."""
     start = indices[0] if indices else 0
     if indices == tuple(range(start, start + len(indices))):
         return slice(start, start + len(indices))

@@ -1,7 +1,7 @@
-"""One execution of a layer: the call that a rule sees, the graph of the oracle, and its traits.
+"""One run of a layer: the view that its rule gets, the graph of the oracle, and the case's traits.
 
 The call is recorded as in use: the layer is extended and run, and the call is read from the graph.
-The oracle has a graph of its own, from the same layer without hooks.
+The oracle has a graph of its own, from the same layer without recording.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.nn import Module
 from backpack_core.contract.rules import LayerRule
 from backpack_core.extending import extend
 from backpack_core.record.call import edge_of, site_at
-from backpack_core.record.structure import in_order, iter_tensors
+from backpack_core.record.nested import in_order, iter_tensors
 from backpack_core.record.switch import disable
 from backpack_core.record.view import View
 from backpack_core.testing import oracle
@@ -39,15 +39,15 @@ _SHARED: list[Any] = []
 
 
 @dataclass(eq=False)
-class Execution:
-    """The call and the tensors of one forward pass of a case.
+class LayerRun:
+    """One forward pass of a case's layer.
 
     Attributes:
         case: The case.
         rule: The rule under test.
-        view: What the rule sees.
-        live: The inputs to differentiate with respect to, by position.
-        output: The output that is differentiated, with its graph.
+        view: The view that the rule gets.
+        live: The inputs that are differentiated, by position.
+        output: The output that is differentiated, with the oracle's graph.
     """
 
     case: RuleCase
@@ -62,7 +62,7 @@ class Execution:
         return self.view.call.module
 
     def call(self, method: str, *arguments: Any, view: View | None = None) -> Any:
-        """A method of the rule, or what follows from it, without gradients."""
+        """A method of the rule, or a function that follows from it, without gradients."""
         implied = getattr(derivatives, method, None)
         with torch.no_grad():
             if implied is not None:
@@ -71,10 +71,10 @@ class Execution:
 
     @cached_property
     def parameters(self) -> dict[str, Tensor]:
-        """Parameters that the rule covers, and that exist in this configuration."""
+        """The parameters that the rule covers, as far as they exist in this configuration."""
         names = self.rule.parameter_names(self.module)
-        own = dict(self.module.named_parameters(remove_duplicate=False))
-        return {name: own[name] for name in names if name in own}
+        existing = dict(self.module.named_parameters(remove_duplicate=False))
+        return {name: existing[name] for name in names if name in existing}
 
     @cached_property
     def jacobians(self) -> dict[int | str, Tensor]:
@@ -83,7 +83,7 @@ class Execution:
 
     @property
     def batch_axis(self) -> int:
-        """Which axis of the output holds the samples."""
+        """The axis of the output that holds the samples."""
         return self.rule.batch_axis(self.view, self.case.output_nr)
 
     def columns(self) -> Tensor:
@@ -95,28 +95,28 @@ class Execution:
         return oracle.draw((COLUMNS, *self.view.input_shape), 4, self.output.dtype)
 
 
-def execute(
+def run_layer(
     case: RuleCase,
-    given: Arguments | None = None,
+    inputs: Arguments | None = None,
     samples: int = SAMPLES,
     strided: bool = False,
     dtype: torch.dtype = torch.float64,
-) -> Execution:
-    """Run a case's layer. The case's rule has to be installed.
+) -> LayerRun:
+    """Run a case's layer, whose rule has to be installed.
 
     Args:
         case: The case.
-        given: What to pass instead of the case's own inputs.
-        samples: Size of their batch.
+        inputs: Inputs to use instead of the case's own.
+        samples: The batch size.
         strided: Whether each input is every other entry of a larger tensor.
         dtype: Of parameters and inputs.
     """
-    given, module = given or case.arguments(samples, dtype), extend(case.module(dtype))
+    inputs, module = inputs or case.arguments(samples, dtype), extend(case.module(dtype))
     if strided:
-        given = given.map(lambda t: torch.stack([t, t], -1).flatten(-2)[..., ::2] if t.dim() else t)
+        inputs = inputs.map(lambda t: torch.stack([t, t], -1)[..., 0])
     with disable():
-        live, output = _forward(case, module, given)
-    edge = edge_of(_forward(case, module, given)[1])
+        live, output = _forward(case, module, inputs)
+    edge = edge_of(_forward(case, module, inputs)[1])
     require(edge is not None, "The output requires no gradient: there is nothing to check.")
     site = None if edge is None else site_at(edge)
     if site is None:
@@ -124,13 +124,13 @@ def execute(
     axis = site.call.rule.batch_axis(View(site.call, site.index), site.index)
     with torch.no_grad():
         view = View(site.call, site.index, axis=axis)
-    return Execution(case, case.resolve(module), view, live, output)
+    return LayerRun(case, case.resolve(module), view, live, output)
 
 
-def _forward(case: RuleCase, module: Module, given: Arguments) -> tuple[dict[int, Tensor], Tensor]:
+def _forward(case: RuleCase, module: Module, inputs: Arguments) -> tuple[dict[int, Tensor], Tensor]:
     """The inputs as leaves, and the output that is differentiated, with a fixed seed."""
     live: dict[int, Tensor] = {}
-    # A module may overwrite its input, which autograd forbids for a leaf.
+    # Autograd forbids in-place changes of leaves, and of views of them.
     overwrites = any(getattr(part, "inplace", False) for part in module.modules())
 
     def passed(slot: int, tensor: Tensor) -> Tensor:
@@ -139,49 +139,49 @@ def _forward(case: RuleCase, module: Module, given: Arguments) -> tuple[dict[int
         live[slot] = leaf = tensor.detach().requires_grad_()
         return leaf.clone() if overwrites else leaf.view_as(leaf)
 
-    # Keywords in the order of the call that a rule sees.
-    declared = Arguments(given.args, in_order(module, dict(given.kwargs))).map_numbered(passed)
+    # A call has its keyword arguments in the order in which ``forward`` declares them.
+    declared = Arguments(inputs.args, in_order(module, dict(inputs.kwargs))).map_numbered(passed)
     outputs = list(iter_tensors(declared.call(module)))
     return live, outputs[case.output_nr]
 
 
 def shared(function: Callable[P, T]) -> Callable[P, T]:
-    """Cache the last executions: several checks of a case read one, and none changes it."""
+    """Cache the latest results, which several checks of a case read and none changes."""
     kept = lru_cache(maxsize=8)(function)
     _SHARED.append(kept)
     return kept  # type: ignore[return-value] # the arguments are those of the function
 
 
-def forget_executions() -> None:
-    """Clear the cache, and so free the calls in it."""
+def forget_runs() -> None:
+    """Clear these caches, so that the calls in them are freed."""
     for kept in _SHARED:
         kept.cache_clear()
 
 
 @shared
-def shared_execution(case: RuleCase) -> Execution:
-    """The execution of a case on its own inputs."""
-    return execute(case)
+def shared_run_of(case: RuleCase) -> LayerRun:
+    """The run of a case on its own inputs."""
+    return run_layer(case)
 
 
 @cache
 def traits(case: Case) -> frozenset[str]:
-    """Everything a check may need that this case has: declared, never guessed."""
+    """The properties of a case that checks may need. They are declared, never guessed."""
     if isinstance(case, RuleCase):
         with installed(case):
-            return frozenset(_of_execution(shared_execution(case)))
+            return frozenset(_of_run(shared_run_of(case)))
     if isinstance(case, ExtensionCase):
         arguments = inspect.signature(case.extension_factory).parameters
         return frozenset({"subsampling", "savefield"} & set(arguments))
     return frozenset()
 
 
-def _of_execution(run: Execution) -> set[str]:
+def _of_run(run: LayerRun) -> set[str]:
     rule, case = run.rule, run.case
     separate = not rule.mixes_samples(run.view)
     propagates = not rule.transparent and 0 in run.live
     linear = getattr(rule, "linear_in_params", ())
-    found = {
+    has_trait = {
         "separate": separate,
         "mixing": not separate,
         "twice": case.twice_differentiable,
@@ -201,11 +201,11 @@ def _of_execution(run: Execution) -> set[str]:
         "half precision": _runs_in_half(case),
         "batch first": separate and run.batch_axis == 0,
     }
-    return {name for name, has in found.items() if has}
+    return {name for name, has in has_trait.items() if has}
 
 
 def _runs_in_half(case: RuleCase) -> bool:
-    """Whether the layer itself runs in half precision, for which torch lacks some operations."""
+    """Whether torch can run the layer in half precision, for which it lacks some operations."""
     try:
         with disable(), torch.no_grad():
             case.arguments(dtype=torch.bfloat16).call(case.module(torch.bfloat16))
@@ -215,7 +215,7 @@ def _runs_in_half(case: RuleCase) -> bool:
 
 
 def has_second_derivative(rule: LayerRule) -> bool:
-    """Whether a rule implements its second derivative."""
+    """Whether a rule has its second derivative."""
     if not isinstance(rule, SecondOrderRule) or rule.hessian_is_zero:
         return isinstance(rule, SecondOrderRule)
     if isinstance(rule, ElementwiseRule):
