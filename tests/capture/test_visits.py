@@ -268,6 +268,25 @@ class Odd(known.ClippedSumGrad):
         return {p: value * Odd.times for p, value in super().finish(values, normalisers).items()}
 
 
+class Keeping(known.ClippedSumGrad):
+    """Keeps something of its own at the end."""
+
+    def finish(self, values: Any, normalisers: Any = ()) -> Any:
+        found = super().finish(values, normalisers)
+        self.count = len(found)
+        return found
+
+
+def test_what_extensions_keep_is_kept_in_every_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bases, "_ONLY_COMPUTING", bases._ONLY_COMPUTING | {"tests", __name__})
+    ours = Twin(NETS["mlp"].make())
+    for _ in range(PASSES):
+        extension = Keeping(0.1)
+        ours.step(NETS["mlp"].draw(4), extension)
+        assert extension.count == 6
+    assert not ours.repeated
+
+
 def test_a_broken_promise_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bases, "_ONLY_COMPUTING", bases._ONLY_COMPUTING | {"tests", __name__})
     ours = Twin(NETS["mlp"].make())

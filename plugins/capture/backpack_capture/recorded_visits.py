@@ -155,6 +155,8 @@ class Recording(Driver):
             return
         if states_of_generators() != self._drawn:
             recorder.refusal = "it draws random numbers that are not torch's"
+        elif not entry.is_of(run.context.extensions):
+            recorder.refusal = "an extension keeps something"
         elif run.sink.noted:
             recorder.refusal = "something is read where there is no call"
         elif len({*program.outs}) < len(program.outs):

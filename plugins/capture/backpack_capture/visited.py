@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
@@ -104,11 +105,18 @@ class Entry:
         refusal: Why there will be none; empty otherwise.
     """
 
-    def __init__(self, form: Any) -> None:
-        self.form = form
+    def __init__(self, extensions: Sequence[Extension]) -> None:
+        self.form = [(type(extension), {**vars(extension)}) for extension in extensions]
         self.passes = self.uses = 0
         self.recorded: Recorded | None = None
         self.refusal = ""
+
+    def is_of(self, extensions: Sequence[Extension]) -> bool:
+        """Whether extensions have these settings; those with tensors among them never have."""
+        try:
+            return self.form == [(type(extension), vars(extension)) for extension in extensions]
+        except RuntimeError:
+            return False
 
 
 def attributes_of(structure: Structure) -> dict[int, dict[str, Any]]:

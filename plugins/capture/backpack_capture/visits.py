@@ -75,13 +75,11 @@ def _may_repeat(run: BackwardPass) -> bool:
 
 def _entry(planned: Planned, extensions: Sequence[Any]) -> Entry | None:
     known: list[Entry] = planned.kept.setdefault(Visits, [])
-    form = [(type(extension), vars(extension)) for extension in extensions]
-    try:
-        found = next((entry for entry in known if entry.form == form), None)
-    except RuntimeError:  # there are tensors among the settings
-        return None
+    found = next((entry for entry in known if entry.is_of(extensions)), None)
     if found is None:
-        found = Entry([(kind, dict(table)) for kind, table in form])
+        if any(map(_has_loose_settings, extensions)):
+            return None
+        found = Entry(extensions)
         known.append(found)
         del known[:-MOST]
     return found
@@ -92,13 +90,10 @@ def _may_record(entry: Entry, run: BackwardPass, structure: Structure) -> bool:
     parts: list[Any] = [*run.context.extensions, *(e.propagator for e in run.context.extensions)]
     parts += [call.rule for call, _ in structure.sites]
     foreign = [type(part).__name__ for part in parts if not only_computes(type(part))]
-    loose = [name for e in run.context.extensions for name in _loose_settings(e)]
     tensors = [t for c, _ in structure.sites for t in (*c.stored.inputs, *c.stored.outputs)]
     recorded: list[int] = plans.notes.setdefault(model_of(structure), {}).setdefault(Visits, [0])
     if foreign:
         entry.refusal = f"{foreign[0]} may do more than compute"
-    elif loose:
-        entry.refusal = f"nobody would notice if {loose[0]} were changed"
     elif any(t.is_inference() for t in tensors):
         entry.refusal = "changes of inference tensors are not noted"
     elif max(t.nbytes for t in tensors) > WIDEST:
@@ -112,10 +107,10 @@ def _may_record(entry: Entry, run: BackwardPass, structure: Structure) -> bool:
     return not entry.refusal
 
 
-def _loose_settings(extension: Any) -> list[str]:
-    """Attributes that may be changed otherwise than by others in their place."""
+def _has_loose_settings(extension: Any) -> bool:
+    """Whether there are attributes that may be changed otherwise than by others in their place."""
     own = {name: value for name, value in vars(extension).items() if name != "carriers"}
-    return [f"{type(extension).__name__}.{name}" for name in own if not _is_setting(own[name])]
+    return not all(map(_is_setting, own.values()))
 
 
 def _is_setting(value: Any) -> bool:
