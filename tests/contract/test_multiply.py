@@ -97,7 +97,8 @@ def test_what_torch_multiplies_itself(calls) -> None:
     assert not calls
     with torch.no_grad():
         multiply(left, right)
-    assert len(calls) == 1
+        multiply(right, torch.nn.Parameter(right))
+    assert len(calls) == 2
 
 
 def test_a_build_without_the_library(monkeypatch) -> None:
