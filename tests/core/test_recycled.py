@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_capture import repeated
+from backpack_capture import recorded_visits
 from backpack_core import Extension, backpack, extend
 from backpack_core.extensions import BatchGrad, BatchL2Grad, SumGradSquared
 from backpack_products import recycled
@@ -22,7 +22,7 @@ SAMPLES, WIDTH = 4, 160
 @pytest.fixture(autouse=True)
 def _small_results_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recycled, "SMALLEST", 1)
-    monkeypatch.setattr(repeated, "LARGEST", 0)  # what a recording is compared with is new
+    monkeypatch.setattr(recorded_visits, "LARGEST", 0)  # what a recording is compared with is new
 
 
 def _model() -> nn.Sequential:
