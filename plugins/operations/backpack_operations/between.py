@@ -54,7 +54,7 @@ class PlannedFacts(NamedTuple):
         alignment: Where samples lie; ``None`` if every tensor has them on axis 0.
         uses: How operations use parameters; ``None`` if modules with rules use all of them.
         looked_at: Sample ids that values of data told; see :class:`GraphSurvey`.
-        insides: The operations inside of outputs that are gone through although they have a rule.
+        insides: The operations inside of opened calls that have a rule, by number of the site.
     """
 
     alignment: PlannedAlignment | None
@@ -151,11 +151,11 @@ class Operations(Between[GraphSurvey]):
         return PlannedFacts(alignment, uses, tuple(looked_at), tuple(insides))
 
     def holds(self, facts: PlannedFacts | None, batch_size: int, structure: Structure) -> bool:
-        """Whether values of data tell the same, and operations inside of calls are as before."""
+        """Whether values of data tell the same ids, and opened calls have the same operations."""
         if facts is None:
             return True
         sites = [*structure.sites.values()]
-        if any(inside_of(sites[n]) != kept for n, kept in facts.insides):
+        if any(inside_of(sites[n]) != planned for n, planned in facts.insides):
             return False
         if not facts.looked_at:
             return True

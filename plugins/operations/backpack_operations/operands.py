@@ -125,27 +125,27 @@ def _turned(product: Any, node: Any, shape: torch.Size) -> AffineProduct:
     """An affine product behind a node that reorders the entries of the parameter."""
     count, device = len(product.sizes), product.like.device
     blank = torch.empty(product.sizes, dtype=torch.int8, device=device)
-    seen = node(product.to_parameter(blank))
-    if is_same_memory(seen, blank):  # a view: its strides tell the order
-        is_usual, strides = seen.is_contiguous(), seen.stride()
-        order = None if is_usual else partial(_seen_as, count=count, shape=shape, strides=strides)
+    behind = node(product.to_parameter(blank))
+    if is_same_memory(behind, blank):  # a view: its strides tell the order
+        is_usual, strides = behind.is_contiguous(), behind.stride()
+        order = None if is_usual else partial(_viewed, count=count, shape=shape, strides=strides)
     else:
         numbers = torch.arange(shape.numel(), device=device).reshape(product.sizes)
         picks = node(product.to_parameter(numbers)).flatten()
-        order = partial(_picked_as, count=count, shape=shape, picks=picks)
+        order = partial(_picked, count=count, shape=shape, picks=picks)
     return AffineProduct(product.out, product.inp, shape, order, product.is_own)
 
 
-def _seen_as(mat: Tensor, count: int, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
-    """A view ``[*lead, *shape]`` of the last axes, so many, which have their entries in order."""
+def _viewed(mat: Tensor, count: int, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
+    """A view ``[*lead, *shape]`` of the last ``count`` axes, with the strides of a parameter."""
     whole, lead = mat.contiguous(), mat.shape[:-count]
     return whole.as_strided((*lead, *shape), (*whole.stride()[: len(lead)], *strides))
 
 
-def _picked_as(mat: Tensor, count: int, shape: torch.Size, picks: Tensor) -> Tensor:
-    """A copy ``[*lead, *shape]`` of the last axes, so many, with entries in another order."""
-    found = mat.flatten(-count)[..., picks.to(mat.device)]
-    return found.reshape(*mat.shape[:-count], *shape)
+def _picked(mat: Tensor, count: int, shape: torch.Size, picks: Tensor) -> Tensor:
+    """A copy ``[*lead, *shape]`` of the last ``count`` axes, with the entries in another order."""
+    ordered = mat.flatten(-count)[..., picks.to(mat.device)]
+    return ordered.reshape(*mat.shape[:-count], *shape)
 
 
 def products_at(*operations: str) -> Callable[[Maker], Maker]:

@@ -46,10 +46,10 @@ Inside = tuple[tuple[Any, ...], ...]  # of each node: its type, shapes, settings
 
 
 def inside_of(site: Site) -> Inside:
-    """What tells the operations inside of a call from others.
+    """A description of the operations inside of a call, which are not in the plan's key.
 
-    They are not in the key. Torch chooses them by how tensors lie in memory, too: of a linear map,
-    if the input is contiguous.
+    Torch chooses them by the layout of tensors in memory, too: those of a linear map depend on
+    whether the input is contiguous.
     """
     return tuple([_told_of(node) for node in inside(site)])
 

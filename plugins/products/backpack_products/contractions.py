@@ -42,8 +42,8 @@ def products(out: Tensor, inp: Rows) -> Tensor:
     if is_column(inp, out):
         left = out.reshape(samples, positions, features)
         target = take(out, (samples, features, size))
-        found = multiply_each(left.mT, inp.reshape(samples, positions, size), target)
-        return found.view(1, samples, 1, features, size)
+        result = multiply_each(left.mT, inp.reshape(samples, positions, size), target)
+        return result.view(1, samples, 1, features, size)
     target = take(out, shape)
     result = out.new_empty(shape) if target is None else target
     for _ in form(out, inp, result):
