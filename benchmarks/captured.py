@@ -3,28 +3,29 @@
 Plain passes that a step takes: by the engine, as a recorded graph, with ``--compile`` compiled by
 Inductor (minutes), and ``vmap(grad)``, eager and compiled, which gives individual gradients alone;
 and ``backpack-for-pytorch`` where it is installed. All ways alternate in one process, the 10 %
-quantile counts. The guard is a part of the step, and is shown by itself. Below, the mebibytes by
-which a step of each kind grows the process at its peak.
+quantile counts. The guard is a part of the step, and is shown by itself. Below, the mebibytes of
+tensors that live at the peak of a step of each kind, above weights and batch: of a step after
+another one, whose results are still there.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
+import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.profiler import ProfilerActivity, profile
 
 from backpack_capture import CapturedStep, capture
 from backpack_core import backpack, extend
 from backpack_core import extensions as known
-from benchmarks.measure import resident
+from benchmarks.measure import forget_all
 from benchmarks.peers import Unsupported, incumbent
 from benchmarks.problems import Problem, find
 from benchmarks.quantities import QUANTITIES
@@ -87,8 +88,8 @@ PROBLEMS: Mapping[str, Problem] = {
 Step = Callable[[], object]
 
 
-def ways(problem: Problem, name: str, compiles: bool) -> tuple[dict[str, Step], Step]:
-    """Each way to run a step, and what removes gradients."""
+def ways(problem: Problem, name: str, compiles: bool) -> tuple[dict[str, Step], list[nn.Module]]:
+    """Each way to run a step, and the models."""
     x, y = problem.data(problem.batch)
     bare, model, other, third = (problem.net() for _ in range(4))
     bare_loss, lossfunc = nn.CrossEntropyLoss(), extend(nn.CrossEntropyLoss())
@@ -98,11 +99,9 @@ def ways(problem: Problem, name: str, compiles: bool) -> tuple[dict[str, Step], 
 
     def captured(net: nn.Module, word: str | None) -> CapturedStep:
         step = capture(lambda x, y: lossfunc(net(x), y), net, lossfunc, extension, compile=word)
-        for _ in range(70):  # so that few of the steps that are measured are compared
-            step(x, y)
+        settle(lambda: step(x, y))
         if step.wait():
-            for _ in range(70 if word else 0):
-                step(x, y)
+            settle(lambda: step(x, y))
         return step
 
     def plain() -> None:
@@ -112,6 +111,7 @@ def ways(problem: Problem, name: str, compiles: bool) -> tuple[dict[str, Step], 
         with backpack(extension):
             lossfunc(model(x), y).backward()
 
+    settle(eager)
     step = captured(other, None)
     found: dict[str, Step] = {
         "plain": plain,
@@ -127,17 +127,28 @@ def ways(problem: Problem, name: str, compiles: bool) -> tuple[dict[str, Step], 
         individual = of_functions(bare, x, y)
         found["vmap(grad)"] = individual
         if compiles:
-            found["compiled"] = torch.compile(individual, fullgraph=True)
+            compiled_one = torch.compile(individual, fullgraph=True)
+            try:
+                compiled_one()
+            except Exception as error:  # as of operations that have no second derivative
+                why = " ".join(str(error).split())
+                print(f"{problem.name}, vmap(grad): not compiled: {why:.140}")
+            else:
+                found["compiled"] = compiled_one
     try:
         found["incumbent"], its = incumbent(problem, QUANTITIES[name], problem.batch)
     except (Unsupported, KeyError):
         its = nn.Module()
 
-    def forget() -> None:  # results stay, as in a training loop: the next ones take their memory
-        for net in (bare, model, other, third, its):
-            net.zero_grad()
+    return found, [bare, model, other, third, its]
 
-    return found, forget
+
+def settle(step: Step) -> None:
+    """Run so many steps that few of the later ones are measured, or compared; 10 of slow ones."""
+    end = time.perf_counter() + 5.0
+    for number in range(70):
+        if number < 10 or time.perf_counter() < end:
+            step()
 
 
 def of_functions(model: nn.Module, x: Tensor, y: Tensor) -> Step:
@@ -152,7 +163,9 @@ def of_functions(model: nn.Module, x: Tensor, y: Tensor) -> Step:
     return lambda: individual(weights, x, y)
 
 
-def alternate(steps: Mapping[str, Step], forget: Step, seconds: float) -> dict[str, float]:
+def alternate(
+    steps: Mapping[str, Step], models: Sequence[nn.Module], seconds: float
+) -> dict[str, float]:
     """The 10 % quantile of the time of each, in seconds."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     end = time.perf_counter() + seconds
@@ -162,20 +175,28 @@ def alternate(steps: Mapping[str, Step], forget: Step, seconds: float) -> dict[s
             result = step()
             times[name].append(time.perf_counter() - start)
             del result
-            forget()
+            for model in models:  # results stay: the next ones take their memory
+                model.zero_grad()
     return {name: sorted(found)[len(found) // 10] for name, found in times.items()}
 
 
-def peak(step: Step, forget: Step) -> float:
-    """Mebibytes by which a step grows the process, results of the step before included."""
-    gc.collect()
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    result = step()
-    found = (resident("VmHWM") - before) / 2**20
-    del result
-    forget()
-    return found
+def peak(step: Step, models: Sequence[nn.Module]) -> float:
+    """Mebibytes of tensors at the peak of a step, whose results take the place of others."""
+    by_number = {str(number): model for number, model in enumerate(models)}
+    for number in by_number:
+        forget_all(by_number, number)
+    held, highest = 0, 0
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        for _ in range(2):
+            result = step()
+            del result
+            for model in models:
+                model.zero_grad()
+    events = [e for e in watched.profiler.kineto_results.events() if e.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        highest = max(highest, held)
+    return highest / 2**20
 
 
 COLUMNS = ("engine", "captured", "guard", "Inductor", "vmap(grad)", "compiled", "incumbent")
@@ -190,18 +211,21 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     given = parser.parse_args()
     torch.set_num_threads(1)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     warnings.simplefilter("ignore")
     print(f"{'':28}{'plain, µs':>12}" + "".join(f"{name:>12}" for name in COLUMNS))
     for problem in given.problem:
         for quantity in given.quantity:
-            steps, forget = ways(PROBLEMS[problem], quantity, given.compile)
-            found = alternate(steps, forget, given.seconds)
+            steps, models = ways(PROBLEMS[problem], quantity, given.compile)
+            found = alternate(steps, models, given.seconds)
             plain = found["plain"]
             cells = [f"{found[n] / plain:12.2f}" if n in found else f"{'':12}" for n in COLUMNS]
             print(f"{problem + ', ' + quantity:28}{plain * 1e6:12.0f}{''.join(cells)}", flush=True)
-            peaks = {name: peak(step, forget) for name, step in steps.items() if name != "guard"}
-            cells = [f"{peaks[n]:12.1f}" if n in peaks else f"{'':12}" for n in COLUMNS]
-            print(f"{'  peak, MiB':28}{peaks['plain']:12.1f}{''.join(cells)}", flush=True)
+            del steps["guard"]
+            # The lower of two: a captured step may be one that is compared with the engine.
+            peaks = {n: min(peak(step, models), peak(step, models)) for n, step in steps.items()}
+            cells = [f"{peaks[n]:12.2f}" if n in peaks else f"{'':12}" for n in COLUMNS]
+            print(f"{'  peak, MiB':28}{peaks['plain']:12.2f}{''.join(cells)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ class _Counting(TorchDispatchMode):
 
 
 def _one_by_one() -> AbstractContextManager[Any]:
-    return mock.patch.object(bridge, "of_columns", return_value=None)
+    return mock.patch.object(bridge, "fused_product", return_value=None)
 
 
 def measure(function: Callable[[], None], around: Callable[[], Any]) -> tuple[float, int]:

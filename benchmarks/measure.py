@@ -130,17 +130,27 @@ def peak_memory(problem: str, quantity: str, peer: str, batch: int, settled: int
     Returns:
         ``None`` where the peer cannot compute the quantity.
     """
-    environment = {
-        **os.environ,
-        "MALLOC_MMAP_THRESHOLD_": "65536",
-        "MALLOC_TRIM_THRESHOLD_": "65536",
-    }
     command = [sys.executable, "-m", "benchmarks.measure", problem, quantity, peer]
     command += [str(batch), str(torch.get_num_threads()), str(settled)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    result = subprocess.run(command, env=freeing(), capture_output=True, text=True)
     if result.returncode:
         return None
     return int(json.loads(result.stdout.splitlines()[-1]))
+
+
+def freeing() -> dict[str, str]:
+    """The environment of a process that gives freed memory back to the system at once."""
+    limits = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+    return {**os.environ, **dict.fromkeys(limits, "65536")}
+
+
+def growth(step: Step) -> int:
+    """Bytes by which the resident set of this process grows at most during a step."""
+    gc.collect()
+    before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    step()
+    return resident("VmHWM") - before
 
 
 def resident(field: str) -> int:
@@ -175,11 +185,7 @@ def _grow(problem: Problem, quantity: Quantity, peer: str, batch: int, settled: 
         step()
         model.zero_grad()
         forget(model, quantity)
-    gc.collect()
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    step()
-    return resident("VmHWM") - before
+    return growth(step)
 
 
 def _main() -> None:

@@ -3,13 +3,16 @@
 First, whether it is the same: the largest difference of any entry of a parameter after ten steps
 without noise in single precision, from Opacus with hooks and with ghost clipping, flat and with a
 bound for each parameter; and the epsilons of both. Then what it costs: a forward and a backward
-pass up to the clipped sums, relative to a plain pass, all alternating in one process.
+pass up to the clipped sums, relative to a plain pass, all alternating in one process. With
+``--memory``, what such a pass takes at its peak beside a plain one.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from math import sqrt
@@ -21,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from backpack_core import backpack, extend
 from backpack_privacy import Accountant, Clipping, Private, make_private
-from benchmarks.measure import CLOCKS, SETTLED, alternate, forget
+from benchmarks.measure import CLOCKS, SETTLED, alternate, forget, freeing, growth
 from benchmarks.peers import FIRST_ORDER, Step
 from benchmarks.problems import PROBLEMS, Problem
 from benchmarks.quantities import QUANTITIES
@@ -139,6 +142,32 @@ def times(problem: Problem, batch: int, seconds: float, clock: str) -> dict[str,
     return {name: found.ratio(name, "gradient") for name in steps if name != "gradient"}
 
 
+def grown(problem: Problem, batch: int, way: str) -> int:
+    """Bytes by which this process grows at most in a plain or a private pass, after some."""
+    quantity = QUANTITIES["ClippedSumGrad"]
+    makers: dict[str, Callable[[], tuple[Step, nn.Module]]] = {
+        "plain": lambda: FIRST_ORDER["gradient"](problem, quantity, batch),
+        "private": lambda: step_of(problem, batch),
+    }
+    step, model = makers[way]()
+    for _ in range(SETTLED):
+        step()
+        model.zero_grad()
+        forget(model, quantity)
+    return growth(step)
+
+
+def memory(name: str, batch: int) -> str:
+    """What a pass takes at its peak, private and plain, each in a process of its own."""
+    found = []
+    for way in ("plain", "private"):
+        command = [sys.executable, "-m", "benchmarks.private", "--grow", name, way, str(batch)]
+        command += ["--threads", str(torch.get_num_threads())]
+        told = subprocess.run(command, env=freeing(), capture_output=True, text=True, check=True)
+        found.append(int(told.stdout.split()[-1]) / 2**20)
+    return f"memory {found[1] / found[0]:.2f} ({found[0]:.1f} and {found[1]:.1f} MiB)"
+
+
 def of_users(count: int, seconds: float, clock: str) -> dict[str, float]:
     """Clipped sums of 8 images for each of some users, relative to a plain pass over the images.
 
@@ -187,12 +216,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--seconds", type=float, default=10.0)
     add("--threads", type=int, default=torch.get_num_threads())
     add("--clock", choices=CLOCKS, default="wall")
+    add("--memory", action="store_true", help="measure the peak of a pass, and no time")
+    add("--grow", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     warnings.simplefilter("ignore")  # peers warn of what does not matter here
     if options.users:
         ratios = of_users(options.users, options.seconds, options.clock)
         print(*(f"{name}: {ratio:.2f}" for name, ratio in ratios.items()), sep="\n")
+        return
+    if options.grow:
+        name, way, batch = options.grow
+        print(grown(PROBLEMS[name], int(batch), way))
+        return
+    if options.memory:
+        for name in options.problem:
+            print(f"{name:12}", memory(name, options.batch or PROBLEMS[name].batch), flush=True)
         return
     for name in options.same:
         for way, kind in WAYS:

@@ -213,17 +213,18 @@ def trouble(
     error: Annotated[
         str,
         typer.Argument(metavar="NAME", autocompletion=_errors, help="Of an error or a warning."),
-    ],
+    ] = "",
 ) -> None:
-    """Say what is behind an error or a warning, and what to do.
+    """Say what is behind an error or a warning, and what to do. Without a name, list all.
 
     Example: `backpack trouble SampleMixingError`
     """
     from backpack_core.cli import output
-    from backpack_core.cli.trouble import plain
+    from backpack_core.cli.trouble import entries, plain
     from backpack_core.cli.trouble import trouble as entry
 
-    print("\n".join(plain(entry(error), output.width())).strip("\n"))
+    lines = plain(entry(error), output.width()) if error else entries()
+    print("\n".join(lines).strip("\n"))
 
 
 app.command()(authors.update)

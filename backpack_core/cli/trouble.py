@@ -51,13 +51,13 @@ def plain(markdown: str, width: int) -> Iterator[str]:
     """
     for number, part in enumerate(re.split(r"^```.*(?:\n|$)", markdown, flags=re.MULTILINE)):
         if number % 2:
-            yield from (f"    {line}".rstrip() for line in part.splitlines())
+            yield from (f"    {line}".rstrip() for line in (*part.splitlines(), ""))
             continue
-        for paragraph in part.strip().split("\n\n"):
+        for paragraph in filter(None, part.strip().split("\n\n")):
             text = re.sub(
                 r"\[([^]]*)\]\(([\w/-]+)[^)]*\)", r"\1 (documentation: \2)", paragraph
             ).replace("**", "")
-            yield from ("", *_paragraph(text.replace("`", ""), width), "")
+            yield from (*_paragraph(text.replace("`", ""), width), "")
 
 
 def _paragraph(text: str, width: int) -> list[str]:
@@ -65,8 +65,9 @@ def _paragraph(text: str, width: int) -> list[str]:
     items = re.split(r"\n(?=- |\d+\. )", text)
     marks = [re.match(r"- |\d+\. ", each) for each in items]
     wrap = partial(textwrap.wrap, width=width, break_on_hyphens=False, break_long_words=False)
+    indents = [" " * len(mark[0] if mark else "") for mark in marks]
     return [
         line
-        for each, mark in zip(items, marks, strict=True)
-        for line in wrap(each, subsequent_indent=" " * len(mark[0] if mark else ""))
+        for each, indent in zip(items, indents, strict=True)
+        for line in wrap(" ".join(each.split()), subsequent_indent=indent)
     ]

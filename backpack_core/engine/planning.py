@@ -56,7 +56,7 @@ class Planning:
             return None
         if self._between.holds(known.plan.numbers, known.batch_size, structure):
             return known
-        self._context.history["surveyed: numbers in data are others"] += 1
+        self._context.history["surveyed: data, or operations inside of a module, are others"] += 1
         self.structure = None
         return None
 

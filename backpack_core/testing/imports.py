@@ -75,7 +75,10 @@ def check_import(
     name = canonical(distribution)
     values = [plugin.value for plugin in discover() if canonical(plugin.distribution) == name]
     if not values:
-        raise UsageError(f"{distribution!r} has no entry point that is installed: pip install it.")
+        raise UsageError(
+            f"{distribution!r} has no entry point in [project.entry-points.backpack] that is "
+            "installed: name its classes there, and pip install it again."
+        )
     modules = list(dict.fromkeys(value.partition(":")[0] for value in values))
     packages = {module.partition(".")[0] for module in modules}
     for _ in range(ATTEMPTS):

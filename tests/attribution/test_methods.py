@@ -89,8 +89,13 @@ def test_losses_of_the_user(problem) -> None:
     )
     wanted = gradients(model, train) @ gradients(model, queries, squares).T
     assert torch.allclose(scores.values, wanted, rtol=1e-12, atol=1e-12)
+    function, asked = nn.functional.cross_entropy, loader(queries, 1)
     with pytest.raises(UsageError, match="is not the sum of those of its samples"):
-        influence(model, nn.functional.cross_entropy, loader(train, 3), loader(queries, 1), "dot")
+        influence(model, function, loader(train, 3), asked, "dot")
+    with pytest.raises(UsageError, match="'ekfac' needs the Hessian of the loss in the output"):
+        influence(model, function, loader(train, 3), asked, "ekfac")
+    with pytest.raises(UsageError, match="TensorDataset gives single samples"):
+        influence(model, nn.CrossEntropyLoss(), TensorDataset(*train), asked, "dot")
 
 
 def test_tracin_adds_up_checkpoints_and_leaves_the_model(problem, tmp_path) -> None:

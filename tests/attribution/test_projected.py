@@ -97,3 +97,11 @@ def test_refusals() -> None:
         TRAK(0)
     with pytest.raises(UsageError, match="TRAK takes margins of a cross-entropy"):
         influence(mlp(), lambda o, t: o.square().sum(), data, data, "trak")
+    others = (
+        nn.MSELoss(),
+        nn.CrossEntropyLoss(torch.ones(3)),
+        nn.CrossEntropyLoss(label_smoothing=0.1),
+    )
+    for lossfunc in others:  # their values are not -log p
+        with pytest.raises(UsageError, match="TRAK takes margins of a cross-entropy"):
+            influence(mlp(), lossfunc, data, data, "trak")

@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from backpack_attribution import GradientStore, TracIn, fill, influence, project
+from backpack_attribution import (
+    GradientStore,
+    Influence,
+    TracIn,
+    fill,
+    forms,
+    influence,
+    project,
+    self_influence,
+)
 from backpack_core.errors import ShapeError, UnsupportedError, UsageError
 from backpack_firstorder import Projection
 from tests.attribution.problems import gradients, loader, mlp, tied, tokens, vectors
@@ -58,6 +67,28 @@ def test_scores_of_tokens_add_up() -> None:
     assert torch.allclose(each.values.unflatten(0, (SAMPLES, TOKENS)).sum(1), whole.values)
 
 
+@pytest.mark.parametrize("method", ["dot", "cosine", "ekfac"])
+@pytest.mark.parametrize("budget", [None, 256], ids=["whole", "in-parts"])
+def test_tokens_have_an_influence_on_themselves(method, budget, monkeypatch) -> None:
+    model, lossfunc, train = tied(), nn.CrossEntropyLoss(), tokens(SAMPLES)
+    if budget is not None:  # of some tokens at a time
+        monkeypatch.setattr(forms, "memory_budget", lambda: budget)
+    # Positions do not meet in the model: tokens are samples of length one.
+    single = loader(tuple(part.flatten()[:, None] for part in train), 4)
+
+    def scores(data, **options):
+        made = method
+        if method == "ekfac":
+            made = Influence(mc_samples=None, curvature_loader=loader(train, 3))
+        return self_influence(model, lossfunc, data, made, progress=False, **options)
+
+    found, wanted = scores(loader(train, 3), per="token"), scores(single)
+    assert found.train == NAMES
+    assert found.queries == ["itself"]
+    assert (wanted.values > 0).all()
+    assert torch.allclose(found.values, wanted.values, rtol=1e-9)
+
+
 @pytest.mark.parametrize("projection", [None, Projection(5)])
 def test_a_store_of_tokens(projection, tmp_path) -> None:
     model, lossfunc, train = tied(), nn.CrossEntropyLoss(), loader(tokens(SAMPLES), 3)
@@ -88,11 +119,15 @@ def test_refusals_of_tokens(tmp_path) -> None:
     for method in ("trak", "logra"):
         with pytest.raises(UnsupportedError, match=f"{method} scores whole samples"):
             influence(mlp(), lossfunc, data, data, method, per="token")
+    with pytest.raises(UnsupportedError, match="logra scores whole samples"):
+        self_influence(mlp(), lossfunc, data, "logra", per="token")
     with pytest.raises(UsageError, match="per is one of"):
         influence(mlp(), lossfunc, data, data, "dot", per="word")
     x, y = torch.randn(4, 6, 2), torch.randint(2, (4,))
     for method in ("dot", "cosine"):
         with pytest.raises(UnsupportedError, match="sums over parameters"):
             influence(Pooled(), lossfunc, [(x, y)], [(x, y)], method, per="token")
+        with pytest.raises(UnsupportedError, match="sums over parameters"):
+            self_influence(Pooled(), lossfunc, [(x, y)], method, per="token")
     with pytest.raises(ShapeError, match=r"gradients of \[4, 24\] tokens for 4 samples"):
         fill(GradientStore(tmp_path / "s"), Pooled(), lossfunc, [(x, y)], per="token")

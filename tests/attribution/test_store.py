@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from backpack_attribution import FaissIndex, GradientStore, content_hash, merge_stores
-from backpack_attribution.identities import ByContent, ByPlace
+from backpack_attribution.identities import ByContent, ByPlace, content_hashes, sample_of
 from backpack_core.errors import ShapeError, UsageError
 from backpack_firstorder import SampleGradients
 from tests.attribution.crash import crash
@@ -298,6 +298,22 @@ def test_names_by_content_do_not_depend_on_batches() -> None:
     assert len({*whole}) == 6
     again = ByContent()((x[[0, 0, 0]], y[[0, 0, 0]]), 3)
     assert again == [whole[0], f"{whole[0]}-1", f"{whole[0]}-2"]
+
+
+@pytest.mark.parametrize("samples", [0, 1, 3])
+def test_names_of_a_batch_are_those_of_its_samples(samples) -> None:
+    x, y = torch.randn(2, samples, 4).transpose(0, 1), torch.arange(samples)
+    texts, few = [f"text {n}" for n in range(samples)], torch.randn(samples + 1)
+    mask = torch.arange(4) <= y[:, None]
+    for batch in (
+        x,
+        (x, y),
+        [x.bfloat16(), [y > 0, texts]],
+        {"b": texts, "a": (x, few, 0.5), "c": torch.empty(samples, 0), "d": torch.tensor(2)},
+        {"labels": y, "in": {"attention_mask": mask, "ids": torch.randn(samples, 4)}},
+    ):
+        wanted = [content_hash(sample_of(batch, n, samples)) for n in range(samples)]
+        assert content_hashes(batch, samples) == wanted
 
 
 def test_names_by_content_ignore_padding_and_tell_kinds_apart() -> None:

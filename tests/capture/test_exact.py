@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterator
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack_capture import capture
-from backpack_core import Extension, View, extend
+from backpack_core import Extension, View, backpack, extend
 from backpack_core import extensions as known
 from backpack_core.errors import BackpackError
 from tests.capture.nets import NETS
@@ -157,6 +158,34 @@ def test_compiled_models_and_ranges_of_the_profiler() -> None:
     twins = Twins(make(), [made("BatchGrad")], write)
     twins.train([draw(4) for _ in range(7)])
     assert twins.replays == 3, twins.step.report()
+
+
+def test_residuals_with_derivatives_of_the_net() -> None:
+    """A step may differentiate the net itself, since only its backward pass is in the block."""
+    net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+    other, asked = copy.deepcopy(net), (known.Jacobians(), known.BatchGrad())
+    lossfunc = extend(nn.MSELoss())
+
+    def laplacian(model: nn.Module, x: Tensor) -> Tensor:
+        x = x.clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        parts = [
+            torch.autograd.grad(slope[:, i].sum(), x, create_graph=True)[0][:, i] for i in (0, 1)
+        ]
+        return lossfunc(sum(parts).unsqueeze(1), torch.zeros(len(x), 1))
+
+    step = capture(lambda x: laplacian(net, x), extend(net), lossfunc, *asked)
+    extend(other)
+    for _ in range(8):
+        x = torch.randn(6, 2)
+        loss = laplacian(other, x)
+        with backpack(*asked):
+            loss.backward()
+        step(x)
+        for p, expected in zip([*net.parameters()][:-1], other.parameters(), strict=False):
+            same(p.jacobians, expected.jacobians)
+            same(p.grad_batch, expected.grad_batch)
+    assert "4 replays" in step.report(), step.report()
 
 
 def test_many_extensions_at_once() -> None:

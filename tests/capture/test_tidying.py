@@ -228,3 +228,32 @@ def test_views_of_views_are_views_of_the_memory() -> None:
     text = check(function)
     assert "unsqueeze" not in text
     assert text.count("as_strided") == 1
+
+
+def test_shapes_that_change_in_place() -> None:
+    def function(x: Tensor) -> Sequence[Tensor]:
+        total = (x * 2).sum(0, keepdim=True)
+        total.squeeze_(0)
+        return [total.unsqueeze(0) + 1, total.unsqueeze(0).t() * 2]
+
+    check(function)
+
+
+def test_copies_of_views_are_copies() -> None:
+    def function(x: Tensor) -> Sequence[Tensor]:
+        y = x * 2
+        copy = y.view(1, 3, 1, 3).clone()
+        other = y.t().unsqueeze(0).clone()
+        return [copy.view(3, 3), copy.view(1, 9).sin(), other.add_(1), y]
+
+    text = check(function)
+    assert text.count("view") == 1, text
+
+
+def test_views_of_weights() -> None:
+    def function(x: Tensor) -> Sequence[Tensor]:
+        turned = WEIGHT.t()
+        return [x * turned, x * turned.t(), WEIGHT.view(9).view(3, 3), WEIGHT[1:].t()[:, 1]]
+
+    text = check(function)
+    assert text.count("torch.t(") == 2, text

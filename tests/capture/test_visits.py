@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import threading
 import warnings
 import weakref
@@ -36,7 +37,10 @@ EXTENSIONS: dict[str, Callable[[], Any]] = {
         *("BatchL2Grad", "Variance", "DiagGGNExact", "DiagGGNMC", "BatchDiagGGNExact", "KFAC"),
     )
 }
-EXTENSIONS |= {"some": lambda: BatchGrad(subsampling=[2, 0])}
+EXTENSIONS |= {
+    "some": lambda: BatchGrad(subsampling=[2, 0]),
+    "clipped": lambda: known.ClippedSumGrad(0.1, "per_layer"),
+}
 PASSES = 10
 
 
@@ -137,6 +141,63 @@ def test_random_nets_repeat(seeds: range, monkeypatch: pytest.MonkeyPatch) -> No
     assert nets
 
 
+MANY: dict[str, Callable[[], Any]] = {
+    **EXTENSIONS,
+    "all": BatchGrad,
+    "squares": known.SumGradSquared,
+    "dots": known.BatchDotGrad,
+    "flat": lambda: known.ClippedSumGrad(0.1, savefield="flat"),
+    "tasks": known.TaskGrad,
+    "projected": lambda: known.ProjectedGrad(3),
+    "ekfac": known.EKFAC,
+    "diagonals": known.BatchDiagGGNMC,
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(300))
+def test_several_extensions_repeat(seed: int) -> None:
+    """Drawn: a net, up to four extensions, how losses are reduced, checks, and a hook."""
+    drawn = random.Random(seed)
+    torch.manual_seed(seed)
+    net, names = drawn.choice([*NETS]), drawn.sample([*MANY], drawn.randint(1, 4))
+    options = {"check": drawn.choice(["first", "never"])}
+    options |= {"gradient": drawn.choice(["shared", "none"])} if not seed % 5 else {}
+    lossfunc = nn.CrossEntropyLoss(
+        reduction=drawn.choice(["mean", "sum"]), ignore_index=drawn.choice([-100, 0])
+    )
+    ours = Twin(NETS[net].make(), lossfunc)
+    right = Twin(copy.deepcopy(ours.model), copy.deepcopy(lossfunc))
+    factor, place = drawn.choice([None, None, 1.0, 1.5]), drawn.randrange(100)
+    if factor is not None:
+        for twin in (ours, right):
+            _with_hook([*twin.model.modules()][place % len([*twin.model.modules()])], factor)
+    batches = [NETS[net].draw(3 + (number == 8)) for number in range(11)]
+    for number, batch in enumerate(batches):
+        found = _passed(ours, batch, names, options)
+        with by_the_engine():
+            expected = _passed(right, batch, names, options)
+        assert not differs(found, expected), (number, net, names, options, factor, place)
+
+
+def _passed(twin: Twin, batch: Any, names: list[str], options: dict[str, Any]) -> Any:
+    """What a pass gives; the kind of its error, if it raises."""
+    try:
+        return twin.step(batch, *[MANY[name]() for name in names], **options)
+    except BackpackError as error:
+        return type(error)
+
+
+def _with_hook(module: nn.Module, factor: float) -> None:
+    """Have a hook on an output look at a gradient, or change it."""
+
+    def on_output(module: nn.Module, args: Any, out: Any) -> None:
+        if isinstance(out, Tensor) and out.requires_grad:
+            out.register_hook((lambda grad: None) if factor == 1 else lambda grad: factor * grad)
+
+    module.register_forward_hook(on_output)
+
+
 # What may differ from pass to pass ----------------------------------------------------------------
 
 
@@ -181,6 +242,45 @@ def test_the_same_tensor_twice() -> None:
                 loss.backward()
         expected = [p.grad_batch for p in right.model.parameters()]
         assert not differs([p.grad_batch for p in ours.model.parameters()], expected)
+
+
+@pytest.mark.parametrize("make", [lambda: known.ClippedSumGrad(0.1), known.TaskGrad])
+def test_what_extensions_compute_at_the_end(make: Any) -> None:
+    """What the loss divides by is another number in each pass."""
+    lossfunc, right_loss = nn.CrossEntropyLoss(ignore_index=0), nn.CrossEntropyLoss(ignore_index=0)
+    ours = Twin(NETS["mlp"].make(), lossfunc)
+    right = Twin(copy.deepcopy(ours.model), right_loss)
+    for number in range(PASSES):
+        batch = torch.rand(6, 5), torch.tensor([1, 2, *[int(n < number % 4) for n in range(4)]])
+        found = ours.step(batch, make(), BatchGrad())
+        with by_the_engine():
+            expected = right.step(batch, make(), BatchGrad())
+        assert not differs(found, expected)
+    assert ours.repeated
+
+
+class Odd(known.ClippedSumGrad):
+    """Computes something else at the end, some day."""
+
+    times = 1.0
+
+    def finish(self, values: Any, normalisers: Any = ()) -> Any:
+        return {p: value * Odd.times for p, value in super().finish(values, normalisers).items()}
+
+
+def test_a_broken_promise_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bases, "_ONLY_COMPUTING", bases._ONLY_COMPUTING | {"tests", __name__})
+    ours = Twin(NETS["mlp"].make())
+
+    def steps() -> None:
+        for _ in range(PASSES):
+            ours.step(NETS["mlp"].draw(4), Odd(0.1))
+
+    steps()
+    assert ours.repeated
+    monkeypatch.setattr(Odd, "times", 2.0)
+    with pytest.raises(PluginCodeError, match="At the end of the pass: the plugin"):
+        steps()
 
 
 def test_gradients_that_hooks_change() -> None:

@@ -51,7 +51,7 @@ def test_what_is_differentiated_again_is_left_to_torch() -> None:
     q, k, v = (torch.randn(N, H, L, E, requires_grad=True) for _ in range(3))
     out, node = kernel(q, k, v)
     mat = torch.randn(3, *out.shape, requires_grad=True)
-    assert fused.of_columns(node, {0: mat}) is None
+    assert fused.fused_product(node, {0: mat}) is None
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2, None])

@@ -635,3 +635,28 @@ def test_a_plan_prints_its_steps() -> None:
     _warm(model, DiagGGNExact())
     *_, plan = plans._plans[model].values()
     assert "send to operations by its rule\n" in repr(plan)
+
+
+def test_other_operations_inside_of_a_layer() -> None:
+    """Torch has others for an input that is not contiguous; a key knows nothing of that."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    plain, own_loss = copy.deepcopy(model), nn.MSELoss(reduction="sum")
+    extend(model), extend(lossfunc := copy.deepcopy(own_loss))
+
+    def slopes(net: nn.Module, x: Tensor, loss: nn.Module) -> Tensor:
+        x = x.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(net(x).square().sum(), x, create_graph=True)
+        return loss(slope.flatten(1), torch.zeros(len(x), 9))
+
+    for number in range(12):
+        x = torch.randn(4, 3, 3) if number < 6 else torch.randn(3, 4, 3).transpose(0, 1)
+        loss = slopes(model, x, lossfunc)
+        with backpack(BatchGrad()) as block:
+            loss.backward()
+        assert number != 5 or "planned before" in block.summary().passes
+        each = [
+            torch.autograd.grad(slopes(plain, row[None], own_loss), [*plain.parameters()])
+            for row in x
+        ]
+        for p, rows in zip(model.parameters(), zip(*each, strict=True), strict=True):
+            torch.testing.assert_close(p.grad_batch, torch.stack(rows))  # type: ignore[attr-defined]

@@ -165,7 +165,7 @@ def test_nothing_is_left_behind() -> None:
     for extensions in ((BatchGrad(),), (BatchGrad(), SumGradSquared()), (BatchL2Grad(),)):
         for samples in (4, 4, 4, 4, 2):
             _pass(model, *extensions, samples=samples)
-            assert not recycled._recycled.there
+            assert not recycled._recycled.memories
 
 
 def test_nor_after_an_error() -> None:
@@ -177,4 +177,4 @@ def test_nor_after_an_error() -> None:
 
     with pytest.raises(KeyError):
         _pass(model, extension_hook=fail)
-    assert not recycled._recycled.there
+    assert not recycled._recycled.memories

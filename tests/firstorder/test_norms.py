@@ -211,3 +211,18 @@ def test_parts_that_lie_apart_in_memory(monkeypatch: pytest.MonkeyPatch) -> None
     for size in (1, 40, 10**6):
         monkeypatch.setattr(scaled, "CACHE", size)
         assert_close(vector_norm(mat.float(), 2), whole, 1e-6)
+
+
+@pytest.mark.parametrize("positions", [63, 64, 70, 129])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gram_matrices_in_bands(positions: int, dtype: torch.dtype) -> None:
+    """Of many positions, half of each symmetric matrix is formed, also where autograd records."""
+    out, inp = torch.randn(2, 3, positions, 2, 2), torch.randn(3, positions, 2, 3)
+    wanted = products(out, inp).flatten(2).norm(dim=2)
+    some = out.to(dtype), inp.to(dtype)
+    with torch.no_grad():
+        assert_close(contractions.norm_by_gram(*some).value().double(), wanted, rtol=1e-5)
+    left, again = some[0].clone().requires_grad_(), out.clone().requires_grad_()
+    contractions.norm_by_gram(left, some[1]).value().sum().backward()
+    products(again, inp).flatten(2).norm(dim=2).sum().backward()
+    assert_close(left.grad.double(), again.grad, rtol=1e-4)

@@ -272,6 +272,17 @@ def test_trouble_with_what_is_not_there() -> None:
         trouble.trouble("plugin")
 
 
+def test_trouble_without_a_name_lists_all() -> None:
+    assert invoke("trouble").splitlines() == [*trouble.entries()]
+
+
+def test_trouble_has_one_space_and_one_blank_line() -> None:
+    for entry in trouble.entries().values():
+        text = "\n".join(line for line in trouble.plain(entry, 40) if not line.startswith("    "))
+        assert not re.search(r"\S  +\S", text), text
+    assert "\n\n\n" not in invoke("trouble", "mixing")
+
+
 def test_trouble_has_no_markdown() -> None:
     for name in trouble.entries():
         lines = list(trouble.plain(trouble.entries()[name], 80))

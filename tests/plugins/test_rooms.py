@@ -78,8 +78,8 @@ def tier_of(package: str) -> set[str]:
 OPEN = {
     "backpack_products": (
         "affine apart column_propagator columns contractions derivatives elementwise extensions "
-        "factors fingerprint lookup loss merging operations owned parametric product recycled rows "
-        "scale transposition tuning values",
+        "factors fingerprint lookup loss merging multiply operations owned parametric product "
+        "recycled rows scale transposition tuning values",
         "regrouping",
     ),
     "backpack_operations": (

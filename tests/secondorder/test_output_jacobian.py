@@ -165,6 +165,29 @@ def test_residuals_of_a_physicist() -> None:
     oracle.assert_close(whole.product(vectors), forward)
 
 
+@pytest.mark.plans
+@pytest.mark.parametrize("frozen", ["", "0.weight", "2.bias"])
+def test_residuals_take_a_plan(frozen: str) -> None:
+    """Also where samples are kept apart inside of the layers, since others use their weights."""
+    net = nn.Sequential(nn.Linear(2, 5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))
+    plain = copy.deepcopy(net)
+    extend(net), extend(lossfunc := SumOutputs())
+    for model in (net, plain) if frozen else ():
+        model.get_parameter(frozen).requires_grad_(False)
+    block = backpack(Jacobians())
+    for samples in [6] * 7 + [5] * 7:
+        x = torch.randn(samples, 2)
+        loss = lossfunc(laplacian(net, x))
+        with block:
+            loss.backward()
+        names = [name for name, p in plain.named_parameters() if p.requires_grad][:-1]
+        rows = [laplacian(plain, row.unsqueeze(0))[0] for row in x]
+        expected = oracle.jacobians(rows, [plain.get_parameter(name) for name in names])
+        for name, jacobian in zip(names, expected, strict=True):
+            oracle.assert_close(net.get_parameter(name).jacobians.flatten(2), jacobian)
+    assert block.summary().passes["planned before"] >= 4, block.summary()
+
+
 def test_tied_frozen_and_called_twice() -> None:
     shared = nn.Linear(3, 3)
     net = Net(

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from backpack_attribution import forms
@@ -97,7 +98,19 @@ class Influence(InnerProduct):
         return dict(self._dampings)
 
     def fit(self, run: Run) -> None:
-        """One pass over the data for the factors, and for EKFAC one for the eigenvalues."""
+        """One pass over the data for the factors, and for EKFAC one for the eigenvalues.
+
+        Args:
+            run: The computation.
+
+        Raises:
+            UsageError: The loss is a function, of which no Hessian in the output is known.
+        """
+        if not isinstance(run.problem.lossfunc, Module):
+            raise UsageError(
+                f"{self.name!r} needs the Hessian of the loss in the output: give a loss module, "
+                f"such as CrossEntropyLoss(). Got {run.problem.lossfunc!r:.80}."
+            )
         found = accumulate(
             run.problem.model,
             run.problem.lossfunc,

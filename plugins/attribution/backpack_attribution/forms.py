@@ -141,6 +141,20 @@ def inner_of(value: Value, query: Value) -> Tensor:
     return value.flatten(1).to(dtype) @ query.flatten(1).to(value.device, dtype).T
 
 
+def own_of(value: Value, query: Value) -> Tensor:
+    """``⟨g_n, q_n⟩`` of one part, ``[N]``, in single precision at least."""
+    if value is query:
+        return norm_of(value).square()
+    wide = torch.promote_types(value.dtype, torch.float32)
+    return (dense(value).to(wide) * dense(query).to(wide)).flatten(1).sum(1)
+
+
+def fitting(gradients: Gradients) -> int:
+    """How many samples may be formed at once: 16 times ``memory_budget()``."""
+    single = sum(prod(value.shape[1:]) * value.dtype.itemsize for value in gradients.values())
+    return max(1, 16 * memory_budget() // max(1, single))
+
+
 def cosines(samples: Gradients, queries: Gradients) -> Tensor:
     """Inner products divided by both norms, over the queries' parts, ``[N, M]``; zero for zero."""
     products = inner(samples, queries)

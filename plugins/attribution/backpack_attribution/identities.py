@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import repeat
 from typing import Any, TypeAlias
 
 import torch
@@ -26,18 +27,65 @@ def content_hash(sample: Any) -> str:
     Args:
         sample: A tensor, a number, a text, or a nested list, tuple or dictionary of those.
     """
+    return _name_of(_pieces(sample))
+
+
+def content_hashes(batch: Any, samples: int) -> list[str]:
+    """:func:`content_hash` of each sample of a batch, whose tensors are read as a whole.
+
+    Args:
+        batch: What a loader gives.
+        samples: How many samples it has.
+    """
+    if _has_mask(batch):  # each sample has positions of its own
+        return [content_hash(sample_of(batch, n, samples)) for n in range(samples)]
+    return [_name_of(pieces) for pieces in zip(*_pieces_of_samples(batch, samples), strict=True)]
+
+
+def _name_of(pieces: Iterable[bytes]) -> str:
     digest = hashlib.sha256()
-    for piece in _pieces(sample):
+    for piece in pieces:
         digest.update(len(piece).to_bytes(8, "little"))
         digest.update(piece)
     return digest.hexdigest()[:32]
 
 
+def _pieces_of_samples(batch: Any, samples: int) -> Iterator[Iterable[bytes]]:
+    """The pieces of all samples: the first of each, then the second of each, and so on."""
+    if isinstance(batch, Tensor) and batch.dim() and len(batch) == samples:
+        rows = batch.detach().cpu().contiguous().reshape(samples, batch.shape[1:].numel())
+        yield repeat(_kind(batch.dtype, batch.shape[1:]), samples)
+        yield (row.tobytes() for row in rows.view(torch.uint8).numpy())
+    elif isinstance(batch, Mapping):
+        for key, part in sorted(batch.items()):
+            yield repeat(repr(key).encode(), samples)
+            yield from _pieces_of_samples(part, samples)
+    elif isinstance(batch, (list, tuple)) and not _has_entries(batch, samples):
+        yield repeat(f"{len(batch)} parts".encode(), samples)
+        for part in batch:
+            yield from _pieces_of_samples(part, samples)
+    elif isinstance(batch, (list, tuple)):
+        yield (repr(value).encode() for value in batch)
+    else:
+        for piece in _pieces(batch):
+            yield repeat(piece, samples)
+
+
+def _has_mask(batch: Any) -> bool:
+    if isinstance(batch, Mapping):
+        is_masked = isinstance(batch.get("attention_mask"), Tensor)
+        return is_masked or any(map(_has_mask, batch.values()))
+    return isinstance(batch, (list, tuple)) and any(map(_has_mask, batch))
+
+
+def _kind(dtype: torch.dtype, shape: torch.Size) -> bytes:
+    return f"{dtype} {list(shape)}".encode()
+
+
 def _pieces(value: Any) -> Iterator[bytes]:
     if isinstance(value, Tensor):
-        flat = value.detach().cpu().contiguous()
-        yield f"{flat.dtype} {list(flat.shape)}".encode()
-        yield flat.flatten().view(torch.uint8).numpy().tobytes()
+        yield _kind(value.dtype, value.shape)
+        yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     elif isinstance(value, Mapping):
         for key, part in sorted(_unpadded(value).items()):
             yield repr(key).encode()
@@ -68,14 +116,16 @@ def sample_of(batch: Any, index: int, samples: int) -> Any:
     if isinstance(batch, Mapping):
         return {key: sample_of(part, index, samples) for key, part in batch.items()}
     if isinstance(batch, (list, tuple)):
-        if len(batch) == samples and not any(_holds_tensors(part) for part in batch):
+        if _has_entries(batch, samples):
             return batch[index]
         return [sample_of(part, index, samples) for part in batch]
     return batch
 
 
-def _holds_tensors(value: Any) -> bool:
-    return isinstance(value, (Tensor, Mapping, list, tuple))
+def _has_entries(batch: Sequence[Any], samples: int) -> bool:
+    """Whether a list has an entry for each sample, as texts, and does not consist of columns."""
+    is_nested = any(isinstance(part, (Tensor, Mapping, list, tuple)) for part in batch)
+    return len(batch) == samples and not is_nested
 
 
 class ByContent:
@@ -91,7 +141,7 @@ class ByContent:
 
     def __call__(self, batch: Any, samples: int) -> list[Identity]:
         """The names of a batch's samples."""
-        return [self._next(content_hash(sample_of(batch, n, samples))) for n in range(samples)]
+        return [self._next(name) for name in content_hashes(batch, samples)]
 
     def _next(self, name: str) -> Identity:
         times = self._seen[name]

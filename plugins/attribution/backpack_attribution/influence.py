@@ -75,12 +75,7 @@ def influence(
         UsageError: An argument is wrong, or a score is not finite.
         UnsupportedError: By token: the method scores whole samples, or a parameter has no tokens.
     """
-    problem, chosen = Problem(model, lossfunc, batch, per), _chosen(method)
-    if per == "token" and not chosen.has_tokens:
-        raise UnsupportedError(
-            f'{chosen.name} scores whole samples: take an inner product for per="token", such as '
-            '"ekfac" or "dot".'
-        )
+    problem, chosen = Problem(model, lossfunc, batch, per), _chosen(method, per)
     query = problem.with_loss(query_lossfunc)
     run = Run(problem, query, train_loader, query_loader, progress, process_group)
     train = run.names(train_loader, identities, is_shared=True)
@@ -100,6 +95,7 @@ def self_influence(
     identities: Identities = "place",
     progress: bool = True,
     process_group: distributed.ProcessGroup | None = None,
+    per: Per = "sample",
 ) -> Scores:
     """Score every training sample for itself: which ones did the model have to learn by heart?
 
@@ -114,18 +110,22 @@ def self_influence(
         identities: As for :func:`influence`.
         progress: As for :func:`influence`.
         process_group: As for :func:`influence`.
+        per: ``"token"`` scores each token for itself, in rows ``"name:t"``. These scores do not add
+            up to the sample's, which has the products of its tokens with each other as well.
 
     Returns:
         Scores ``[N, 1]``, for the one query ``"itself"``.
 
     Raises:
         UsageError: An argument is wrong, or a score is not finite.
+        UnsupportedError: As for :func:`influence`.
     """
-    problem, chosen = Problem(model, lossfunc, batch), _chosen(method)
+    problem, chosen = Problem(model, lossfunc, batch, per), _chosen(method, per)
     run = Run(problem, problem, train_loader, (), progress, process_group)
     train = run.names(train_loader, identities, is_shared=True)
     values = chosen.own_values(run).unsqueeze(1)
-    return run.gathered(_finite(Scores(values, train, ["itself"], chosen.name)))
+    scores = Scores(values, run.names_of_rows(train), ["itself"], chosen.name)
+    return run.gathered(_finite(scores))
 
 
 def _finite(scores: Scores) -> Scores:
@@ -138,9 +138,17 @@ def _finite(scores: Scores) -> Scores:
     return scores
 
 
-def _chosen(method: Any) -> Method:
-    if isinstance(method, Method):
-        return method
+def _chosen(method: Any, per: Per) -> Method:
+    chosen = method if isinstance(method, Method) else _named(method)
+    if per == "token" and not chosen.has_tokens:
+        raise UnsupportedError(
+            f'{chosen.name} scores whole samples: take an inner product for per="token", such as '
+            '"ekfac" or "dot".'
+        )
+    return chosen
+
+
+def _named(method: Any) -> Method:
     if method == "tracin":
         raise UsageError("TracIn needs checkpoints: method=TracIn([state, ...], learning_rates).")
     if method not in METHODS:

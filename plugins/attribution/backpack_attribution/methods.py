@@ -15,7 +15,7 @@ from torch.nn import Module
 from backpack_attribution import forms
 from backpack_attribution.forms import Gradients
 from backpack_attribution.problem import FIELD, Problem
-from backpack_attribution.run import Run, on_cpu
+from backpack_attribution.run import Run
 from backpack_core.errors import UnsupportedError, UsageError
 from backpack_core.extensions import GradInner
 from backpack_firstorder import SampleGradients
@@ -41,6 +41,8 @@ class Method(ABC):
 
     def own_values(self, run: Run) -> Tensor:
         """Scores of the training samples of this process for themselves, ``[N]``.
+
+        By token ``[N · T]``, made by :meth:`Run.of_training`.
 
         Raises:
             UsageError: The method has none.
@@ -96,14 +98,29 @@ class InnerProduct(Method):
         return torch.cat(found, 1)
 
     def own_values(self, run: Run) -> Tensor:
-        """Scores for themselves, ``[N]``: the samples of a batch are its queries."""
+        """Scores for themselves, ``[N]``: each sample, or token, is its own query."""
         with run.problem.extended():
             self.fit(run)
-            found = []
-            for batch in run.batches(run.train_loader, f"{self.name}: training samples"):
-                queries = self.transform(run.problem.gradients(batch), run)
-                found.append(self.of_batch(run.problem, batch, queries).diagonal())
-        return on_cpu(found)
+            batches = run.batches(run.train_loader, f"{self.name}: training samples")
+            return run.of_training([self._own_of_batch(run, batch) for batch in batches])
+
+    def _own_of_batch(self, run: Run, batch: Any) -> Tensor:
+        gradients = run.problem.gradients(batch)
+        count = _rows_of([*map(len, gradients.values())])
+        step, found = forms.fitting(gradients), []
+        for start in range(0, count, step):
+            part = {name: value[start : start + step] for name, value in gradients.items()}
+            found.append(self.own(part, self.transform(part, run)))
+        return torch.cat(found)
+
+    def own(self, samples: Gradients, queries: Gradients) -> Tensor:
+        """Scores of samples for themselves, ``[N]``.
+
+        Args:
+            samples: Their gradients, ``[N, *θ]`` for each parameter.
+            queries: The same, transformed.
+        """
+        return torch.stack([forms.own_of(samples[name], q) for name, q in queries.items()]).sum(0)
 
     def asked(self, run: Run) -> Iterator[Gradients]:
         """Gradients of the queries, ``[M, *θ]`` for each parameter, as many as are kept at once."""
@@ -140,6 +157,11 @@ class GradCosine(InnerProduct):
         products = products_of(problem, batch, queries, norms)
         own = torch.linalg.vector_norm(torch.stack(norms), dim=0)
         return forms.over_norms(products, own, forms.norm(queries))
+
+    def own(self, samples: Gradients, queries: Gradients) -> Tensor:
+        """One, or zero for a gradient of zero."""
+        norms = forms.norm(samples)
+        return (norms > 0).to(norms)
 
 
 class TracIn(Method):
@@ -225,12 +247,22 @@ def products_of(
             "A batch reaches none of the parameters that the queries depend on: look at what "
             "batch= and the loss make of it."
         )
-    if len({*map(len, norms or parts)}) > 1:
+    _rows_of([*map(len, norms or parts)])
+    return torch.stack(parts).sum(0)
+
+
+def _rows_of(counts: Sequence[int]) -> int:
+    """How many rows all parameters have: samples, or tokens.
+
+    Raises:
+        UnsupportedError: They have different numbers of tokens.
+    """
+    if len({*counts}) > 1:
         raise UnsupportedError(
             "Scores by token are sums over parameters, and some have another number of positions "
             "than others, as behind a pooling. Freeze these, or score whole samples."
         )
-    return torch.stack(parts).sum(0)
+    return counts[0]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Module
 
 from backpack_attribution.methods import Checkpoint, Method, at_checkpoint, joined
@@ -205,10 +205,12 @@ class Margin(Module):
             UsageError: The loss is not such a module.
         """
         super().__init__()
-        if not isinstance(lossfunc, Module) or not hasattr(lossfunc, "reduction"):
+        is_module = isinstance(lossfunc, Module) and hasattr(lossfunc, "reduction")
+        if not is_module or not _may_be_log_probability(lossfunc):
             raise UsageError(
-                "TRAK takes margins of a cross-entropy: give a loss module with reduction, such as "
-                f"CrossEntropyLoss(). Got {type(lossfunc).__name__}."
+                "TRAK takes margins of a cross-entropy: give a loss module with reduction, without "
+                "weights and label smoothing, such as CrossEntropyLoss(). Got "
+                f"{type(lossfunc).__name__}."
             )
         each: Any = copy.deepcopy(lossfunc)
         each.reduction = "none"
@@ -227,6 +229,19 @@ class Margin(Module):
         safe = torch.where(counts, losses, 1.0)
         margins = -safe - torch.log(-torch.expm1(-safe))
         return torch.where(counts, margins, 0.0).sum()
+
+
+_LOG_PROBABILITIES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.BCELoss, nn.BCEWithLogitsLoss)
+
+
+def _may_be_log_probability(lossfunc: Module) -> bool:
+    """Whether losses may be ``-log p``: those of a module of one's own are taken to be."""
+    if not type(lossfunc).__module__.startswith("torch.nn."):
+        return True
+    settings = [getattr(lossfunc, name, None) for name in ("weight", "pos_weight")]
+    is_scaled = any(value is not None for value in settings)
+    is_smoothed = bool(getattr(lossfunc, "label_smoothing", 0))
+    return isinstance(lossfunc, _LOG_PROBABILITIES) and not (is_scaled or is_smoothed)
 
 
 def inverse_product(moments: Tensor, rows: Tensor, damping: float) -> Tensor:

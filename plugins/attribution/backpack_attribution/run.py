@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, distributed
-from torch.utils.data import DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 from tqdm import tqdm
 
 from backpack_attribution.identities import (
@@ -84,8 +84,9 @@ class Run:
             is_shared: Whether processes have a part of the data each.
 
         Raises:
-            UsageError: There are no samples, or identities do not fit them.
+            UsageError: There are no samples, no batches, or identities do not fit them.
         """
+        _require_batches(loader)
         _require_own_samples(loader)
         group = self.process_group if is_shared else None
         place = (
@@ -155,6 +156,15 @@ class Run:
     def is_first(self) -> bool:
         """Whether this is the process that speaks."""
         return self.process_group is None or distributed.get_rank(self.process_group) == 0
+
+
+def _require_batches(loader: Any) -> None:
+    """Raise for a data set, which gives samples one by one."""
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise UsageError(
+            f"{type(loader).__name__} gives single samples, and batches are needed: give "
+            "DataLoader(dataset, batch_size=...), with None if its items are batches."
+        )
 
 
 def _require_own_samples(loader: Iterable[Any]) -> None:

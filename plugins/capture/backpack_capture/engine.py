@@ -13,6 +13,7 @@ from torch.nn import Module
 from backpack_core import View, backpack
 from backpack_core.engine.active import current
 from backpack_core.errors import UsageError
+from backpack_core.record.storage import storage
 
 
 class Observer(Protocol):
@@ -82,16 +83,17 @@ def run_engine(
 ) -> Outcome:
     """Forward pass, loss, and backward pass; ``between`` is called before the last."""
     observer = None if asked.observer is None else asked.observer()
+    with storage().block():  # compiled code runs as it was written
+        returned = function(*args, **kwargs)  # outside of ours: it may differentiate the net itself
+    loss = returned[0] if isinstance(returned, (tuple, list)) and returned else returned
+    if not isinstance(loss, Tensor):
+        raise UsageError(
+            f"A captured step returns its loss, or a tuple with it in front. Got {loss!r}."
+        )
     with asked.block(observer):
         context = current(threading.get_ident())
         if context is not None:
             context.seen.add("captured")  # by the engine alone, with which graphs are compared
-        returned = function(*args, **kwargs)
-        loss = returned[0] if isinstance(returned, (tuple, list)) and returned else returned
-        if not isinstance(loss, Tensor):
-            raise UsageError(
-                f"A captured step returns its loss, or a tuple with it in front. Got {loss!r}."
-            )
         between()
         loss.backward()
         was_measured = context is not None and "measured" in context.seen

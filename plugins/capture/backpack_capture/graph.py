@@ -30,7 +30,7 @@ from backpack_core.record.owner import owners_of
 from backpack_products.recycled import drop
 from backpack_products.values import rounding_unit
 
-LOOKS: Final = 4  # runs of compiled code, and as many before it, of which the fastest counts
+LOOKS: Final = 12  # runs of compiled code, and as many before it, of which the fastest counts
 SLOWER: Final = 1.2
 
 

@@ -43,7 +43,7 @@ _INTO = (aten.mul.Tensor, aten.bmm.default, aten.mm.default)
 _BETWEEN = (
     *("torch._ops", "torch.overrides", "torch.utils._python_dispatch"),
     *("torch._compile", "torch._dynamo.eval_frame"),
-    *("backpack_capture.unseen", "backpack_capture.recorder", "backpack_capture.repeated"),
+    *("backpack_capture.unseen", "backpack_capture.recorder", "backpack_capture.recorded_visits"),
 )
 _MASKS = (torch.bool, torch.uint8)
 _GRADIENT = (
@@ -90,7 +90,9 @@ class Recorder(TorchDispatchMode):
         for tensor in given:
             self.program.given.append(self._enter(tensor))
         for tensor in known:
-            self.program.known[self._enter(tensor)] = tensor
+            number = self._enter(tensor)
+            self.program.known[number] = tensor
+            self.note_geometry(number, tensor)  # the guard sees to it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation, and write it down."""

@@ -23,6 +23,12 @@ from backpack_capture.unseen import seen_by, states_of_generators
 from backpack_capture.views import with_direct_views
 from backpack_capture.watch import Watch
 
+_HIDDEN = (
+    "every pass is measured, as nothing has shown yet whether samples mix (behind a factor of zero "
+    'nothing shows). It is recorded once something has; or say capture(..., check="never") if you '
+    "know that samples stay apart"
+)
+
 
 @dataclass(frozen=True)
 class Refused:
@@ -89,7 +95,7 @@ def record(
     if not guard.holds():
         reason = reason or "it changes attributes of modules, or variables that it refers to"
     if outcome.was_measured:
-        return outcome, NotYet("every pass is measured: the structure is not trusted")
+        return outcome, NotYet(_HIDDEN)
     if reason is not None or graph is None:
         return outcome, Refused(reason or "a result does not consist of tensors")
     return outcome, graph

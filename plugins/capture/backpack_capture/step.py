@@ -26,7 +26,7 @@ from backpack_products.tuning import unsplit
 MOST: Final = 8  # graphs, those that ran last
 PATIENCE: Final = 4  # replays in a row that read another answer, steps that change their own form
 NEW: Final = 64  # forms in a row, none of which was met again
-ATTEMPTS: Final = (4, 6, 7, 10, 18)  # steps that may be recorded: most of those before are measured
+EARLY: Final = (4, 6, 7, 10, 18)  # steps that may be recorded: most of those before are measured
 
 
 class CaptureWarning(BackpackWarning):
@@ -44,6 +44,7 @@ class _Form:
         guard: How it was.
         passes: How many steps the engine ran.
         graph: The recorded step; ``None`` before it is recorded.
+        delay: Why there is none yet.
         reason: Why there is none, for good.
     """
 
@@ -52,13 +53,13 @@ class _Form:
         self.passes = 0
         self.was_measured = True
         self.graph: Graph | None = None
-        self.reason = ""
+        self.delay, self.reason = "until the structure is trusted", ""
 
     @property
     def is_due(self) -> bool:
         """Whether the next step is recorded."""
         after = self.passes + 1
-        return after in ATTEMPTS or (after == 2 and not self.was_measured)
+        return after in EARLY or (not self.was_measured and not 2 < after < EARLY[-1])
 
 
 class CapturedStep:
@@ -147,8 +148,11 @@ class CapturedStep:
             form.graph, form.guard = graph, Guard(form.watch)
             if self._compiler is not None:
                 graph.compile(self._compiler.begin, given)
-        elif isinstance(graph, Refused) or form.passes >= ATTEMPTS[-1]:
+        elif isinstance(graph, Refused):
             form.reason = graph.reason
+            self._warn(graph.reason)
+        elif form.passes == EARLY[-1]:  # what hides the samples may be gone after a warm-up
+            form.delay = graph.reason
             self._warn(graph.reason)
         form.was_measured = True
         return outcome.returned, form
@@ -276,7 +280,7 @@ class CapturedStep:
     def _said_of(self, form: _Form) -> str:
         graph = form.graph
         if graph is None:
-            return f"engine, {form.reason or 'until the structure is trusted'}"
+            return f"engine, {form.reason or form.delay}"
         said = f", {graph.said}" if graph.said else ""
         return (
             f"graph of {graph.size} operations ({graph.recorded} were recorded), {graph.replays} "

@@ -14,6 +14,15 @@ from backpack_capture.program import Geometry, Operation, Program, Ref, Step, re
 from backpack_capture.tidying import drop_unneeded
 
 aten = torch.ops.aten
+# What they change is not how many numbers there are, but the shape of the tensor itself.
+_BENDING = (
+    aten.squeeze_,
+    aten.unsqueeze_,
+    aten.transpose_,
+    aten.t_,
+    aten.swapaxes_,
+    aten.swapdims_,
+)
 
 
 def with_direct_views(program: Program) -> Program:
@@ -22,12 +31,14 @@ def with_direct_views(program: Program) -> Program:
     Args:
         program: The program; it is left alone.
     """
+    program = _with_plain_copies(program)
     found = replace(program, known={**program.known}, fixed={**program.fixed}, steps=list[Step]())
+    # Of what comes from outside, somebody may have seen to it that it lies as it lay.
+    outside = program.geometry.keys() & {*program.given, *program.known}
     shared = [program.roots[n] for n in program.outs]
     kept = {n for n in program.outs if shared.count(program.roots[n]) > 1}  # each another tensor
-    # Of what comes from outside, somebody may have seen to it that it lies as it lay.
-    given = program.geometry.keys() & {*program.given}
-    made, same = {*given}, dict[int, int]()
+    kept |= {n for n in program.outs if program.roots[n] in outside}  # and not what it is a view of
+    made, same = {*outside}, dict[int, int]()
     known: dict[tuple[int, Geometry], int] = {}
     for old in program.steps:
         step = renumbered(old, same)
@@ -44,7 +55,7 @@ def with_direct_views(program: Program) -> Program:
                 continue
             if step.reads != [root]:
                 step = _view(root, program.geometry[root], geometry, number)
-                if root in given and step.function is aten.as_strided.default:
+                if root in outside and step.function is aten.as_strided.default:
                     # Where its memory begins may differ, and is what torch takes by default.
                     step = replace(step, args=step.args[:-1])
         if isinstance(step, Operation):
@@ -55,6 +66,38 @@ def with_direct_views(program: Program) -> Program:
     return found
 
 
+def _with_plain_copies(program: Program) -> Program:
+    """The same program, in which dense tensors are copied as they are, and copies viewed."""
+    bent = [op for op in program.operations if op.function.overloadpacket in _BENDING]
+    unknown = {program.roots[n] for op in bent for n in op.writes}
+    lying = {n: g for n, g in program.geometry.items() if program.roots[n] not in unknown}
+    found = replace(program, roots=[*program.roots], geometry=lying, steps=[])
+    roots, geometry = found.roots, found.geometry
+    for step in program.steps:
+        found.steps.append(step)
+        if not isinstance(step, Operation) or step.function is not aten.clone.default:
+            continue
+        (old, *_), (new,) = step.reads, step.made
+        root = roots[old]
+        if step.kwargs or new in program.outs or not {old, new, root} <= geometry.keys():
+            continue
+        if geometry[old] != geometry[root] and _is_whole(geometry[old], geometry[root]):
+            shape, stride, _, dtype = geometry[root]
+            copy = found.new()
+            geometry[copy] = Geometry(shape, stride, 0, dtype)
+            roots[:] = [copy if number == new else number for number in roots]
+            plain = Operation(step.function, (Ref(root),), {}, (copy,), True)
+            found.steps[-1:] = [plain, _view(copy, geometry[copy], geometry[new], new)]
+    return found
+
+
+def _is_whole(view: Geometry, of: Geometry) -> bool:
+    """Whether a view has all entries of a dense tensor, in their order."""
+    is_dense = view.stride == _dense(view.shape) and of.stride == _dense(of.shape)
+    is_long = torch.Size(view.shape).numel() == torch.Size(of.shape).numel()
+    return is_dense and is_long and view.offset == of.offset and view.dtype == of.dtype
+
+
 def _viewed(program: Program, step: Step, made: set[int]) -> int | None:
     """What a step makes, if it is a view of a tensor whose memory a step before has made."""
     if not isinstance(step, Operation) or step.writes or not step.is_single or not step.made:
@@ -63,7 +106,8 @@ def _viewed(program: Program, step: Step, made: set[int]) -> int | None:
     root = program.roots[number]
     if root not in made or not {number, root} <= geometry.keys():
         return None
-    is_offset = root in program.given and geometry[number].offset != geometry[root].offset
+    is_outside = root in program.given or root in program.known
+    is_offset = is_outside and geometry[number].offset != geometry[root].offset
     return number if geometry[number].dtype == geometry[root].dtype and not is_offset else None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch.nn import Parameter
 
 from backpack_capture._torch import keys_of
 from backpack_core import memory_budget
+from backpack_core.contract.extension import Extension
+from backpack_core.engine.backward import BackwardPass
 from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Call, Site
 from backpack_core.record.state import MODULE_ATTRIBUTES, OUR_ATTRIBUTES
@@ -19,6 +21,7 @@ if TYPE_CHECKING:  # what a recording needs is imported when there is one
     from backpack_capture.code import Code
     from backpack_capture.nested import Apart
 
+Result: TypeAlias = tuple[Extension, Tensor, Any]  # with the parameter that it is stored on
 _ONE: Final = (Tensor, Parameter)
 _AT_VISITS: Final = ("gradient", "saved")
 
@@ -75,6 +78,7 @@ class Recorded(NamedTuple):
 
     Attributes:
         visits: The visits, in their order.
+        last: Results that are stored behind them.
         code: A generator, which is sent the tensors of each, and yields results.
         world: What else it takes for granted.
         attributes: Those of modules that no structure knows, by the place of a call.
@@ -82,6 +86,7 @@ class Recorded(NamedTuple):
     """
 
     visits: list[Visit]
+    last: list[Store]
     code: Code
     world: tuple[Any, ...]
     attributes: dict[int, dict[str, Any]]
@@ -194,3 +199,19 @@ def is_same(saved: Any, tensor: Tensor) -> bool:
         return False
     is_there = saved.untyped_storage()._cdata == tensor.untyped_storage()._cdata
     return is_there and saved.storage_offset() == tensor.storage_offset()
+
+
+def noted_at_visit(run: BackwardPass) -> list[Result]:
+    """What was stored at a visit; what waits for the end is computed on."""
+    noted, run.sink.noted = run.sink.noted or [], []
+    return [result for result in noted if not result[0].is_deferred]
+
+
+def finished(run: BackwardPass) -> list[Result]:
+    """Have extensions compute what had to wait for the end, and store it."""
+    values = run.sink.finished()
+    run.sink.deferred.clear()
+    found = [(e, parameter, value) for e, of in values for parameter, value in of.items()]
+    for extension, parameter, value in found:
+        setattr(parameter, extension.savefield, value)
+    return found

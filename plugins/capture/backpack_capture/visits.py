@@ -43,7 +43,8 @@ class Visits(Observer):
         entry.passes += 1
         if entry.passes < FIRST:
             return None
-        from backpack_capture.repeated import Compared, Recording, Repeated
+        from backpack_capture.recorded_visits import Recording
+        from backpack_capture.repeated import Compared, Repeated
 
         if entry.recorded is None:
             return Recording(run, structure, entry) if _may_record(entry, run, structure) else None
@@ -65,7 +66,7 @@ def _may_repeat(run: BackwardPass) -> bool:
         or not run.is_outermost
         or options.get("inputs") is not None
         or options.get("create_graph")
-        or any(e.is_deferred or e.needs_normalisers or e.keeps_graph for e in context.extensions)
+        or any(extension.keeps_graph for extension in context.extensions)
         or any(group.has_overrides for group in run.groups)
         or "captured" in context.seen
         or not is_ordinary()

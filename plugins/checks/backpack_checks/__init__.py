@@ -1,4 +1,4 @@
-"""Checks for backpack-core: what a pass measures of itself, and what it cost."""
+"""Checks for backpack-core: measurements in a backward pass, and its times."""
 
 from backpack_core.errors import add_library_folder
 

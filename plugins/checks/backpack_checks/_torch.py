@@ -20,14 +20,14 @@ profiler_runs: Callable[[], bool] = torch._C._autograd._profiler_enabled
 def hook_leaf_first(leaf: Tensor, owner: T, hear: Callable[[T, Tensor, Tensor], None]) -> Any:
     """Have autograd call ``hear(owner, leaf, gradient)`` before all other hooks of a leaf.
 
-    The hook holds neither owner nor leaf. Returns a handle that removes it.
+    The hook has weak references to owner and leaf. Returns a handle that removes the hook.
     """
-    this, that = weakref.ref(owner), weakref.ref(leaf)
+    owner_reference, leaf_reference = weakref.ref(owner), weakref.ref(leaf)
 
     def hook(gradient: Tensor | None) -> None:
-        found, tensor = this(), that()
-        if found is not None and tensor is not None and gradient is not None:
-            hear(found, tensor, gradient)
+        living, tensor = owner_reference(), leaf_reference()
+        if living is not None and tensor is not None and gradient is not None:
+            hear(living, tensor, gradient)
 
     handle = leaf.register_hook(hook)
     table: Any = leaf._backward_hooks

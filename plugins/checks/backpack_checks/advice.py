@@ -1,7 +1,6 @@
-"""Tells authors of plugins, at work, what they probably meant.
+"""Advice for authors of plugins: probable slips in classes, and what was probably meant.
 
-A class is looked at when it is registered by hand, and a rule at the first module of a type that it
-speaks for.
+A class is checked when it is registered by hand, and a rule also at the first module of each type.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from backpack_core.plugins.registry import registry
 
 @judge
 def probable_slips(candidate: Candidate) -> Iterator[str]:
-    """What is probably a slip in a class, a sentence for each.
+    """Yields a sentence for each probable slip in a class.
 
     Raises:
-        PluginConflictError: An extension saves under the name of another.
+        PluginConflictError: An extension uses the ``savefield`` of another.
     """
     cls, module, is_new = candidate
     if issubclass(cls, LayerRule) and module is not None:
@@ -35,10 +34,11 @@ def probable_slips(candidate: Candidate) -> Iterator[str]:
     elif issubclass(cls, LayerRule) and is_new:
         yield from missing_types(cls)
     elif issubclass(cls, Extension) and is_new:
-        _see_that_field_is_free(cls)
+        _refuse_taken_field(cls)
 
 
-def _see_that_field_is_free(kind: type[Extension]) -> None:
+def _refuse_taken_field(kind: type[Extension]) -> None:
+    """Raise if an unrelated extension has the same ``savefield``."""
     other = _saves_under(kind)
     if other is not None:
         raise PluginConflictError(
@@ -48,7 +48,7 @@ def _see_that_field_is_free(kind: type[Extension]) -> None:
 
 
 def _saves_under(kind: type[Extension]) -> Claim[type[Extension]] | None:
-    """Another extension with the same save field that is not related by inheritance."""
+    """Another extension with the same ``savefield`` that is not related by inheritance."""
     for claim in (c for claims in registry.extensions.values() for c in claims):
         is_relative = issubclass(kind, claim.value) or issubclass(claim.value, kind)
         if claim.value.savefield == kind.savefield and kind.savefield and not is_relative:
@@ -57,13 +57,12 @@ def _saves_under(kind: type[Extension]) -> Claim[type[Extension]] | None:
 
 
 def missing_types(rule: type[LayerRule]) -> Iterator[str]:
-    """Names in ``module_types`` of classes that a package does not have; it has to be imported.
+    """Yields a sentence for each name in ``module_types`` that an imported package does not have.
+
+    Packages that are not imported are not checked.
 
     Args:
         rule: The class of the rule.
-
-    Yields:
-        What is wrong with each. Of what is not imported, nothing is known.
     """
     for name in rule.module_types:
         package, _, attribute = name.rpartition(".") if isinstance(name, str) else ("", "", "")
@@ -78,10 +77,10 @@ def missing_types(rule: type[LayerRule]) -> Iterator[str]:
 
 
 def missing_params(rule: LayerRule, module: Module) -> Iterator[str]:
-    """What is wrong with the ``params`` of a rule at a module.
+    """Yields a sentence if ``params`` of a rule probably misspells a parameter of a module.
 
-    A rule may serve several types, and some may lack a bias. So a missing parameter is a fault only
-    if the module has others that the rule leaves out: it may have meant one of those.
+    A rule may serve several types, and some may lack a bias. So a missing parameter is a slip only
+    if the module has parameters that the rule leaves out: one of them may have been meant.
     """
     if type(rule).parameter_names is not LayerRule.parameter_names:
         return
@@ -100,7 +99,7 @@ def missing_params(rule: LayerRule, module: Module) -> Iterator[str]:
 
 
 def _has(module: Module, name: str) -> bool:
-    """Whether a module has a parameter; one that is computed is not computed for this."""
+    """Whether a module has a parameter; parametrizations are not run for this."""
     path, _, last = name.rpartition(".")
     try:
         owner = attrgetter(path)(module) if path else module

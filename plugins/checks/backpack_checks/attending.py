@@ -1,4 +1,4 @@
-"""Checks of one backward pass: whether it has to be measured, and what is measured then."""
+"""The observer that decides whether a backward pass is measured, and begins the measurement."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from backpack_core.engine.groups import Group
 
 
 class Checks(Observer):
-    """Has the dye travel, and sums compared, if a structure is not known to be right.
+    """Measures passes whose structure is not known to be right: by the dye, and by sums.
 
     Attributes:
-        kept: What passes have shown of graphs of this structure.
+        kept: What earlier passes of this structure have shown.
     """
 
     answers = frozenset({"check"})
-    needs_visits = False  # what a plan is taken for is measured already
+    needs_visits = False  # a pass that uses a plan was measured before
     kept: Trust | None = None
 
     def __init__(self, run: BackwardPass) -> None:
@@ -32,14 +32,14 @@ class Checks(Observer):
         self._sums: SumCheck | None = None
 
     def goes_by(self, kept: Trust | None) -> bool:
-        """Whether earlier passes have shown enough, and this one is not due."""
+        """Whether earlier passes have shown enough, so that a plan may be used."""
         self.kept = kept
         if not any(self._question):
             return True
         return kept is not None and not self._is_always and kept.is_enough(0)
 
     def begin(self, run: BackwardPass) -> None:
-        """Have the dye travel, too, if that is due."""
+        """Add the dye to the quantities of the pass, if a measurement is due."""
         if run.survey.is_planned:
             if self.kept is not None:
                 self.kept.passes += 1
@@ -60,11 +60,11 @@ class Checks(Observer):
                 run.schedule.leave(lane, edge, wide=dye.begin(gradient, edge))
 
     def leave(self) -> None:
-        """Remove hooks."""
+        """Remove the hooks."""
         if self._sums is not None:
             self._sums.leave()
 
     def finish(self, run: Any) -> None:
-        """Remember at which outputs there is nothing more to learn."""
+        """Note the outputs at which later passes have nothing more to measure."""
         if self._measurement is not None:
             self._measurement.settle()

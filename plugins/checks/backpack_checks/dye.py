@@ -1,10 +1,10 @@
-"""The dye: columns that travel besides others, to measure which sample a number belongs to.
+"""The dye: extra columns that measure whether samples stay apart on their way through the net.
 
-The first column is the gradient itself. In the others, each sample has a random weight. Where
-samples stay apart, these are the first column times the weights, at every call. If they are not, an
-operation on the way mixes samples, or axis 0 holds something else that is as long as the batch. The
-first column also tells whether autograd brought anything besides what came from the losses: another
-term, a hook. See ``docs/design/measuring.md``.
+The first column is the gradient. In each other column, every sample has a random weight. If samples
+stay apart, these columns equal the first one times the weights, at every call. Otherwise an
+operation mixes samples, or axis 0 holds something else that is as long as the batch. The first
+column also shows whether autograd's gradient contains anything besides the gradient of the losses,
+such as another term, or a change by a hook. See ``docs/design/measuring.md``.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ from backpack_products.values import rounding_unit
 
 Dyes: TypeAlias = dict[int, Dye]
 Sent: TypeAlias = tuple[int, Dye]
-# The roots of gradients without samples, and what they are called once they got some.
+# Roots of gradients without samples, and their names after samples were weighted.
 _BEFORE = Root("before any loss")
 _DYED_LATER = {IN_LOSS: OF_LOSS, _BEFORE: Root("dyed elsewhere")}
 _COUPLED = Root("a function of numbers that several samples share")
 
 
 class DyePropagator(Propagator):
-    """A quantity that starts anew at each call, after it was compared with autograd's gradient.
+    """A quantity that is compared with autograd's gradient at each call, and starts anew there.
 
     Attributes:
-        settled: Outputs of calls at which passes of this structure have nothing more to learn.
-        is_cut: Whether only zeros came behind an operation that may mix, as of a factor that is
-            zero, or a gate that is shut. In a later pass it may let through what mixes.
+        settled: Outputs of calls at which passes of this structure have nothing more to measure.
+        is_cut: Whether an operation that may mix samples sent zeros only (a factor of zero, a
+            closed gate). In a later pass it may send more.
     """
 
     per_sample = True
@@ -68,11 +68,11 @@ class DyePropagator(Propagator):
         """Begin.
 
         Args:
-            judge: Compares columns; it has the weights, and the question to answer.
+            judge: Compares columns; it has the weights and the question to answer.
             survey: What is known about the graph.
         """
         self._judge, self._weights, self._question = judge, judge.weights, judge.question
-        # Nodes may at least be called, as other quantities do to cross them.
+        # Whether nodes can be called, as other quantities do, without harm to checkpoints.
         self._unpacks_twice = all(call.unpacks_twice for call, _ in survey.sites)
         self._survey = survey
         self._owners = Owners(survey)
@@ -82,35 +82,35 @@ class DyePropagator(Propagator):
     def begin(
         self, gradient: Tensor, edge: Edge, root: Root = _BEFORE, way: tuple[str, ...] = ()
     ) -> Dye:
-        """The gradient at a root of the pass; dyed at once if it has samples, else later."""
+        """The gradient at a root of the pass; weighted at once if it has samples, else later."""
         columns = Columns({root: self._weights.plain(gradient.detach())})
         return self._dyed(Dye(columns, way=way), edge.node, edge.output_nr)
 
     def start(self, rule: LayerRule, view: View) -> Dye:
-        """The gradient at a loss; :meth:`cross` dyes it when it gets samples."""
+        """The gradient at a loss; :meth:`cross` weights it where samples begin."""
         assert view.grad_output is not None
         edge = self._survey.sites[view.call, view.index].edge
         return self.begin(view.grad_output, edge, IN_LOSS, (view.path,))
 
     def arrive(self, rule: LayerRule, view: View, waiting: Dye | None) -> Dye:
-        """Compare what arrived, and start anew with the gradient at this output.
+        """Compare the arrived columns, and start anew with autograd's gradient at this output.
 
         Raises:
             SampleMixingError: Samples influence each other on the way.
-            UnsupportedError: The gradient is not that of the extended losses, which curvature is.
+            UnsupportedError: The gradient is not that of the extended losses, as curvature needs.
         """
         assert view.grad_output is not None
         gradient = view.grad_output.detach()
         if isinstance(rule, LossRule):
             return self.start(rule, view)
-        place, survey = (view.call, view.index), self._survey
-        edge = survey.sites[place].edge
-        owned = None if view.positions else survey.alignment.owned_of(survey.sites[place])
+        key, survey = (view.call, view.index), self._survey
+        edge = survey.sites[key].edge
+        owned = None if view.positions else survey.alignment.owned_of(survey.sites[key])
         positions = view.positions if owned is None else owned
         if owned is None and not positions:
             if waiting is not None and not survey.alignment.is_apart(edge):
-                return waiting  # samples are on another axis: it goes on to where they are in front
-            self.settled.add(place)  # what arrives is kept apart
+                return waiting  # samples are on another axis: compare where they are in front
+            self.settled.add(key)  # columns are kept apart here
             if waiting is None or not self._goes_apart((waiting,)):
                 return OPEN
             self._judge.compare(f"{view.path} and what uses its output", waiting, gradient, 0)
@@ -119,26 +119,26 @@ class DyePropagator(Propagator):
         is_fitting = not is_before and self._weights.fit(gradient, positions)
         if waiting is not None and (is_fitting or not self._question.is_per_sample):
             total, where = waiting.total(), f"{view.path} and what uses its output"
-            is_known = total is not None and total.shape[1:] == gradient.shape
-            if not is_known or self._judge.compare(where, waiting, gradient, positions):
-                self.settled.add(place)  # later passes cannot know more
+            is_whole = total is not None and total.shape[1:] == gradient.shape
+            if not is_whole or self._judge.compare(where, waiting, gradient, positions):
+                self.settled.add(key)  # later passes cannot know more
         if not is_fitting:
             if not gradient.dim():
-                self.settled.add(place)  # of a number, nothing is ever compared
+                self.settled.add(key)  # numbers are never compared
                 waiting = waiting if waiting is None or waiting.is_whole else None
             if waiting is not None:
                 return waiting
-            return self.begin(gradient, survey.sites[place].edge, way=(view.path,))
+            return self.begin(gradient, edge, way=(view.path,))
         if self._is_told_by_autograd(view):
             return OPEN._replace(way=(view.path,))
         dyed = self._weights.dyed(gradient, positions)
         return Dye(Columns({OF_LOSS: dyed}), size=largest(gradient), way=(view.path,))
 
     def _is_told_by_autograd(self, view: View) -> bool:
-        """Whether autograd's gradients at the inputs of a call show what the call sends.
+        """Whether autograd's gradients at the inputs of a call replace what the call would send.
 
-        A rule keeps samples apart by contract. So if only that matters, what the call sends is not
-        computed, but taken from autograd at the next operation that may mix samples.
+        A rule keeps samples apart by contract. So if only that matters, the products of the rule
+        are not computed: autograd's gradient is taken at the next operation that may mix samples.
         """
         is_other = view.axis or view.call.goes_inside or view.positions != 1
         received = [view.stored.inputs[position] for position in _live(view)]
@@ -151,19 +151,19 @@ class DyePropagator(Propagator):
         return is_known and all(map(self._weights.fit, received))
 
     def propagate(self, rule: LayerRule, view: View, quantity: Dye) -> Dyes:
-        """By the rule; if that fails, the dye ends here."""
+        """Columns at the inputs, by the rule; if it fails, the dye ends here."""
         if quantity.positions:
             return dict.fromkeys(_live(view), quantity)
         lost = dict.fromkeys(_live(view), LOST)
         if not self._question.is_per_sample and rule.mixes_samples(view):
-            return lost  # its rule is that of single samples
+            return lost  # the rule is for single samples
         try:
             rule.check(view)
             with torch.no_grad():
                 products = rule.jac_t_mat_prod(view, quantity.columns.mat)
         except OverwrittenInputError:
             raise
-        except Exception:  # other quantities may not need what failed here
+        except Exception:  # the other quantities may not need this product
             return lost
         return {
             i: quantity._replace(columns=quantity.columns.split(p))
@@ -174,11 +174,11 @@ class DyePropagator(Propagator):
     def products(
         self, rule: ParametricRule, view: View, names: Sequence[str], quantity: Dye
     ) -> Sequence[Any]:
-        """Not used: nothing is read."""
+        """Raise an error: no extension reads the dye."""
         raise AssertionError("no extension reads the dye")
 
     def nothing(self, view: View) -> Dye:
-        """An output that the loss does not depend on has nothing to compare."""
+        """An empty dye, for an output that the loss does not depend on."""
         return Dye(Columns({}))
 
     def merge(self, first: Dye, second: Dye) -> Dye:
@@ -192,75 +192,75 @@ class DyePropagator(Propagator):
         return quantity._replace(columns=quantity.columns.map(function))
 
     def supply(self, quantities: Dyes, grads: Sequence[Tensor | None]) -> Dyes:
-        """Autograd's gradient at the node, to compare with."""
+        """Add autograd's gradients at the node, to compare with."""
         return {nr: dye._replace(brought=grads[nr]) for nr, dye in quantities.items()}
 
     def cross(self, node: Node, quantities: Dyes, there: Crossing) -> list[Sent]:
-        """Call the node for all columns if that has no side effects; else the dye ends here."""
-        ways = [(i, child) for i, (child, _) in enumerate(node.next_functions) if child is not None]
+        """The dye behind a node, if it can be called without side effects; else it ends here."""
+        children = [(i, c) for i, (c, _) in enumerate(node.next_functions) if c is not None]
         is_aside = any(dye.positions and nr in there.others for nr, dye in quantities.items())
-        is_apart = is_aside or not there.kept.isdisjoint(quantities)
-        sent = dict.fromkeys((i for i, _ in ways) if is_apart else there.apart, OPEN)
+        is_apart = is_aside or not there.apart_outputs.isdisjoint(quantities)
+        sent = dict.fromkeys((i for i, _ in children) if is_apart else there.apart, OPEN)
         if sent and self._goes_apart(quantities.values()):
-            # Samples with zeros do not hide what is behind a parameter; a gate there may.
+            # Zeros of single samples hide nothing at a parameter; a closed gate may.
             blocks = [b for dye in quantities.values() for b in dye.columns.blocks.values()]
             apart = frozenset() if is_apart and any(map(largest, blocks)) else frozenset(sent)
             sent |= {i: dye for i, dye in self._through(node, quantities, apart) if i in sent}
         if is_apart:
             return [*sent.items()]
-        known = self._kept(node, quantities) | sent
-        is_known = all(i in known or is_leaf(child) for i, child in ways)
-        if there.apart or not is_known:
+        passed = self._passed(node, quantities) | sent
+        is_passed = all(i in passed or is_leaf(child) for i, child in children)
+        if there.apart or not is_passed:
             quantities = {nr: self._closed(dye) for nr, dye in quantities.items()}
         if there.apart:
             self._judge_at(node, quantities, {**there.owned, **there.positions})
-        crossed = {} if is_known else dict(self._cross(node, quantities, there.apart))
-        return [*(crossed | known).items()]
+        crossed = {} if is_passed else dict(self._cross(node, quantities, there.apart))
+        return [*(crossed | passed).items()]
 
-    def _kept(self, node: Node, quantities: Dyes) -> Dyes:
-        """Behind a node that keeps samples apart, where autograd's gradient tells as before it."""
-        size, found = len(self._weights), {}
+    def _passed(self, node: Node, quantities: Dyes) -> Dyes:
+        """The dye behind a node that keeps rows apart: autograd's gradient suffices there, too."""
+        size, passed = len(self._weights), {}
         before = history(quantities.values())
         for nr, dye in quantities.items():
             if not dye.is_told or nodes.shape_of(node, nr)[:1] != (dye.positions * size,):
                 return {}
-        for position, (child, number) in enumerate(node.next_functions):
+        for position, (child, output_nr) in enumerate(node.next_functions):
             if child is None or not all(nodes.keeps_rows(node, nr, position) for nr in quantities):
                 continue
-            length = nodes.shape_of(child, number)[:1].numel()
+            length = nodes.shape_of(child, output_nr)[:1].numel()
             positions, rest = divmod(length, size) if size else (0, 0)
             if positions and not rest:
-                found[position] = OPEN._replace(positions=positions, way=before.way)
-        return found
+                passed[position] = OPEN._replace(positions=positions, way=before.way)
+        return passed
 
     def _closed(self, dye: Dye) -> Dye:
-        """What calls sent here: autograd's gradient, less what came from operations."""
-        gradient, known = dye.brought, dye.total()
+        """Add what calls sent: autograd's gradient, less what came from operations, weighted."""
+        gradient, total = dye.brought, dye.total()
         if not dye.positions or not dye.is_whole:
             return dye
         if gradient is None or not self._weights.fit(gradient, dye.positions):
             return LOST
-        own = gradient.detach() if known is None else gradient.detach() - known[0]
+        own = gradient.detach() if total is None else gradient.detach() - total[0]
         dyed = Columns({OF_LOSS: self._weights.dyed(own, dye.positions)})
         size = max(dye.size, largest(gradient))
         return dye._replace(columns=dye.columns.merge(dyed), positions=0, size=size)
 
     def _judge_at(self, node: Node, quantities: Dyes, positions: Mapping[int, Positions]) -> bool:
-        """Compare at the outputs of a node; returns whether everything there was known."""
+        """Compare at the outputs of a node; returns whether all of them could be compared."""
         where = f"the operation {described(node)} and its result"
-        known = True
+        are_all = True
         for nr, arrived in quantities.items():
             total, own = arrived.total(), arrived.brought
             if total is None or not self._weights.fit(total[0], positions.get(nr, 0)):
-                known = False
+                are_all = False
                 continue
-            # Behind an overwritten view, the tensor has the shape of the base.
+            # At an overwritten view, autograd's gradient has the shape of the base.
             own = own if own is not None and own.shape == total.shape[1:] else None
             self._judge.compare(where, arrived, own, positions[nr])
-        return known
+        return are_all
 
     def _cross(self, node: Node, quantities: Dyes, apart: frozenset[int]) -> Iterator[Sent]:
-        """Go through the node, or start behind it as behind a call."""
+        """Send the dye through a node, or compare it here and start anew behind the node."""
         crossed, step = [*self._through(node, quantities, apart)], described(node)
         for position, dye in crossed:
             yield position, self._dyed(dye, *node.next_functions[position])
@@ -268,14 +268,17 @@ class DyePropagator(Propagator):
             return
         axes = {nr: self._judge.axis(dye) for nr, dye in quantities.items()}
         is_first = not any(axes.values())  # else samples may lie on any axis
-        known = is_first and self._judge_at(node, quantities, dict.fromkeys(axes, 1))
+        is_right = is_first and self._judge_at(node, quantities, dict.fromkeys(axes, 1))
         for i, (child, nr) in enumerate(node.next_functions):
             if child is not None:
-                is_fitting = known and nodes.shape_of(child, nr)[:1] == (len(self._weights),)
+                is_fitting = is_right and nodes.shape_of(child, nr)[:1] == (len(self._weights),)
                 yield i, OPEN._replace(way=(step,)) if is_fitting else LOST
 
     def _through(self, node: Node, quantities: Dyes, apart: frozenset[int]) -> Iterator[Sent]:
-        """Through the node; nothing where that cannot be. Zeros at ``apart`` hide nothing."""
+        """Yields the dye behind a node; nothing if the node cannot be called.
+
+        Zeros at the positions ``apart`` hide nothing, so that they are not noted in ``is_cut``.
+        """
         before, step = history(quantities.values()), described(node)
         for position, columns in self._pushed(node, quantities) if before.is_whole else ():
             self.is_cut |= position not in apart and not largest(columns.mat)
@@ -284,32 +287,32 @@ class DyePropagator(Propagator):
             yield position, Dye(columns, True, 0, before.size, max(before.unit, *units), way)
 
     def _goes_apart(self, dyes: Iterable[Dye]) -> bool:
-        """Whether there is something to learn where samples are kept apart: of hooks, say."""
+        """Whether the dye goes where columns are kept apart: hooks may change gradients there."""
         return self._question.is_curvature and all(
             dye.is_whole and not dye.positions and _DYED_LATER.keys().isdisjoint(dye.columns.blocks)
             for dye in dyes
         )
 
     def _pushed(self, node: Node, quantities: Dyes) -> list[tuple[int, Columns]]:
-        """All columns behind a node; none if calling the node may have side effects."""
+        """The columns behind a node; none if calling the node may have side effects."""
         if not self._unpacks_twice or (nodes.is_function(node) and not nodes.hands_on(node)):
             return []
         try:
             with torch.no_grad():
                 crossed = cross_columns(node, {nr: dye.columns for nr, dye in quantities.items()})
-        except Exception:  # as in :meth:`propagate`
+        except Exception:  # the other quantities may not cross this node
             return []
         is_scalar = all(not nodes.shape_of(node, nr) for nr in range(len(node._input_metadata)))
         if nodes.is_linear(node) or (is_scalar and not self._owners.meet_in(node)):
             return crossed
-        # Behind a nonlinear function of shared numbers, samples stay coupled.
+        # A nonlinear function of numbers that samples share couples the samples.
         return [
             (i, Columns({_COUPLED if r is _BEFORE else r: b for r, b in columns.blocks.items()}))
             for i, columns in crossed
         ]
 
-    def _dyed(self, dye: Dye, node: Node | None, number: int) -> Dye:
-        """Multiply columns by the weights if they have just got samples."""
+    def _dyed(self, dye: Dye, node: Node | None, output_nr: int) -> Dye:
+        """Multiply columns by the weights, where samples begin."""
         blocks: dict[Root, Tensor] = {}
         is_whole, size = dye.is_whole, dye.size
         for root, block in dye.columns.blocks.items():
@@ -318,7 +321,7 @@ class DyePropagator(Propagator):
             are_terms = is_before and node is not None and nodes.is_stack_of_numbers(node)
             # An extended loss has a row for each sample, or several.
             is_usual = not (is_before or self._owners.are_moved) and self._weights.fit(block[0])
-            owners = None if is_usual else self._owners.rows(node, number)
+            owners = None if is_usual else self._owners.rows(node, output_nr)
             is_later = root in _DYED_LATER and not are_terms
             guesses = self._weights.guess(block[0], not is_before, owners) if is_later else None
             if guesses:
@@ -326,10 +329,11 @@ class DyePropagator(Propagator):
                 dyed = [column * w for column, w in zip(block[1:], guesses, strict=True)]
                 block = torch.stack([block[0], *dyed])
             elif guesses is not None:
-                is_whole &= self._question.is_curvature  # where samples lie is unknown
+                is_whole &= self._question.is_curvature  # it is unknown where samples lie
             blocks[root] = blocks[root] + block if root in blocks else block
         return dye._replace(columns=Columns(blocks), is_whole=is_whole, size=size)
 
 
 def _live(view: View) -> list[int]:
+    """The positions of the inputs of a call that have an edge."""
     return [position for position, edge in enumerate(view.call.edges) if edge is not None]

@@ -1,6 +1,6 @@
-"""The quantity of the dye: columns with random weights of samples, and how they are compared.
+"""The quantity of the dye, columns with random weights of samples, and how it is compared.
 
-``dye.py`` says where it goes; this file, what a comparison means.
+``dye.py`` says how the dye travels; this file says what a comparison means.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from backpack_core.errors import SampleMixingError, UnsupportedError
 from backpack_products.columns import Columns, Root
 from backpack_products.values import rounding_unit
 
-# Gradients of extended losses: without samples, and once they got some.
+# Roots of gradients of extended losses: without samples, and after samples were weighted.
 IN_LOSS, OF_LOSS = Root("in an extended loss"), Root("dyed behind an extended loss")
 # Some formulas of torch have constants in single precision (CELU, Hardsigmoid).
 _SINGLE = 1e-5
-# The largest relative difference that counts as rounding in any precision.
+# The largest relative difference that counts as rounding, in any precision.
 _COARSEST = 0.06
-# The number of different weights. In a larger batch some samples share one, in each pass others.
+# The number of different weights. Samples of a larger batch share them, in each pass other samples.
 _LEVELS = 9
-Positions = int | Tensor  # how many each sample has on an axis, or which, [N, R]
+Positions = int | Tensor  # how many entries of axis 0 each sample has, or a mask [N, R]
 
 
 class Question(NamedTuple):
     """What a pass has to show, which depends on the extensions.
 
     Attributes:
-        is_per_sample: Whether samples have to stay apart, since quantities belong to single ones.
-        is_curvature: Whether autograd has to bring what the dye has seen, and nothing besides.
-        is_of_losses: Whether all of it has to come from extended losses.
+        is_per_sample: Whether samples have to stay apart, for per-sample quantities.
+        is_curvature: Whether autograd's gradient has to equal the first column of the dye.
+        is_of_losses: Whether all of the gradient has to come from extended losses.
     """
 
     is_per_sample: bool
@@ -42,17 +42,17 @@ class Question(NamedTuple):
 
 
 class Dye(NamedTuple):
-    """The dyed gradient at a tensor, as far as it is known.
+    """The gradient and the weighted gradients at a tensor, as far as they are known.
 
     Attributes:
-        columns: Blocks of columns ``[V, N, *]``: the gradient, and the weighted ones.
-        is_whole: Whether no part of it was lost at an operation on the way.
-        positions: If calls send something here that only autograd's gradient shows: how many
-            entries of axis 0 each sample has in it; else zero.
-        size: The largest entry at the calls that it comes from.
+        columns: Blocks of columns ``[V, N, *]``: the gradient, and the weighted gradients.
+        is_whole: Whether no part was lost at an operation on the way.
+        positions: If calls sent a part that only autograd's gradient shows: how many entries of
+            axis 0 each sample has here; else zero.
+        size: The largest entry at the calls where the columns started.
         unit: The coarsest rounding unit on the way.
-        way: The calls and operations that it came through, for messages.
-        brought: Autograd's gradient at the node that it has reached.
+        way: The calls and operations on the way, for messages.
+        brought: Autograd's gradient at the node that the dye has reached.
     """
 
     columns: Columns
@@ -70,17 +70,17 @@ class Dye(NamedTuple):
 
     @property
     def is_told(self) -> bool:
-        """Whether calls sent all of it, so that autograd's gradient is the whole."""
+        """Whether calls sent all of the gradient, so that autograd's gradient has no other part."""
         return bool(self.positions) and self.is_whole and not self.columns.blocks
 
 
 LOST = Dye(Columns({}), is_whole=False)
-# Where quantities are kept apart, the dye need not go: it starts again at the other end.
+# Behind a call whose products need not be computed, and where columns are kept apart.
 OPEN = Dye(Columns({}), positions=1)
 
 
 def history(dyes: Iterable[Dye]) -> Dye:
-    """What several dyes that meet have in common, without their columns."""
+    """The combined attributes of dyes that meet, without columns."""
     dyes = [*dyes]
     positions = {0, *(dye.positions for dye in dyes)}
     return Dye(
@@ -94,22 +94,22 @@ def history(dyes: Iterable[Dye]) -> Dye:
 
 
 class Weights:
-    """A random power of two for each sample, which changes no mantissa and so no rounding.
+    """The random weights of samples: powers of two, which cause no rounding.
 
-    If the layout of a tensor is not known, there are several guesses. Each is a weighted column,
-    and one of them has to turn out right.
+    If it is unknown where the samples of a tensor lie, there are several guesses. Each has a
+    weighted column of its own, and one of them has to be right everywhere.
 
     Attributes:
-        guesses: How many guesses there are.
+        guesses: The number of guesses.
     """
 
     def __init__(self, batch_size: int, seed: int, guesses: int) -> None:
-        """Draw them.
+        """Draw the weights, with a generator of their own.
 
         Args:
             batch_size: Number of samples.
-            seed: No generator of the user's is touched.
-            guesses: How many columns there are for guesses: one or two.
+            seed: The seed.
+            guesses: The number of guesses: one or two.
         """
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(batch_size, generator=generator, device="cpu")
@@ -121,12 +121,12 @@ class Weights:
         return len(self._values)
 
     def fit(self, tensor: Tensor, positions: Positions = 1) -> bool:
-        """Whether axis 0 has that many positions of each sample, or those, ``[N, R]``."""
+        """Whether axis 0 has the length that the positions of all samples need."""
         count = positions * len(self) if isinstance(positions, int) else positions.shape[1]
         return tensor.shape[:1] == (count,)
 
     def along(self, tensor: Tensor, axis: int = 0, positions: Positions = 1) -> Tensor:
-        """The weights of the entries of an axis, shaped to multiply the tensor."""
+        """The weights of the entries of an axis, shaped to multiply a tensor."""
         if isinstance(positions, int):
             values = self._values.repeat_interleave(positions)
         else:
@@ -134,11 +134,11 @@ class Weights:
         return self._shaped(values, tensor, axis)
 
     def plain(self, tensor: Tensor) -> Tensor:
-        """A tensor in all columns, without weights."""
+        """Columns of a tensor without samples: the same tensor in all of them."""
         return tensor.expand(1 + self.guesses, *tensor.shape)
 
     def dyed(self, tensor: Tensor, positions: Positions = 1) -> Tensor:
-        """Columns of a tensor that has samples on axis 0."""
+        """Columns of a tensor with samples on axis 0: the tensor, and the weighted tensor."""
         columns = tensor.new_empty(1 + self.guesses, *tensor.shape)
         columns[0] = tensor
         columns[1:] = tensor * self.along(tensor, positions=positions)
@@ -147,18 +147,16 @@ class Weights:
     def guess(
         self, tensor: Tensor, is_first: bool, owners: Tensor | None = None
     ) -> list[Tensor] | None:
-        """Weights to multiply a tensor with, one for each guess of where its samples lie.
-
-        There may be none, if more guesses would be needed than there are.
+        """Weights to multiply a tensor by, for each guess of where its samples lie.
 
         Args:
             tensor: Shape ``[*]``.
-            is_first: Whether samples are known to be on axis 0, if that is as long as the batch.
+            is_first: Whether samples are on axis 0, if that is as long as the batch.
             owners: The sample of each entry of axis 0, if that is known.
 
         Returns:
-            As many as there are guesses, or none if there would have to be more; ``None`` if there
-            are no samples in it, as far as its axes tell.
+            Weights for each guess; an empty list if there are more possibilities than guesses;
+            ``None`` if no axis can hold the samples.
         """
         size = len(self)
         if owners is not None and tensor.dim():
@@ -167,20 +165,20 @@ class Weights:
         if not size or (tensor.numel() == 1 and size != 1):
             return None
         axes = [axis for axis, n in enumerate(tensor.shape) if n == size]
-        found = [self.along(tensor, axis) for axis in axes[: 1 if is_first else None]]
+        weights = [self.along(tensor, axis) for axis in axes[: 1 if is_first else None]]
         if tensor.dim() and not tensor.shape[0] % size and 0 not in axes:  # [N · k, *], [k · N, *]
             count = tensor.shape[0] // size
             rows = self._values.repeat_interleave(count), self._values.repeat(count)
-            # With one sample, both guesses agree. If there is a single one, it is that of the walk.
+            # For one sample, both agree. A single guess is the order that the walk assumes.
             most = min(size, self.guesses if is_first else 2)
             merged = [self._shaped(values, tensor, 0) for values in rows[:most]]
-            # Another axis (classes) may be as long.
-            found = merged if is_first or not found else [*found, merged[0]]
-        if not found:
+            # Another axis (classes) may be as long as the batch.
+            weights = merged if is_first or not weights else [*weights, merged[0]]
+        if not weights:
             return None
-        if len(found) > self.guesses:
+        if len(weights) > self.guesses:
             return []
-        return (found * self.guesses)[: self.guesses]
+        return (weights * self.guesses)[: self.guesses]
 
     @staticmethod
     def _shaped(values: Tensor, tensor: Tensor, axis: int) -> Tensor:
@@ -193,25 +191,25 @@ class Judge:
     """Compares columns with each other, and with autograd's gradient, to answer a question."""
 
     def __init__(self, weights: Weights, question: Question) -> None:
-        """Begin with all guesses; one has to be right at every comparison."""
+        """Begin; one and the same guess has to be right at every comparison."""
         self.weights = weights
         self.question = question
         self._right = {*range(weights.guesses)}
 
     def compare(self, where: str, arrived: Dye, own: Tensor | None, positions: Positions) -> bool:
-        """Compare; false if there is nothing that could be, or the gradient is zero.
+        """Compare columns; returns whether the gradient is not zero, so that they show something.
 
-        Where it is, and weighted columns are not, parts of samples have cancelled.
+        A zero gradient with nonzero weighted columns means that the parts of samples cancelled.
 
         Args:
-            where: The place, for messages.
-            arrived: What arrived.
-            own: Autograd's gradient; ``None`` if that is of another tensor.
-            positions: How many entries of axis 0 each sample has, or which; zero if unknown.
+            where: Where they are compared, for messages.
+            arrived: The dye that arrived.
+            own: Autograd's gradient; ``None`` if it has another shape.
+            positions: How many entries of axis 0 each sample has, or a mask; zero if unknown.
 
         Raises:
             SampleMixingError: Samples influence each other on the way.
-            UnsupportedError: The gradient is not what is known of.
+            UnsupportedError: Autograd's gradient has a part that the dye does not know.
         """
         total = arrived.total()
         assert total is not None
@@ -234,8 +232,8 @@ class Judge:
             raise _something_besides(where, arrived)
         if self.question.is_per_sample and self.weights.fit(plain, positions):
             weights = self.weights.along(plain, positions=positions)
-            # Small entries are compared relative to themselves. But sums over samples that cancel
-            # leave the rounding of the largest entries. The weights, powers of two, add none.
+            # Small entries are compared relative to themselves. But where sums over samples cancel,
+            # the rounding errors of the largest entries remain. The weights add no rounding.
             rounding = min(allowed, max(size, arrived.size) * min(unit * 64, _COARSEST))
             bounds = (plain.abs() * unit**0.6).clamp(rounding, allowed)
             over = ((n, (g / weights).sub_(plain).abs() - bounds) for n, g in enumerate(guesses))
@@ -245,7 +243,7 @@ class Judge:
         return bool(size)
 
     def axis(self, dye: Dye) -> int:
-        """Where samples lie; another axis than the first only if that is as long as well."""
+        """The axis on which the weighted columns fit; 0 if none does."""
         total = dye.total()
         if total is None:
             return 0
@@ -260,29 +258,30 @@ class Judge:
 
 
 def largest(tensor: Tensor) -> float:
-    """The largest absolute value, of those that are finite."""
+    """The largest finite absolute value; zero for an empty tensor."""
     if not tensor.numel():
         return 0.0
     tensor = tensor.detach()
     if tensor.is_complex():
         tensor = tensor.abs()
-    low, high = tensor.aminmax()  # one pass, for the usual case that all are finite
-    found = float(torch.maximum(-low, high))
-    return found if isfinite(found) else float(tensor.abs().nan_to_num(0, 0, 0).max())
+    low, high = tensor.aminmax()  # one pass suffices if all entries are finite
+    value = float(torch.maximum(-low, high))
+    return value if isfinite(value) else float(tensor.abs().nan_to_num(0, 0, 0).max())
 
 
 def _between(where: str, arrived: Dye, most: int = 8) -> str:
+    """The stretch of the graph that the dye came through, for messages."""
     way = arrived.way if len(arrived.way) <= most else (*arrived.way[: most - 1], "...")
     return f"Between {where} ({', '.join(way)})"
 
 
 def _mixed(where: str, arrived: Dye, is_part: bool) -> SampleMixingError:
-    """The error if the weights of samples are not those that they started with.
+    """The error for weighted columns that are not the weighted gradient.
 
     Args:
-        where: What returned the tensor.
-        arrived: What came back to it.
-        is_part: Whether the tensor has fewer entries than there are samples.
+        where: The call or operation that returned the tensor.
+        arrived: The dye that arrived.
+        is_part: Whether axis 0 of the tensor is shorter than the batch.
     """
     cause = (
         "probably by an operation over axis 0. Take it over other axes, or say which rows are one "
@@ -301,7 +300,7 @@ def _mixed(where: str, arrived: Dye, is_part: bool) -> SampleMixingError:
 
 
 def _something_besides(where: str, arrived: Dye) -> UnsupportedError:
-    """The error if autograd's gradient is not what came from the extended losses."""
+    """The error for a gradient of autograd that does not come from the extended losses alone."""
     return UnsupportedError(
         f"{_between(where, arrived)}, autograd brings another gradient than that of the extended "
         "losses: a term beside them depends on the output, a hook changes gradients on the way, a "

@@ -1,8 +1,8 @@
-"""What this library attaches to core: checks to passes, and a profile to blocks."""
+"""The hooks that this library answers: checks of passes, and a profile of blocks."""
 
 from __future__ import annotations
 
-from backpack_checks import advice as advice  # which judges what authors write
+from backpack_checks import advice as advice  # registers a judge of plugins' classes
 from backpack_checks.attending import Checks
 from backpack_checks.profile import Profile
 from backpack_checks.untouched import ByVersions
@@ -16,11 +16,11 @@ GUARDS.append(ByVersions())
 
 @hookimpl
 def backpack_run(run: BackwardPass) -> Observer | None:
-    """Have a pass checked, unless that is not wanted."""
+    """The observer that checks a pass, unless ``check="never"``."""
     return None if run.context.check == "never" else Checks(run)
 
 
 @hookimpl
 def backpack_watch() -> Profile:
-    """Measure the times of a block."""
+    """The profile that measures the times of a block."""
     return Profile()

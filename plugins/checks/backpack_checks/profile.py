@@ -1,7 +1,7 @@
-"""Measures where the time of a block goes, by module and extension. Imports the record.
+"""Measures the time of a block, by module and extension.
 
-This costs two readings of the clock for each value that is read and each quantity that is sent.
-While a profiler of torch runs, its trace gets a label for each of them, too.
+The clock is read twice for each value that is computed and each quantity that is sent. While the
+profiler of torch runs, each of them also gets a label in its trace.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from backpack_core.record.call import path_of
 
 
 class Row(NamedTuple):
-    """What one extension took at one module.
+    """The time of one extension at one module.
 
     Attributes:
         module: Path of the module.
-        extension: Name of the extension; of the propagator where a quantity is sent on.
-        way: ``"rule"``, ``"autodiff"`` (where any parameter takes it), ``"graph"`` (from the graph
-            of the loss), ``"sent"``, or ``"check"`` (the library's own, in the first passes of a
+        extension: Name of the extension, or of the propagator that sent a quantity on.
+        way: ``"rule"``, ``"autodiff"`` (if any parameter needs it), ``"graph"`` (from the graph of
+            the loss), ``"sent"``, or ``"check"`` (a measurement in the first passes of a
             structure).
-        calls: How often, chunks of columns and passes included; parameters of one call are read
-            together.
-        seconds: The time. On an accelerator, that of starting kernels: use a profiler there.
-        bytes: Size of what was read, or sent, last.
+        calls: The number of calls, with one for each chunk of columns and each pass; the parameters
+            of a module are read together.
+        seconds: The time. On an accelerator, the time to start kernels: use a profiler there.
+        bytes: The size of the last result.
     """
 
     module: str
@@ -43,11 +43,11 @@ class Row(NamedTuple):
 
 
 class Profile:
-    """Adds up times; an instance is the ``watch`` that the engine calls functions through."""
+    """Adds up times. An instance is the ``watch`` through which the engine calls functions."""
 
     def __init__(self) -> None:
-        # Calls, seconds and bytes by module, class and way.
-        self._known: dict[Any, list[Any]] = {}
+        # [calls, seconds, bytes] by module, class and way.
+        self._entries: dict[Any, list[Any]] = {}
 
     def __call__(
         self, module: Module | None, kind: type, way: str, function: Any, *given: Any
@@ -55,18 +55,16 @@ class Profile:
         """Call a function, and add its time.
 
         Args:
-            module: Where; ``None`` for the loss as a whole.
-            kind: What: the class of an extension, or of a propagator.
+            module: The module; ``None`` for the loss as a whole.
+            kind: The class of the extension or propagator.
             way: See :class:`Row`.
             function: The function.
             given: Its arguments.
 
         Returns:
-            What it returns.
+            The result of the function.
         """
-        found = self._known.get((module, kind, way))
-        if found is None:
-            found = self._known[module, kind, way] = [0, 0.0, 0]
+        entry = self._entries.setdefault((module, kind, way), [0, 0.0, 0])
         if profiler_runs():
             label = f"backpack: {kind.__name__} at {_path(module)}"
             function = torch.profiler.record_function(label)(function)
@@ -74,19 +72,19 @@ class Profile:
         try:
             result = function(*given)
         finally:
-            found[0] += 1
-            found[1] += perf_counter() - begin
-        found[2] = _bytes(result)
+            entry[0] += 1
+            entry[1] += perf_counter() - begin
+        entry[2] = _bytes(result)
         return result
 
     def summary(self, history: Mapping[str, int]) -> Summary:
-        """The table, and what became of passes."""
+        """The table, and how many passes used a plan."""
         return Summary(self.rows(), history)
 
     def rows(self) -> Iterator[Row]:
-        """The rows in the order in which they came up; the engine's own checks are one row."""
+        """Yields the rows in the order of their first calls; all checks of sums are one row."""
         visits, took = 0, 0.0
-        for (module, kind, way), (calls, seconds, size) in self._known.items():
+        for (module, kind, way), (calls, seconds, size) in self._entries.items():
             if issubclass(kind, SumCheck):
                 visits, took = visits + calls, took + seconds
             else:
@@ -100,7 +98,7 @@ def _path(module: Module | None) -> str:
 
 
 def _bytes(value: Any) -> int:
-    """Memory of the tensors in a value, its items, or its attributes."""
+    """The bytes of the tensors in a value, in its items or in its blocks."""
     if not isinstance(value, (list, tuple)):
         value = (value if isinstance(value, dict) else getattr(value, "blocks", {})).values()
     total = 0
@@ -110,11 +108,11 @@ def _bytes(value: Any) -> int:
 
 
 class Summary:
-    """A table of what a block took; printed, it is text.
+    """A table of the times of a block, with a text form.
 
     Attributes:
         rows: The rows, slowest first.
-        passes: How many passes took a plan that was made before, made one, or could not, and why.
+        passes: How many passes used a plan, made one, or could not make one, and why.
     """
 
     def __init__(self, rows: Iterable[Row], passes: Mapping[str, int] | None = None) -> None:
@@ -122,17 +120,17 @@ class Summary:
         self.passes = dict(passes or {})
 
     def columns(self) -> dict[str, list[Any]]:
-        """The table by columns, as data frames take it."""
+        """The table as a dictionary of columns, for data frames."""
         return {name: [getattr(row, name) for row in self.rows] for name in Row._fields}
 
     def to_frame(self) -> Any:
-        """The table as a ``pandas.DataFrame``; needs pandas."""
+        """The table as a ``pandas.DataFrame``; requires pandas."""
         import pandas  # type: ignore[import-untyped,unused-ignore]
 
         return pandas.DataFrame(self.columns())
 
     def __str__(self) -> str:
-        """Aligned columns, slowest first, with the sum below."""
+        """The table as text with aligned columns, slowest first, and the sum below."""
         total = sum(row.seconds for row in self.rows)
         lines = [("module", "extension", "way", "calls", "ms", "%", "KiB")]
         for row in self.rows:

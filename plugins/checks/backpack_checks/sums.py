@@ -1,7 +1,7 @@
-"""Checks, in passes that are measured, that products add up to autograd's gradient.
+"""Checks that products, summed over samples, equal autograd's gradient, in measured passes.
 
-Whatever is missing from a product, or counted twice, shows here: an operation that met no call, a
-rule of another module, a fault of our own.
+This shows whatever a product lacks or counts twice: a use outside of any call, a wrong rule, a
+fault of our own.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from backpack_products.values import rounding_unit
 
 
 class SumCheck(FirstOrderExtension):
-    """An extension that compares sums at the end of a pass, and stores nothing."""
+    """An extension that compares sums with gradients at the end of a pass, and stores nothing."""
 
     savefield = "_backpack_sum"
     needs = (batch_sum,)
     is_deferred = True
 
     def __init__(self, survey: Survey, groups: list[Group]) -> None:
-        """Begin, and have autograd tell its gradients before hooks of others change them.
+        """Begin; hooks get autograd's gradients before other hooks can change them.
 
         Args:
             survey: What is known about the graph.
-            groups: What was asked for. The check joins the group of individual gradients, or makes
-                one.
+            groups: The groups of the pass. The check joins the group of per-sample gradients, or
+                adds one.
         """
         super().__init__()
         self._survey = survey
-        # Under autocast, what is stored in single precision may have been computed in half.
+        # Under autocast, gradients in single precision may have been computed in half precision.
         self._unit = _unit(call.stored.outputs[index] for call, index in survey.sites)
         self._task = -1
-        self._incoming: dict[tuple[int, Tensor], Tensor] = {}  # by autograd's graph task
+        self._incoming: dict[tuple[int, Tensor], Tensor] = {}  # by graph task of autograd
         self._join(groups)
         self._handles = [
             hook_leaf_first(use.parameter, self, SumCheck._hear)
@@ -59,6 +59,7 @@ class SumCheck(FirstOrderExtension):
         ]
 
     def _join(self, groups: list[Group]) -> None:
+        """Become an extension of the group of per-sample gradients, or of a new group."""
         for lane, group in enumerate(groups):
             if group.propagator == self.propagator and not group.has_overrides:
                 extensions, needs = (*group.extensions, self), group.needs.union(self.needs)
@@ -72,12 +73,12 @@ class SumCheck(FirstOrderExtension):
             handle.remove()
 
     def _hear(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Note autograd's gradient, in this pass or in one inside of it."""
-        # A copy: autograd may store the tensor itself as ``.grad``, which others then change.
+        """Store autograd's gradient, of this pass or of a nested one."""
+        # A copy, since autograd may store the tensor itself as ``.grad``, which may be changed.
         self._incoming[graph_task_id(), parameter] = gradient.detach().clone()
 
     def read(self, product: SampleProduct) -> tuple[Tensor, Tensor]:
-        """The sum over all samples, and the size of its terms."""
+        """The sum over all samples, and the size of its terms (see :func:`magnitude`)."""
         if self._task < 0:
             self._task = graph_task_id()
         return batch_sum(product)[0].detach(), magnitude(product)
@@ -90,25 +91,25 @@ class SumCheck(FirstOrderExtension):
         Raises:
             UnsupportedError: They do not add up.
         """
-        heard = {
+        gradients = {
             parameter: gradient
             for (task, parameter), gradient in self._incoming.items()
             if task == self._task and not gradient.is_sparse
         }
         compared = [
-            (parameter, heard[parameter], total)
+            (parameter, gradients[parameter], total)
             for parameter, (total, _) in values.items()
-            if parameter in heard and heard[parameter].shape == total.shape
+            if parameter in gradients and gradients[parameter].shape == total.shape
         ]
-        norms = _numbers(map(_norm, heard.values()))
-        widest, sizes = max(norms, default=0.0), dict(zip(heard, norms, strict=True))
+        norms = _numbers(map(_norm, gradients.values()))
+        widest, sizes = max(norms, default=0.0), dict(zip(gradients, norms, strict=True))
         terms = dict(zip(values, _numbers(size for _, size in values.values()), strict=True))
         differences = _numbers(_norm(gradient - total) for _, gradient, total in compared)
         for (parameter, *tensors), difference in zip(compared, differences, strict=True):
             unit = max(self._unit, _unit(tensors))
-            # Terms may also cancel on the way to the parameter, as in a softmax.
+            # Terms may also cancel on the way to the parameter, as at a softmax.
             size = sizes[parameter], max(terms[parameter], widest / 32)
-            if difference > _allowed(*size, unit):  # what is not finite is not compared
+            if difference > _allowed(*size, unit):  # false for values that are not finite
                 unit = max(unit, self._coarsest())
             if difference > _allowed(*size, unit):
                 raise self._does_not_add_up(parameter, difference, size[0])
@@ -117,7 +118,7 @@ class SumCheck(FirstOrderExtension):
     def _coarsest(self) -> float:
         """The coarsest rounding unit of anything computed in this graph.
 
-        Many normalisations and softmaxes compute in single precision, whatever they are given.
+        It may be coarser than those of the results, as at normalisations in single precision.
         """
         return _unit(
             metadata_of(node, nr)
@@ -128,6 +129,7 @@ class SumCheck(FirstOrderExtension):
     def _does_not_add_up(
         self, parameter: Tensor, difference: float, size: float
     ) -> UnsupportedError:
+        """The error for a sum that is not autograd's gradient."""
         return UnsupportedError(
             f"The gradients of single samples in {named(self._survey, parameter)} do not add up to "
             f"the gradient that autograd brings: the norm of the difference is {difference:.1e}, "
@@ -138,7 +140,7 @@ class SumCheck(FirstOrderExtension):
 
 
 def magnitude(product: SampleProduct) -> Tensor:
-    """The size of the terms of a sum, which may cancel: about ``Σ ‖out‖ ‖inp‖``."""
+    """The size of the terms of a sum over samples, which may cancel: about ``Σ ‖out‖ ‖inp‖``."""
     if isinstance(product, SumProduct):
         return sum(map(magnitude, product.parts), torch.zeros(()))
     if isinstance(product, AffineProduct | ScaleProduct) and product.inp is not None:
@@ -154,13 +156,13 @@ def magnitude(product: SampleProduct) -> Tensor:
 
 
 def _allowed(gradient: float, terms: float, unit: float) -> float:
-    """The difference that rounding may make in a gradient, given the size of its terms."""
+    """The difference that rounding may cause in a gradient, given the size of its terms."""
     bound: float = unit**0.7
     return max(gradient * bound, terms * min(32 * unit, bound))
 
 
 def _unit(tensors: Iterable[Any]) -> float:
-    """The coarsest rounding unit of some tensors, or of what is known of them."""
+    """The coarsest rounding unit of some tensors, or of metadata of tensors."""
     return max((rounding_unit(t) for t in tensors if t.dtype.is_floating_point), default=0.0)
 
 
@@ -171,6 +173,6 @@ def _norm(tensor: Tensor) -> Tensor:
 
 
 def _numbers(scalars: Iterable[Tensor]) -> list[float]:
-    """The values of some tensors, in one transfer from the device."""
-    found = [scalar.reshape(1) for scalar in scalars]
-    return torch.cat([one.to(found[0].device) for one in found]).tolist() if found else []
+    """The values of scalar tensors, in one transfer from the device."""
+    flat = [scalar.reshape(1) for scalar in scalars]
+    return torch.cat([one.to(flat[0].device) for one in flat]).tolist() if flat else []

@@ -1,6 +1,6 @@
-"""Decides in which passes to measure: those of a structure that is not known to be right.
+"""Decides which passes are measured: those whose structure is not known to be right.
 
-Measuring in every pass would cost too much, and a structure does not change between passes.
+Measuring every pass would cost too much, and a training loop repeats the same structure.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from backpack_operations.paths import reached_past_losses
 from backpack_operations.survey import GraphSurvey
 from backpack_products.values import is_symbolic
 
-MOST: Final = 100  # structures of one model, those that were seen last
+MOST: Final = 100  # structures that are remembered for one model, the latest ones
 
 
 @dataclass
@@ -31,10 +31,10 @@ class Trust:
     """What earlier passes of one structure have shown.
 
     Attributes:
-        passes: How many passes there were.
-        open_sites: Outputs of calls at which nothing could be compared yet, by their number in the
-            walk; also -1 while an operation gave only zeros. ``None`` before the first pass.
-        summed: Parameters whose gradient was the sum of their products, by the keys of their uses.
+        passes: The number of passes.
+        open_sites: Outputs of calls at which nothing could be compared yet, by number in the walk;
+            and -1 while an operation gave zeros only. ``None`` before the first pass.
+        summed: Parameters whose gradient equals the sum of their products, by keys of their uses.
     """
 
     passes: int = 0
@@ -42,21 +42,21 @@ class Trust:
     summed: set[Hashable] = field(default_factory=set)
 
     def is_due(self, after: int = 1) -> bool:
-        """Whether this pass is measured, as the passes 1, 2, 4, 8, … are.
+        """Whether a pass is measured anyway: the passes 1, 2, 4, 8, … are.
 
         Args:
-            after: How many passes are counted that were not before it; zero for the next one.
+            after: 1 for the current pass, which ``passes`` counts already; 0 for the next one.
         """
         before = self.passes - after
         return before & (before - 1) == 0
 
     def is_enough(self, after: int = 1) -> bool:
-        """Whether it need not be measured: there is nothing more to learn, and it is not due."""
+        """Whether a pass need not be measured: nothing more can be shown, and it is not due."""
         return self.open_sites is not None and not self.open_sites and not self.is_due(after)
 
 
 class Measurement:
-    """The dye of one pass, and what is learnt from it.
+    """The measurement of one pass.
 
     Attributes:
         dye: The propagator of the dye.
@@ -65,29 +65,28 @@ class Measurement:
     def __init__(
         self, survey: Survey, roots: Sequence[Edge], trust: Trust, question: Question
     ) -> None:
-        assert isinstance(survey, GraphSurvey)  # as :func:`trust_in` has seen
-        # Extended losses say where samples are. For their curvature, any other term is an error.
+        assert isinstance(survey, GraphSurvey)  # see :func:`trust_in`
+        # Extended losses tell where samples are, so that one guess suffices; functions do not.
         guesses = 1 if question.is_of_losses or reached_past_losses(survey, roots) is None else 2
         weights = Weights(survey.batch_size, trust.passes, guesses)
         self.dye = DyePropagator(Judge(weights, question), survey)
         self._survey = survey
         self._trust, self._before = trust, trust.open_sites
-        trust.open_sites = None  # a pass that fails leaves no trust
+        trust.open_sites = None  # stays so if the pass fails
 
     def settle(self) -> None:
-        """Remember at which outputs there is nothing more to learn."""
-        still = {
+        """Note the outputs at which later passes have nothing more to measure."""
+        unsettled = {
             number
-            for number, (place, site) in enumerate(self._survey.sites.items())
-            if place not in self.dye.settled
-            and not (place[0].rule.is_loss or is_leaf(site.edge.node))
+            for number, (key, site) in enumerate(self._survey.sites.items())
+            if key not in self.dye.settled and not (key[0].rule.is_loss or is_leaf(site.edge.node))
         }
-        still |= {-1} if self.dye.is_cut else set()
-        self._trust.open_sites = still if self._before is None else still & self._before
+        unsettled |= {-1} if self.dye.is_cut else set()
+        self._trust.open_sites = unsettled if self._before is None else unsettled & self._before
 
 
 def trust_in(survey: Survey, question: Question) -> Trust | None:
-    """What is known of the structure of a pass; ``None`` if there is nothing to measure.
+    """What earlier passes of the same structure have shown; ``None`` if nothing can be measured.
 
     Args:
         survey: The graph.
@@ -96,42 +95,43 @@ def trust_in(survey: Survey, question: Question) -> Trust | None:
     if not survey.sites or not any(question):
         return None
     if not isinstance(survey, GraphSurvey):
-        return None  # nobody knows what is between calls
-    shown = (call.stored.outputs[index] for call, index in survey.sites)
-    return None if any(map(is_symbolic, shown)) else known_of(survey, question)
+        return None  # core's own survey, of a chain without operations
+    outputs = (call.stored.outputs[index] for call, index in survey.sites)
+    return None if any(map(is_symbolic, outputs)) else known_of(survey, question)
 
 
 def known_of(survey: Survey, asked: Hashable) -> Trust:
-    """What is known of the structure of a pass, which is counted as one more of it.
+    """What earlier passes of the same structure have shown; counts this pass.
 
-    Structures differ by calls, the nodes between them with the axes that these go along, train and
-    eval mode, and by which axes are as long as the batch. They do not differ by sizes, so that
-    padding to another length is the same structure.
+    A structure consists of the calls, the nodes between them with their axes, train or eval mode,
+    and the axes that are as long as the batch. Sizes do not count, so that padding to another
+    length keeps the structure.
 
     Args:
         survey: The graph.
-        asked: What else distinguishes passes.
+        asked: What distinguishes passes besides.
     """
-    *_, (call, _) = survey.sites  # not the first: a loss may be a new module in each pass
+    *_, (call, _) = survey.sites  # the first may be a loss that is new in each pass
     notes = plans.notes.setdefault(owner_of(call.module), {})
     table: OrderedDict[Hashable, Trust] = notes.setdefault(Trust, OrderedDict())
     if survey.structure is None:
         survey.structure = _structure(survey)
     key = asked, survey.structure
-    found = table.setdefault(key, Trust())
+    trust = table.setdefault(key, Trust())
     table.move_to_end(key)
     if len(table) > MOST:
-        table.popitem(last=False)  # a structure that comes back later is measured again
-    found.passes += 1
-    return found
+        table.popitem(last=False)  # if it comes back later, it is measured again
+    trust.passes += 1
+    return trust
 
 
 def _structure(survey: Survey) -> tuple[object, ...]:
+    """The structure of a graph, as a key."""
     calls, is_batch = [], survey.batch_size.__eq__
     for call, index in survey.sites:
         stored = call.stored
         axes = [tuple(map(is_batch, t.shape)) for t in (*stored.inputs, stored.outputs[index])]
         calls.append((call.path, index, call.training, *axes))
-    seen = survey.seen if isinstance(survey, GraphSurvey) else ()
-    between = [(sys.intern(node.name()), *nodes.settings_of(node)) for node, _ in seen]
-    return (*calls, *between)
+    between = survey.between if isinstance(survey, GraphSurvey) else ()
+    settings = [(sys.intern(node.name()), *nodes.settings_of(node)) for node, _ in between]
+    return (*calls, *settings)

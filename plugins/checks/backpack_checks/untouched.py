@@ -1,8 +1,7 @@
-"""Sees that a plugin's code changes none of its arguments.
+"""Checks that a plugin's code does not change the tensors that it is given.
 
-What a rule or an extension is shown belongs to others, too: the gradient at an output becomes
-``.grad``. So tensor versions are compared before and after; they are integers, and comparing them
-costs nothing beside the smallest kernel.
+Others use these tensors, too: the gradient at an output becomes ``.grad``. So tensor versions are
+compared before and after. They are integers, and comparing them takes less than any kernel.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from backpack_core.record.view import View
 
 
 class ByVersions(Guard):
-    """Compares versions."""
+    """A guard that compares tensor versions."""
 
-    def before(self, view: View, arguments: Iterable[Any]) -> Versions:
-        """Those that the view shows, and those among the arguments."""
-        found = [*(view.counted or _counted(view))]
-        for value in arguments:
+    def before(self, view: View, given: Iterable[Any]) -> Versions:
+        """The versions of the tensors that a view shows, and of those among the arguments."""
+        versions = [*(view.counted or _counted(view))]
+        for value in given:
             kind = type(value)
             if Tensor in kind.__mro__:
-                found += ((value, value._version),)
+                versions += ((value, value._version),)
             elif kind not in PLAIN:
-                found += versions_in(value)
-        return found
+                versions += versions_in(value)
+        return versions
 
     def after(self, view: View, seen: Versions, plugin: object, method: str) -> None:
-        """Name the plugin, the method and the tensor."""
+        """Raise an error that names the plugin, the method and the tensor, if a version changed."""
         for tensor, version in seen:
             if tensor._version != version:
                 raise PluginCodeError(
@@ -43,19 +42,19 @@ class ByVersions(Guard):
 
 
 def _counted(view: View) -> Versions:
-    """The tensors that a view shows, with their versions; those without a version are left out."""
+    """The tensors that a view shows, with versions; inference tensors have none."""
     tensors = visible_tensors(view)
     try:
         versions = [(tensor, tensor._version) for tensor in tensors]
     except RuntimeError:
         versions = [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
-    if view.unpacked is None:  # else more tensors are unpacked during the visit
+    if view.unpacked is None:  # otherwise further tensors may be unpacked later in the visit
         view.counted = versions
     return versions
 
 
 def _name(tensor: Tensor, view: View) -> str:
-    """What a tensor is, for messages."""
+    """A description of a tensor, for messages."""
     stored, shape = view.stored, f"of shape {list(tensor.shape)}"
     gradient = () if view.full.grad_output is None else (view.full.grad_output,)
     at_output = ("the gradient at the output", gradient)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from backpack_firstorder.projections import Projection as Projection
     from backpack_firstorder.sample_gradients import SampleGradients as SampleGradients
 
-# Loaded when asked for: the entry points of single extensions cost no more than themselves.
+# Loaded on demand, so that the entry point of an extension imports its own module only.
 _PUBLIC = {
     "Projection": "projections",
     "SampleGradients": "sample_gradients",
@@ -24,8 +24,8 @@ __all__ = ["Projection", "SampleGradients", "divisors_of"]
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
-    return found
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_PUBLIC[name]}"), name)
+    return value
 
 
 declare_only_computes(__name__)

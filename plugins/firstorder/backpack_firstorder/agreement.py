@@ -15,7 +15,7 @@ from backpack_core.errors import ShapeError, UsageError
 class Agreement:
     """Cosines and noise of ``N`` gradients, all from their Gram matrix.
 
-    None of it but :attr:`gram` and :attr:`norms` depends on the scale of the loss.
+    Only :attr:`gram` and :attr:`norms` depend on the scale of the loss.
 
     Attributes:
         gram: ``⟨g_n, g_m⟩`` over all parameters, ``[N, N]``.
@@ -65,11 +65,11 @@ class Agreement:
 
 
 def agreement(model: Module, savefield: str = "batch_dot") -> Agreement:
-    """Add up what ``BatchDotGrad`` has left on the parameters of a model.
+    """Sum the results of ``BatchDotGrad`` over the parameters of a model.
 
     Args:
         model: The model, after a backward pass with ``BatchDotGrad``.
-        savefield: The name that it was saved under.
+        savefield: The attribute in which they were saved.
 
     Raises:
         UsageError: No parameter has the field.
@@ -80,18 +80,18 @@ def agreement(model: Module, savefield: str = "batch_dot") -> Agreement:
         ...     loss.backward()
         >>> agreement(model).noise_scale
     """
-    found = [getattr(p, savefield) for p in model.parameters() if hasattr(p, savefield)]
-    if not found:
+    grams = [getattr(p, savefield) for p in model.parameters() if hasattr(p, savefield)]
+    if not grams:
         raise UsageError(
             f"No parameter has {savefield!r}: go backward inside backpack(BatchDotGrad()) first."
         )
-    shapes = {tuple(gram.shape) for gram in found}
+    shapes = {tuple(gram.shape) for gram in grams}
     if len(shapes) > 1:
         raise ShapeError(
             f"Parameters have {savefield!r} of different shapes {sorted(shapes)}, so some are of "
             "another pass: go backward through the whole model once."
         )
-    return Agreement(torch.stack([gram.to(found[0].device) for gram in found]).sum(0))
+    return Agreement(torch.stack([gram.to(grams[0].device) for gram in grams]).sum(0))
 
 
 def _divided(numerator: Tensor, denominator: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Blocks of a parameter along one of its axes, as heads and experts are."""
+"""Inner products by blocks of a parameter along one of its axes, such as heads or experts."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ Block: TypeAlias = tuple[int, int]  # an axis of the parameter, and how many blo
 
 
 def see_blocks(blocks: Any) -> dict[str, Block]:
-    """Return an argument ``blocks``.
+    """Check an argument ``blocks``; returns it.
 
     Raises:
-        UsageError: It has another form.
+        UsageError: It has the wrong form.
     """
-    found: dict[str, Any] = {} if blocks is None else blocks
-    if not isinstance(found, Mapping) or not all(map(_is_block, found.values())):
+    checked: dict[str, Any] = {} if blocks is None else blocks
+    if not isinstance(checked, Mapping) or not all(map(_is_block, checked.values())):
         raise UsageError(
             "blocks are {name: (axis, count)}, as {'h.0.attn.c_proj.weight': (0, 12)} for twelve "
             f"heads. Got {blocks!r:.80}."
         )
-    return dict(found)
+    return dict(checked)
 
 
 def _is_block(value: Any) -> bool:
@@ -78,7 +78,7 @@ def _cut(product: SampleProduct, axis: int, count: int) -> Iterator[SampleProduc
 
 
 def _of_block(term: SampleProduct, axis: int, some: slice, shape: torch.Size) -> SampleProduct:
-    """The same term of some entries of an axis: in factors, where one of them has the axis."""
+    """A term restricted to some entries of an axis; in factors, if one of them has the axis."""
     if isinstance(term, LookupProduct) and axis == 1:
         return LookupProduct(term.out[..., some], term.row, shape)
     if isinstance(term, AffineProduct) and term.arrange is None and term.inp is not None:

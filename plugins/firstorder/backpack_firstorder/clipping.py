@@ -43,9 +43,10 @@ from backpack_products.product import DenseProduct
 from backpack_products.tuning import READ, WRITE
 
 Clipping: TypeAlias = Literal["flat", "per_layer"]
-# Of a parameter, and the module whose rule reads it: the same for all that are clipped together.
+# From a parameter and the module whose rule reads it to a key: parameters with the same key are
+# clipped together.
 GroupOf: TypeAlias = Callable[[Tensor, Module | None], Hashable]
-# Of the norms of each group, ``[N]``: the factors of the samples' gradients, ``[N]``.
+# From the norms ``[N]`` of each group to the weights ``[N]`` of the samples' gradients.
 WeightsOf: TypeAlias = Callable[[Mapping[Hashable, Tensor]], Mapping[Hashable, Tensor]]
 
 # Parameters with at most this many entries are handled together: one kernel for all their norms.
@@ -216,13 +217,13 @@ class ClippedSumGrad(FirstOrderExtension):
         tables = {key: _table(handles) for key, handles in groups.items()}
         norms = {key: _norms(groups[key], table) / factor for key, table in tables.items()}
         weights = (self.weights or self._clip)(norms)
-        found: dict[Tensor, Tensor] = {}
+        sums: dict[Tensor, Tensor] = {}
         for key, handles in groups.items():
-            found.update(_sums(handles, tables[key], weights[key] / factor))
-        return {parameter: found[parameter].to(parameter.dtype) for parameter in values}
+            sums.update(_sums(handles, tables[key], weights[key] / factor))
+        return {parameter: sums[parameter].to(parameter.dtype) for parameter in values}
 
     def _group(self, parameter: Tensor, module: Module | None) -> Hashable:
-        """What is the same for all parameters that are clipped together."""
+        """The key of the parameters that are clipped together with this one."""
         if callable(self.clipping):
             return self.clipping(parameter, module)
         return None if self.clipping == "flat" else module
@@ -255,7 +256,7 @@ def _table(handles: Mapping[Tensor, Handle]) -> Tensor | None:
 
 
 def _norms(handles: Mapping[Tensor, Handle], table: Tensor | None) -> Tensor:
-    """Of parameters that are clipped together, with the factor. Shape ``[N]``."""
+    """The norms of parameters that are clipped together, with the factor. Shape ``[N]``."""
     known = [handle.norms for handle in handles.values() if handle.norms is not None]
     known += [] if table is None else [vector_norm(table, 1)]
     return stacked(known).total(0).value()
@@ -285,7 +286,7 @@ def is_cheaper_kept_affine(product: AffineProduct) -> bool:
 
 @is_cheaper_kept.register
 def is_cheaper_kept_owned(product: OwnedAffine) -> bool:
-    """The same; a sample has the positions of its rows."""
+    """The same for samples with several rows: a sample has the positions of all its rows."""
     rows = product.of_rows
     positions = rows.positions * rows.samples / max(1, product.samples)
     return _is_cheaper_kept(product, rows, positions)

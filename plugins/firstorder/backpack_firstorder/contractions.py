@@ -7,6 +7,8 @@ several, from one formation of ``M``.
 
 from __future__ import annotations
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -28,14 +30,16 @@ from backpack_products.contractions import (
     pieces,
     products,
     row_steps,
+    slices,
     square_sum,
     sums,
 )
+from backpack_products.multiply import multiply_each
 from backpack_products.recycled import take
 from backpack_products.rows import Rows, whole
-from backpack_products.tuning import READ, SHARED
+from backpack_products.tuning import BAND, READ, SHARED
 
-# How much larger than what was lost a square is, so that six digits are right.
+# A square must exceed the rounding error by this factor, so that six digits are right.
 _DIGITS = 1e6
 
 
@@ -127,9 +131,9 @@ def is_gram_cheaper(out: Tensor, inp: Rows, is_summed: bool = False) -> bool:
 
 
 def gram_count(positions: float, features: int, size: int, columns: int = 1) -> float:
-    """What :func:`norm_by_gram` costs for one sample, in multiply-adds.
+    """The cost of :func:`norm_by_gram` for one sample, in multiply-adds.
 
-    Scaling comes to that where values cannot be looked at: three times reading the factors.
+    If values cannot be read, scaling adds three readings of the factors.
     """
     read = READ * positions * (columns * features + size)
     return positions**2 * (columns * (features + READ) + size) + read
@@ -143,10 +147,10 @@ def inner(out: Tensor, inp: Rows, other_out: Tensor, other_inp: Rows) -> Tensor:
     for rows in row_steps(inp, out.element_size()):
         left = _by_group(inp[rows])
         right = left if other_inp is inp else _by_group(other_inp[rows])
-        seen = torch.bmm(left, right.mT)  # [n·G, S, T]
+        seen = multiply_each(left, right.mT)  # [n·G, S, T]
         norms = []
         for column, other in zip(out[:, rows], other_out[:, rows], strict=True):
-            pairs = torch.bmm(_by_group(column), _by_group(other).mT)
+            pairs = multiply_each(_by_group(column), _by_group(other).mT)
             pairs = pairs * seen if torch.is_grad_enabled() else pairs.mul_(seen)
             norms.append(pairs.view(len(column), -1).sum(1))
         parts.append(torch.stack(norms))
@@ -156,13 +160,13 @@ def inner(out: Tensor, inp: Rows, other_out: Tensor, other_inp: Rows) -> Tensor:
 def norm_by_gram(out: Tensor, inp: Rows) -> Norm:
     """:func:`norm` from inner products of a product with itself.
 
-    They leave the range of numbers long before the norm does. So inputs of each position, and of
-    each group, are divided by their largest entry; columns are multiplied with that, and divided by
-    the largest entry that they have then. Factors of one position may so be as far from those of
-    another as numbers go. On the host, nothing is divided where a look shows that nothing was lost.
+    Inner products overflow and underflow long before the norm does. So the inputs of each position
+    and group are divided by their largest entry; columns are multiplied by it, and then divided by
+    their own largest entry. Factors of different positions may thus differ by any magnitude. On the
+    host, nothing is divided if a check shows that no digits were lost.
     """
-    found = _squares_in_range(out, inp)
-    return _scaled_norm(out, inp) if found is None else Norm(found)
+    squares = _squares_in_range(out, inp)
+    return _scaled_norm(out, inp) if squares is None else Norm(squares)
 
 
 def _scaled_norm(out: Tensor, inp: Rows) -> Norm:
@@ -170,19 +174,16 @@ def _scaled_norm(out: Tensor, inp: Rows) -> Norm:
     for rows in row_steps(inp, out.element_size()):
         right = _by_group(inp[rows])
         most = largest(right, 2)  # [n·G, S]
-        right = right / divisor(most).unsqueeze(2)
-        seen, found, peaks = torch.bmm(right, right.mT), [], []  # [n·G, S, S]
+        seen, found, peaks = _gram(right / divisor(most).unsqueeze(2)), [], []
         for column in out[:, rows]:
             count, left = len(column), _by_group(column)
             highest = largest(left, 2)
-            # What is divided by is large enough for a share of any position that has columns.
+            # The divisor is large enough for the contribution of any position that has columns.
             peak = torch.maximum(highest * most, few * most * (highest > 0))
             peak = divisor(peak.view(count, -1).amax(1))  # [n]
             share = most.view(count, -1) / peak.unsqueeze(1)
-            left = left * divisor(share).view_as(most).unsqueeze(2)
-            pairs = torch.bmm(left, left.mT)
-            pairs = pairs * seen if torch.is_grad_enabled() else pairs.mul_(seen)
-            found.append(pairs.view(count, -1).sum(1))
+            pairs = _gram(left * divisor(share).view_as(most).unsqueeze(2))
+            found.append(_met(pairs, seen).view(count, -1).sum(1))
             peaks.append(peak)
         squares.append(torch.stack(found))
         scales.append(torch.stack(peaks))
@@ -191,29 +192,54 @@ def _scaled_norm(out: Tensor, inp: Rows) -> Norm:
 
 
 def _squares_in_range(out: Tensor, inp: Rows) -> Tensor | None:
-    """Squared norms from Gram matrices of factors as they are; ``None`` if digits may be lost."""
+    """Squared norms from Gram matrices of unscaled factors; ``None`` if digits may be lost."""
     if not may_look(out):
         return None
     squares, lost = out.new_empty(out.shape[:2]), out.new_empty(out.shape[:2])
     for rows in row_steps(inp, out.element_size()):
         right = _by_group(inp[rows])
-        seen = torch.bmm(right, right.mT)  # [n·G, S, S]
+        seen = _gram(right)
         for number, column in enumerate(out[:, rows]):
             left, count = _by_group(column), len(column)
-            pairs = torch.bmm(left, left.mT)
+            pairs = _gram(left)
             # A product of entries may be off by the smallest number, times the other inner product.
             peaks = _peak(seen) * left.shape[2] + _peak(pairs) * right.shape[2] + 1
             lost[number, rows] = peaks.view(count, -1).sum(1)
-            squares[number, rows] = pairs.mul_(seen).view(count, -1).sum(1)
+            squares[number, rows] = _met(pairs, seen).view(count, -1).sum(1)
     limit = torch.finfo(out.dtype)
     least = lost.mul_(_DIGITS * limit.tiny * out.shape[2] ** 2)
     is_kept = bool(((squares > least) & (squares < limit.max)).all())
     return squares.double() if is_kept else None
 
 
-def _peak(gram: Tensor) -> Tensor:
-    """The largest inner product, of a vector with itself."""
-    return gram.diagonal(dim1=1, dim2=2).amax(1)
+def _gram(mat: Tensor) -> list[Tensor]:
+    """Inner products of the positions of ``[n, S, I]``: bands on and above the diagonal.
+
+    A band is ``[n, b, S - start]``, of ``b`` positions with themselves and all behind them.
+    """
+    positions = mat.shape[1]
+    step = positions if positions < 2 * BAND else max(BAND, -(-positions // 4))
+    bands = slices(positions, step)
+    return [multiply_each(mat[:, band], mat[:, band.start :].mT) for band in bands]
+
+
+def _met(first: list[Tensor], second: list[Tensor]) -> Tensor:
+    """``Σ_s Σ_t A[s, t] B[s, t]`` of two results of :func:`_gram`, the first is overwritten."""
+    total: Tensor | None = None
+    for mine, its in zip(first, second, strict=True):
+        both = mine * its if torch.is_grad_enabled() else mine.mul_(its)
+        found = both.flatten(1).sum(1)
+        if both.shape[2] > both.shape[1]:  # what is behind counts for both orders
+            found = found + both[:, :, both.shape[1] :].sum((1, 2))
+        total = found if total is None else total + found
+    assert total is not None
+    return total
+
+
+def _peak(gram: list[Tensor]) -> Tensor:
+    """The largest inner product of a position with itself."""
+    peaks = [band.diagonal(dim1=1, dim2=2).amax(1) for band in gram]
+    return reduce(torch.maximum, peaks)
 
 
 def _by_group(mat: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What individual gradients are divided by, entry by entry: an optimiser's preconditioner."""
+"""Divides per-sample gradients entry by entry, as an optimiser's preconditioner does."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Divisors: TypeAlias = Mapping[str, Divisor]
 def divided(product: SampleProduct, divisor: Divisor) -> SampleProduct:
     """A product ``[1, N, *θ]`` divided by a divisor, in factors as far as these allow it.
 
-    In single precision at least: in half precision, a divisor may be zero that is not.
+    In single precision at least, since a small divisor would underflow in half precision.
 
     Args:
         product: The gradients.
@@ -39,15 +39,15 @@ def divided(product: SampleProduct, divisor: Divisor) -> SampleProduct:
     shape, like = single.shape, single.like
     parts: tuple[Tensor, ...]
     if isinstance(divisor, Tensor):
-        found, expected = [*divisor.shape], [*shape]
+        sizes, expected = [*divisor.shape], [*shape]
         parts = (divisor.detach().to(like.device, like.dtype),)
     else:
-        found = [part.numel() for part in divisor]
+        sizes = [part.numel() for part in divisor]
         expected = [shape[0], shape[1:].numel()] if shape else [1, 1]
         parts = tuple(p.detach().flatten().to(like.device, like.dtype) for p in divisor)
-    if found != expected:
+    if sizes != expected:
         raise ShapeError(
-            f"Gradients {[product.samples, *shape]} are divided by numbers {expected}. Got {found}."
+            f"Gradients {[product.samples, *shape]} are divided by numbers {expected}. Got {sizes}."
         )
     return sum_of([_divided(term, *parts) for term in plain_terms(single)]).placed_as(product)
 
@@ -72,10 +72,10 @@ def _divided(term: SampleProduct, *parts: Tensor) -> SampleProduct:
 
 
 def divided_by(divisors: Divisors | None, product: SampleProduct, name: str) -> SampleProduct:
-    """A product divided by the divisor with a name; as it is if there are no divisors.
+    """A product divided by the divisor of its parameter; unchanged if there are no divisors.
 
     Raises:
-        UsageError: There are divisors, and none has the name.
+        UsageError: There are divisors, but none for this parameter.
     """
     if divisors is None:
         return product
@@ -88,7 +88,7 @@ def divided_by(divisors: Divisors | None, product: SampleProduct, name: str) -> 
 
 
 def see_divisors(divisors: Any) -> Divisors | None:
-    """Return an argument ``divisors``.
+    """Check an argument ``divisors``; returns it.
 
     Raises:
         UsageError: It is not a mapping from names to divisors.
@@ -105,7 +105,7 @@ def see_divisors(divisors: Any) -> Divisors | None:
 
 
 def divisors_of(optimizer: Optimizer, model: Module) -> dict[str, Divisor]:
-    """What an optimiser divides gradients by, from its state, for every trained parameter.
+    """The divisors by which an optimiser divides gradients, from its state.
 
     For Adam, AdamW, NAdam and RAdam ``√(v / (1 - β₂ᵗ)) + ε``; with ``amsgrad=True`` the largest
     ``v``; for RMSprop and Adagrad ``√v + ε``. For Adafactor (of torch, and of ``transformers``) the
@@ -113,18 +113,18 @@ def divisors_of(optimizer: Optimizer, model: Module) -> dict[str, Divisor]:
     gradients are divided in their factors.
 
     Args:
-        optimizer: It has made a step at least.
-        model: Gives parameters their names.
+        optimizer: The optimiser, after at least one step.
+        model: The model, which has the names of parameters.
 
     Returns:
         Divisors by parameter name, for ``SampleGradients.divide`` and ``divisors=...`` of
         extensions.
 
     Raises:
-        UsageError: The optimiser has no state for a trained parameter, or none that is known.
+        UsageError: The optimiser has no state for a trained parameter, or is of an unknown kind.
     """
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-    found: dict[str, Divisor] = {}
+    divisors: dict[str, Divisor] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -141,8 +141,8 @@ def divisors_of(optimizer: Optimizer, model: Module) -> dict[str, Divisor]:
                 f"What {type(optimizer).__name__} divides {name!r} by is not known from its state "
                 f"({keys}). Give divisors yourself, as tensors by parameter name."
             )
-        found[name] = known[0](state, groups[id(parameter)])
-    return found
+        divisors[name] = known[0](state, groups[id(parameter)])
+    return divisors
 
 
 def _adam(state: Mapping[str, Any], group: Mapping[str, Any]) -> Divisor:

@@ -1,7 +1,7 @@
-"""Random numbers by their place: entry ``i`` of a stream is a function of its key and of ``i``.
+"""Counter-based random numbers: entry ``i`` of a stream is a function of its key and ``i``.
 
-They are hashes of integers (SplitMix64, Steele et al., 2014), so that every device, rank, thread
-and version of torch has the same, and any of them can be had without those before it.
+They are hashes of integers (SplitMix64, Steele et al., 2014). Every device, rank, thread and
+version of torch gets the same numbers, and any of them can be computed without those before it.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ def signs(key: int, places: Tensor) -> Tensor:
 
 def normal(key: int, places: Tensor) -> Tensor:
     """Standard normal numbers, by Box and Muller's method, in double precision."""
-    found = bits(key, places)
-    radius = (((found >> 32) & 0xFFFFFFFF).double() + 0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
-    return radius * (found & 0xFFFFFFFF).double().mul_(2 * pi * 2.0**-32).cos_()
+    random = bits(key, places)
+    radius = (((random >> 32) & 0xFFFFFFFF).double() + 0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
+    return radius * (random & 0xFFFFFFFF).double().mul_(2 * pi * 2.0**-32).cos_()
 
 
 def below(key: int, places: Tensor, most: int) -> Tensor:
-    """Whole numbers from zero on, and less than ``most``."""
+    """Integers from 0 to ``most - 1``."""
     return ((bits(key, places) >> 16) & 0xFFFFFFFFFF) % most
 
 
 def bits(key: int, places: Tensor) -> Tensor:
     """64 random bits at each place, as ``int64``."""
-    found = places * _signed(_STEP) + _signed(key + _STEP)
+    mixed = places * _signed(_STEP) + _signed(key + _STEP)
     for shift, factor in _FACTORS:
-        found = (found ^ _shifted(found, shift)) * _signed(factor)
-    return found ^ _shifted(found, 31)
+        mixed = (mixed ^ _shifted(mixed, shift)) * _signed(factor)
+    return mixed ^ _shifted(mixed, 31)
 
 
 def _shifted(numbers: Tensor, count: int) -> Tensor:
-    """To the right, with zeros: torch's own shift repeats the sign."""
+    """A logical shift to the right; torch's own shift repeats the sign bit."""
     return (numbers >> count) & ((1 << (64 - count)) - 1)
 
 
@@ -58,5 +58,5 @@ def _signed(number: int) -> int:
 
 
 def places_of(rows: Tensor, width: int) -> Tensor:
-    """The places of some rows of a matrix with a number of columns. Shape ``[*rows, width]``."""
+    """The indices of the entries of some rows of a matrix. Shape ``[*rows, width]``."""
     return rows.unsqueeze(-1) * width + torch.arange(width, device=rows.device)

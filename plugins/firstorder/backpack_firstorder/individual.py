@@ -80,8 +80,8 @@ class BatchGrad(FirstOrderExtension):
             savefield: Name of the attribute on parameters; default: the class's.
             fail_mode: See :class:`Extension`.
             form: ``"dense"`` for tensors, ``"product"`` for gradients that are not formed.
-            consumer: With ``form="product"``: what takes the gradients of each parameter.
-            divisors: With ``form="product"``: what gradients are divided by, by parameter name, see
+            consumer: With ``form="product"``: a function that takes each parameter's gradients.
+            divisors: With ``form="product"``: divisors of the gradients, by parameter name, see
                 :func:`~backpack_firstorder.divisors_of`. Then in single precision at least.
             per: ``"sample"``, or ``"token"`` for the share of each position.
 
@@ -128,7 +128,7 @@ class BatchGrad(FirstOrderExtension):
         return name  # to be forgotten
 
     def finish(self, values: Mapping[Tensor, Any], normalisers: Sequence[Any]) -> dict[Tensor, Any]:
-        """Nothing: the consumer has had it."""
+        """Store nothing: the consumer has taken the gradients."""
         return {}
 
 

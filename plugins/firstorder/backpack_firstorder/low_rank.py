@@ -1,4 +1,4 @@
-"""Matrices of low rank, the nearest to individual gradients."""
+"""Low-rank approximations of per-sample gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Factors = tuple[Tensor, Tensor]
 
 
 def nearest_factors(product: SampleProduct, size: tuple[int, int], rank: int) -> Factors | None:
-    """Factors ``[N, c, O]`` and ``[N, c, I]`` nearest to gradients; ``None`` if they are as small.
+    """The best factors ``[N, c, O]`` and ``[N, c, I]``; ``None`` if gradients are as small already.
 
     Args:
         product: Of one column, ``[1, N, *θ]``.
@@ -31,24 +31,24 @@ def nearest_factors(product: SampleProduct, size: tuple[int, int], rank: int) ->
 
 
 def _of_affine(out: Tensor, inp: Tensor, rank: int) -> Factors:
-    """Of ``Σ_s out[n, s] ⊗ inp[n, s]`` with factors ``[N, S, O]`` and ``[N, S, I]``."""
+    """The factors of ``Σ_s out[n, s] ⊗ inp[n, s]``, from ``[N, S, O]`` and ``[N, S, I]``."""
     left, right = at_least_single(out), at_least_single(inp)
-    # Orthogonal bases of what the factors span, where these are not all there is.
+    # Orthogonal bases of the spans of the factors, unless these are the whole space.
     left_base, left = _reduced(left.mT)  # [N, O, k], [N, k, S]
     right_base, right = _reduced(right.mT)
-    found = _truncated(left @ right.mT, rank)
-    left_out, right_out = found[0] @ left_base.mT, found[1] @ right_base.mT
+    factors = _truncated(left @ right.mT, rank)
+    left_out, right_out = factors[0] @ left_base.mT, factors[1] @ right_base.mT
     return left_out.to(out.dtype), right_out.to(out.dtype)
 
 
 def _of_formed(product: SampleProduct, size: tuple[int, int], rank: int) -> Factors:
-    """Of gradients that are formed, some samples at a time."""
+    """The factors of gradients that are formed, some samples at a time."""
     single = max(1, product.shape.numel() * product.like.element_size())
-    found = []
+    factors = []
     for some in slices(product.samples, memory_budget() // single):
         part = product.part(slice(0, 1), some).reshape(-1, *size)
-        found.append(_truncated(at_least_single(part), rank))
-    left, right = (torch.cat(parts) for parts in zip(*found, strict=True))
+        factors.append(_truncated(at_least_single(part), rank))
+    left, right = (torch.cat(parts) for parts in zip(*factors, strict=True))
     return left.to(product.like.dtype), right.to(product.like.dtype)
 
 
@@ -56,8 +56,8 @@ def _reduced(mat: Tensor) -> Factors:
     if mat.shape[1] <= mat.shape[2]:
         eye = torch.eye(mat.shape[1], dtype=mat.dtype, device=mat.device)
         return eye.expand(len(mat), *eye.shape), mat
-    found: Factors = torch.linalg.qr(mat)
-    return found
+    factors: Factors = torch.linalg.qr(mat)
+    return factors
 
 
 def _truncated(mat: Tensor, rank: int) -> Factors:

@@ -27,11 +27,11 @@ def name_of(product: SampleProduct) -> str:
         home = owner()
         return _joined(module if home is None else home, name)
     model = owner_of(module)
-    found = _name_in(model, parameter)
-    if found is None:  # parameters that were replaced since
+    known_name = _name_in(model, parameter)
+    if known_name is None:  # parameters that have been replaced since
         _known.pop(model, None)
-        found = _name_in(model, parameter)
-    return _joined(module, product.name) if found is None else found
+        known_name = _name_in(model, parameter)
+    return _joined(module, product.name) if known_name is None else known_name
 
 
 def _name_in(model: Module, parameter: Tensor) -> str | None:

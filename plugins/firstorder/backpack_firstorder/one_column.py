@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from backpack_firstorder.scaled import Norm, collected, vector_norm
+from backpack_products.multiply import multiply_each
 from backpack_products.tuning import CACHE, PIECE, even_size, is_unsplit, piece_size
 
 
@@ -60,7 +61,7 @@ def moments_of_column(
     for some, seen, place in parts:
         count = some.shape[0]
         whole = place if place.shape[0] == count else place[:count]
-        piece = torch.bmm(some, seen, out=whole).view(count, -1)
+        piece = multiply_each(some, seen, whole).view(count, -1)
         if norm:
             norms.append((0, slice(start, start + count), vector_norm(piece, 1)))
             start += count

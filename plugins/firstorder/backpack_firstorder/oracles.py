@@ -42,10 +42,10 @@ def _projected(reference: Reference, name: str) -> Tensor:
 def _hashed(key: int, place: int) -> int:
     """Output number ``place`` of SplitMix64 (Steele et al., 2014) with a seed."""
     mask = (1 << 64) - 1
-    found = (key + (place + 1) * 0x9E3779B97F4A7C15) & mask
-    found = ((found ^ (found >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    found = ((found ^ (found >> 27)) * 0x94D049BB133111EB) & mask
-    return found ^ (found >> 31)
+    mixed = (key + (place + 1) * 0x9E3779B97F4A7C15) & mask
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & mask
+    return mixed ^ (mixed >> 31)
 
 
 def _aggregated(reference: Reference, name: str) -> Tensor:

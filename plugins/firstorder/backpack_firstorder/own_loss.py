@@ -1,4 +1,4 @@
-"""What a sample's own loss is: the loss without what it divides by, and was multiplied by."""
+"""A sample's own loss: its term of the loss without the divisor and without extra factors."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ class OfOwnLosses(OverBatches):
         """The extension that knows what the loss of a batch divides by."""
         if not extension.needs_normalisers:
             return extension
-        found = copy(extension)
-        cast(Any, found).normaliser = normaliser
-        return found
+        copied = copy(extension)
+        cast(Any, copied).normaliser = normaliser
+        return copied
 
 
 def factor_of(
     scale: float, told: Told, normalisers: Sequence[Normaliser], is_measured: bool = True
 ) -> float | Tensor:
-    """What stands in front of ``Σ_n ℓ_n``: the scale, divided by the normaliser.
+    """The factor in front of ``Σ_n ℓ_n``: the scale, divided by the normaliser.
 
     Args:
-        scale: What the loss was multiplied by.
-        told: What the user says that it divides by.
-        normalisers: What each of the losses of the pass divides by.
-        is_measured: Whether numbers on a device may be looked at. Otherwise the factor is not a
-            number if they differ.
+        scale: The number by which the loss was multiplied.
+        told: The divisor that the user gave.
+        normalisers: The divisor of each loss of the pass.
+        is_measured: Whether values on a device may be read. If not, the factor is NaN if the
+            divisors differ.
 
     Raises:
         UsageError: The losses divide by several numbers, or there is none.
     """
-    found = normalisers if isinstance(told, str) else [told]
-    numbers = [1.0 if number is None else number for number in found]
+    divisors = normalisers if isinstance(told, str) else [told]
+    numbers = [1.0 if number is None else number for number in divisors]
     tensors = [number for number in numbers if isinstance(number, Tensor)]
     if tensors and len(numbers) > 1 and not is_measured:
         return scale / _only_one(numbers, tensors[0])
@@ -71,7 +71,7 @@ def factor_of(
 
 
 def check_normaliser(told: Any) -> Told:
-    """Return a ``normaliser`` argument.
+    """Check a ``normaliser`` argument; returns it.
 
     Raises:
         UsageError: It is not a positive, finite number, ``None`` or ``"loss"``.
@@ -94,7 +94,7 @@ def is_number(value: object) -> bool:
 
 
 def _only_one(numbers: Sequence[float | Tensor], like: Tensor) -> Tensor:
-    """What several normalisers are, if they are one; else not a number."""
+    """The common value of several normalisers; NaN if they differ."""
     every = torch.stack([like.new_zeros(()) + number for number in numbers])
     agree = ((every - every[0]).abs() <= TOLERANCE * every[0].abs()).all()
     return torch.where(agree, every[0], nan)

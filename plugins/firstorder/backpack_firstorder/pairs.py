@@ -1,7 +1,7 @@
 """Inner products of two sets of individual gradients of one parameter, ``[N, M]``.
 
-Neither set is formed as a whole. Each pair of forms has its way, and where there are several the
-one with fewer multiply-adds is taken, or the one that was asked for.
+Neither set is formed as a whole. Each pair of forms has a method of its own. If there are several,
+the one with fewer multiply-adds is used, unless the caller chooses.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Pairing: TypeAlias = Literal["positions", "formed"]
 
 
 def as_pairing(form: Any) -> Pairing | None:
-    """Return an argument ``form``.
+    """Check an argument ``form``; returns it.
 
     Raises:
         UsageError: It is unknown.
@@ -41,8 +41,8 @@ def as_pairing(form: Any) -> Pairing | None:
         raise UsageError(
             f"form is one of {get_args(Pairing)}, or None for the cheaper one. Got {form!r}."
         )
-    found: Pairing | None = form
-    return found
+    pairing: Pairing | None = form
+    return pairing
 
 
 def pairs(first: SampleProduct, second: SampleProduct, form: Pairing | None = None) -> Tensor:
@@ -67,11 +67,11 @@ def pairs(first: SampleProduct, second: SampleProduct, form: Pairing | None = No
 
 
 def _pairs_of_terms(first: SampleProduct, second: SampleProduct, form: Pairing | None) -> Tensor:
-    found = pairs_version(first, second, form)
-    if found is not None:
-        return found
-    found = pairs_version(second, first, form)
-    return _by_pieces(first, second) if found is None else found.T
+    version = pairs_version(first, second, form)
+    if version is not None:
+        return version
+    version = pairs_version(second, first, form)
+    return _by_pieces(first, second) if version is None else version.T
 
 
 @OpenFunction
@@ -83,7 +83,7 @@ def pairs_version(
 
 
 def _by_pieces(first: SampleProduct, second: SampleProduct) -> Tensor:
-    """By formed gradients, some at a time of both."""
+    """The inner products of formed gradients, some of both sets at a time."""
     total = first.new_zeros(first.samples, second.samples)
     single = max(1, prod(second.shape) * total.element_size())
     for some in slices(second.samples, memory_budget() // single):
@@ -125,7 +125,7 @@ def _pairs_affine(
     is_cheaper = _is_cheaper_by_positions(out, inp, second.out, second.inp)
     if form == "positions" or (is_cheaper and form is None):
         return _by_positions(out, inp, second.out, second.inp)
-    # What is formed again for each part of the other set is the smaller set.
+    # The smaller set is formed again for each part of the larger one.
     other_out, other_inp = second.out, second.inp
     if first.samples * first.positions < second.samples * second.positions:
         return _by_features(other_out, other_inp, first.samples, _former(out, inp)).T
@@ -171,7 +171,7 @@ def _met(left: Tensor, right: Tensor, group: int) -> Tensor:
 
 
 def affine_with_dense(out: Tensor, inp: Rows, other: Tensor, form: Pairing | None = None) -> Tensor:
-    """With formed gradients or directions ``[M, G, O, I]``."""
+    """The inner products with formed gradients or directions ``[M, G, O, I]``."""
     count, positions = len(other), out.shape[2]
     if is_empty(out, inp) or not count:
         return out.new_zeros(out.shape[1], count)
@@ -232,13 +232,13 @@ def tables(product: LookupProduct) -> list[tuple[Tensor, Tensor]]:
     For so many samples at a time that a table fits into the memory budget.
     """
     single = max(1, product.row.shape[1] * product.shape[1] * product.like.element_size())
-    found = []
+    filled = []
     for some in slices(product.samples, isqrt(memory_budget() // single)):
         rows, place = product.row[some].unique(return_inverse=True)
         shape = torch.Size((len(rows), product.shape[1]))
         small = LookupProduct(product.out[:, some], place, shape)
-        found.append((rows, small.part(slice(0, 1), slice(0, small.samples))[0]))
-    return found
+        filled.append((rows, small.part(slice(0, 1), slice(0, small.samples))[0]))
+    return filled
 
 
 @pairs_version.register
@@ -265,6 +265,6 @@ def _lookup_with_dense(out: Tensor, row: Tensor, other: Tensor) -> Tensor:
     few = CACHE // max(1, count * len(other) * dim * out.element_size())
     for some in slices(samples, few):
         seen = other[:, row[some].flatten()].transpose(0, 1)  # [n · K, M, dim]
-        found = torch.bmm(seen, out[some].reshape(-1, dim, 1))
-        total[some] = found.view(-1, count, len(other)).sum(1)
+        products = torch.bmm(seen, out[some].reshape(-1, dim, 1))
+        total[some] = products.view(-1, count, len(other)).sum(1)
     return total

@@ -1,7 +1,7 @@
-"""Products as a few plain terms, which can be kept, paired and projected.
+"""Products as sums of a few plain terms, which can be stored, paired and projected.
 
-A term is a weight in the order of its factors, a table of rows, or something formed. Offsets and
-gains have sums over positions that are no larger than a row of the batch, so these are formed.
+A term is an affine product in the order of its factors, a table whose rows are looked up, or a
+formed tensor. The products of offsets and gains are small, so these are formed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def plain_terms(product: SampleProduct) -> list[SampleProduct]:
     if is_formed(product):
         return [as_formed(product)]
     # Summands of a sum have its columns, and need not say so themselves.
-    found = sum_of([_placed(plain(part), product) for part in _parts(product)])
-    return [*found.parts] if isinstance(found, SumProduct) else [found]
+    whole = sum_of([_placed(plain(part), product) for part in _parts(product)])
+    return [*whole.parts] if isinstance(whole, SumProduct) else [whole]
 
 
 def _parts(product: SampleProduct) -> list[SampleProduct]:
@@ -45,7 +45,7 @@ def _placed(term: SampleProduct, product: SampleProduct) -> SampleProduct:
 
 @OpenFunction
 def plain(product: SampleProduct) -> SampleProduct:
-    """The same product as a term; default: unchanged."""
+    """A product as a term; default: unchanged."""
     return product
 
 
@@ -70,7 +70,7 @@ def _plain_affine(product: AffineProduct) -> SampleProduct:
 
 
 def _formed(product: SampleProduct) -> Tensor:
-    """``M``, not kept on the product: that would be of use to nobody else."""
+    """``M``, without storing it on the product, since nothing else needs it."""
     return product.part(slice(0, product.columns), slice(0, product.samples))
 
 

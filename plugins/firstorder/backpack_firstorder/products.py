@@ -81,9 +81,9 @@ def formed_affine(product: AffineProduct) -> Tensor:
         return product.whole()
     wanted = [operation in product.needs for operation in (batch_sum, square_sum, squared_norm)]
     whole, (*along, norms) = contractions.products_with(*product.factors(product.inp), *wanted)
-    for operation, found in zip((batch_sum, square_sum), along, strict=True):
-        if found is not None:
-            product.results[(operation,)] = product.to_parameter(found)
+    for operation, mat in zip((batch_sum, square_sum), along, strict=True):
+        if mat is not None:
+            product.results[(operation,)] = product.to_parameter(mat)
     if norms is not None:
         product.results[(norm,)] = norms
     return product.to_parameter(whole)
@@ -118,8 +118,8 @@ def norm_affine(product: AffineProduct) -> Norm:
         formed, along = as_formed(product), product.results.get((norm,))
         return norm(formed) if along is None else along
     if squared_norm in product.needs:
-        found: Mapping[Any, Any] = read_together(product)
-        along = found.get(norm)
+        together: Mapping[Any, Any] = read_together(product)
+        along = together.get(norm)
     return contractions.norm(*product.factors(inp)) if along is None else along
 
 
@@ -167,8 +167,8 @@ def norm_sum(product: SumProduct) -> Norm:
     total = Norm(each.squares, share if each.scale is None else each.scale * share).squared().sum(0)
     for first, second in combinations(parts, 2):
         total = total + 2 * inner(first, second)
-    found = Norm(total.clamp(min=0), scale.to(total.dtype))
-    return found if each.scale is not None else Norm(found.squared())
+    norms = Norm(total.clamp(min=0), scale.to(total.dtype))
+    return norms if each.scale is not None else Norm(norms.squared())
 
 
 def _divided(product: SampleProduct, scale: Tensor) -> SampleProduct:
@@ -204,9 +204,9 @@ def _squared(product: SampleProduct) -> Tensor:
 def inner(product: SampleProduct, other: SampleProduct) -> Tensor:
     """``⟨M[v, n], M'[v, n]⟩`` with another product of the same parameter. Shape ``[V, N]``."""
     for first, second in ((product, other), (other, product)):
-        found = inner_version(first, second)
-        if found is not None:
-            return found
+        products = inner_version(first, second)
+        if products is not None:
+            return products
     result = product.new_zeros(product.columns, product.samples)
     for columns, samples, part in product.pieces():
         pairs = part * other.part(columns, samples)

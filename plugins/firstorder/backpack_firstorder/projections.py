@@ -190,5 +190,5 @@ class ProjectedGrad(SquaresExtension):
         name = name_of(product)
         with torch.no_grad():
             entries, lead = entries_of(product, self.per)
-            found = self.projection(divided_by(self.divisors, entries, name), name)
-        return found.reshape(*lead, found.shape[1])
+            projected = self.projection(divided_by(self.divisors, entries, name), name)
+        return projected.reshape(*lead, projected.shape[1])

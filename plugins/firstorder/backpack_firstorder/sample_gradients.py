@@ -229,8 +229,8 @@ class SampleGradients:
             what = f"[N] or [K, N] with N = {len(self)}"
             raise ShapeError(f"weighted_sum takes weights {what}. Got {[*weights.shape]}.")
         some = weights.detach().to(self.device, self.dtype)
-        found = weighted_sum(self.product(), some.reshape(-1, 1, len(self)))
-        return found if weights.dim() == 2 else found.squeeze(0).clone()
+        sums = weighted_sum(self.product(), some.reshape(-1, 1, len(self)))
+        return sums if weights.dim() == 2 else sums.squeeze(0).clone()
 
     @torch.no_grad()
     def sum(self) -> Tensor:

@@ -1,12 +1,11 @@
-"""Norms of vectors whose squares may lie outside of the range of numbers.
+"""Norms of vectors whose squares may overflow or underflow.
 
-``‖M‖²`` leaves the range of single precision for norms beyond 10¹⁹ and below 10⁻¹⁹, and that of
-half precision beyond 256; and so may squares of the factors of ``M``, which a norm in the middle of
-the range is made of. Whether it does, only a look at values would tell, and on an accelerator to
-look is to wait. So nobody looks there: squares of numbers with less than double precision are taken
-in that, which has room for all of them. Others are squares of numbers that were divided by the
-largest. On the host, squares are taken in single precision, three times as fast, and looked at: if
-one may have left the range, they are taken as on an accelerator.
+``‖M‖²`` leaves the range of single precision for norms above 10¹⁹ and below 10⁻¹⁹, and that of half
+precision above 256. Squares of the factors of ``M`` may do so even if the norm is moderate. Only
+the values tell, and on an accelerator the host would have to wait for them. So squares are computed
+in double precision there, which has room for all of them; numbers in double precision are divided
+by the largest one first. On the host, squares are computed in single precision, three times as
+fast, and checked: if one may be out of range, they are computed as on an accelerator.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from backpack_products.contractions import flattened, square_norm_of
 from backpack_products.tuning import CACHE, piece_size
 from backpack_products.values import at_least_single, is_at_hand
 
-# Kinds of devices that have no double precision.
+# Devices without double precision.
 _SINGLE_ONLY = {"mps"}
-# Squares in between have lost nothing: of up to 10⁸ numbers, each square is off by 10⁻³⁸ at most.
+# Between these bounds nothing is lost: each of up to 10⁸ squares is off by at most 10⁻³⁸.
 _LEAST, _MOST = 1e-24, 1e37
-# So many numbers are added up in single precision, to six digits.
+# This many numbers can be added in single precision, to six digits.
 _ADDED = 2**18
-# Of fewer numbers, squares in double precision take less time than the look.
+# For fewer numbers, double precision is faster than the check.
 _FEW = 2**16
 
 
@@ -50,7 +49,7 @@ class Norm(NamedTuple):
         return root if self.scale is None else root * self.scale
 
     def squared(self) -> Tensor:
-        """Their squares, as far as these are numbers."""
+        """The squared norms, which may overflow or underflow."""
         return self.squares if self.scale is None else self.squares * self.scale * self.scale
 
     def dividing(self, number: Any) -> Tensor:
@@ -67,7 +66,7 @@ class Norm(NamedTuple):
         return Norm(self.squares * other.squares, scale)
 
     def total(self, axis: int) -> Norm:
-        """The norms of what has these parts along an axis."""
+        """The norms of vectors whose parts along an axis have these norms."""
         squares, scale = self
         if scale is None:
             return Norm(squares.squeeze(axis) if squares.shape[axis] == 1 else squares.sum(axis))
@@ -81,7 +80,7 @@ class Norm(NamedTuple):
         return Norm(function(self.squares), None if self.scale is None else function(self.scale))
 
     def wide(self) -> Norm:
-        """Without a scale, if double precision has room for the squares."""
+        """The same norms without a scale, if double precision has room for the squares."""
         wide = wider(self.squares)
         if wide is None or self.scale is None:
             return self
@@ -89,7 +88,7 @@ class Norm(NamedTuple):
 
 
 def stacked(norms: Sequence[Norm]) -> Norm:
-    """Side by side on a new axis in front."""
+    """Several norms, stacked on a new first axis."""
     dtype = reduce(torch.promote_types, (n.squares.dtype for n in norms))
     squares = torch.stack([n.squares.to(dtype) for n in norms])
     if all(n.scale is None for n in norms):
@@ -153,12 +152,12 @@ def _squares_in_range(flat: Tensor) -> Tensor | None:
 
 
 def may_look(mat: Tensor) -> bool:
-    """Whether squares may be taken in single precision first, and looked at."""
+    """Whether squares may be computed in single precision first, and checked."""
     return mat.dtype is torch.float32 and wider(mat) is not None and is_at_hand(mat)
 
 
 def wider(like: Tensor) -> torch.dtype | None:
-    """Double precision, where numbers have less and their device has it."""
+    """The tensor in double precision, if its device has it."""
     is_less = like.dtype.itemsize < 8 and like.device.type not in _SINGLE_ONLY
     return torch.float64 if is_less else None
 
@@ -172,7 +171,7 @@ def scale_of(mat: Tensor, lead: int) -> Tensor:
 
 
 def largest(mat: Tensor, lead: int) -> Tensor:
-    """The largest absolute value over all but the first ``lead`` axes; zero of none."""
+    """The largest absolute value over all but the first ``lead`` axes; zero if empty."""
     flat = mat.detach().flatten(lead)
     if 1 < flat.stride(-1) < 32:  # few numbers side by side, as in patches: five times as long
         flat = flat.contiguous()
@@ -181,11 +180,11 @@ def largest(mat: Tensor, lead: int) -> Tensor:
 
 
 def divisor(found: Tensor) -> Tensor:
-    """The nearest number that can be divided by, and whose reciprocal is a number, too."""
+    """The nearest number that is a safe divisor: its reciprocal is finite."""
     numbers = torch.finfo(found.dtype)
     return found.clamp(numbers.tiny, numbers.max)
 
 
 def spread(scale: Tensor, dims: int) -> Tensor:
-    """With as many axes as what it divides."""
+    """A tensor with axes of length one added, to broadcast with what it divides."""
     return scale.reshape(*scale.shape, *[1] * (dims - scale.dim()))

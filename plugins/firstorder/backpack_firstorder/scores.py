@@ -158,17 +158,17 @@ class GradInner(SquaresExtension):
             )
         counts = {v.name: v.inner.shape[1] for v in values.values() if v.inner is not None}
         _see_tokens(counts, self.per)
-        found = {
+        scores = {
             parameter: self.as_stored(value.inner, parameter)
             for parameter, value in values.items()
             if value.inner is not None
         }
         totals = [
             value.sum(-1) if values[parameter].name in self.blocks else value
-            for parameter, value in found.items()
+            for parameter, value in scores.items()
         ]
         self.scores = reduce(torch.add, totals) if totals else None
-        return found
+        return scores
 
 
 def _see_tokens(counts: Mapping[str, int], per: Per) -> None:

@@ -1,4 +1,4 @@
-"""Products in half precision as products in single precision."""
+"""Casts products in half precision to single precision."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def in_single(product: SampleProduct) -> SampleProduct:
         for name in ("name", "module", "rule", "needs", "roots", "is_measured"):
             setattr(wide, name, getattr(product, name))
         product.results["single"] = wide
-    found: SampleProduct = product.results["single"]
-    return found
+    cast: SampleProduct = product.results["single"]
+    return cast
 
 
 @singledispatch
@@ -65,7 +65,7 @@ class WideRows:
     """Inputs ``[N, S, G, I]`` in single precision, for some samples at a time."""
 
     def __init__(self, inp: Rows) -> None:
-        """Store them."""
+        """Store the inputs."""
         self._inp, self.shape = inp, inp.shape
 
     def __getitem__(self, rows: slice, /) -> Tensor:

@@ -1,4 +1,4 @@
-"""The linear maps ``[R, C] → [dim]`` of random projections, applied to factors where they can be.
+"""The random linear maps ``[R, C] → [dim]`` of projections, applied to factors if possible.
 
 A parameter is a matrix: its first axis has the rows, all others the columns. Every map keeps inner
 products in expectation, ``E⟨Pg, Pg'⟩ = ⟨g, g'⟩``.
@@ -21,7 +21,7 @@ from backpack_products.lookup import LookupProduct
 from backpack_products.rows import Rows
 from backpack_products.tuning import CACHE
 
-# Part of the name of every random number: another way to make them is another version.
+# Part of the key of all random numbers; it changes when the method changes.
 VERSION = 1
 
 
@@ -30,7 +30,7 @@ class Sketch(ABC):
 
     Attributes:
         shape: ``(R, C)``.
-        dim: The length of what it gives.
+        dim: The length of the result.
     """
 
     def __init__(self, kind: str, name: str, seed: int, shape: tuple[int, int], dim: int) -> None:
@@ -43,11 +43,11 @@ class Sketch(ABC):
 
     @abstractmethod
     def formed(self, values: Tensor, rows: Tensor) -> Tensor:
-        """What some rows add.
+        """The projection of some rows, which adds to that of all.
 
         Args:
             values: Shape ``[N, r, C]``.
-            rows: Which rows they are, ``[r]``.
+            rows: The numbers of these rows, ``[r]``.
         """
 
     def most_rows(self) -> int:
@@ -139,7 +139,7 @@ class Kronecker(Sketch):
 
 
 class Matrix(Sketch):
-    """A matrix of independent numbers, which is made anew whenever it is needed, in parts."""
+    """A matrix of independent random numbers, computed in parts whenever it is needed."""
 
     @staticmethod
     @abstractmethod

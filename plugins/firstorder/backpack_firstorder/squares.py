@@ -1,4 +1,4 @@
-"""Base class and range check for squares of individual gradients."""
+"""The base of extensions of squared gradients, and a check of the range of numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class SquaresExtension(FirstOrderExtension):
     """An extension with values quadratic in the gradients; stored in single precision at least."""
 
     def dtype_for(self, parameter: Tensor) -> torch.dtype:
-        """Single precision for half-precision parameters, whose squares leave the range."""
+        """Single precision for parameters in half precision, whose squares would overflow."""
         return torch.promote_types(parameter.dtype, torch.float32)
 
 

@@ -272,9 +272,9 @@ def weighting_of(aggregator: Any) -> Weighting:
     Raises:
         UsageError: It is neither, or needs the Jacobian itself.
     """
-    found = getattr(aggregator, "gramian_weighting", None)
-    if found is not None:
-        return found  # type: ignore[no-any-return]
+    weighting = getattr(aggregator, "gramian_weighting", None)
+    if weighting is not None:
+        return weighting  # type: ignore[no-any-return]
     is_aggregator = any(kind.__name__ == "Aggregator" for kind in type(aggregator).__mro__)
     if is_aggregator or not callable(aggregator) or isinstance(aggregator, type):
         raise UsageError(
@@ -309,9 +309,9 @@ def _placed(rows: Tensor, places: list[int], count: int) -> Tensor:
     """Rows at their places among zeros."""
     if places == [*range(count)]:
         return rows
-    found = rows.new_zeros(count, *rows.shape[1:])
-    found[places] = rows
-    return found
+    placed = rows.new_zeros(count, *rows.shape[1:])
+    placed[places] = rows
+    return placed
 
 
 def _square(rows: Rows, places: Mapping[Root, int]) -> Tensor:

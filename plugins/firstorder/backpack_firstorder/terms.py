@@ -1,4 +1,4 @@
-"""The terms of individual gradients that are kept: affine, of a table, or formed.
+"""The terms of stored per-sample gradients: affine, of a table, or formed.
 
 Each is a product of one column whose tensors have the samples on axis 0, so that terms can be
 indexed, joined, moved and stored by name.
@@ -56,7 +56,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def fresh(term: SampleProduct) -> SampleProduct:
-    """The same term, without what operations have kept on it."""
+    """A copy of a term, without stored results of operations."""
     if isinstance(term, FactorProduct):
         return term.with_factors(term.out, term.other, None)
     assert isinstance(term, DenseProduct)
@@ -75,7 +75,7 @@ def tensors_of(term: SampleProduct) -> list[tuple[str, Tensor]]:
 
 
 def term_of(form: str, tensors: Mapping[str, Tensor], shape: torch.Size) -> SampleProduct:
-    """A term from what :func:`tensors_of` gave."""
+    """The term from its :func:`tensors_of`."""
     if form == "affine":
         return AffineProduct(tensors["out"].unsqueeze(0), tensors["inp"], shape)
     if form == "lookup":
@@ -104,7 +104,7 @@ def terms_from(state: Mapping[str, Tensor], shape: torch.Size) -> list[SamplePro
 
 
 def chosen_by(index: Index, samples: int, device: torch.device) -> slice | Tensor:
-    """What chooses samples of a term, of whatever a user writes; a single number chooses one.
+    """The index that chooses samples of a term, from any index of a user; a number chooses one.
 
     Raises:
         IndexError: There is no such sample.
@@ -115,8 +115,8 @@ def chosen_by(index: Index, samples: int, device: torch.device) -> slice | Tenso
     if isinstance(index, slice):
         return index
     if isinstance(index, Sequence):
-        found = torch.as_tensor([*index], device=device)
-        return found if len(index) else found.long()
+        chosen = torch.as_tensor([*index], device=device)
+        return chosen if len(index) else chosen.long()
     number = operator.index(index)
     if not -samples <= number < samples:
         raise IndexError(f"There are {samples} samples. Got the index {number}.")
@@ -124,7 +124,7 @@ def chosen_by(index: Index, samples: int, device: torch.device) -> slice | Tenso
 
 
 def mapped(term: SampleProduct, function: Any, number: Any) -> SampleProduct:
-    """A term whose tensors went through a function, numbers of rows through another."""
+    """Apply a function to the tensors of a term, and another one to numbers of rows."""
     tensors = {
         name: number(tensor) if name == "row" else function(tensor)
         for name, tensor in tensors_of(term)
@@ -133,16 +133,16 @@ def mapped(term: SampleProduct, function: Any, number: Any) -> SampleProduct:
 
 
 def form_of(term: SampleProduct) -> Any:
-    """What two terms have in common whose factors go side by side."""
+    """A key that is the same for terms whose factors can be concatenated."""
     return (type(term), term.sizes if isinstance(term, AffineProduct) else None)
 
 
 def side_by_side(terms: Sequence[SampleProduct | None], counts: Sequence[int]) -> SampleProduct:
-    """One term of the samples of several, zero for those that have none."""
+    """One term for the samples of several terms, zero for samples without a term."""
     there = [dict(tensors_of(term)) for term in terms if term is not None]
     like = next(term for term in terms if term is not None)
     is_formed = isinstance(like, DenseProduct)
-    positions = 0 if is_formed else max(found["out"].shape[1] for found in there)
+    positions = 0 if is_formed else max(tensors["out"].shape[1] for tensors in there)
     joined = {}
     for name, first in there[0].items():
         parts = []

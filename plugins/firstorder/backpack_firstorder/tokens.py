@@ -1,4 +1,4 @@
-"""Individual gradients token by token: every position of every sample as a sample of its own.
+"""Per-token gradients: every position of every sample is treated as a sample.
 
 The gradient of a parameter that positions share is a sum over them. A token's share is the term of
 its position, at every use of the parameter: the gradient of a copy that this position alone uses.
@@ -20,26 +20,26 @@ Per: TypeAlias = Literal["sample", "token"]
 
 
 def as_per(value: Any) -> Per:
-    """Return an argument ``per``.
+    """Check an argument ``per``; returns it.
 
     Raises:
         UsageError: It is unknown.
     """
     if value not in get_args(Per):
         raise UsageError(f"per is one of {get_args(Per)}. Got {value!r}.")
-    found: Per = value
-    return found
+    per: Per = value
+    return per
 
 
 def entries_of(product: SampleProduct, per: Per) -> tuple[SampleProduct, tuple[int, ...]]:
-    """A product with whatever has a gradient of its own as a sample, and the shape ``[N(, T)]``.
+    """The product of samples or of tokens, and the shape ``[N]`` or ``[N, T]`` of its entries.
 
     Position ``t`` is the one at index ``t`` of the axes that hold neither samples nor features, of
     what the module received (of a convolution, of what it returned); several axes are counted in
     the order of memory. Several uses of a parameter add up token by token.
 
     Args:
-        product: Of all samples, ``[1, N, *θ]``.
+        product: The product of all samples, ``[1, N, *θ]``.
         per: For ``"token"``, the product returned is ``[1, N · T, *θ]``.
 
     Raises:
@@ -48,9 +48,9 @@ def entries_of(product: SampleProduct, per: Per) -> tuple[SampleProduct, tuple[i
     """
     if per == "sample":
         return product, (product.samples,)
-    found, tokens = _split(product, product)
-    found.placed_as(product).needs = frozenset()  # others need whole samples
-    return found, (product.samples, tokens)
+    entries, tokens = _split(product, product)
+    entries.placed_as(product).needs = frozenset()  # others need whole samples
+    return entries, (product.samples, tokens)
 
 
 @singledispatch
@@ -75,8 +75,8 @@ def _split_factors(product: FactorProduct, of: SampleProduct) -> tuple[SamplePro
 
     def cut(factor: Tensor, axis: int) -> Tensor:  # [.., N, U · T, ..] → [.., N · T, U, ..]
         parts = factor.unflatten(axis + 1, (count, tokens))
-        found: Tensor = parts.movedim(axis + 1, axis + 2).flatten(axis, axis + 1)
-        return found
+        split: Tensor = parts.movedim(axis + 1, axis + 2).flatten(axis, axis + 1)
+        return split
 
     other = None if product.other is None else cut(whole(product.other), 0)
     return product.with_factors(cut(product.out, 1), other, None), tokens

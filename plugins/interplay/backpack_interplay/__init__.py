@@ -1,4 +1,4 @@
-"""Interplay of backpack-core with checkpoints, torch.compile, and the plain gradient."""
+"""Interplay of backpack-core with checkpoints, torch.compile, shards and the plain gradient."""
 
 from backpack_core.errors import add_library_folder
 

@@ -1,7 +1,7 @@
-"""A backward pass without autograd, for extensions that need no gradient.
+"""Backward passes without autograd (``gradient="skipped"``), for extensions that need no gradient.
 
-Curvature reads what rules send. Autograd's own pass would only tell in which order to visit calls,
-and the graph tells that as well; the gradients of activations would be computed for nothing.
+Curvature is read from columns that rules send. Autograd would only give the order of the visits,
+which the graph gives as well, and would compute gradients of activations in vain.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from backpack_operations.own_order import visit_all
 
 
 class Skipped(WithoutGradients):
-    """Visits every call in an order of its own, if nobody needs a gradient."""
+    """Visits every call in an order of our own, if nothing needs a gradient."""
 
     def instead(
         self, run: BackwardPass, given: Options, gradients: Sequence[Tensor | None]
     ) -> bool:
-        """Do that, if it may be."""
+        """Visit every call without autograd, if that is possible; returns whether it was."""
         order = _order(run, given)
         if order is not None:
             visit_all(run, order, *gradients)
         return order is not None
 
 
-def _order(found: BackwardPass, options: Options) -> dict[Node, int] | None:
-    """The place of every node in that order; ``None`` if autograd has to run.
+def _order(run: BackwardPass, options: Options) -> dict[Node, int] | None:
+    """The number of every node in the order; ``None`` if autograd has to run.
 
-    It has to if somebody reads a gradient (a propagator, the dye, a parameter without quantities, a
-    hook that gathers shards), if anything but a single loss is differentiated, and if Python
-    functions are in the graph: only autograd knows which gradients they leave undefined.
+    It has to run if something needs a gradient (a propagator, the dye, a parameter without
+    quantities, a hook that gathers shards), if anything but a single loss is differentiated, or if
+    the graph has Python functions: only autograd knows which gradients they leave undefined.
     """
-    survey, context, groups = found.survey, found.context, found.groups
-    if not found.is_outermost or not groups:
+    survey, context, groups = run.survey, run.context, run.groups
+    if not run.is_outermost or not groups:
         return None
-    readers = context.beside, *[observer.needs_autograd for observer in found.observers]
-    is_needed = found.between.needs_autograd or survey.shards
+    readers = context.beside, *[observer.needs_autograd for observer in run.observers]
+    is_needed = run.between.needs_autograd or survey.shards
     if any(readers) or is_needed or options.get("create_graph"):
         return None
     if any(group.propagator.needs_gradient or group.has_overrides for group in groups):
         return None
-    site = survey.site_at(found.roots[0])
+    site = survey.site_at(run.roots[0])
     losses = [call for call, _ in survey.sites if call.rule.is_loss]
-    if site is None or len(found.roots) > 1 or losses != [site.call]:
+    if site is None or len(run.roots) > 1 or losses != [site.call]:
         return None
     if site.call.stored.outputs[site.index].numel() != 1:
         return None
     is_distributed = any(call.run.is_distributed for call in survey.trained)
-    if is_distributed or leaves_to_narrow(survey, options, found.roots) is None:
+    if is_distributed or leaves_to_narrow(survey, options, run.roots) is None:
         return None
-    order, read = ranks(site.edge.node), survey.parameters()
+    order, parameters = ranks(site.edge.node), survey.parameters()
     leaves = (node for node in order if isinstance(node, LeafNode))
-    return order if all(id(leaf.variable) in read for leaf in leaves) else None
+    return order if all(id(leaf.variable) in parameters for leaf in leaves) else None

@@ -1,11 +1,11 @@
-"""Makes torch's checkpoints give each saved tensor twice: to us, and then to autograd.
+"""Makes torch's checkpoints return each saved tensor twice: to us, and then to autograd.
 
-A checkpoint hands out every recomputed tensor once. We cross a node before autograd does, so the
-tensor would be gone when autograd asks. The tensors of our calls are saved through the same hooks.
+A checkpoint returns every recomputed tensor once. We call a node before autograd does, so that the
+tensor would be missing when autograd needs it. The tensors of our calls are saved through the same
+hooks.
 
-The private interface of checkpoints and of saved-tensor hooks is used here only; ``_torch.py`` has
-the rest of torch's. Where it is no longer offered, a checkpoint gives a tensor once, and says so,
-and tensors of ours are kept in memory. Imports ``_torch`` only.
+This file alone uses the private interface of checkpoints and of saved-tensor hooks. If a version of
+torch lacks it, a checkpoint returns a tensor once, and the tensors of calls stay in memory.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _unpacking = threading.local()
 
 
 class _Unpacked(dict[Any, Any]):
-    """A checkpoint's note of what it has given out; :func:`unpacking_again` leaves none."""
+    """A checkpoint's table of returned tensors, which our own requests do not change."""
 
     def __setitem__(self, task: Any, handle: Any) -> None:
         if handle is not None or not getattr(_unpacking, "again", False):
@@ -37,7 +37,7 @@ class _Unpacked(dict[Any, Any]):
 
 
 class _Holder(getattr(torch_checkpoint, "_Holder", object)):  # type: ignore[misc]
-    """What a checkpoint keeps instead of a saved tensor."""
+    """The object that a checkpoint stores instead of a saved tensor."""
 
     is_used = False
 
@@ -48,7 +48,7 @@ class _Holder(getattr(torch_checkpoint, "_Holder", object)):  # type: ignore[mis
 
 
 def let_checkpoints_give_again() -> None:
-    """Have later checkpoints give saved tensors to us and to autograd."""
+    """Have all later checkpoints return saved tensors to us and to autograd."""
     if hasattr(torch_checkpoint, "_Holder"):
         torch_checkpoint._Holder = _Holder  # type: ignore[misc]
         torch_checkpoint._recomputation_hook = _run_again  # type: ignore[misc,assignment]
@@ -56,15 +56,16 @@ def let_checkpoints_give_again() -> None:
 
 
 class Recomputed(dict[tuple[Any, Any], int]):
-    """How many bytes checkpoints hold recomputed for chunks of columns, by frame and task.
+    """The bytes of recomputed tensors that checkpoints hold for chunks of columns.
 
-    They are held because the next chunk needs them, too. Beyond a bound, the largest is dropped,
-    and recomputed when it is needed.
+    The tensors are held because the next chunk needs them, too. If they exceed a bound, those of
+    the largest checkpoint are dropped, and recomputed when they are needed. Keys are a checkpoint's
+    frame (one run of its function) and autograd's graph task.
     """
 
     @contextmanager
     def within(self, bound: int) -> Iterator[None]:
-        """Inside this block, hold what is recomputed; afterwards, no more than ``bound`` bytes."""
+        """Hold recomputed tensors inside the block; after it, no more than ``bound`` bytes."""
         before, self._bound = getattr(_unpacking, "recomputed", None), bound
         _unpacking.recomputed = self
         try:
@@ -74,25 +75,26 @@ class Recomputed(dict[tuple[Any, Any], int]):
             self._shrink()
 
     def begin(self, frame: Any, task: Any) -> None:
-        """A checkpoint is about to run again: count what the others hold, and drop the excess."""
+        """Before a checkpoint recomputes, count the bytes of the others, and drop the excess."""
         self._shrink()
         self[frame, task] = 0
 
     def _shrink(self) -> None:
-        for (other, its), known in list(self.items()):
-            frame = other()
-            # A run that has begun another one is still going on: nothing of it may be dropped.
-            is_settled = known or frame is None or not frame.is_recomputed[its]
-            tensors = () if is_settled else frame.recomputed[its].values()
+        for (reference, task), size in list(self.items()):
+            frame = reference()
+            # A recomputation that began a nested one is still running: it must not be dropped.
+            is_settled = size or frame is None or not frame.is_recomputed[task]
+            tensors = () if is_settled else frame.recomputed[task].values()
             storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
-            self[other, its] = known or sum(storage.nbytes() for storage in storages.values())
+            self[reference, task] = size or sum(s.nbytes() for s in storages.values())
         while sum(self.values()) > self._bound:
-            largest = max(reversed(self), key=self.__getitem__)  # the latest of these
+            largest = max(reversed(self), key=self.__getitem__)  # the latest of equal ones
             _forget_run(largest[0](), largest[1])
             del self[largest]
 
 
 def _forget_run(frame: Any, task: Any) -> None:
+    """Drop the recomputed tensors of a checkpoint, which then recomputes when asked again."""
     if frame is not None:
         frame.is_recomputed[task], frame.recomp_counter[task] = False, 0
         for holder in filter(None, [reference() for reference in frame.weak_holders]):
@@ -103,7 +105,7 @@ _enter: Any = getattr(torch_checkpoint, "_recomputation_hook", None)
 
 
 def _run_again(frame: Any, task: Any) -> Any:
-    """The context in which a checkpoint runs its function again; it is counted first."""
+    """The context in which a checkpoint recomputes; its size will be counted."""
     if (recomputed := getattr(_unpacking, "recomputed", None)) is not None:
         recomputed.begin(frame, task)
     return _enter(frame, task)
@@ -111,29 +113,31 @@ def _run_again(frame: Any, task: Any) -> Any:
 
 @cache
 def _saved_by(kind: type) -> tuple[str, ...]:
+    """The attributes of a type of node that return saved tensors."""
     names = [name for name in dir(kind) if name.startswith("_saved_")]
     return (*names, "saved_tensors") if hasattr(kind, "saved_tensors") else tuple(names)
 
 
 @contextmanager
 def unpacking_again(node: Node) -> Iterator[None]:
-    """Inside this block, a node's saved tensors can be read, and once more later, by autograd.
+    """A block in which a node's saved tensors can be read, and later once more by autograd.
 
-    A checkpoint runs its function at the first request. That is at the beginning of this block, so
-    that it does not happen under vmap.
+    A checkpoint recomputes at the first request. This happens at the beginning of the block, since
+    it must not happen under vmap.
     """
     if not _Holder.is_used:
         yield
         return
     with _again():
         for name in _saved_by(type(node)):
-            with suppress(RuntimeError):  # it was freed, and the node itself will say so
+            with suppress(RuntimeError):  # it was freed: calling the node will raise the error
                 getattr(node, name)
         yield
 
 
 @contextmanager
 def _again() -> Iterator[None]:
+    """A block in which requests do not count as autograd's."""
     before = getattr(_unpacking, "again", False)
     _unpacking.again = True
     try:
@@ -143,25 +147,25 @@ def _again() -> Iterator[None]:
 
 
 class SavedTensor(Protocol):
-    """What autograd keeps of a tensor that it saved: ``torch._C._autograd.SavedTensor``."""
+    """Autograd's object for a saved tensor: ``torch._C._autograd.SavedTensor``."""
 
     def unpack(self) -> Tensor:
-        """Return the tensor; may be called any number of times."""
+        """Return the tensor; can be called any number of times."""
 
 
 _make: Any = getattr(torch._C._autograd, "_make_saved_tensor", None)
-_OURS = "_backpack_saved"  # on a checkpoint's frame: which of its saved tensors are ours
-_INNER = "_backpack_inner"  # on a frame: whether checkpoints inside became part of its graph
+# Attributes of a checkpoint's frame: the numbers of its saved tensors that are ours; and whether
+# nested re-entrant checkpoints became part of its graph.
+_OURS, _INNER = "_backpack_saved", "_backpack_inner"
 
 
 class _Hook(NamedTuple):
     """The innermost hook on saved tensors.
 
     Attributes:
-        frame: What a checkpoint knows of one run of its function; ``None`` for other hooks.
-        task: The backward pass for which it recomputes; ``None`` in the forward pass.
-        is_foreign: Whether it belongs to no checkpoint but to somebody who packs by value, or torch
-            does not tell.
+        frame: A checkpoint's record of one run of its function; ``None`` for other hooks.
+        task: The graph task for which a checkpoint recomputes; ``None`` in the forward pass.
+        is_foreign: Whether the hook belongs to no checkpoint, or torch does not tell.
     """
 
     frame: Any
@@ -170,12 +174,12 @@ class _Hook(NamedTuple):
 
     @property
     def unpacks_twice(self) -> bool:
-        """Whether a tensor that it takes can be had by us and by autograd."""
+        """Whether both we and autograd can get a tensor that this hook packs."""
         return not self.is_foreign and getattr(torch_checkpoint, "_Holder", None) is _Holder
 
 
 def saving_hook() -> _Hook | None:
-    """The hook that autograd's saved tensors go through now; ``None`` if there is none."""
+    """The hook that packs autograd's saved tensors at the moment; ``None`` if there is none."""
     hooks = saving_hooks()
     if hooks is None:
         return None
@@ -185,21 +189,21 @@ def saving_hook() -> _Hook | None:
     if getattr(pack, "__module__", "") != torch_checkpoint.__name__:
         return _Hook(None, None, True)
     cells = zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=True)
-    known = {name: cell.cell_contents for name, cell in cells}
-    if "target_frame_ref" in known:
-        return _Hook(known["target_frame_ref"](), known.get("gid"), False)
-    return _Hook(known.get("frame"), None, False)
+    closure = {name: cell.cell_contents for name, cell in cells}
+    if "target_frame_ref" in closure:  # the hook of a recomputation
+        return _Hook(closure["target_frame_ref"](), closure.get("gid"), False)
+    return _Hook(closure.get("frame"), None, False)
 
 
 def is_computed_again() -> bool:
-    """Whether a checkpoint is recomputing, and expects the same saved tensors as before."""
+    """Whether a checkpoint is recomputing; it then expects the same saved tensors as before."""
     return getattr(saving_hook(), "task", None) is not None
 
 
 def save(tensor: Tensor) -> SavedTensor | None:
-    """Save a tensor as autograd does, through the current hooks; ``None`` where it cannot.
+    """Save a tensor as autograd does, through the current hooks; ``None`` if that is impossible.
 
-    A checkpoint recognises what it recomputes by the order in which tensors are saved. So during
+    A checkpoint identifies recomputed tensors by the order in which they are saved. So during
     recomputation we save exactly where we saved in the forward pass.
     """
     hook = saving_hook()
@@ -211,36 +215,37 @@ def save(tensor: Tensor) -> SavedTensor | None:
             ours.add(len(hook.frame.weak_holders))
         elif hook.frame.recomp_counter[hook.task] not in ours:
             return None
-    found: SavedTensor = _make(tensor, False)
-    return found
+    saved: SavedTensor = _make(tensor, False)
+    return saved
 
 
 _Reentrant: Any = torch_checkpoint.CheckpointFunction
 
 
 class CheckpointFunction(_Reentrant):  # type: ignore[misc]
-    """A re-entrant checkpoint; inside an extended model, it becomes part of the model's graph.
+    """A re-entrant checkpoint that becomes non-re-entrant inside of an extended model.
 
-    The backward pass of a re-entrant one has a graph of its own, through which only a gradient
-    goes.
+    A re-entrant checkpoint has a graph of its own in the backward pass, which only autograd's
+    gradient enters.
     """
 
     @classmethod
     def apply(cls, function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-        """Run with ``use_reentrant=False`` inside an extended model; elsewhere as torch would."""
-        if cls is not CheckpointFunction:  # a class that was made of this one
+        """Run with ``use_reentrant=False`` inside an extended model; elsewhere as torch does."""
+        if cls is not CheckpointFunction:  # a derived class
             return super().apply(function, preserve_rng_state, *args)
-        # Without an input that needs a gradient, a re-entrant checkpoint gives parameters none.
-        wants = any(isinstance(a, Tensor) and a.requires_grad for a in args)
-        if wants and torch.is_grad_enabled() and cls._is_inside():
+        # A re-entrant checkpoint without an input that needs a gradient gives its parameters none.
+        needs_grad = any(isinstance(a, Tensor) and a.requires_grad for a in args)
+        if needs_grad and torch.is_grad_enabled() and cls._is_inside():
             return torch_checkpoint.checkpoint(
                 function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
             )
-        return _Reentrant.apply(function, preserve_rng_state, *args)  # its type is known
+        # Other code compares this type.
+        return _Reentrant.apply(function, preserve_rng_state, *args)
 
     @classmethod
     def _is_inside(cls) -> bool:
-        """Whether an extended model runs; during recomputation, whether one ran before."""
+        """Whether an extended model runs, or, during recomputation, ran in the forward pass."""
         hook = saving_hook()
         frame = None if hook is None else hook.frame
         if hook is not None and hook.task is not None:
@@ -251,9 +256,9 @@ class CheckpointFunction(_Reentrant):  # type: ignore[misc]
 
 
 def unpack(saved: SavedTensor) -> Tensor:
-    """Ask for a tensor, and maybe once more.
+    """Return a saved tensor, which can be requested again.
 
-    Hooks, and what checkpoints compute again, run outside of transforms of ``torch.func``.
+    Hooks, and recomputations of checkpoints, run outside of transforms of ``torch.func``.
     """
     with (
         _again(),

@@ -1,7 +1,7 @@
-"""Turns ``torch.compile`` off inside ``backpack(...)``: compiled code then runs as it was written.
+"""Turns ``torch.compile`` off inside ``backpack(...)``, where compiled functions run eagerly.
 
-A compiled graph has no modules that could be recorded. Outside of the blocks, the compiler does not
-see our hooks, so an extended model is compiled as if it were not extended.
+A compiled graph has no modules that could be recorded. Outside of the blocks, our hooks are
+invisible to the compiler, so that an extended model is compiled as if it were not extended.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from backpack_core.errors import UsageError
 def refuse_inside() -> None:
     """Raise if the compiler is tracing the code that calls this."""
     if torch.compiler.is_compiling():
-        raise RuntimeError(_INSIDE)  # of a kind that the compiler can report
+        raise RuntimeError(_INSIDE)  # the compiler can report this type
 
 
 class _Uncompiled:
-    """A ``with`` block in which no compiled code is used; several threads may be inside at once.
+    """A ``with`` block in which compiled functions run eagerly.
 
-    Torch has one switch for all threads, so other threads run uncompiled meanwhile.
+    Several threads may be inside at once. Torch has one switch for all threads, so other threads
+    run eagerly in the meantime, too.
     """
 
     def __init__(self) -> None:
@@ -33,10 +34,10 @@ class _Uncompiled:
         self._stance: Any = None
 
     def __enter__(self) -> None:
-        """Turn the compiler off, if it was ever on.
+        """Turn the compiler off, if it was ever imported.
 
         Raises:
-            UsageError: This is compiled code.
+            UsageError: The block is entered in compiled code.
         """
         with self._lock:
             if not self._inside and "torch._dynamo" in sys.modules:

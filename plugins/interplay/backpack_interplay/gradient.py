@@ -1,9 +1,9 @@
-"""The plain gradient: autograd's, the sum of products that were read anyway, or none.
+"""The plain gradient as a sum of products that are read anyway, or no gradient at all.
 
-Autograd computes the gradient of every weight, a third of a plain pass, and individual gradients
-contain it. A pass can be told by ``inputs=`` what to reach. So the forward pass is as always.
-Autograd is told to reach every call, and every leaf but those whose gradient a product has. At the
-end of the pass these gradients go through autograd's engine, which calls hooks and accumulates.
+Autograd spends a third of a plain pass on gradients of weights, and per-sample gradients contain
+them. So autograd is told, by ``inputs=``, to reach every call, and every leaf except those whose
+gradient is the sum of a product. At the end of the pass, these sums go through autograd's engine,
+which calls hooks and accumulates ``.grad``.
 """
 
 from __future__ import annotations
@@ -32,29 +32,31 @@ from backpack_products import operations
 from backpack_products.column_propagator import OutputGradient
 from backpack_products.product import SampleProduct
 
-Key = tuple[int, str]  # number of the site in the walk, name of the parameter there
+Key = tuple[int, str]  # a use: the number of the site in the walk, the name of the parameter there
 
 _REENTRANT: Any = CheckpointFunction._backward_cls  # the nodes of re-entrant checkpoints
-_PRECISE = (torch.float32, torch.float64)  # in half precision, autograd adds up more exactly
+_PRECISE = (torch.float32, torch.float64)  # in half precision, autograd's sums are more exact
 _Candidate = tuple[Tensor, tuple[Key, ...]]  # a parameter, and the keys of its uses
 
 
 class WithoutGradients(Observer):
-    """Has autograd leave out the gradients of parameters with quantities."""
+    """Has autograd leave out the gradients of parameters with results (``gradient="none"``)."""
 
     answers = frozenset({"gradient"})
 
     def options(self, run: BackwardPass, given: Options) -> Options:
-        """What autograd is to reach."""
+        """The ``inputs=`` of autograd's pass."""
         return without_gradients(run.survey, run.roots, given)
 
 
 class PlainGradient(Observer, Sharer):
-    """Which parameters of one pass get the sum of their product as gradient, and the sums.
+    """The parameters of a pass that get the sum of their product as gradient, and these sums.
+
+    A parameter is trusted after the sum has equalled autograd's gradient in an earlier pass.
 
     Attributes:
-        needs: What is asked of a product whose sum may be taken.
-        kept: What passes have shown of graphs of this structure.
+        needs: The operations that a product must support for its sum to be taken.
+        kept: What earlier passes of this structure have shown.
     """
 
     answers = frozenset({"gradient"})
@@ -62,21 +64,21 @@ class PlainGradient(Observer, Sharer):
 
     def __init__(self) -> None:
         self.needs = frozenset({operations.batch_sum})
-        self._first: Extension | None = None  # of the group of individual gradients
+        self._first: Extension | None = None  # of the group of per-sample gradients
         self._sums: dict[int, Tensor] = {}
         self._summed: set[Hashable] = set()
         self._judged: dict[int, _Candidate] = {}
         self._left: dict[int, Tensor] = {}
         self._handles: list[Any] = []
-        self._is_known = False
+        self._is_stored = False
 
     def goes_by(self, kept: Trust | None) -> bool:
-        """It does, with what earlier passes have shown."""
+        """Take over what earlier passes have shown; a plan may always be used."""
         self.kept = kept
         return True
 
     def options(self, run: BackwardPass, given: Options) -> Options:
-        """What autograd is to reach, if products have sums."""
+        """The ``inputs=`` of autograd's pass, if any product gives a sum."""
         survey = run.survey
         group = next((g for g in run.context.groups if _has_individual(g)), None)
         leaves = None if group is None else leaves_to_narrow(survey, given, run.roots)
@@ -94,70 +96,70 @@ class PlainGradient(Observer, Sharer):
     def _decide(self, survey: Survey, group: Group) -> None:
         """Decide which parameters autograd leaves out.
 
-        In the passes 1, 2, 4, 8, … of a structure it leaves out none, and the sums are compared
-        with its gradients.
+        In the passes 1, 2, 4, 8, … of a structure it leaves out none, and all sums are compared
+        with autograd's gradients.
         """
         self._first, self.needs = group.extensions[0], group.needs | self.needs
         if self.kept is None or not survey.is_planned:
             self.kept = known_of(survey, group.needs)
         else:
             self.kept.passes += 1
-        found, self._summed = _candidates(survey), self.kept.summed
-        self._judged = found if self.kept.is_due() else {}
+        candidates, self._summed = _candidates(survey), self.kept.summed
+        self._judged = candidates if self.kept.is_due() else {}
         self._left = {
-            number: parameter
-            for number, (parameter, keys) in found.items()
-            if number not in self._judged and self._summed.issuperset(keys)
+            key: parameter
+            for key, (parameter, uses) in candidates.items()
+            if key not in self._judged and self._summed.issuperset(uses)
         }
-        self._is_known = operations.batch_sum in group.needs  # then it may have been stored
+        # An extension may store the sum as its result, which must not become ``.grad`` as well.
+        self._is_stored = operations.batch_sum in group.needs
         self._handles = [
             hook_leaf_first(parameter, self, PlainGradient._judge)
             for parameter, _ in self._judged.values()
         ]
 
     def wants(self, extension: Extension, parameter: Tensor) -> bool:
-        """Whether the sum of a parameter's product, as the group reads it, may be taken."""
-        if extension is not self._first:  # what measures may read along
+        """Whether the sum of a parameter's product is wanted, as an extension reads it."""
+        if extension is not self._first:  # a check may be in the group as well
             return False
-        number = id(parameter)
-        return number in self._left or number in self._judged
+        return id(parameter) in self._left or id(parameter) in self._judged
 
     def take(self, parameter: Tensor, whole: SampleProduct, is_reached: bool) -> None:
         """Take the sum over samples of a product that the extensions have read.
 
         Args:
             parameter: The parameter.
-            whole: The product, of all uses.
+            whole: The product of all uses.
             is_reached: Whether any gradient arrives; if not, autograd stores none.
         """
-        number = id(parameter)
-        if number in self._judged and not operations.has_free_sum(whole):
+        key = id(parameter)
+        if key in self._judged and not operations.has_free_sum(whole):
             return
         if not is_reached:
-            self._left.pop(number, None)
+            self._left.pop(key, None)
             return
         total = operations.batch_sum(whole).squeeze(0)
-        self._sums[number] = total.clone() if self._is_known else total
+        self._sums[key] = total.clone() if self._is_stored else total
 
     def _judge(self, parameter: Tensor, gradient: Tensor) -> None:
-        """Compare a sum with autograd's gradient, and trust it from then on, or not."""
-        total, keys = self._sums.pop(id(parameter), None), self._judged[id(parameter)][1]
+        """Compare a sum with autograd's gradient; trust the parameter from then on, or not."""
+        total, uses = self._sums.pop(id(parameter), None), self._judged[id(parameter)][1]
         if total is None or not total.numel():
             return
         size = float(gradient.detach().abs().max())
         allowed = size * torch.finfo(gradient.dtype).eps ** 0.6
         if not float((total - gradient).detach().abs().max()) <= allowed:
-            self._summed.difference_update(keys)
+            self._summed.difference_update(uses)
         elif size:
-            self._summed.update(keys)
+            self._summed.update(uses)
 
     def leave(self) -> None:
-        """The pass is over, by its end or by an error: remove the hooks."""
+        """Remove the hooks; called at the end of the pass, also after an error."""
         for handle in self._handles:
             handle.remove()
 
     def stored(self, run: BackwardPass) -> None:
-        """Hand the sums to autograd; passes that hooks on parameters begin are inside of this."""
+        """Hand the sums to autograd, as a part of this pass: hooks may begin nested passes."""
         run.context.passes[-1] = run
         try:
             self._deliver()
@@ -165,11 +167,11 @@ class PlainGradient(Observer, Sharer):
             run.leave()
 
     def _deliver(self) -> None:
-        """Have autograd call hooks and accumulate."""
+        """Have autograd call the hooks of parameters, and accumulate the sums into ``.grad``."""
         if not self._left.keys() <= self._sums.keys():
             raise InternalError("A gradient was left out, and nothing was summed for it.")
         parameters = list(self._left.values())
-        sums = [self._sums.pop(number) for number in self._left]
+        sums = [self._sums.pop(key) for key in self._left]
         if sums:
             with torch.enable_grad():
                 root = _Sums.apply(sums, *parameters)  # type: ignore[no-untyped-call]
@@ -177,7 +179,7 @@ class PlainGradient(Observer, Sharer):
 
 
 class _Sums(torch.autograd.Function):
-    """A number whose gradients are given tensors, which autograd then delivers."""
+    """A number whose gradients in some parameters are given tensors."""
 
     @staticmethod
     def forward(ctx: Any, sums: list[Tensor], *parameters: Tensor) -> Tensor:
@@ -187,7 +189,7 @@ class _Sums(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return them and keep no reference, so that autograd stores them without a copy."""
+        """Return the tensors without keeping a reference, so that autograd does not copy them."""
         sums = tuple(ctx.sums)
         ctx.sums.clear()
         return (None, *sums)
@@ -196,11 +198,11 @@ class _Sums(torch.autograd.Function):
 def without_gradients(
     survey: Survey, edges: Sequence[Edge], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The ``inputs=`` of a pass in which parameters with quantities get no gradient.
+    """The ``inputs=`` of a pass in which parameters with results get no gradient.
 
     Args:
         survey: What is known about the graph.
-        edges: What ``backward()`` is called on.
+        edges: The edges that ``backward()`` is called on.
         options: The arguments of ``backward()``.
 
     Raises:
@@ -214,31 +216,31 @@ def without_gradients(
     leaves = leaves_to_narrow(survey, options, edges)
     if leaves is None:
         return {}
-    left = {number: use.parameter for number, use in survey.uses.items() if use.count}
+    left = {key: use.parameter for key, use in survey.uses.items() if use.count}
     return inputs_without(left, survey, leaves)
 
 
 def inputs_without(
     left: Mapping[int, Tensor], survey: Survey, leaves: Sequence[Node]
 ) -> dict[str, Any]:
-    """The ``inputs=`` of a pass that reaches every call, and every leaf but some.
+    """The ``inputs=`` of a pass that reaches every call, and all leaves except some.
 
     Args:
         left: The parameters to leave out, by ``id``.
         survey: What is known about the graph.
-        leaves: Every leaf that autograd would get to.
+        leaves: All leaves that autograd would reach.
     """
     inputs = [node for node in leaves if id(node.variable) not in left]  # type: ignore[attr-defined]
     if len(inputs) == len(leaves):
         return {}
     sites = {(site.edge.node, site.edge.output_nr) for site in survey.sites.values()}
-    places = [*[(node, 0) for node in inputs], *sites]
-    return {"inputs": [GradientEdge(node, number) for node, number in places]}
+    outputs = [*[(node, 0) for node in inputs], *sites]
+    return {"inputs": [GradientEdge(node, output_nr) for node, output_nr in outputs]}
 
 
 def _candidates(survey: Survey) -> dict[int, _Candidate]:
-    """Parameters whose every use is read by a product, by ``id``."""
-    found: dict[int, _Candidate] = {}
+    """Parameters of which every use is read by a product, by ``id``, with their uses."""
+    candidates: dict[int, _Candidate] = {}
     sharded = set(map(id, survey.shards))
     for number, (call, index) in enumerate(survey.sites):
         dtype = call.stored.outputs[index].dtype
@@ -246,18 +248,18 @@ def _candidates(survey: Survey) -> dict[int, _Candidate]:
             is_plain = parameter is used and parameter.is_leaf
             if is_plain and parameter.dtype is dtype and dtype in _PRECISE:
                 key = id(parameter)
-                keys = found[key][1] if key in found else ()
-                found[key] = parameter, (*keys, (number, name))
+                uses = candidates[key][1] if key in candidates else ()
+                candidates[key] = parameter, (*uses, (number, name))
     return {
-        key: (parameter, keys)
-        for key, (parameter, keys) in found.items()
-        if len(keys) == survey.uses[key].count
+        key: (parameter, uses)
+        for key, (parameter, uses) in candidates.items()
+        if len(uses) == survey.uses[key].count
         and not (key in survey.bare or survey.uses[key].unruled or key in sharded)
     }
 
 
 def _has_individual(group: Group) -> bool:
-    """Whether a group forms individual gradients of all samples, at once or in pieces."""
+    """Whether a group forms per-sample gradients of all samples, at once or in pieces."""
     return (
         isinstance(group.propagator, OutputGradient)
         and group.propagator.subsampling is None
@@ -269,10 +271,7 @@ def _has_individual(group: Group) -> bool:
 def leaves_to_narrow(
     survey: Survey, options: Mapping[str, Any], edges: Sequence[Edge]
 ) -> list[Node] | None:
-    """Every leaf behind some edges; ``None`` if autograd cannot be told what to reach.
-
-    If the user has told it, that holds.
-    """
+    """All leaves behind some edges; ``None`` if ``inputs=`` cannot be set, or the user set it."""
     if options.get("inputs") is not None:
         return None
     if survey.viewed:
@@ -289,6 +288,7 @@ def leaves_to_narrow(
 
 
 def _say(why: str) -> None:
+    """Warn, once for each reason, that autograd computes every gradient."""
     warn_once(
         ("gradient", why),
         f"Autograd computes every gradient, in spite of backpack(gradient=...): {why}.",

@@ -1,7 +1,7 @@
-"""The leaves that a parameter is computed from, and columns there.
+"""The leaves from which a parameter was computed, and columns at these leaves.
 
-A parametrization computes some parameters, or a hook before the forward. That computation depends
-on no sample, so columns of any number of samples go through its nodes side by side.
+Parametrizations and forward pre-hooks compute parameters. Such a computation does not depend on
+samples, so the columns of all samples go through its nodes together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from backpack_operations.own_pass import in_own_pass
 
 
 def leaves_behind(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The leaves with a gradient that a tensor was computed from."""
+    """The leaves that require a gradient and from which a tensor was computed."""
     edge = edge_of(tensor)
     if edge is None:
         return (tensor,) if tensor.requires_grad else ()
@@ -27,18 +27,18 @@ def leaves_behind(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def pull_back(mat: Tensor, source: Tensor, leaf: Tensor) -> Tensor:
-    """Columns at a leaf, from columns at a tensor that was computed from it.
+    """Carry columns at a tensor back to a leaf from which it was computed.
 
     Args:
-        mat: Shape ``[K, *source]``.
+        mat: Columns ``[K, *source]``.
         source: The tensor.
-        leaf: One of :func:`leaves_behind` it.
+        leaf: One of its :func:`leaves_behind`.
 
     Returns:
         Shape ``[K, *leaf]``.
 
     Raises:
-        BridgeError: An operation on the way cannot be called for columns.
+        BridgeError: A node on the way cannot be called for columns.
     """
     edge = edge_of(source)
     if edge is None:
@@ -49,7 +49,7 @@ def pull_back(mat: Tensor, source: Tensor, leaf: Tensor) -> Tensor:
 
 
 def nonlinear_between(source: Tensor, leaf: Tensor) -> list[Node]:
-    """The operations by which a tensor is computed from a leaf that are not known to be linear."""
+    """The operations between a leaf and a tensor that are not known to be linear."""
     edge = edge_of(source)
     between = [*ranks(edge.node)] if edge is not None else []
     leads = {n for n in between if is_leaf(n) and n.variable is leaf}  # type: ignore[attr-defined]
@@ -61,7 +61,7 @@ def nonlinear_between(source: Tensor, leaf: Tensor) -> list[Node]:
 
 
 def _pulled(mat: Tensor, edge: Edge, leaf: Tensor) -> Tensor:
-    """Columns at a leaf, pushed from node to node."""
-    found = bridge.push_through(ranks(edge.node), {(edge.node, edge.output_nr): mat})
-    at_leaf = (m for (node, _), m in found.items() if node.variable is leaf)  # type: ignore[attr-defined]
+    """Columns at a leaf, pushed from node to node; zero if the leaf is not reached."""
+    mats = bridge.push_through(ranks(edge.node), {(edge.node, edge.output_nr): mat})
+    at_leaf = (m for (node, _), m in mats.items() if node.variable is leaf)  # type: ignore[attr-defined]
     return next(at_leaf, mat.new_zeros(len(mat), *leaf.shape))

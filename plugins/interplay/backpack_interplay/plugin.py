@@ -1,4 +1,4 @@
-"""What this library attaches to core."""
+"""The hooks that this library answers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ GRADIENTS: dict[str, type[Observer]] = {
 
 @hookimpl
 def backpack_run(run: BackwardPass) -> Observer | None:
-    """Have the plain gradient come from elsewhere than autograd, if that is wanted."""
+    """The observer for ``backpack(gradient=...)``, unless autograd computes the gradient."""
     kind = GRADIENTS.get(run.context.gradient)
     return None if kind is None else kind()
 
 
 @hookimpl
 def backpack_storage() -> Interplay:
-    """Where tensors are kept that torch itself does something with."""
+    """The storage that works with checkpoints, parametrizations and shards."""
     return Interplay()

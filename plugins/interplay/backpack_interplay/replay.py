@@ -1,6 +1,7 @@
-"""Computes the output of a call once more, as a function of its inputs and parameters.
+"""Computes the output of a call again, as a function of its inputs and parameters.
 
-For ``create_graph=True``, which needs the output with its graph. To store that would be a cycle.
+``create_graph=True`` needs the output with its graph. A call cannot store it, since the graph owns
+the call: that would be a reference cycle.
 """
 
 from __future__ import annotations
@@ -18,21 +19,20 @@ if TYPE_CHECKING:
 
 
 def output_again(view: View, stored: Tensor) -> Tensor:
-    """Run the forward once more, with a graph.
+    """The output of a call with a graph, by running the module's forward again.
 
     Args:
         view: The call, with all samples.
         stored: The output, detached.
 
     Raises:
-        OverwrittenInputError: An input was changed in place, or the forward pass gives another
-            output.
+        OverwrittenInputError: An input was changed in place, or the output differs this time.
     """
     io = view.values
 
     def run() -> Tensor:
         for slot in range(len(io.inputs)):
-            view.tensor_input(slot)  # raises if it was changed since
+            view.tensor_input(slot)  # raises if it was changed
         result = view.module.forward(*io.args, **io.kwargs)
         return list(iter_tensors(result))[view.index]
 

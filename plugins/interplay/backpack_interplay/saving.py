@@ -1,7 +1,7 @@
-"""Stores the tensors of a call through the hooks that autograd's saved tensors go through.
+"""Stores the tensors of a call through the current saved-tensor hooks.
 
-So checkpoints and offloading save memory with extensions, too. Stand-ins without memory show
-shapes, types and devices. The numbers are unpacked when a rule reads them.
+So checkpoints and offloading save memory with extensions, too. Stand-ins without memory have the
+shapes, dtypes and devices. The values are unpacked when a rule reads them.
 """
 
 from __future__ import annotations
@@ -21,32 +21,31 @@ from backpack_interplay.checkpoints import SavedTensor, save, unpack
 
 
 def through_hooks(stored: Stored) -> Stored:
-    """A call's tensors as stand-ins, with what the hooks took of them in ``saved``."""
-    taken: dict[int, SavedTensor] = {}
-    stands: dict[int, Tensor] = {}
+    """A call's tensors with stand-ins for those that hooks packed, which are in ``saved``."""
+    packed: dict[int, SavedTensor] = {}
+    stand_ins: dict[int, Tensor] = {}
     for tensor in (*stored.inputs, *stored.outputs):
-        if id(tensor) in taken or isinstance(tensor, Parameter) or _is_unusual(tensor):
+        if id(tensor) in packed or isinstance(tensor, Parameter) or _is_unusual(tensor):
             continue
-        found = save(tensor)
-        if found is not None:
-            taken[id(tensor)], stands[id(tensor)] = found, _stand_in(tensor)
-    if not taken:
+        saved_tensor = save(tensor)
+        if saved_tensor is not None:
+            packed[id(tensor)], stand_ins[id(tensor)] = saved_tensor, _stand_in(tensor)
+    if not packed:
         return stored
+    saved = tuple([packed.get(id(tensor)) for tensor in (*stored.inputs, *stored.outputs)])
+    return _replaced(stored, stand_ins)._replace(saved=saved)
 
-    saved = tuple([taken.get(id(tensor)) for tensor in (*stored.inputs, *stored.outputs)])
-    return _replaced(stored, stands)._replace(saved=saved)
 
-
-def shown_by(run: Run, tensors: Sequence[Tensor], stands: Iterable[Tensor]) -> Run:
-    """The run of a model for a call whose tensors are replaced by stand-ins with other memory."""
-    found = run.receives(tensors)
-    given = [t for t in stands if t.dim() and has_memory(t)] if found else ()
-    axis = 0 if found > 1 else -1
+def shown_by(run: Run, tensors: Sequence[Tensor], stand_ins: Iterable[Tensor]) -> Run:
+    """The run of a model, with the memories of stand-ins instead of those of a call's tensors."""
+    received = run.receives(tensors)
+    given = [t for t in stand_ins if t.dim() and has_memory(t)] if received else ()
+    axis = 0 if received > 1 else -1
     return run._replace(memories={memory_of(t): layout_of(t, axis) for t in given})
 
 
 class Unpacked(UnpackedTensors):
-    """The tensors of a call that were unpacked during a visit."""
+    """The tensors of a call, unpacked during a visit."""
 
     __slots__ = ("_stored", "tensors")
 
@@ -55,24 +54,24 @@ class Unpacked(UnpackedTensors):
         self.tensors: dict[int, Tensor] = {}
 
     def tensor(self, slot: int) -> tuple[Tensor, bool]:
-        """Unpack one, once, and compare its version."""
+        """A tensor, unpacked once, and whether it was changed in place since the forward pass."""
         tensor, stored = self._unpacked(slot), self._stored
-        version, known = version_of(tensor), stored.versions[slot]
-        # The version of a copy counts from zero; that of a recomputed tensor, as at first.
-        return tensor, version != known if stored.saved[slot] is None else version > known
+        now, before = version_of(tensor), stored.versions[slot]
+        # An offloaded copy counts versions from zero; a recomputed tensor counts as at first.
+        return tensor, now != before if stored.saved[slot] is None else now > before
 
     def values(self) -> Stored:
-        """Unpack all that are left."""
+        """The call's tensors, all unpacked."""
         stored = self._stored
         tensors = (*stored.inputs, *stored.outputs)
-        found = {id(tensor): self._unpacked(slot) for slot, tensor in enumerate(tensors)}
-        return _replaced(stored, found)
+        unpacked = {id(tensor): self._unpacked(slot) for slot, tensor in enumerate(tensors)}
+        return _replaced(stored, unpacked)
 
     def _unpacked(self, slot: int) -> Tensor:
         if slot not in self.tensors:
             stored, saved = self._stored, self._stored.saved[slot]
-            kept = (*stored.inputs, *stored.outputs)[slot]
-            self.tensors[slot] = kept if saved is None else unpack(saved)
+            tensor = (*stored.inputs, *stored.outputs)[slot]
+            self.tensors[slot] = tensor if saved is None else unpack(saved)
         return self.tensors[slot]
 
 
@@ -91,8 +90,10 @@ def _replaced(stored: Stored, by: dict[int, Tensor]) -> Stored:
 
 
 def _is_unusual(tensor: Tensor) -> bool:
+    """Whether a tensor is sparse, or of a subclass, so that it stays in memory."""
     return tensor.layout is not torch.strided or type(tensor) is not Tensor
 
 
 def _stand_in(tensor: Tensor) -> Tensor:
+    """A tensor of the same shape, dtype and device, with a single number in memory."""
     return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)

@@ -1,6 +1,7 @@
-"""Results of parameters that ``fully_shard`` has replaced by whole parameters.
+"""Moves results from whole parameters to the shards of ``fully_shard``.
 
-Calls and autograd know the whole ones, users the shards.
+FSDP puts whole parameters in place while layers run, so calls and autograd know these. Users know
+the shards.
 """
 
 from __future__ import annotations
@@ -14,32 +15,31 @@ from torch.nn import Module
 
 
 def shards_in(model: Module) -> dict[Tensor, Tensor]:
-    """Parameters of which this process holds a part, by the whole parameter that layers run with.
+    """The shards of a model that this process holds, by the whole parameters.
 
-    ``fully_shard`` puts the whole ones in place while layers run. Empty where torch does not tell:
-    results then stay on the whole ones.
+    Empty if torch does not tell; results then stay on the whole parameters.
     """
     if "torch.distributed.fsdp" not in sys.modules:
         return {}
-    found: dict[Tensor, Tensor] = {}
+    shards: dict[Tensor, Tensor] = {}
     for module in model.modules():
         if hasattr(type(module), "_get_fsdp_state"):
             state: Any = module._get_fsdp_state()  # type: ignore[operator]
-            one = getattr(state, "_fsdp_param_group", None)
+            one = getattr(state, "_fsdp_param_group", None)  # of older versions of torch
             groups = getattr(state, "_fsdp_param_groups", [] if one is None else [one])
             for parameter in [p for group in groups for p in group.fsdp_params]:
                 if hasattr(parameter, "_unsharded_param"):
-                    found[parameter._unsharded_param] = parameter.sharded_param
-    return found
+                    shards[parameter._unsharded_param] = parameter.sharded_param
+    return shards
 
 
 def hand_over(shards: Mapping[Tensor, Tensor], shown: set[int], fields: list[str]) -> None:
     """Move results from whole parameters to shards.
 
     Args:
-        shards: By whole parameters.
-        shown: The parameters that models show, by ``id``. A whole one is among them with
-            ``set_reshard_after_backward(False)``, and keeps its results.
+        shards: The shards, by whole parameter.
+        shown: The parameters that models show to the user, by ``id``. With
+            ``set_reshard_after_backward(False)``, these include whole ones, which keep results.
         fields: Names of the results.
     """
     for whole, held in shards.items():

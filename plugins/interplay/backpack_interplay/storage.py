@@ -1,4 +1,4 @@
-"""The storage that core asks, as this library has it: each method stands in a file of its own."""
+"""The :class:`Storage` of this library, which core asks; the other files have the functions."""
 
 from __future__ import annotations
 
@@ -22,69 +22,69 @@ from backpack_interplay.saving import Unpacked, shown_by, through_hooks
 
 
 class Interplay(Storage):
-    """Keeps tensors as torch does: through hooks, in shards, as leaves that others come from."""
+    """A storage that works with saved-tensor hooks, computed parameters and shards."""
 
     def __init__(self) -> None:
         checkpoints.let_checkpoints_give_again()
 
     def block(self) -> AbstractContextManager[Any]:
-        """Compiled code runs as it was written."""
+        """The context of a ``backpack(...)`` block, in which compiled functions run eagerly."""
         compiled.refuse_inside()
         return compiled.uncompiled
 
     def keep(self, stored: Stored, run: Run) -> tuple[Stored, Run, bool]:
-        """Through the hooks that autograd's saved tensors go through."""
+        """Store the tensors of a call through the current saved-tensor hooks."""
         hook, kept = checkpoints.saving_hook(), through_hooks(stored)
         run = shown_by(run, stored.inputs, kept.inputs)
         return kept, run, hook is None or hook.unpacks_twice
 
     def unpack(self, stored: Stored) -> UnpackedTensors:
-        """Unpacks tensors that hooks took."""
+        """The tensors of a call, unpacked when they are needed."""
         return Unpacked(stored)
 
     def is_computed_again(self) -> bool:
-        """Whether a checkpoint recomputes."""
+        """Whether a checkpoint is recomputing."""
         return checkpoints.is_computed_again()
 
     def reading(self, node: Node) -> AbstractContextManager[Any]:
-        """Have a checkpoint give what a node saved to us, and to autograd."""
+        """The context in which a node's saved tensors can be read, and later again by autograd."""
         return checkpoints.unpacking_again(node)
 
     def chunks(self) -> Callable[[int], AbstractContextManager[Any]]:
-        """Hold what is recomputed, as far as there is room."""
+        """The context of a chunk, after which recomputed tensors are held up to a bound."""
         return checkpoints.Recomputed().within
 
     def output_again(self, view: View, stored: Tensor) -> Tensor:
-        """Run the forward once more."""
+        """The output of a call with a graph, computed again."""
         return output_again(view, stored)
 
     def extend(self, module: Module) -> None:
-        """Put hooks on its parametrizations."""
+        """Put hooks on a module's parametrizations."""
         parametrized.extend(module)
 
     def begin(self, module: Module, execution: Execution) -> None:
-        """Its parametrizations compute for this execution."""
+        """Have a module's parametrizations compute for an execution that begins."""
         parametrized.begin(module, execution)
 
     def end(self, module: Module, execution: Execution) -> None:
-        """They did."""
+        """End an execution of a module."""
         parametrized.end(module, execution)
 
     def computed(
         self, module: Module, names: Iterable[str], execution: Execution
     ) -> dict[str, tuple[Tensor, tuple[Tensor, ...]]]:
-        """By parametrizations, or in a hook before the forward."""
-        found = parametrized.computed(module, names, execution)
-        return {name: (tensor, leaves_behind(tensor)) for name, tensor in found.items()}
+        """The parameters that a module computed, each with the leaves it was computed from."""
+        tensors = parametrized.computed(module, names, execution)
+        return {name: (tensor, leaves_behind(tensor)) for name, tensor in tensors.items()}
 
     def pull_back(self, mat: Tensor, source: Tensor, leaf: Tensor) -> Tensor:
-        """By the nodes of the computation."""
+        """Carry columns at a computed tensor back to a leaf."""
         return pull_back(mat, source, leaf)
 
     def shards_in(self, models: Iterable[Module]) -> dict[Tensor, Tensor]:
-        """Those of ``fully_shard``."""
+        """The shards of ``fully_shard``, by whole parameter."""
         return {whole: part for model in models for whole, part in shards.shards_in(model).items()}
 
     def hand_over(self, held: Mapping[Tensor, Tensor], shown: set[int], fields: list[str]) -> None:
-        """Move results to them."""
+        """Move results from whole parameters to shards."""
         shards.hand_over(held, shown, fields)

@@ -54,8 +54,8 @@ def _found(view: View) -> dict[str, range]:
 
 def optional_tensor(view: View, name: str) -> Tensor | None:
     """A tensor argument by name, in the dtype of the gradient; ``None`` if it was not given."""
-    found = slots(view).get(name)
-    return view.tensor_input(found[0]) if found else None
+    slot = slots(view).get(name)
+    return view.tensor_input(slot[0]) if slot else None
 
 
 def tensor(view: View, name: str) -> Tensor:

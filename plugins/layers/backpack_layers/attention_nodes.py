@@ -1,4 +1,4 @@
-"""The autograd nodes inside of attention: tensors that they saved, and gradients that arrive."""
+"""The autograd nodes inside of attention: the tensors they saved, and where gradients arrive."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def kept_by_kernel(view: View, names: Sequence[str], kernel: str = "") -> list[T
     node = None if view.node is None else _kernel(view.call, view.node)
     if node is None or view.is_differentiable or not node.name().startswith(kernel):
         return None
-    found = [kept for name in names if (kept := view.saved(name, node)) is not None]
-    return found if len(found) == len(names) else None
+    saved = [kept for name in names if (kept := view.saved(name, node)) is not None]
+    return saved if len(saved) == len(names) else None
 
 
 def _kernel(call: Call, node: Node) -> Node | None:

@@ -24,7 +24,7 @@ Likelihood = Callable[[Tensor], Distribution]
 
 
 class AutodiffLoss(Module):
-    """A loss of one's own, for which nobody has written a rule.
+    """Any loss function without a rule of its own.
 
     Curvature starts at its Hessian in the output, ``[N, D, D]`` for ``D`` numbers of a sample,
     which autograd finds by ``D`` products for all samples at once. So the function has to be twice
@@ -104,29 +104,29 @@ class AutodiffLoss(Module):
         Raises:
             UsageError: The function returned neither a number nor the losses of the samples.
         """
-        found: Any = self.function(output, *arguments, **keywords)
-        if not isinstance(found, Tensor) or (found.dim() and len(found) != len(output)):
+        losses: Any = self.function(output, *arguments, **keywords)
+        if not isinstance(losses, Tensor) or (losses.dim() and len(losses) != len(output)):
             raise UsageError(
                 "The function of AutodiffLoss returns a number, or the losses of the samples, "
                 f"[{len(output)}, *]. Got "
-                f"{list(found.shape) if isinstance(found, Tensor) else type(found).__name__}."
+                f"{list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__}."
             )
-        if found.dim() == 0:
-            return self._number(found)
-        each = found.flatten(1).sum(1) if found.dim() > 1 else found
+        if losses.dim() == 0:
+            return self._number(losses)
+        each = losses.flatten(1).sum(1) if losses.dim() > 1 else losses
         loss: Tensor = each if self.reduction == "none" else each.sum() * self.normalisation(output)
         return loss
 
-    def _number(self, found: Tensor) -> Tensor:
+    def _number(self, loss: Tensor) -> Tensor:
         if self.reduction == "none":
             raise UsageError(
                 'AutodiffLoss has reduction="none", and its function returns a number: have it '
                 "return the losses of the samples, or say which reduction it is."
             )
-        return found
+        return loss
 
     def normalisation(self, output: Tensor) -> float:
-        """What stands in front of the sum over samples."""
+        """The factor in front of the sum over samples."""
         return 1.0 / max(1, len(output)) if self.reduction == "mean" else 1.0
 
     def extra_repr(self) -> str:
@@ -247,9 +247,9 @@ def _module(view: View) -> AutodiffLoss:
 
 def _alone(columns: Tensor, sample: int, like: Tensor) -> Tensor:
     """Columns ``[V, *]`` of one sample among zeros for all others."""
-    found = like.new_zeros(len(columns), *like.shape)
-    found[:, sample] = columns
-    return found
+    alone = like.new_zeros(len(columns), *like.shape)
+    alone[:, sample] = columns
+    return alone
 
 
 def _differentiated(gradient: Tensor, x: Tensor, mat: Tensor) -> Tensor:

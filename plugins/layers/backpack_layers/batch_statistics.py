@@ -109,7 +109,7 @@ class _Held:
         norm._buffers.update(zip(_STATISTICS, (mean, variance), strict=True))
 
     def end(self, module: Module, inputs: Any, output: Any) -> None:
-        """Put back what was there."""
+        """Restore the running statistics."""
         if self._before:
             self._module._buffers.update(self._before)
             self._module.training, self._before = self._mode, {}

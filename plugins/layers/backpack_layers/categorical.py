@@ -28,7 +28,7 @@ def drawn(p: Tensor, samples: int) -> Tensor:
         Shape ``[M, samples]``; some class where a probability is not a number.
     """
     if p.device.type != "cpu":
-        # A device ends the process where a probability is not a number, and a look would be a wait.
+        # On a device, NaN probabilities abort the process, and a check would have to wait.
         known = p.isfinite().all(1, keepdim=True)
         return torch.multinomial(p.where(known, torch.ones_like(p)), samples, replacement=True)
     count, classes = p.shape

@@ -209,8 +209,8 @@ class DirectPatches(Patches, DirectRows):
         if out.device.type != "cpu" or out.dtype != self._input.dtype:
             return None  # measured in these cases only
         columns, samples, _, groups, features = out.shape
-        found = self._weight_gradient(out, slice(0, samples), (samples, -1), groups)
-        return found.reshape(groups, columns, features, self.shape[3]).transpose(0, 1)
+        gradient = self._weight_gradient(out, slice(0, samples), (samples, -1), groups)
+        return gradient.reshape(groups, columns, features, self.shape[3]).transpose(0, 1)
 
     def _weight_gradient(
         self, out: Tensor, samples: slice, lead: tuple[int, int], groups: int
@@ -220,11 +220,11 @@ class DirectPatches(Patches, DirectRows):
         x, padding = _zero_padded(conv, x)
         mat = out.permute(1, 3, 0, 4, 2).reshape(*lead, *self._size)
         weight = x.new_empty(1).expand(mat.shape[1], x.shape[1] // conv.groups, *conv.kernel_size)
-        found: Tensor = torch.ops.aten.convolution_backward(
+        gradient: Tensor = torch.ops.aten.convolution_backward(
             mat, x.reshape(*lead, *x.shape[2:]), weight, None, conv.stride, padding, conv.dilation,
             False, [0] * len(padding), groups, [False, True, False],
         )[1]  # fmt: skip
-        return found
+        return gradient
 
 
 def _conv(view: View) -> _ConvNd:

@@ -1,9 +1,9 @@
-"""Rules of dropout. The random mask is what autograd saved, or is read off the output.
+"""Rules of dropout. The random mask is taken from autograd's node, or follows from the output.
 
-The latter fails where a whole unit of the input is zero, because kept and dropped units look alike.
-The error raised then says that the stored tensors are not enough, and columns go through the
-autograd graph, which holds the mask. To find that out is to look at values, on an accelerator to
-wait; so the mask is only told from the output where autograd may not be asked.
+The output does not tell the mask where a whole unit of the input is zero: kept and dropped units
+are equal then. The rule raises an error, and columns go through the autograd graph, which holds the
+mask. This check reads values, for which an accelerator has to be waited for. So the output is only
+used if the node may not be read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from backpack_products.values import any_of
 
 # Negative saturation of SELU, to which AlphaDropout sets what it drops.
 SATURATION = 1.6732632423543772 * 1.0507009873554805
-# What torch drops by, and what it saves of that: scaled, or a mask.
+# Torch's operations for dropout, and the saved tensor of each: a scaled mask, or a mask.
 _FACTORS = {"MulBackward0": "other", "NativeDropoutBackward0": "result1"}
 
 
@@ -99,7 +99,7 @@ class AlphaDropoutRule(DropoutRule):
 
 
 def _factor(view: View, node: Node | None) -> Tensor | None:
-    """What a node has multiplied its input by, if it may be asked."""
+    """The factor by which a node multiplied its input, if the node may be read."""
     name = "" if node is None else _FACTORS.get(node.name(), "")
     return view.saved(name, node) if name else None
 

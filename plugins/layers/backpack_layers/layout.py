@@ -1,4 +1,4 @@
-"""Refusal of inputs without a batch axis, which torch accepts for many layers."""
+"""Refuses inputs without a batch axis, which torch accepts for many layers."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from torch.nn import Linear
 from backpack_core.record.view import View
 from backpack_layers import operands  # noqa: F401 - registers its products
 from backpack_layers.layout import require_axes
+from backpack_products.multiply import multiply
 from backpack_products.parametric import AffineRule
 
 
@@ -37,4 +38,4 @@ class LinearRule(AffineRule):
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         weight = view.parameter("weight")
         # One product for all rows; for unusual strides, ``@`` would use a batched product.
-        return (mat.flatten(0, -2) @ weight).reshape(*mat.shape[:-1], weight.shape[1])
+        return multiply(mat.flatten(0, -2), weight).reshape(*mat.shape[:-1], weight.shape[1])

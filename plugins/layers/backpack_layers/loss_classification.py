@@ -62,20 +62,29 @@ class SoftmaxLossRule(HessianLossRule):
     def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
         x = self.by_position(view, view.input)
         # In single precision at least, as the exact root: rounding would change the probabilities.
-        p = x.softmax(1, dtype=torch.promote_types(x.dtype, torch.float32))
+        p = _chances(x, torch.promote_types(x.dtype, torch.float32))
         positions = p.shape[2]
         rows = p.detach().transpose(1, 2).flatten(0, 1)  # [N · S, C]
         labels = drawn(rows, samples).T.reshape(samples, p.shape[0], 1, positions)
         gradient = p.expand(samples, *p.shape).clone()
         gradient.scatter_add_(2, labels, p.new_full((1,), -1.0).expand(labels.shape))
-        columns = gradient * real_sqrt(view, self.weight(view) / samples)
+        factor = real_sqrt(view, self.weight(view) / samples)
+        columns = gradient * factor if torch.is_grad_enabled() else gradient.mul_(factor)
         return self.at_input(view, columns.to(x.dtype))
 
     def _hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        p = self.by_position(view, view.input).softmax(1)
+        x = self.by_position(view, view.input)
+        p = _chances(x, x.dtype)
         weighted = p * self.by_position(view, mat)
         product = weighted - p * weighted.sum(2, keepdim=True)
         return self.at_input(view, product * self.weight(view))
+
+
+def _chances(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The softmax of logits ``[N, C, S]``, in their order in memory: to turn it takes as long."""
+    if x.stride(1) == 1:
+        return x.transpose(1, 2).softmax(2, dtype=dtype).transpose(1, 2)
+    return x.softmax(1, dtype=dtype)
 
 
 class CrossEntropyLossRule(SoftmaxLossRule):

@@ -1,4 +1,4 @@
-"""Products for parameters that are operands of torch's functions, in factors as at modules.
+"""Products in factors for parameters that are operands of torch's functions.
 
 The other factor is the tensor that autograd saved, see ``backpack_operations.operands``.
 """
@@ -22,7 +22,7 @@ from backpack_products.scale import TableProduct
 
 @products_at("Mm", "Bmm", "Addmm")
 def _of_matrices(operand: Operand, mat: Tensor) -> SampleProduct | None:
-    """For ``out = a b``, also batched; positions are rows of ``a``, or columns of ``b``."""
+    """The product at an operand of ``out = a b``, also batched; rows or columns are positions."""
     node, position, shape, is_apart = operand
     names = ("_saved_self", "_saved_mat2")
     if nodes.operation_of(node) == "Addmm":
@@ -48,11 +48,11 @@ def _of_matrices(operand: Operand, mat: Tensor) -> SampleProduct | None:
 
 @products_at("Add", "Sub")
 def _of_sum(operand: Operand, mat: Tensor) -> SampleProduct | None:
-    """For a vector that is added along the last axis."""
+    """The product at a vector that is added along the last axis."""
     node, position, shape, _ = operand
     sign = -1 if nodes.operation_of(node) == "Sub" else 1
-    found = _of_bias(_times(mat, sign * node._saved_alpha) if position else mat, shape)
-    return found or _of_rows(operand, mat)
+    product = _of_bias(_times(mat, sign * node._saved_alpha) if position else mat, shape)
+    return product or _of_rows(operand, mat)
 
 
 def _of_bias(mat: Tensor, shape: torch.Size) -> SampleProduct | None:
@@ -68,7 +68,7 @@ def _times(mat: Tensor, scale: float) -> Tensor:
 
 @products_at("Mul")
 def _of_gain(operand: Operand, mat: Tensor) -> SampleProduct | None:
-    """For a gain along the last axes."""
+    """The product at a gain along the last axes."""
     node, position, shape, _ = operand
     own = shape[next((axis for axis, n in enumerate(shape) if n != 1), len(shape)) :]
     other = node._saved_self if position else node._saved_other
@@ -82,7 +82,7 @@ def _of_gain(operand: Operand, mat: Tensor) -> SampleProduct | None:
 
 @products_at("Embedding", "Index")
 def _of_table(operand: Operand, mat: Tensor) -> SampleProduct | None:
-    """For a table ``[num, dim]`` whose rows were looked up."""
+    """The product at a table ``[num, dim]`` whose rows were looked up."""
     node, _, shape, _ = operand
     row = node._saved_indices
     if nodes.operation_of(node) == "Index":
@@ -101,7 +101,7 @@ def _of_table(operand: Operand, mat: Tensor) -> SampleProduct | None:
 
 @products_at("Expand", "Repeat", *(nodes.ELEMENTWISE - {"Add", "Sub", "Mul"}))
 def _of_rows(operand: Operand, mat: Tensor) -> SampleProduct | None:
-    """For a broadcast operand: the gradient of the broadcast tensor, before autograd sums it."""
+    """The product at a broadcast operand: the gradient before autograd sums it to its shape."""
     node, position, shape, is_apart = operand
     missing = mat.dim() - 1 - len(shape)
     if is_apart or not (missing or shape[0] == 1):

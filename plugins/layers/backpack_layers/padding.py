@@ -65,7 +65,7 @@ class CopyPadRule(LinearMapRule):
         _check_batch(view)
 
     def apply(self, view: View, x: Tensor) -> Tensor:
-        """What the module does."""
+        """Pad, as the module does."""
         if isinstance(view.module, REFLECTIONS):
             return F.pad(x, _padding(view), mode="reflect")
         if isinstance(view.module, REPLICATIONS):

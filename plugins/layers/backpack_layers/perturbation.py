@@ -1,4 +1,4 @@
-"""Quantities of what modules receive and return, instead of parameters.
+"""Quantities at inputs and outputs of modules, instead of parameters.
 
 A tensor between modules is not a parameter, but ``x + δ`` with ``δ = 0`` has one: every quantity of
 ``δ`` is the quantity of ``x``. Flax has the same as ``Module.perturb``.
@@ -123,15 +123,15 @@ class Perturbations(Mapping[str, Any]):
 
     def __getitem__(self, path: str) -> Any:
         """``δ`` of the one call of a module."""
-        found = self.calls(path)
-        if len(found) != 1:
-            many = f"ran {len(found)} times: take one of perturbations.calls({path!r})"
+        perturbations = self.calls(path)
+        if len(perturbations) != 1:
+            many = f"ran {len(perturbations)} times: take one of perturbations.calls({path!r})"
             none = (
                 "did not run in this block. Run the model inside of it, and name modules that are "
                 "called: a module around it may use its weights without calling it"
             )
-            raise UsageError(f"The module {path!r} {many if found else none}.")
-        return found[0]
+            raise UsageError(f"The module {path!r} {many if perturbations else none}.")
+        return perturbations[0]
 
     def __iter__(self) -> Iterator[str]:
         """The paths."""
@@ -261,11 +261,11 @@ class _Hook:
         self._made, self._path, self._argument = made, path, argument
 
     def put_before(self, module: Module) -> Any:
-        """Have it run before the module, and before what records its call."""
+        """Have the hook run before the module, and before the hook that records its call."""
         return module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
 
     def put_behind(self, module: Module) -> Any:
-        """Have it run behind the module."""
+        """Have the hook run after the module."""
         return module.register_forward_hook(self._behind)
 
     def _before(self, module: Module, args: Any, kwargs: Any) -> Any:
@@ -276,7 +276,7 @@ class _Hook:
         return self._perturbed(result, [*items])
 
     def _perturbed(self, whole: Any, items: list[tuple[int | str, Any]]) -> Any:
-        """The whole with one tensor perturbed, wherever that stands."""
+        """A nested structure of arguments or results, with one tensor perturbed."""
         asked = self._argument
         named = [value for name, value in items if asked is None or name == asked]
         found = [t for t in iter_tensors(tuple(named)) if t.is_floating_point()]

@@ -215,7 +215,7 @@ def _recurse(
         Columns at the gates ``[V, N, T, G·H]``, and at the initial states ``[V, N, H]``.
     """
     hidden, memory = ends
-    found: list[Tensor] = []
+    columns: list[Tensor] = []
     for time in reversed(range(chain.x.shape[1])):
         now = tuple(table[:, time] for table in chain.tables)
         if steps is not None:
@@ -227,9 +227,9 @@ def _recurse(
         hidden = cell.hidden_gates(now, gates) @ hh
         if beside is not None:
             hidden = hidden + beside
-        found.append(gates)
+        columns.append(gates)
     states = (hidden, memory)[: cell.states]
-    return torch.stack(found[::-1], 2), tuple(s for s in states if s is not None)
+    return torch.stack(columns[::-1], 2), tuple(s for s in states if s is not None)
 
 
 def _module(view: View) -> RNNBase:

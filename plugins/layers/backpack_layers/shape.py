@@ -30,7 +30,7 @@ from backpack_products.derivatives import SecondOrderRule
 class ReshapeRule(SecondOrderRule):
     """``Flatten``, ``Unflatten``, ``Identity``: the same entries in another shape.
 
-    One that changes the length of axis 0 is gone through by its operation, as the function is.
+    If it changes the length of axis 0, the call is opened: columns cross the operation instead.
     """
 
     module_types = (Flatten, Unflatten, Identity)
@@ -104,7 +104,7 @@ class UpsampleRule(LinearMapRule):
     module_types = (Upsample, UpsamplingNearest2d, UpsamplingBilinear2d)
 
     def apply(self, view: View, x: Tensor) -> Tensor:
-        """What the module does."""
+        """Interpolate, as the module does."""
         module = cast(Upsample, view.module)
         return F.interpolate(
             x,

@@ -14,8 +14,8 @@ from backpack_core._torch import Node
 
 # The type of the nodes of in-place operations on a view.
 CopyNode: Any = torch._C._functions.CopySlices  # type: ignore[attr-defined]
-# Functions that return the gradient they get, with a side effect: they call hooks of a module, or
-# begin an exchange between replicas or shards. By name, since importing them takes long.
+# Functions whose backward returns its gradient unchanged, with a side effect: they call hooks of a
+# module, or begin an exchange between replicas or shards. By name, since importing them takes long.
 _HANDING_ON = {
     "torch.nn.modules._functions.BackwardHookFunction",
     "torch.nn.parallel.distributed._DDPSink",
@@ -24,33 +24,33 @@ _HANDING_ON = {
 
 
 def metadata_of(node: Node, output_nr: int) -> Any:
-    """Shape, dtype and device of a gradient that a node takes; a leaf's node has its tensor."""
+    """Shape, dtype and device of an output of a node; of a leaf's node, the leaf itself."""
     variable = getattr(node, "variable", None)
     return node._input_metadata[output_nr] if variable is None else variable
 
 
 @cache
 def operations() -> dict[type, str]:
-    """The types of torch's own nodes, and the operation that each stands for."""
-    found = {}
+    """The names of torch's operations, by the type of node: ``AddBackward0`` is ``Add``."""
+    names = {}
     for name, kind in vars(torch._C._functions).items():
         match = re.fullmatch(r"(\w+)Backward\d+(_copy)?", name)
         if match is not None:
-            found[kind] = match[1]
-    return found
+            names[kind] = match[1]
+    return names
 
 
 @cache
 def hands_on(kind: type) -> bool:
-    """Whether nodes of a type return the gradient they get, with side effects to happen once."""
+    """Whether nodes of a type return their gradient unchanged, with side effects to happen once."""
     function = getattr(kind, "_forward_cls", None)
     return f"{function.__module__}.{function.__qualname__}" in _HANDING_ON if function else False
 
 
 def node_type(name: str) -> type | None:
     """The type of torch's own nodes with a name; ``None`` if this version has none."""
-    found: type | None = getattr(torch._C._functions, name, None)
-    return found
+    kind: type | None = getattr(torch._C._functions, name, None)
+    return kind
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Finds out where the samples lie in a graph, and which parts need more than their layer rules.
+"""Finds where the samples lie in a graph, and opens the calls whose rules do not fit there.
 
-Most graphs have samples on axis 0 everywhere, which is quickly seen. See
-``docs/design/operations.md``.
+Most graphs have samples on axis 0 of every call, which is quickly seen. All others are walked
+(``alignment_walk.py``). See ``docs/design/operations.md``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from backpack_operations import faults, nodes
 from backpack_operations.alignment import Alignment
 from backpack_operations.alignment_walk import Walk
 from backpack_operations.batch import declared_axis, is_doubtful
+from backpack_operations.carried_ids import is_of_buffers
 from backpack_operations.of_weights import Origins
 from backpack_operations.order import children_of
-from backpack_operations.owners import Owners, is_of_buffers
+from backpack_operations.owners import Owners
 from backpack_operations.paths import inside
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_inside
@@ -29,16 +30,16 @@ from backpack_operations.surveying import look_inside
 def align(
     alignment: Alignment, survey: GraphSurvey, roots: list[Edge], can_keep_apart: bool
 ) -> None:
-    """Find out where the samples lie, and have calls gone through whose rules do not fit.
+    """Find where the samples lie, and open calls whose rules do not fit.
 
     Args:
         alignment: The result, which is filled in.
         survey: What is known about the graph.
-        roots: What ``backward()`` is called on; in a later walk, what was found since.
+        roots: The edges that ``backward()`` is called on; in a later walk, those found since.
         can_keep_apart: Whether all propagators can keep samples apart at a tensor without samples.
     """
     alignment.batch_size = survey.batch_size
-    survey.numbers, survey.are_moved = {}, None
+    survey.sample_ids, survey.are_moved = {}, None
     tables, owners = set[Call](), Owners(survey)
     if can_keep_apart and (survey.unusual or survey.bare):
         _hand_to_nodes(survey)
@@ -50,15 +51,15 @@ def align(
         _take_for_tables(survey, tables)
     others = (call for call, _ in survey.received if call not in tables)
     survey.unclear = set(filter(owners.is_unclear, others))
-    for place, size in survey.received.items():
-        is_moved = owners.are_moved and owners.received_moved(place[0])
-        is_other = size != survey.batch_size or _is_declared(survey, place[0])
-        if place in alignment.faults:
+    for key, size in survey.received.items():
+        is_moved = owners.are_moved and owners.received_moved(key[0])
+        is_other = size != survey.batch_size or _is_declared(survey, key[0])
+        if key in alignment.faults:
             continue
         if is_other or is_moved:
-            alignment.faults[place] = _fault(survey, *place, is_moved)
-        elif (refusal := _refusal_of_rows(survey, *place)) is not None:
-            alignment.faults[place] = refusal
+            alignment.faults[key] = _fault(survey, *key, is_moved)
+        elif (refusal := _refusal_of_rows(survey, *key)) is not None:
+            alignment.faults[key] = refusal
     if alignment.faults or survey.bare or tables:
         if can_keep_apart:
             _open(survey, [*alignment.faults, *((call, 0) for call in tables)], owners)
@@ -67,7 +68,7 @@ def align(
 
 
 def _fault(survey: GraphSurvey, call: Call, index: int, is_moved: bool) -> BackpackError:
-    """Why a call has its samples elsewhere than other calls."""
+    """The error that says why a call does not have one row for each sample."""
     first, size = call.stored.inputs[0], survey.batch_size
     received = first.shape[0] if first.dim() else 0
     if survey.is_told:
@@ -81,19 +82,19 @@ def _fault(survey: GraphSurvey, call: Call, index: int, is_moved: bool) -> Backp
 
 
 def _is_declared(survey: GraphSurvey, call: Call) -> bool:
-    """Whether only the declaration says that a call received its samples on another axis."""
+    """Whether a call received samples on a declared axis, although lengths suggest axis 0."""
     if not survey.is_declared or not declared_axis(call):
         return False
-    if survey.batch_size == 1:  # the rule may look for samples on axis 0 all the same
-        return not _is_willing(call, 0)
+    if survey.batch_size == 1:  # any axis fits: the rule is asked whether it finds samples
+        return not _accepts(call, 0)
     return survey.is_told or is_doubtful(call.stored.inputs[0].shape, survey.batch_size)
 
 
 def _hand_to_nodes(survey: GraphSurvey) -> None:
-    """Look at parameters where operations use them, if some of these are inside of the call."""
+    """Open calls whose parameters are also used by operations that lie inside of the call."""
     users = {key: {node for node, _ in bare.edges} for key, bare in survey.bare.items()}
     for site in [*survey.sites.values()] if users else ():
-        # What a call computes inside may be used outside of it, past its output.
+        # A tensor that a call computes inside may be used outside of it, past its output.
         own = survey.trained[site.call]
         used = set().union(*(users.get(id(trained.parameter), ()) for trained in own))
         if used and not used.isdisjoint(inside(site)):
@@ -104,11 +105,11 @@ def _hand_to_nodes(survey: GraphSurvey) -> None:
 
 
 def _is_table(survey: GraphSurvey, owners: Owners, site: Site) -> bool:
-    """Whether a call's output is taken for a table, which is as long as the batch by chance.
+    """Whether a call's output is taken for a table, as long as the batch by chance.
 
-    As of ``wpe(torch.arange(T))``: the call received nothing of the model's input, and its output
-    is small enough to be one for all samples, or is computed from buffers. To take it for a table
-    is exact in any case.
+    ``wpe(torch.arange(T))`` with ``T = N`` is one: the call received nothing of the model's input,
+    and its output is small enough to be one for all samples, or is computed from buffers. Results
+    are exact even if it is not a table, only slower.
     """
     call = site.call
     if (
@@ -120,43 +121,44 @@ def _is_table(survey: GraphSurvey, owners: Owners, site: Site) -> bool:
         or not (survey.trained[call] or call in survey.freed)
     ):
         return False
-    if any(edge is not None for edge in call.edges) or owners.of_input(call) is not None:
+    if any(edge is not None for edge in call.edges) or owners.ids.of_input(call) is not None:
         return False
     is_small = call.stored.outputs[site.index].nbytes * survey.batch_size <= survey.widest
     return is_small or is_of_buffers(call)
 
 
 def _take_for_tables(survey: GraphSurvey, calls: Container[Call]) -> None:
+    """Note the nodes inside of calls that return tables."""
     within = (inside(site) for site in survey.unusual if site.call in calls)
     survey.tables = set().union(*within)
 
 
 def _lone_tables(survey: GraphSurvey, roots: list[Edge]) -> set[Call]:
-    """Calls taken for tables of which something reaches a loss without meeting any samples.
+    """Calls taken for tables whose outputs reach a loss without meeting any samples.
 
-    They received the samples then, as ``layer(2 * x)``: nothing else has brought any.
+    They must have received the samples themselves, as ``layer(2 * x)`` does.
     """
-    origins, found = Origins(survey), set[Call]()
-    known = {site.edge.node: site.call for site in survey.unusual}
+    origins, lone = Origins(survey), set[Call]()
+    calls = {site.edge.node: site.call for site in survey.unusual}
     losses = [edge for call, _ in survey.received if call.rule.is_loss for edge in call.edges[:1]]
     todo, seen = [edge.node for edge in (*losses, *roots) if edge is not None], set[Node]()
     while todo:
         node = todo.pop()
         is_table = origins.of_tables(node)
         is_pick, lengths = nodes.operation_of(node) in nodes.PICKS, nodes.lengths_of(node, 0)
-        if is_table and node in known:
-            found.add(known[node])
+        if is_table and node in calls:
+            lone.add(calls[node])
         if node not in seen and (is_table or is_pick or not lengths):
             seen.add(node)
             todo += children_of(node)
-    return found
+    return lone
 
 
 def _refusal_of_rows(survey: GraphSurvey, call: Call, index: int) -> BackpackError | None:
-    """What a rule says of as many rows as samples, if it need not be asked: nodes know as much.
+    """The rule's error at a call with as many rows as samples, if the call is opened instead.
 
-    That is so of a single sample (a step of a loop, with the time in front), and of rows that are
-    single numbers (the indices of bags with offsets).
+    That helps with a single sample (a step of a loop, with the time in front), and with rows that
+    are single numbers (the indices of bags with offsets).
     """
     if call.rule.is_loss or call.is_released or not survey.trained[call]:
         return None
@@ -164,8 +166,8 @@ def _refusal_of_rows(survey: GraphSurvey, call: Call, index: int) -> BackpackErr
     return _refusal(call, index) if is_clear else None
 
 
-def _is_willing(call: Call, index: int) -> bool:
-    """Whether a rule accepts what its call received, which may have no batch at all."""
+def _accepts(call: Call, index: int) -> bool:
+    """Whether a rule accepts what its call received."""
     return _refusal(call, index) is None
 
 
@@ -177,25 +179,26 @@ def _refusal(call: Call, index: int) -> BackpackError | None:
     return None
 
 
-def _open(survey: GraphSurvey, places: list[tuple[Call, int]], owners: Owners) -> None:
-    """Handle calls that received something without samples: go through them, node by node.
+def _open(survey: GraphSurvey, keys: list[tuple[Call, int]], owners: Owners) -> None:
+    """Open calls that did not receive one row for each sample.
 
-    Not if the rule takes what it received for samples: the products it gives are then added up.
+    A call stays closed if its rule accepts the rows as if they were samples: its products are then
+    regrouped by sample.
     """
-    for call, index in places:
+    for call, index in keys:
         if call.rule.is_loss or call.is_released or not survey.trained[call]:
             continue
         if call in survey.opened:
             survey.disown(call)
-        elif owners.received_elsewhere(call) or not _is_willing(call, index):
+        elif owners.received_elsewhere(call) or not _accepts(call, index):
             look_inside(survey, survey.sites[call, index])
 
 
 def _targets(survey: GraphSurvey) -> dict[Node, dict[int, Tensor]]:
-    """Parameters of extended models that no call reads, by the node and position of each use."""
-    found: dict[Node, dict[int, Tensor]] = {}
+    """Parameters that are read where operations use them, by the node and position of each use."""
+    targets: dict[Node, dict[int, Tensor]] = {}
     if survey.sites:  # else nothing tells how many samples
         for bare in survey.bare_of_models():
             for node, position in bare.edges:
-                found.setdefault(node, {})[position] = bare.parameter
-    return found
+                targets.setdefault(node, {})[position] = bare.parameter
+    return targets

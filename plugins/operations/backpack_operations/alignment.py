@@ -1,9 +1,9 @@
-"""What is known of where the samples lie at every tensor of a backward graph.
+"""Where the samples lie at every tensor of a backward graph.
 
 Most tensors have them on axis 0, in order. Where a view merged positions into that axis, each
-sample has several entries. A tensor made of weights alone (a table of positions, a tied weight) has
-no samples, and its gradient is a sum over them. Quantities are kept apart there, sample by sample,
-beginning at the last tensors that have samples. See ``docs/design/operations.md``.
+sample has several entries. A tensor computed from weights alone (a table of positions, a tied
+weight) has no samples, and its gradient is a sum over them. There, columns are kept apart by
+sample, from the last tensors that have samples on. See ``docs/design/operations.md``.
 """
 
 from __future__ import annotations
@@ -20,38 +20,37 @@ from backpack_core.errors import BackpackError
 from backpack_core.record.call import Call, Edge, Site
 from backpack_operations import faults, nodes
 from backpack_operations.apart import cross_apart, cross_columns
+from backpack_operations.nodes import NodeOutput
 from backpack_operations.viewed import look_through
 from backpack_products.columns import ApartColumns, Columns
 
-Place = tuple[Node, int]  # an output of a node
-
 
 class Crossing(NamedTuple):
-    """What is known of the samples around one node that a quantity crosses.
+    """Where the samples lie at the outputs and operands of one node that a quantity crosses.
 
     Attributes:
         batch_size: Number of samples.
         positions: How many entries of axis 0 each sample has, by output number; outputs without
             samples are missing.
-        owned: Which entries of axis 0 each sample has, ``[N, R]``, by output number, where picked
-            entries are in no order.
-        behind: How many entries each sample has at the operands, or which; by position in
-            ``node.next_functions``.
-        apart: The positions of operands at which quantities are kept apart by sample.
-        kept: The outputs at which they are.
+        owned: Which entries of axis 0 each sample has, a mask ``[N, R]``, by output number; only
+            where entries are in no order.
+        behind: How many entries, or which (a mask ``[N, R]``), each sample has at the operands; by
+            position in ``node.next_functions``.
+        apart: The positions of operands at which columns are kept apart by sample.
+        apart_outputs: The outputs at which columns are kept apart.
         others: The outputs that neither have samples on axis 0 nor are kept apart.
-        has_others: Whether there are operands at which quantities are not kept apart.
-        grads: The gradients at the outputs, if autograd is at the node.
-        size: Returns how many columns may go on at once; ``None`` for all.
-        carry: Carries what it is given, by position, through the rest of the net at once.
+        has_others: Whether there are operands at which columns are not kept apart.
+        grads: The gradients at the outputs, if autograd has reached the node.
+        size: Returns how many columns may travel at once; ``None`` for all.
+        carry: Sends a chunk, given by position, through the rest of the net at once.
     """
 
     batch_size: int
     positions: dict[int, int]
     behind: Mapping[int, int | Tensor]
-    owned: dict[int, Tensor] = {}  # noqa: RUF012 - nobody writes into it
+    owned: dict[int, Tensor] = {}  # noqa: RUF012 - never written to
     apart: frozenset[int] = frozenset()
-    kept: frozenset[int] = frozenset()
+    apart_outputs: frozenset[int] = frozenset()
     others: frozenset[int] = frozenset()
     has_others: bool = True
     grads: Sequence[Tensor | None] = ()
@@ -61,7 +60,7 @@ class Crossing(NamedTuple):
     def push(
         self, node: Node, quantities: Mapping[int, Columns], keeps_all: bool = True
     ) -> list[tuple[int, Columns]]:
-        """Push columns through the node, apart by sample where they are kept so.
+        """Push columns through the node, apart by sample where they have to be.
 
         Args:
             node: An autograd node that autograd has not executed yet.
@@ -86,29 +85,28 @@ class Alignment:
 
     Attributes:
         batch_size: Number of samples.
-        faults: Why a call has no samples where others have them, for quantities that need them
-            there.
+        faults: The error to raise for a call without one row per sample on axis 0, if a quantity
+            needs these rows.
         positions: How many entries of axis 0 each sample has, at outputs of nodes; zero where
             there are no samples.
-        owned: Which entries of axis 0 each sample has, ``[N, R]``, at outputs of nodes that have
-            them in no order: between a loss and where they were picked.
-        before: Outputs of nodes before any samples: what a loss becomes on its way to being a
-            single number.
-        apart: Outputs of nodes at which what arrives is kept apart by sample.
-        starts: Nodes with samples that send something to such an output.
-        leaves: Parameters that no call reads off, or not all of them, by the output of a node that
-            they are.
-        beside: Parameters that the loss depends on without any sample, with a node on the way.
+        owned: Which entries of axis 0 each sample has, a mask ``[N, R]``, at outputs of nodes that
+            have them in no order: between a loss and the operation that moved them.
+        before: Outputs of nodes between the samples and ``backward()``: the steps by which a loss
+            becomes a single number.
+        apart: Outputs of nodes at which columns are kept apart by sample.
+        starts: Nodes with samples that send columns to such an output.
+        leaves: Parameters that are read where operations use them, by the output of a node.
+        beside: Parameters that the loss depends on by no sample, with an operation that uses them.
     """
 
     batch_size: int = 0
     faults: dict[tuple[Call, int], BackpackError] = field(default_factory=dict)
-    positions: dict[Place, int] = field(default_factory=dict)
-    owned: dict[Place, Tensor] = field(default_factory=dict)
-    before: set[Place] = field(default_factory=set)
-    apart: set[Place] = field(default_factory=set)
+    positions: dict[NodeOutput, int] = field(default_factory=dict)
+    owned: dict[NodeOutput, Tensor] = field(default_factory=dict)
+    before: set[NodeOutput] = field(default_factory=set)
+    apart: set[NodeOutput] = field(default_factory=set)
     starts: dict[Node, None] = field(default_factory=dict)
-    leaves: dict[Place, Tensor] = field(default_factory=dict)
+    leaves: dict[NodeOutput, Tensor] = field(default_factory=dict)
     beside: list[tuple[Tensor, Node]] = field(default_factory=list)
 
     @property
@@ -117,29 +115,27 @@ class Alignment:
         return not any(getattr(self, name) for name in vars(self) if name != "batch_size")
 
     def is_apart(self, edge: Edge) -> bool:
-        """Whether quantities at an edge are kept apart by sample."""
+        """Whether columns at an edge are kept apart by sample."""
         return (edge.node, edge.output_nr) in self.apart
 
     def entries_at(self, edge: Edge) -> int | Tensor:
-        """How many entries of axis 0 each sample has at an edge, or which; zero for no samples."""
+        """How many entries of axis 0 each sample has at an edge, or a mask; zero for no samples."""
         owned = self.owned_at(edge)
-        return self._known(edge.node, edge.output_nr) if owned is None else owned
+        return self._count(edge.node, edge.output_nr) if owned is None else owned
 
     def owned_at(self, edge: Edge) -> Tensor | None:
-        """Which entries of axis 0 each sample has at an edge, ``[N, R]``; ``None`` if in order."""
+        """The mask ``[N, R]`` of entries of axis 0 by sample; ``None`` if they are in order."""
         return self.owned.get((edge.node, edge.output_nr))
 
     def owned_of(self, site: Site) -> Tensor | None:
-        """Which entries of axis 0 each sample has at an output of a call, ``[N, R]``.
+        """The mask ``[N, R]`` of entries of axis 0 by sample, at an output of a call.
 
-        What is known is of the tensor that the output is a view of, if it was overwritten since.
+        If the output is a view that was overwritten in output, the alignment knows the base's mask.
         """
         owned, layout = self.owned_at(site.edge), site.layout
         if owned is None or layout is None:
             return owned
-        if (
-            owned.shape[1] != layout.base_size[0]
-        ):  # they are on another axis of what it is a view of
+        if owned.shape[1] != layout.base_size[0]:  # the base has samples on another axis
             raise faults.turned_batch(site.call, 0, self.batch_size)
         rows = owned.long().argmax(0).reshape(-1, *[1] * (len(layout.base_size) - 1))
         seen = look_through(layout, rows.expand(1, *layout.base_size)).squeeze(0).flatten(1)
@@ -148,10 +144,7 @@ class Alignment:
         return seen[:, 0] == torch.arange(len(owned), device=owned.device).unsqueeze(1)
 
     def positions_of(self, site: Site, axis: int = 0) -> int:
-        """How many entries of an axis each sample has at an output of a call.
-
-        Of a loss, at its input.
-        """
+        """How many entries of an axis each sample has at a call's output, or at a loss's input."""
         call = site.call
         if call.rule.is_loss:
             fault = (call, site.index) in self.faults
@@ -161,38 +154,39 @@ class Alignment:
             count, rest = divmod(received, self.batch_size)
             edge = call.edges[0]
             is_picked = count == 1 and edge is not None and self.owned_at(edge) is not None
-            return max(2, received) if rest or is_picked else count  # all may be of one sample
-        place = (site.edge.node, site.edge.output_nr)
-        positions, layout = self.positions.get(place, 1), site.layout
-        if layout is not None and place not in self.apart:
-            # What is known is of the tensor that the output is a view of, as [1, N · C, L].
+            return max(2, received) if rest or is_picked else count  # all may belong to one sample
+        output = (site.edge.node, site.edge.output_nr)
+        positions, layout = self.positions.get(output, 1), site.layout
+        if layout is not None and output not in self.apart:
+            # The alignment knows the base, which may be [1, N · C, L].
             if positions:
                 return max(1, layout.size[axis] // max(1, self.batch_size))
             if (call, site.index) not in self.faults:
                 return 1
-        return 1 if place in self.before else positions
+        return 1 if output in self.before else positions
 
     def crossing(self, node: Node) -> Crossing:
-        """What is known of the samples around a node."""
-        if not self.positions:  # they are where they are everywhere else
+        """Where the samples lie at the outputs and operands of a node."""
+        if not self.positions:  # everywhere on axis 0
             return Crossing(self.batch_size, {}, {})
-        places = [(i, (child, nr)) for i, (child, nr) in enumerate(node.next_functions) if child]
+        operands = [(i, (child, nr)) for i, (child, nr) in enumerate(node.next_functions) if child]
         own = [(nr, (node, nr)) for nr in range(len(node._input_metadata))]
-        (behind, apart), (outputs, kept) = self._at(places), self._at(own)
-        others = frozenset([nr for nr, _ in own if nr not in outputs and nr not in kept])
-        owned = {nr: self.owned[place] for nr, place in own if place in self.owned}
-        has_others = len(places) > len(apart)
-        picked = {i: self.owned[place] for i, place in places if place in self.owned}
-        known: dict[int, int | Tensor] = {**behind, **picked}
-        return Crossing(self.batch_size, outputs, known, owned, apart, kept, others, has_others)
+        (behind, apart), (outputs, apart_outputs) = self._at(operands), self._at(own)
+        others = frozenset([nr for nr, _ in own if nr not in outputs and nr not in apart_outputs])
+        owned = {nr: self.owned[output] for nr, output in own if output in self.owned}
+        masks = {i: self.owned[operand] for i, operand in operands if operand in self.owned}
+        entries: dict[int, int | Tensor] = {**behind, **masks}
+        sides = owned, apart, apart_outputs, others, len(operands) > len(apart)
+        return Crossing(self.batch_size, outputs, entries, *sides)
 
-    def _at(self, places: list[tuple[int, Place]]) -> tuple[dict[int, int], frozenset[int]]:
-        """Entries of axis 0 for each sample, by number; and where samples are kept apart."""
-        found = {number: self._known(*place) for number, place in places}
-        apart = frozenset([number for number, place in places if place in self.apart])
-        return {number: count for number, count in found.items() if count}, apart
+    def _at(self, tensors: list[tuple[int, NodeOutput]]) -> tuple[dict[int, int], frozenset[int]]:
+        """Entries of axis 0 per sample, by number; and the numbers where columns are apart."""
+        counts = {number: self._count(*tensor) for number, tensor in tensors}
+        apart = frozenset([number for number, tensor in tensors if tensor in self.apart])
+        return {number: count for number, count in counts.items() if count}, apart
 
-    def _known(self, node: Node, number: int) -> int:
-        shape = nodes.lengths_of(node, number)
-        found = self.positions.get((node, number), 1)
-        return found if shape and shape[0] == found * self.batch_size else 0  # on another axis
+    def _count(self, node: Node, output_nr: int) -> int:
+        """Entries of axis 0 per sample; zero without samples, or with samples on another axis."""
+        shape = nodes.lengths_of(node, output_nr)
+        count = self.positions.get((node, output_nr), 1)
+        return count if shape and shape[0] == count * self.batch_size else 0

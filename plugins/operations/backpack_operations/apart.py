@@ -1,7 +1,9 @@
 """Pushes columns through nodes behind which tensors have no samples.
 
-A plain sum over samples would lose whose the columns were. So they are kept apart there, ``[V, N,
-*]`` at a tensor ``[*]``.
+The gradient at such a tensor ``[*]`` is a sum over the samples. So columns are kept apart there,
+``[V, N, *]``: the columns at the output are masked, one sample at a time, and all are pushed. Two
+cheaper forms come first: plain columns, where each entry sends to one sample only (``InRuns``), and
+products in factors (``FactoredColumns``).
 """
 
 from __future__ import annotations
@@ -24,18 +26,18 @@ from backpack_products.contractions import slices
 from backpack_products.regrouping import of_owners
 
 if TYPE_CHECKING:
-    from backpack_operations.alignment import Crossing  # which asks these functions
+    from backpack_operations.alignment import Crossing  # which imports this file
 
 
 def cross_apart(
     node: Node, quantities: Mapping[int, Columns], there: Crossing, keeps_all: bool = True
 ) -> list[tuple[int, Columns]]:
-    """Push columns through a node behind which some are kept apart by sample.
+    """Push columns through a node, and keep them apart by sample at some operands.
 
     Args:
         node: An autograd node that autograd has not executed yet.
         quantities: Columns at the node's outputs, of the whole batch or of every sample apart.
-        there: What is known of the samples at the node.
+        there: Where the samples lie at the node.
         keeps_all: Whether to return columns as well that are not kept apart behind the node.
 
     Returns:
@@ -44,10 +46,10 @@ def cross_apart(
     Raises:
         BridgeError: The node cannot be called for columns, or an output has no samples.
     """
-    ways = enumerate(node.next_functions)
-    others = frozenset(i for i, (child, _) in ways if child and not is_leaf(child)) - there.apart
+    edges = enumerate(node.next_functions)
+    others = frozenset(i for i, (child, _) in edges if child and not is_leaf(child)) - there.apart
     are_apart = any(isinstance(columns, ApartColumns) for columns in quantities.values())
-    # Where samples end to be apart they are seen to fit, also if nobody wants the columns.
+    # Columns that are put together again are checked to fit, also if nobody wants them.
     left = there.apart | others if are_apart else there.apart
     wanted = there.apart | others if keeps_all else there.apart
     runs = _runs(node, quantities, there, left)
@@ -62,58 +64,58 @@ def cross_apart(
     left -= runs.keys()
     factored = _factored(node, quantities, there, left & there.apart)
     crossed += factored.items()
-    formed = _formed(node, quantities, there, left - factored.keys())
-    return crossed + [(position, columns) for position, columns in formed if position in wanted]
+    masked = _masked(node, quantities, there, left - factored.keys())
+    return crossed + [(position, columns) for position, columns in masked if position in wanted]
 
 
-def _formed(
+def _masked(
     node: Node, quantities: Mapping[int, Columns], there: Crossing, left: Collection[int]
 ) -> list[tuple[int, Columns]]:
-    """Columns at some operands, from those of each sample at the outputs."""
-    found: dict[int, dict[Root, Tensor]] = {}
+    """Columns at some operands, from the columns of each sample at the outputs."""
+    crossed: dict[int, dict[Root, Tensor]] = {}
     for root, present in _by_root(quantities) if left else ():
         for position, product in _push_apart(node, present, root, there).items():
             if position in there.apart and position in left:
-                found.setdefault(position, {})[root] = product
+                crossed.setdefault(position, {})[root] = product
             elif position in left:
                 together = put_together(product, there.behind.get(position, 0))
-                found.setdefault(position, {})[root] = together
+                crossed.setdefault(position, {})[root] = together
     return [
         (position, (ApartColumns if position in there.apart else Columns)(blocks))
-        for position, blocks in found.items()
+        for position, blocks in crossed.items()
     ]
 
 
 def _runs(
     node: Node, quantities: Mapping[int, Columns], there: Crossing, wanted: Iterable[int]
 ) -> dict[int, int]:
-    """The length of runs in operands of which each entry sends something to one sample only."""
-    samples, found = there.batch_size, dict[int, int]()
+    """The length of runs (see ``runs.py``) in operands whose entries send to one sample each."""
+    samples, lengths = there.batch_size, dict[int, int]()
     if samples < 2:
         return {}
     given = {nr: _run(node, nr, columns, there) for nr, columns in quantities.items()}
     if not all(given.values()):
         return {}
     for position in wanted:
-        child, number = node.next_functions[position]
+        child, output_nr = node.next_functions[position]
         if child is None:
             continue
         runs = {run_behind(node, nr, position, samples, run) for nr, run in given.items()}
-        entries, owned = nodes.shape_of(child, number).numel(), there.behind.get(position, 0)
+        entries, owned = nodes.shape_of(child, output_nr).numel(), there.behind.get(position, 0)
         run = runs.pop()
-        # Where the next samples are, they have to be these; else it is seen to fit.
+        # Where an operand has samples, its runs must be these; else masked columns are checked.
         is_there = isinstance(owned, int) and (not owned or run == entries // samples)
         if run and not runs and (is_there or position in there.apart):
-            found[position] = run
-    return found
+            lengths[position] = run
+    return lengths
 
 
-def _run(node: Node, number: int, columns: Columns, there: Crossing) -> int:
+def _run(node: Node, output_nr: int, columns: Columns, there: Crossing) -> int:
     """The length of runs at an output; zero if that is unknown."""
     if isinstance(columns, InRuns):
         return columns.run
-    is_in_order = number in there.positions and not isinstance(columns, ApartColumns)
-    return nodes.shape_of(node, number).numel() // there.batch_size if is_in_order else 0
+    is_in_order = output_nr in there.positions and not isinstance(columns, ApartColumns)
+    return nodes.shape_of(node, output_nr).numel() // there.batch_size if is_in_order else 0
 
 
 def cross_columns(node: Node, quantities: Mapping[int, Columns]) -> list[tuple[int, Columns]]:
@@ -138,7 +140,7 @@ def cross_columns(node: Node, quantities: Mapping[int, Columns]) -> list[tuple[i
 
 
 def _by_root(quantities: Mapping[int, Columns]) -> Iterator[tuple[Root, dict[int, Columns]]]:
-    """Each root, with the columns that have a block of it."""
+    """Yields each root, with the columns that have a block of it."""
     for root in dict.fromkeys(root for columns in quantities.values() for root in columns.blocks):
         yield root, {nr: c for nr, c in quantities.items() if root in c.blocks}
 
@@ -160,26 +162,27 @@ def _factored(
         return {}
     if isinstance(columns, InRuns) and is_in_front:
         columns = columns.plain
-    found, rows = {}, there.batch_size if owned is None else owned.shape[1]
+    factored, rows = {}, there.batch_size if owned is None else owned.shape[1]
     for position in wanted:
         product = operand_product(node, position, columns, rows)
         if product is not None:
             product = product if owned is None else of_owners(product, owned)
-            found[position] = FactoredColumns(by_root(product, columns.sizes))
-    return found
+            factored[position] = FactoredColumns(by_root(product, columns.sizes))
+    return factored
 
 
 def _push_apart(
     node: Node, present: Mapping[int, Columns], root: Root, there: Crossing
 ) -> dict[int, Tensor]:
-    """All columns behind a node, ``[V, N, *]`` by position; those that are zero may be missing."""
+    """Columns ``[V, N, *]`` at operands, by position; those that are zero may be missing."""
     owned: Mapping[int, int | Tensor] = {**there.owned, **there.positions}
     of_samples = {i: c for i, c in present.items() if isinstance(c, ApartColumns) or i in owned}
     for nr in present.keys() - of_samples.keys():
-        if not of_samples or bool(present[nr].blocks[root].any()):  # else nobody uses the output
+        # Zeros come from an output that nobody uses.
+        if not of_samples or bool(present[nr].blocks[root].any()):
             raise refuse(node, "its output has no samples that could be told apart")
     parts: dict[int, list[Tensor]] = {}
-    size = max(c.blocks[root].nbytes for c in of_samples.values())  # for each mask
+    size = max(c.blocks[root].nbytes for c in of_samples.values())  # bytes for one sample
     width = len(next(iter(of_samples.values())).blocks[root])
     few = max(1, memory_budget() // max(1, size))
     for samples in [*slices(there.batch_size, few)] or [slice(0, 0)]:
@@ -193,4 +196,4 @@ def _push_apart(
                 mats[nr] = taken_apart(mat, mask).flatten(0, 1)
         for position, product in bridge.push(node, mats).items():
             parts.setdefault(position, []).append(product.unflatten(0, (width, count)))
-    return {position: torch.cat(found, 1) for position, found in parts.items()}
+    return {position: torch.cat(chunks, 1) for position, chunks in parts.items()}

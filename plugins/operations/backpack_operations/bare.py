@@ -1,7 +1,7 @@
-"""Parameters that plain functions use: ``F.linear(x, self.weight)``, a tied weight, a penalty.
+"""Parameters that functions use: ``F.linear(x, self.weight)``, a tied weight, a penalty.
 
-Each is treated as a call that returns the parameter itself, so that the engine needs no other way
-of reading. The columns that arrive there, kept apart by sample, are the product.
+Each is treated as a call of the identity that returns the parameter, so that the engine reads it
+like any other. The columns ``[V, N, *θ]`` that arrive there, kept apart by sample, are the product.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from backpack_core.record.guards import visible_memory
 from backpack_core.record.state import NO_SETTINGS
 from backpack_core.record.view import View
 from backpack_operations.operands import FactoredColumns
-from backpack_operations.owned import owned_by_models
+from backpack_operations.parameter_owners import owned_by_models
 from backpack_operations.survey import GraphSurvey
 from backpack_products.columns import ApartColumns
 from backpack_products.parametric import ParametricRule
@@ -32,17 +32,17 @@ class BareRule(ParametricRule):
     """The rule of the identity ``θ ↦ θ``."""
 
     def covers(self, module: Module, name: str) -> bool:
-        """It covers its only parameter."""
+        """Return ``True``: there is one parameter."""
         return True
 
     def apart_products(
         self, view: View, names: Sequence[str], columns: ApartColumns
     ) -> list[SampleProduct]:
-        """What arrives, in its form, for the only parameter."""
+        """The arriving columns as a product for the parameter, in factors if they have them."""
         if not isinstance(columns, FactoredColumns):
             return [DenseProduct(columns.mat)]
         product = columns.product()
-        # Factors may be views of gradients, which autograd hands on.
+        # Factors may be views of gradients, which others may change later: their memory is noted.
         visible_memory(view).update(memories_of(tensor for tensor, _ in product.held()))
         return [product]
 
@@ -63,7 +63,7 @@ def bare_call(module: Module, name: str, parameter: Tensor, provenance: object) 
         module: The module that owns the parameter.
         name: Its name there.
         parameter: The parameter.
-        provenance: Who counts as provider of the rule, for messages.
+        provenance: The provider of the rule in messages.
     """
     owned = {name: (parameter, version_of(parameter))}
     value = parameter.detach()
@@ -73,11 +73,11 @@ def bare_call(module: Module, name: str, parameter: Tensor, provenance: object) 
 
 
 def add_leaves(survey: GraphSurvey) -> None:
-    """Have the survey know the parameters at which samples are kept apart."""
+    """Add to the survey the parameters at which columns are kept apart, as calls."""
     leaves = [item for item in survey.alignment.leaves.items() if item[0] not in survey.leaves]
-    known = owned_by_models() if leaves else {}
-    for place, parameter in leaves:
+    owners = owned_by_models() if leaves else {}
+    for output, parameter in leaves:
         use = survey.uses.get(id(parameter))
-        module, name = known[id(parameter)] if use is None else (use.call.module, use.name)
+        module, name = owners[id(parameter)] if use is None else (use.call.module, use.name)
         call = bare_call(module, name, parameter, FALLBACK.provenance)
-        survey.add_leaf(Site(call, 0, Edge(*place)))
+        survey.add_leaf(Site(call, 0, Edge(*output)))

@@ -1,6 +1,7 @@
-"""Finds the number of samples of a backward pass, and the axis that they are declared to lie on.
+"""Finds the number of samples of a backward pass, and the declared axis of the samples.
 
-Everything that is known of samples starts from this number.
+Lengths are all there is at this point, and the number decides what else is looked at. Usually the
+model received it; otherwise calls, losses and operations give evidence.
 """
 
 from __future__ import annotations
@@ -23,30 +24,30 @@ from backpack_operations.survey import GraphSurvey, edges_behind
 
 
 def declared_axis(call: Call) -> int:
-    """The axis that ``extend`` was told for the samples of a call; else 0."""
+    """The axis of the samples that ``extend(batch_axis=...)`` declared for a call; else 0."""
     attributes = call.module.__dict__
     owner: Owner | None = attributes.get(OWNER_ATTRIBUTE)
     is_loss = call.rule.is_loss
     if owner is None or is_loss or not owner.axes:
         return 0
     path = attributes.get(PATH_ATTRIBUTE, "")
-    while path and path not in owner.axes:  # what holds for a part, holds inside of it
+    while path and path not in owner.axes:  # a declaration holds for everything inside
         path = path.rpartition(".")[0]
     return owner.axes.get(path, 0)
 
 
 def is_doubtful(shape: tuple[int, ...], samples: int) -> bool:
-    """Whether several samples are as many as axis 0 is long, and as another axis is."""
+    """Whether axis 0 and another axis both have the length of the batch."""
     return samples > 1 and shape[:1] == (samples,) and samples in shape[1:]
 
 
 def batch_of(survey: GraphSurvey) -> int:
     """The number of samples: the length that the model received, if it is known.
 
-    What single calls received decides only if that is unknown, and what a model received from
-    another one only if there is one loss. A loss may have several entries for
-    each sample (``logits.flatten(0, 1)``), and a module may receive something without samples (a
-    table of positions), several samples as one, or some of the samples, which were picked.
+    If it is unknown, what single calls received decides. What a model received from another model
+    counts only if there is one loss. Evidence may mislead: a loss may have several entries for each
+    sample (``logits.flatten(0, 1)``), a module may receive a table of positions, samples merged
+    into one, or some samples that were picked.
     """
     received = survey.received
     sizes = [call.stored.inputs[0].shape[:1].numel() for call, _ in received]
@@ -61,55 +62,54 @@ def batch_of(survey: GraphSurvey) -> int:
     entering = [pooled.get(n, n) for n in entering]
     if {*sizes} != {sizes[0]}:
         others, handed = _of_others(survey, outer or entering)
-        others -= outer if outer <= others else set()  # these are as many by chance
+        others -= outer if outer <= others else set()  # as many by chance
         losses -= others
         others |= handed
         runs, entering = ([n for n in of if n not in others] for of in (runs, entering))
     known = runs or [*entering, *(losses if len(losses) == 1 else ())]
     candidates: dict[int, None] = dict.fromkeys(known)
-    if runs and len(losses) != 1:  # what runs on what others send may see some of the samples
+    if runs and len(losses) != 1:  # an inner model may see some samples only
         candidates = dict.fromkeys(n for n in candidates if n in outer) or candidates
     candidates.pop(0, None)
     if not candidates or ({*sizes} == {sizes[0]} and sizes[0] in candidates):
         return sizes[0]
     fitting = [n for n in candidates if not any(rows % n for rows in losses)]
-    if next(iter(candidates)) not in fitting:  # the first has many for one sample, as graphs have
-        fitting = [n for n in fitting if n in sizes]  # nodes, and edges on axis 0 come in pairs
-    most = max(outer, default=0)  # more than that are several of each sample, as draws are
+    if next(iter(candidates)) not in fitting:  # the first argument has several rows per sample
+        fitting = [n for n in fitting if n in sizes]  # (nodes of graphs): not just any divisor
+    most = max(outer, default=0)  # a larger number counts several draws per sample
     of_loss = [n for n in fitting if losses == {n} and (n <= most or not most)]
     possible = of_loss or [n for n in fitting if n in outer] or fitting
     return max(possible or candidates, key=sizes.count)  # the first of several
 
 
 def some_rows(survey: GraphSurvey) -> tuple[int, dict[Node, Tensor]]:
-    """How many samples there are if models ran on different rows of a tensor; which each call got.
-
-    Zero and nothing if all ran on the same rows, or nobody asks which rows are one sample's. Of a
-    model that computes something of the rows before its first layer, no call got any.
+    """The number of samples if models ran on different rows of one tensor, as in a loop.
 
     Returns:
-        The number of different rows, and those of calls, by the node of what they returned.
+        The number of different rows, and the rows that each call received, by the node of its
+        output. Zero and nothing if all ran on the same rows, or no extension distinguishes samples.
+        A model that computes something before its first layer has no call with rows.
     """
-    received = [place for place in survey.received.items() if not survey.is_loss(place[0][0])]
+    received = [item for item in survey.received.items() if not survey.is_loss(item[0][0])]
     runs = {id(call.run) for (call, _), _ in received}
     is_one = len(runs) == 1 and id(NO_RUN) not in runs
     if is_one or not (survey.tells_samples or len({size for _, size in received}) > 1):
         return 0, {}
-    found: dict[int, list[tuple[range, Node | None]]] = defaultdict(list)  # by memory
+    outer: dict[int, list[tuple[range, Node | None]]] = defaultdict(list)  # by memory
     inner: dict[int, list[tuple[range, Node | None]]] = defaultdict(list)
     turned = {id(call.run) for (call, index), _ in received if survey.axes[call, index]}
     for (call, index), size in received:
         run, is_first = call.run, call.run.receives(call.stored.inputs)
-        known = None if id(run) in turned else run.rows
+        view = None if id(run) in turned else run.rows  # a memory, and the rows of it
         if run is NO_RUN and not (any(call.edges) or survey.axes[call, index]):
-            known, is_first = rows_of(call.stored.inputs[0]), True
-        if known is not None:
-            is_given = is_first and size == len(known[1])
+            view, is_first = rows_of(call.stored.inputs[0]), True
+        if view is not None:
+            is_given = is_first and size == len(view[1])
             node = survey.sites[call, index].edge.node if is_given else None
-            (inner if run.has_computed_input else found)[known[0]].append((known[1], node))
-    for memory in found or inner:  # what runs on what others send has their samples
-        found[memory] += inner[memory]
-    parts = [of for of in found.values() if len({rows for rows, _ in of}) > 1]
+            (inner if run.has_computed_input else outer)[view[0]].append((view[1], node))
+    for memory in outer or inner:  # an inner model has the samples of the model around it
+        outer[memory] += inner[memory]
+    parts = [of for of in outer.values() if len({rows for rows, _ in of}) > 1]
     every = [sorted({row for rows, _ in of for row in rows}) for of in parts]
     if not every or any(rows != every[0] for rows in every):
         return 0, {}
@@ -124,16 +124,17 @@ def some_rows(survey: GraphSurvey) -> tuple[int, dict[Node, Tensor]]:
 
 
 def other_run(survey: GraphSurvey) -> tuple[Call, int] | None:
-    """A call of a model that received several times as many entries as there are samples.
+    """A call of a model for other samples than the batch, with its number of rows; or ``None``.
 
-    They are several for each sample if anything says so: losses have one for each, or an operation
-    makes one of several. Where neither does, they may be other samples. So they are where a module
-    received one entry, and elsewhere several: each call is for a sample. ``None`` if there is none.
+    It received a multiple of ``N`` rows. They are several rows of each sample if losses have one
+    row for each, or if an operation makes one row of several; otherwise they may be other samples.
+    They also are if a module received one entry in one call and several in another.
     """
     samples = survey.batch_size
-    if samples == 1 and not survey.rows and (other := _for_each(survey)) is not None:
+    if samples == 1 and not survey.call_rows and (other := _for_each(survey)) is not None:
         return other
-    if not samples or survey.rows or survey.depth is not None or _of_losses(survey) == {samples}:
+    is_one_each = survey.depth is not None or _of_losses(survey) == {samples}
+    if not samples or survey.call_rows or is_one_each:
         return None
     for call, _ in survey.received:
         sizes = () if survey.is_loss(call) or call.run.has_computed_input else call.run.sizes
@@ -147,7 +148,7 @@ def other_run(survey: GraphSurvey) -> tuple[Call, int] | None:
 
 
 def _for_each(survey: GraphSurvey) -> tuple[Call, int] | None:
-    """A call of a module that received one entry at one time, and several at another."""
+    """A call of a module that received one entry here and several there; or ``None``."""
     known: dict[Module, int] = {}
     for (call, _), size in survey.received.items():
         is_part = call.run is NO_RUN and not any(call.edges)
@@ -158,58 +159,59 @@ def _for_each(survey: GraphSurvey) -> tuple[Call, int] | None:
 
 
 def _of_losses(survey: GraphSurvey) -> set[int]:
+    """The numbers of rows that extended losses received."""
     return {size for (call, _), size in survey.received.items() if call.rule.is_loss}
 
 
 def _of_others(survey: GraphSurvey, outer: Container[int]) -> tuple[set[int], set[int]]:
-    """Numbers of rows that are not those of the samples: fewer or more, by what operations do.
+    """Numbers of rows that cannot be those of the samples, as operations show.
 
     Args:
         survey: What is known about the graph.
-        outer: What models received from outside.
+        outer: The numbers of rows that models received from outside.
 
     Returns:
-        How many rows were picked of more, or several axes merged into; and how many were handed
-        out to more, unless these are made into as many again (tokens of a sample, of its own).
+        Numbers of rows that were picked from more, or that several axes were merged into; and
+        numbers of rows that were scattered into more, unless a view has that many rows as well.
     """
-    origins, found, handed, made = Origins(survey), set(), set(), set()
+    origins, picked, scattered, of_views = Origins(survey), set(), set(), set()
     for node, before, after in _changes(survey):
         (n, *inner), (rows, *others), name = before, after, nodes.operation_of(node)
         is_merged = 1 < n < rows and n in outer and rows not in outer
         is_merged &= len(inner) > len(others) or name == "Repeat"
         is_known = name in nodes.PICKS and (rows < n or is_merged)
         if is_known or (is_merged and name in ("View", "UnsafeView", "Repeat")):
-            found |= set() if origins.of_weights(node) else {rows}
-        elif name in nodes.SCATTERS and n < rows and n not in made:
-            handed.add(n)
-        made |= {rows} if name in ("View", "UnsafeView") else set()  # consumers come first
-    return found, handed
+            picked |= set() if origins.of_weights(node) else {rows}
+        elif name in nodes.SCATTERS and n < rows and n not in of_views:
+            scattered.add(n)
+        of_views |= {rows} if name in ("View", "UnsafeView") else set()  # consumers come first
+    return picked, scattered
 
 
 def _pooled(survey: GraphSurvey) -> dict[int, int]:
-    """Numbers of rows that operations add up into fewer, as nodes into graphs; and of how many.
+    """Numbers of rows that an index adds up into fewer, as nodes into graphs, each with the latter.
 
-    An index says which rows belong together, so these are not samples: the fewer may be. But for
-    those that a loss has further on, which are compared with what they add up to.
+    The sums may be the samples, and the rows are not. Exempt are rows that a loss also has: it
+    compares them with their sums.
     """
-    origins, found, above = Origins(survey), dict[int, int](), _of_losses(survey)
-    between = [node for node, _ in survey.seen]  # consumers first
+    origins, pooled, above = Origins(survey), dict[int, int](), _of_losses(survey)
+    between = [node for node, _ in survey.between]  # consumers first
     if not any(nodes.operation_of(node) in nodes.SCATTERS for node in between):
-        return found
+        return pooled
     for node in between:
         rows, *_ = nodes.lengths_of(node, 0) or (0,)
         if nodes.operation_of(node) in nodes.SCATTERS and not origins.of_weights(node):
             behind = [nodes.lengths_of(*edge[:2])[:1] for _, edge in edges_behind(node)]
             for (n,) in filter(None, behind):
                 if n > rows and n not in above:
-                    found.setdefault(n, found.get(rows, rows))
+                    pooled.setdefault(n, pooled.get(rows, rows))
         above.add(rows)
-    return found
+    return pooled
 
 
 def _changes(survey: GraphSurvey) -> Iterator[tuple[Node, tuple[int, ...], tuple[int, ...]]]:
     """Operations between modules that change the length of axis 0, with shapes before and after."""
-    for node, _ in survey.seen:
+    for node, _ in survey.between:
         after = {nodes.lengths_of(node, number) for number in range(len(node._input_metadata))}
         for child, number in node.next_functions:
             before = () if child is None else nodes.lengths_of(child, number)
@@ -217,7 +219,7 @@ def _changes(survey: GraphSurvey) -> Iterator[tuple[Node, tuple[int, ...], tuple
 
 
 def _entering(calls: Iterable[Call]) -> Iterator[int]:
-    """What parts of a model received that were called by themselves, where no graph was behind."""
+    """Numbers of rows that calls received as data, without a graph behind."""
     for call in calls:
         if call.stored.inputs and not any(call.edges):
             yield call.stored.inputs[0].shape[:1].numel()

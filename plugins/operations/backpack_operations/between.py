@@ -1,4 +1,7 @@
-"""Any graph: what core asks of a pass in which calls do not just lead to calls."""
+"""This library's answer to core: a :class:`Between` for graphs with any operations between calls.
+
+Core asks one :class:`Operations` in each pass, in the order of the sections below.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +25,16 @@ from backpack_operations.aligning import align
 from backpack_operations.bare import add_leaves
 from backpack_operations.crossings import Crossings
 from backpack_operations.late import refuse_late_uses, refuse_unmet
-from backpack_operations.numbers import ByValue, Loose, Numbered
 from backpack_operations.own_order import Chunks
-from backpack_operations.owners import Owners, entries_of_losses
+from backpack_operations.owners import Owners, owners_of_losses
 from backpack_operations.paths import fault_in, nonlinear
+from backpack_operations.planned import (
+    ByValue,
+    Inside,
+    PlannedAlignment,
+    PlannedUses,
+    inside_of,
+)
 from backpack_operations.straight import StraightTraversal
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_behind
@@ -38,22 +47,24 @@ from backpack_operations.visits import GraphTraversal
 Grads = Sequence[Tensor | None]
 
 
-class Numbers(NamedTuple):
-    """What a plan knows besides calls.
+class PlannedFacts(NamedTuple):
+    """What a plan keeps about operations and samples.
 
     Attributes:
         alignment: Where samples lie; ``None`` if every tensor has them on axis 0.
-        loose: Parameters that operations use; ``None`` if modules with rules own all of them.
-        looked_at: What was made of data whose numbers count; see :class:`GraphSurvey`.
+        uses: How operations use parameters; ``None`` if modules with rules use all of them.
+        looked_at: Sample ids that values of data told; see :class:`GraphSurvey`.
+        insides: The operations inside of outputs that are gone through although they have a rule.
     """
 
-    alignment: Numbered | None
-    loose: Loose | None
+    alignment: PlannedAlignment | None
+    uses: PlannedUses | None
     looked_at: tuple[tuple[int, ByValue], ...]
+    insides: tuple[tuple[int, Inside], ...]
 
 
 class Operations(Between[GraphSurvey]):
-    """What lies between the calls of one pass, whatever that is."""
+    """What lies between the calls of one pass: any operations."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -61,33 +72,33 @@ class Operations(Between[GraphSurvey]):
             beside=context.beside, tells_samples=context.tells_samples, told=context.told
         )
         self._crossings = Crossings(self.survey)
-        self._walked: list[Edge] = []
+        self._edges: list[Edge] = []
         self._is_first = True
-        self._attended: tuple[set[Node], set[Node], set[Node]] = set(), set(), set()
-        self._viewed: set[Call] = set()
-        self._looked_at: dict[Module, None] = {}
+        self._with_hooks: tuple[set[Node], set[Node], set[Node]] = set(), set(), set()
+        self._visited_views: set[Call] = set()
+        self._visited_modules: dict[Module, None] = {}
 
     told = staticmethod(told)
 
     # Before anything is computed ------------------------------------------------------------------
 
     def look_behind(self, edges: list[Edge]) -> None:
-        """Walk past calls, and through operations."""
+        """Walk past calls with rules, and through operations."""
         self._is_first = not self.survey.sites
         look_behind(self.survey, edges)
 
     def see_through(self, edges: list[Edge]) -> None:
-        """Ask for modules without a rule, for samples, and for parameters that functions use."""
+        """Settle modules without a rule, where samples lie, and parameters that functions use."""
         survey, context = self.survey, self.context
         refusals.refuse_beside(survey, context.extensions)
         ask_without_rule(survey, context)
         fault = fault_in(survey) if context.is_per_sample else None
         if fault is not None:
             raise fault
-        self._walked += edges
+        self._edges += edges
         can_keep_apart = all(propagator.keeps_apart for propagator in context.propagators)
-        align(survey.alignment, survey, self._walked, can_keep_apart)
-        self._note_entries()
+        align(survey.alignment, survey, self._edges, can_keep_apart)
+        self._note_owners()
         refusals.refuse_misaligned(survey, survey.alignment, context.propagators)
         refusals.refuse_other_order(survey, context.extensions)
         add_leaves(survey)
@@ -96,10 +107,10 @@ class Operations(Between[GraphSurvey]):
                 refusals.refuse_loss_alone(survey, context.extensions)
             refusals.refuse_bare(survey, context.extensions)
 
-    def _note_entries(self) -> None:
-        """Note whose the rows of losses are, if samples are to be chosen there."""
+    def _note_owners(self) -> None:
+        """Note the sample of each row of the losses, if ``subsampling`` chooses samples there."""
         if any(p.subsampling is not None for p in self.context.propagators):
-            self.survey.entries = entries_of_losses(self.survey)
+            self.survey.loss_owners = owners_of_losses(self.survey)
 
     def refuse_terms(self, roots: Sequence[Edge], is_inside: bool) -> None:
         """Raise unless it is called on a weighted sum of extended losses."""
@@ -107,92 +118,103 @@ class Operations(Between[GraphSurvey]):
         refuse_unknown_normaliser(self.survey, roots, self.context.with_normalisers)
 
     def nonlinear(self) -> list[Node]:
-        """As the table of operations says."""
+        """The operations that the table does not list as linear."""
         return nonlinear(self.survey)
 
     # Plans ----------------------------------------------------------------------------------------
 
     def facts_of(self, node: Node) -> Sequence[Any]:
-        """What the operation saved besides tensors."""
+        """The settings that the operation saved besides tensors."""
         if type(node) is CopyNode or nodes.is_nested(node):
             is_copy = type(node) is CopyNode
             raise Unplanned(OVERWRITTEN if is_copy else "there are nested tensors")
         return nodes.settings_of(node)
 
-    def numbered(self, structure: Structure) -> Numbers | None:
-        """Where samples lie, and what operations use."""
+    def numbered(self, structure: Structure) -> PlannedFacts | None:
+        """Where samples lie, and how operations use parameters, for a plan."""
         survey = self.survey
         if why := survey.why_unusual:
             raise Unplanned(why)
         is_plain = survey.alignment.is_plain and not survey.are_moved
-        alignment = None if is_plain else Numbered.of(survey, structure)
-        loose, number = Loose.of(survey, structure), structure.between
+        alignment = None if is_plain else PlannedAlignment.of(survey, structure)
+        uses, number = PlannedUses.of(survey, structure), structure.between
         if not survey.looked_at.keys() <= number.keys():
             raise Unplanned("data meet parameters inside of a module")
-        looked_at = [(number[node], ByValue(found)) for node, found in survey.looked_at.items()]
-        is_all = alignment is None and loose is None and not looked_at
-        return None if is_all else Numbers(alignment, loose, tuple(looked_at))
+        looked_at = [(number[node], ByValue(ids)) for node, ids in survey.looked_at.items()]
+        insides = [
+            (n, inside_of(site))
+            for n, site in enumerate(structure.sites.values())
+            if site.call in survey.opened and not site.call.rule.transparent
+        ]
+        if alignment is None and uses is None and not (looked_at or insides):
+            return None
+        return PlannedFacts(alignment, uses, tuple(looked_at), tuple(insides))
 
-    def holds(self, numbers: Numbers | None, batch_size: int, structure: Structure) -> bool:
-        """Whether the data whose numbers count lead to the same."""
-        if numbers is None or not numbers.looked_at:
+    def holds(self, facts: PlannedFacts | None, batch_size: int, structure: Structure) -> bool:
+        """Whether values of data tell the same, and operations inside of calls are as before."""
+        if facts is None:
+            return True
+        sites = [*structure.sites.values()]
+        if any(inside_of(sites[n]) != kept for n, kept in facts.insides):
+            return False
+        if not facts.looked_at:
             return True
         survey = GraphSurvey(batch_size=batch_size, sites=structure.sites)
         survey.received = dict.fromkeys(structure.sites, batch_size)
-        owners, between = Owners(survey), [*structure.between]
-        return all(ByValue(owners.of_entry(between[n])) == kept for n, kept in numbers.looked_at)
+        ids, between = Owners(survey).ids, [*structure.between]
+        return all(ByValue(ids.of_data_at(between[n])) == told for n, told in facts.looked_at)
 
-    def fill(self, numbers: Numbers | None, structure: Structure) -> None:
-        """Replace numbers by nodes."""
+    def fill(self, facts: PlannedFacts | None, structure: Structure) -> None:
+        """Fill in the survey of another graph of the same structure."""
         survey = self.survey
-        survey.seen = dict.fromkeys([(node, ()) for node in structure.between])
+        survey.between = dict.fromkeys([(node, ()) for node in structure.between])
         survey.alignment.batch_size = survey.batch_size
-        if numbers is None:
+        if facts is None:
             reads_inside = any(call.rule.reads_inside for call, _ in survey.sites)
             survey.is_straight = not (survey.opened or reads_inside)
             return
-        if numbers.alignment is not None:
-            numbers.alignment.fill(survey, structure)
-        if numbers.loose is not None:
-            numbers.loose.fill(survey, structure)
+        if facts.alignment is not None:
+            facts.alignment.fill(survey, structure)
+        if facts.uses is not None:
+            facts.uses.fill(survey, structure)
         add_leaves(survey)
-        self._note_entries()
+        self._note_owners()
 
     # Visits ---------------------------------------------------------------------------------------
 
     def traversal(self, schedule: Schedule, sink: FieldSink, kept: CallCaches) -> StraightTraversal:
-        """What does not fit into memory goes through in chunks."""
+        """The visits, which send columns in chunks if they do not fit into memory."""
         kind = StraightTraversal if self.survey.is_straight else GraphTraversal
         schedule.chunks = Chunks(self, schedule.groups, kept, sink.partial, kind)
         return kind(schedule, sink)
 
     @property
     def has_operations(self) -> bool:
-        """Whether nodes lie between calls."""
-        return bool(self.survey.seen)
+        """Whether operations lie between calls."""
+        return bool(self.survey.between)
 
     @property
     def needs_autograd(self) -> bool:
-        """Where samples are kept apart, and in Python functions.
+        """Whether autograd has to run, as where columns are kept apart, or for Python functions.
 
         Only autograd knows which gradients these leave undefined.
         """
         survey = self.survey
         if survey.alignment.starts or survey.leaves or survey.bare:
             return True
-        return any(nodes.is_function(n) and not nodes.hands_on(n) for n, _ in survey.seen)
+        return any(nodes.is_function(n) and not nodes.hands_on(n) for n, _ in survey.between)
 
     @property
     def may_begin_passes(self) -> bool:
-        """Whether a function may begin a pass that has modules, as a re-entrant checkpoint does."""
-        return any(nodes.is_function(node) for node, _ in self.survey.seen)
+        """Whether a Python function may run a backward pass (a re-entrant checkpoint does)."""
+        return any(nodes.is_function(node) for node, _ in self.survey.between)
 
     def attend(self, run: BackwardPass) -> None:
-        """Be called at parameters, where samples are kept apart, and behind views."""
+        """Have autograd call back at parameters, where columns become apart, at bases of views."""
         survey, schedule = self.survey, run.schedule
         if not self._is_first:
             refuse_late_uses(survey, run.sink.stored)
-        starts, leaves, viewed = self._attended
+        starts, leaves, viewed = self._with_hooks
         for node in survey.alignment.starts.keys() - starts:
             schedule.await_node(node)
         for node in {node for node, _ in survey.leaves} - leaves:
@@ -204,7 +226,7 @@ class Operations(Between[GraphSurvey]):
         viewed.update(node for node, _ in survey.viewed)
 
     def is_watched(self, site: Site) -> bool:
-        """Where parameters, or views, are visited; what belongs to which sample is looked at."""
+        """Whether a call needs a visit although nothing is read there."""
         survey = self.survey
         if survey.leaves or survey.viewed or survey.alignment.apart:
             return True
@@ -217,35 +239,36 @@ class Operations(Between[GraphSurvey]):
         grads: Grads,
         changed_by: Sequence[Any] | None,
     ) -> None:
-        """Visit the call, or those that returned views of the tensor; go through its node."""
-        survey, (node, output_nr, _), place = self.survey, site.edge, site[:2]
-        if place not in survey.sites and run.is_announced and self.context.propagators:
+        """Visit the call, or those that returned views of its output; then cross its node."""
+        survey, (node, output_nr, _), key = self.survey, site.edge, site[:2]
+        if key not in survey.sites and run.is_announced and self.context.propagators:
             refuse_unmet(site.call, self.context.extensions[0])
-        if survey.leaves:  # nobody can ask when autograd is through
+        if survey.leaves:  # which uses autograd does not reach is only known during its pass
             run.sink.look_ahead()
-        if not (survey.moved and place in survey.moved and place in survey.sites):
+        if not (survey.at_base and key in survey.at_base and key in survey.sites):
             if survey.viewed and (node, output_nr) in survey.viewed:
                 self.visit_views(run, node, {output_nr: grads[output_nr]})
             run.visit(site, grads[output_nr], changed_by)
-        if run.schedule.at_nodes or survey.alignment.starts:  # its hooks are running already
+        if run.schedule.at_nodes or survey.alignment.starts:  # a hook set now would be too late
             self._crossings.cross(run.schedule, node, grads)
 
     def visit_views(self, run: BackwardPass, node: Node, grads: dict[int, Tensor | None]) -> None:
-        """Visit calls that returned views of a node's outputs, overwritten in place afterwards."""
+        """Visit calls that returned views of a node's outputs which were overwritten in place."""
         for site, layout in self.survey.views_of(node):
-            if site.edge.output_nr in grads and site.call not in self._viewed:
-                self._viewed.add(site.call)
+            if site.edge.output_nr in grads and site.call not in self._visited_views:
+                self._visited_views.add(site.call)
                 grad = grads[site.edge.output_nr]
-                seen = None if grad is None else look_through(layout, grad.unsqueeze(0)).squeeze(0)
+                if grad is not None:
+                    grad = look_through(layout, grad.unsqueeze(0)).squeeze(0)
                 if self.survey.leaves:
                     run.sink.look_ahead()
-                run.visit(site, seen, None)
+                run.visit(site, grad, None)
 
     def visit_leaf(
-        self, run: BackwardPass, node: Node, number: int, gradient: Tensor | None
+        self, run: BackwardPass, node: Node, output_nr: int, gradient: Tensor | None
     ) -> None:
-        """Visit a parameter that operations use: all that was sent to it is there."""
-        site = self.survey.leaves.get((node, number))
+        """Visit a parameter that operations use; everything that was sent to it has arrived."""
+        site = self.survey.leaves.get((node, output_nr))
         if site is None:
             return
         (own,) = self.survey.trained[site.call]
@@ -256,30 +279,30 @@ class Operations(Between[GraphSurvey]):
                 run.traversal.visit(lane, site, view)
             run.sink.end(view, own.parameter)  # nothing else is sent to it
             run.visiting = None
-            self._looked_at[site.call.module] = None
+            self._visited_modules[site.call.module] = None
 
     def end(self, run: BackwardPass) -> None:
-        """Visit parameters that autograd does not get to, as it only brings their gradients."""
-        for place in self.survey.leaves:
-            self.visit_leaf(run, *place, None)
+        """Visit the parameters whose nodes autograd did not run, as with ``inputs=...``."""
+        for leaf in self.survey.leaves:
+            self.visit_leaf(run, *leaf, None)
         if self.context.extension_hook is not None:
-            for module in self._looked_at:
+            for module in self._visited_modules:
                 self.context.extension_hook(module)
 
     def leave(self, schedule: Schedule, lane: int, edge: Edge, wide: Any, own: Any) -> None:
-        """Have it wait at the node."""
+        """Have a quantity wait at the node that it was sent to."""
         self._crossings.leave(schedule, lane, edge, wide, own)
 
     def cross(self, schedule: Schedule, node: Node, grads: Grads = ()) -> None:
-        """By the formula of the node."""
+        """Carry what waits at a node through it, and send it on."""
         self._crossings.cross(schedule, node, grads)
 
 
 def _reach_leaf(run: BackwardPass, grads: Grads) -> None:
     between = run.between
     assert isinstance(between, Operations)
-    for number, gradient in enumerate(grads):
-        between.visit_leaf(run, current_node(), number, gradient)
+    for output_nr, gradient in enumerate(grads):
+        between.visit_leaf(run, current_node(), output_nr, gradient)
 
 
 def _reach_viewed(run: BackwardPass, grads: Grads) -> None:

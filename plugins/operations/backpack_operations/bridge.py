@@ -1,9 +1,8 @@
-"""Carries columns exactly through autograd nodes that lie between module calls.
+"""Carries columns through single autograd nodes: vector-Jacobian products of operations.
 
-Between modules, users write ``x + y``, ``x.view(...)``, attention. The backward formula of each
-such node is linear in the gradient, so calling it under vmap over the columns carries all of them.
-Autograd's engine does two things *around* nodes, which are repeated here: it sums gradients to the
-shape of the tensor they belong to (broadcasting), and casts them to its dtype.
+A node's backward formula is linear in the gradient. So one call under vmap, over the columns
+``[V, *shape]``, carries all of them. Autograd's engine does two things *around* a node, which are
+repeated here: it sums gradients to the shape of a broadcast operand, and casts them to its dtype.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from backpack_core.graph.nodes import described, is_leaf, refuse
 from backpack_core.record.storage import storage
 from backpack_operations import nodes
 from backpack_operations._torch import metadata_of, quiet_vmap
-from backpack_operations.fused import of_columns
+from backpack_operations.fused import fused_product
+from backpack_operations.nodes import NodeOutput
 from backpack_products.values import is_symbolic, largest, rounding_unit
 
-Mats = dict[int, Tensor]  # [V, *shape] by output of a node, or by position of an edge behind it
-Place: TypeAlias = tuple[Node, int]  # an output of a node
+Mats = dict[int, Tensor]  # columns [V, *shape], by output number or by position of an operand
 Formula: TypeAlias = Callable[..., Mats]
 
 
@@ -55,8 +54,8 @@ def push(node: Node, mats: Mats) -> Mats:
 
 
 def push_through(
-    order: Iterable[Node], starts: Mapping[Place, Tensor], ends: Container[Place] = ()
-) -> dict[Place, Tensor]:
+    order: Iterable[Node], starts: Mapping[NodeOutput, Tensor], ends: Container[NodeOutput] = ()
+) -> dict[NodeOutput, Tensor]:
     """Carry columns through several nodes.
 
     Args:
@@ -67,21 +66,21 @@ def push_through(
     Returns:
         Columns there, at leaves, and at outputs of nodes that are not in the order.
     """
-    found = {**starts}
+    mats = {**starts}
     for node in order:
-        places = [(node, number) for number in range(len(node._input_metadata))]
-        arrived = {p[1]: found.pop(p) for p in places if p in found and p not in ends}
+        outputs = [(node, output_nr) for output_nr in range(len(node._input_metadata))]
+        arrived = {o[1]: mats.pop(o) for o in outputs if o in mats and o not in ends}
         if arrived and is_leaf(node):
-            found[node, 0] = arrived[0]
+            mats[node, 0] = arrived[0]
             continue
         for position, mat in push(node, arrived).items() if arrived else ():
-            place: Any = node.next_functions[position]
-            found[place] = found[place] + mat if place in found else mat
-    return found
+            operand: Any = node.next_functions[position]
+            mats[operand] = mats[operand] + mat if operand in mats else mat
+    return mats
 
 
 def push_unsummed(node: Node, mats: Mats) -> Mats:
-    """As :func:`push`, before results are summed to the shapes of broadcast operands."""
+    """The same as :func:`push`, before results are summed to the shapes of broadcast operands."""
     if nodes.is_compiled(node):
         raise refuse(
             node,
@@ -92,10 +91,10 @@ def push_unsummed(node: Node, mats: Mats) -> Mats:
     columns = [mat.to(metadata_of(node, nr).dtype) for nr, mat in mats.items()]
     formula = _formula(node, list(mats))
     is_single = torch.is_grad_enabled() and nodes.loses_statistics(node)
-    with storage().reading(node):  # autograd reads it after us
-        many = of_columns(node, dict(zip(mats, columns, strict=True)))
-        if many is not None:
-            return many
+    with storage().reading(node):  # autograd needs the saved tensors after us
+        at_once = fused_product(node, dict(zip(mats, columns, strict=True)))
+        if at_once is not None:
+            return at_once
         if is_single and len(columns[0]):
             return _one_by_one(formula, columns)
         if nodes.is_vmap_exact(node):
@@ -107,24 +106,24 @@ def push_unsummed(node: Node, mats: Mats) -> Mats:
 
 def call(node: Node, grads: Sequence[Tensor | None]) -> Mats:
     """Call a node on gradients of all its outputs, as autograd does."""
-    known = {nr: gradient for nr, gradient in enumerate(grads) if gradient is not None}
+    defined = {nr: gradient for nr, gradient in enumerate(grads) if gradient is not None}
     with storage().reading(node):
-        return _formula(node, list(known))(*known.values())
+        return _formula(node, list(defined))(*defined.values())
 
 
-def _formula(node: Node, numbers: list[int]) -> Formula:
+def _formula(node: Node, outputs: list[int]) -> Formula:
     """A node as a function of the gradients at some of its outputs; the others are zero."""
     edges = node.next_functions
 
     def formula(*gradients: Tensor) -> dict[int, Tensor]:
         grads: list[Tensor | None] = [None] * len(node._input_metadata)
-        for number, gradient in zip(numbers, gradients, strict=True):
-            grads[number] = gradient
+        for output_nr, gradient in zip(outputs, gradients, strict=True):
+            grads[output_nr] = gradient
         if not nodes.is_function(node):
             result: Any = _called(node, grads)
-            found = result if isinstance(result, tuple) else (result,)
-            return {i: g for i, g in enumerate(found) if g is not None and edges[i][0] is not None}
-        # Nodes of Python functions are called by apply, which needs zeros filled in.
+            sent = result if isinstance(result, tuple) else (result,)
+            return {i: g for i, g in enumerate(sent) if g is not None and edges[i][0] is not None}
+        # The nodes of Python functions are called by ``apply``, which takes no ``None``.
         with _WithoutBackward(node):
             result = node.apply(*nodes.filled(node, grads))  # type: ignore[attr-defined]
         return dict(_by_edge(node, result if isinstance(result, tuple) else (result,)))
@@ -133,6 +132,7 @@ def _formula(node: Node, numbers: list[int]) -> Formula:
 
 
 def _called(node: Node, grads: list[Tensor | None]) -> Any:
+    """Call a node, with our error if what it saved was overwritten."""
     try:
         return node(*grads)  # type: ignore[operator]
     except RuntimeError as error:
@@ -146,9 +146,9 @@ def _called(node: Node, grads: list[Tensor | None]) -> Any:
 
 
 def _by_edge(node: Node, results: tuple[Any, ...]) -> Iterator[tuple[int, Tensor]]:
-    """What a Python function's backward returned for its arguments, by position of an edge.
+    """Yields what a Python function's backward returned, by position in ``node.next_functions``.
 
-    Only tensors have edges, and only those that need a gradient have edges that lead somewhere.
+    It returns one value for each argument, but only tensors that need a gradient have an edge.
     """
     wanted = [i for i, needed in enumerate(node.needs_input_grad) if needed]  # type: ignore[attr-defined]
     edges = [i for i, (parent, _) in enumerate(node.next_functions) if parent is not None]
@@ -160,14 +160,14 @@ def _by_edge(node: Node, results: tuple[Any, ...]) -> Iterator[tuple[int, Tensor
 
 
 class _WithoutBackward(TorchFunctionMode):
-    """Refuses ``backward()`` inside a formula: each of our calls would add to ``.grad``."""
+    """Refuses ``backward()`` inside a formula, since each of our calls would add to ``.grad``."""
 
     def __init__(self, node: Node) -> None:
         super().__init__()
         self._node = node
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let everything else pass."""
+        """Call all other functions as usual."""
         if func in (Tensor.backward, torch.autograd.backward):
             raise refuse(
                 self._node,
@@ -178,7 +178,7 @@ class _WithoutBackward(TorchFunctionMode):
 
 
 def _over_columns(formula: Formula, mats: list[Tensor]) -> Mats:
-    """Call a formula for all columns by vmap, or by a loop where torch cannot batch it."""
+    """Call a formula for all columns: by vmap, or by a loop where torch cannot batch it."""
     columns = len(mats[0])
     if columns == 1:
         return _one_by_one(formula, mats)
@@ -189,7 +189,7 @@ def _over_columns(formula: Formula, mats: list[Tensor]) -> Mats:
         with quiet_vmap():
             result: Mats = torch.vmap(formula)(*mats)
     except (BridgeError, CheckpointError):
-        raise  # a loop would ask a checkpoint again, which gives once
+        raise  # a loop would call a checkpoint again, which recomputes only once
     except RuntimeError:
         # Some formulas, and most Python autograd.Functions, cannot be batched: a loop is exact.
         return _one_by_one(formula, mats)
@@ -197,12 +197,15 @@ def _over_columns(formula: Formula, mats: list[Tensor]) -> Mats:
 
 
 def _checked(formula: Formula, mats: list[Tensor]) -> Mats:
-    """As :func:`_over_columns`, checked on a weighted sum of columns, since vmap may be wrong."""
+    """The same as :func:`_over_columns`, checked on a weighted sum of columns.
+
+    Torch's vmap is wrong for some formulas. If the check fails, a loop gives the result.
+    """
     if len(mats[0]) < 2 or is_symbolic(mats[0]):
         return _over_columns(formula, mats)
     weights = irregular_weights(mats[0].shape[:1], mats[0].device)
     sums = [_weighted_sum(weights, mat) for mat in mats]
-    # First, since a checkpoint cannot recompute under vmap, and a node may hide what it saved.
+    # The plain call comes first, since a checkpoint cannot recompute under vmap.
     expected = formula(*sums)
     result = _over_columns(formula, mats)
     size = torch.stack([total.abs().sum() for total in sums]).sum()
@@ -214,15 +217,16 @@ def _checked(formula: Formula, mats: list[Tensor]) -> Mats:
 
 
 def irregular_weights(shape: torch.Size, device: torch.device) -> Tensor:
-    """Weights between 1/2 and 3/2, all different: multiples of the golden ratio, modulo one.
+    """Different weights between 1/2 and 3/2: multiples of the golden ratio, modulo one.
 
-    Nothing is drawn, so no generator moves, and a recorder of steps has nothing to refuse.
+    They are not random, so that no generator is used, and recorded steps can contain them.
     """
-    places = torch.arange(1, shape.numel() + 1, dtype=torch.float64, device=device)
-    return 0.5 + (places * ((5**0.5 - 1) / 2)).frac().reshape(shape)
+    steps = torch.arange(1, shape.numel() + 1, dtype=torch.float64, device=device)
+    return 0.5 + (steps * ((5**0.5 - 1) / 2)).frac().reshape(shape)
 
 
 def _one_by_one(formula: Formula, mats: list[Tensor]) -> Mats:
+    """Call a formula for each column."""
     singles = [formula(*[m[v].clone() for m in mats]) for v in range(len(mats[0]))]
     if len(singles) == 1:
         return {i: gradient.unsqueeze(0) for i, gradient in singles[0].items()}
@@ -230,35 +234,36 @@ def _one_by_one(formula: Formula, mats: list[Tensor]) -> Mats:
 
 
 def _weighted_sum(weights: Tensor, mat: Tensor) -> Tensor:
+    """``Σ_v weights[v] mat[v]``."""
     shape = mat.shape[weights.dim() :]
     flat = mat.reshape(weights.numel(), shape.numel())
     return (weights.flatten().to(mat.dtype) @ flat).reshape(shape)
 
 
 def agree(weights: Tensor, product: Tensor, expected: Tensor, size: Tensor) -> bool:
-    """Whether ``Σ_v weights[v] product[v]`` is what is expected, but for rounding.
+    """Whether ``Σ_v weights[v] product[v]`` equals what is expected, up to rounding.
 
     Args:
         weights: One for each entry of the leading axes, ``[*lead]``.
         product: Shape ``[*lead, *]``.
         expected: Shape ``[*]``.
-        size: Sum of the absolute values of what the product was made from.
+        size: Sum of the absolute values of the product's inputs, which scales rounding errors.
     """
     if product.shape[weights.dim() :] != expected.shape:
         return False
     if is_symbolic(expected):
         return True
     total = _weighted_sum(weights, product)
-    # A wrong result differs by as much as the numbers themselves; rounding never does.
+    # A wrong result differs by about as much as the largest entry, which rounding never does.
     eps = rounding_unit(total)
     tolerance = eps**0.5 * largest(expected.abs()) + eps * size
     close = (total - expected).abs() <= tolerance
     return bool((close | (total == expected) | (total.isnan() & expected.isnan())).all())
 
 
-def _fit(product: Tensor, node: Any, number: int) -> Tensor:
+def _fit(product: Tensor, node: Any, output_nr: int) -> Tensor:
     """Sum columns ``[V, *broadcast]`` to ``[V, *shape]`` of an operand, in its dtype."""
-    target = metadata_of(node, number)
+    target = metadata_of(node, output_nr)
     shape = (len(product), *target.shape)
     surplus = product.dim() - len(shape)
     if surplus > 0:

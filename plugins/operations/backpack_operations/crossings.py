@@ -1,4 +1,8 @@
-"""Carries what waits at nodes between calls through them, and sends it on."""
+"""Carries the quantities that wait at nodes between calls through these nodes, and sends them on.
+
+A quantity waits until autograd (or a chunk's own order) gets to the node, so that everything that
+is sent to the node has arrived.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +24,17 @@ from backpack_operations.alignment import Crossing
 from backpack_operations.order import children_of
 from backpack_operations.survey import GraphSurvey, edges_behind
 
-Sent = list[tuple[int, Any]]  # quantities by position in ``node.next_functions``
+Sent = list[tuple[int, Any]]  # quantities, each with its position in ``node.next_functions``
 
 
 class Crossings:
-    """What crosses nodes in one pass, in autograd's order and in chunks."""
+    """The crossings of one backward pass, in autograd's order and in chunks."""
 
     def __init__(self, survey: GraphSurvey) -> None:
         self._survey, self._alignment = survey, survey.alignment
         self._started: set[Node] = set()
-        # For those that keep samples apart, and for what is measured; with the number of leaves.
+        # Whether anything is read at or behind a node; by two properties of propagators, and with
+        # the number of leaves at the time.
         self._is_read: dict[tuple[bool, bool], tuple[dict[Node, bool], int]] = {}
 
     def leave(self, schedule: Schedule, lane: int, edge: Edge, wide: Any, own: Any) -> None:
@@ -47,32 +52,32 @@ class Crossings:
         waiting[edge.output_nr] = add(propagator.merge, waiting.get(edge.output_nr), wide)
 
     def _leads_to_readers(self, start: Node, propagator: Propagator) -> bool:
-        """Whether a call, or a parameter that is read by itself, lies at a node or behind it.
+        """Whether a call, or a parameter that operations use, lies at a node or behind it.
 
-        What is measured goes as far as samples are.
+        The dye goes on to the nodes where columns begin to be kept apart.
         """
         alignment, todo = self._alignment, [start]
         key = propagator.keeps_apart, propagator.starts_everywhere
-        known, leaves = self._is_read.get(key, ({}, 0))
+        is_read, leaves = self._is_read.get(key, ({}, 0))
         if len(alignment.leaves) != leaves:  # a later walk found more
             if key[0]:
-                known.update((leaf, True) for leaf, _ in alignment.leaves)
+                is_read.update((leaf, True) for leaf, _ in alignment.leaves)
             elif key[1]:
-                known.update(dict.fromkeys(alignment.starts, True))
-        self._is_read[key] = known, len(alignment.leaves)
+                is_read.update(dict.fromkeys(alignment.starts, True))
+        self._is_read[key] = is_read, len(alignment.leaves)
         while todo:
             node = todo[-1]
-            if node not in known:
+            if node not in is_read:
                 children = children_of(node)
-                if has_call(node) or any(known.get(child) for child in children):
-                    known[node] = True
-                elif new := [child for child in children if child not in known]:
+                if has_call(node) or any(is_read.get(child) for child in children):
+                    is_read[node] = True
+                elif new := [child for child in children if child not in is_read]:
                     todo += new
                     continue
                 else:
-                    known[node] = False
+                    is_read[node] = False
             todo.pop()
-        return known[start]
+        return is_read[start]
 
     def cross(self, schedule: Schedule, node: Node, grads: Sequence[Tensor | None] = ()) -> None:
         """Carry what waits at a node through it, and send it on; see :meth:`Between.cross`."""
@@ -109,7 +114,10 @@ class Crossings:
         grads: Sequence[Tensor | None],
         there: Crossing,
     ) -> Crossing:
-        """Where samples lie at a node that autograd is at, and what takes residuals there."""
+        """The crossing of a node that autograd has reached, with its gradients and chunks.
+
+        Residuals of operations need the gradients, and may be too large to travel at once.
+        """
         chunks = schedule.chunks
         if chunks is None:
             return there
@@ -121,7 +129,7 @@ class Crossings:
         return there._replace(grads=grads, size=size, carry=carry)
 
     def _send(self, schedule: Schedule, lane: int, node: Node, crossed: Sent) -> None:
-        """Send what has crossed a node to the edges behind it."""
+        """Send quantities that crossed a node along the edges behind it."""
         edges = dict(edges_behind(node)) if crossed else {}
         for position, quantity in crossed:
             edge = edges.get(position)
@@ -129,6 +137,7 @@ class Crossings:
                 self._send_to(schedule, lane, edge, quantity)
 
     def _send_to(self, schedule: Schedule, lane: int, edge: Edge, quantity: Any) -> None:
+        """Send a quantity along an edge, to a call, a node, or a parameter that operations use."""
         leaf = self._alignment.leaves.get((edge.node, edge.output_nr))
         if leaf is None:
             if not is_leaf(edge.node):  # other parameters are read at calls

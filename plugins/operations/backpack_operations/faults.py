@@ -1,7 +1,4 @@
-"""The errors that say why quantities do not exist in a graph.
-
-Each function words one case, so that the walks that find it stay short.
-"""
+"""The errors that say why per-sample quantities do not exist in a graph, one function for each."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ def mixing(what: str, further: str = "") -> BackpackError:
 
 
 def nested_tensor(where: str, node: Node | None = None) -> BackpackError:
-    """A nested tensor has samples of several lengths; a sparse one leaves entries out."""
+    """A tensor is nested (samples of several lengths) or sparse."""
     error = BridgeError(
         f"{where} is a nested tensor or a sparse one, and rules take dense tensors with an axis of "
         "samples. Make a sparse one dense (to_dense()). Pad a nested one "
@@ -57,7 +54,7 @@ def no_axis(call: Call, axis: object, output: Tensor) -> BackpackError:
 
 
 def permuted(call: Call) -> BackpackError:
-    """A loss received the samples in another order, and its targets may be of any."""
+    """A loss received permuted samples, and it is unknown whether its targets are permuted, too."""
     return SampleMixingError(
         f"{call.path} received a row of each sample, in another order than the model received "
         "samples, and the targets may be in either. Put the input of the model into that order, "
@@ -66,7 +63,7 @@ def permuted(call: Call) -> BackpackError:
 
 
 def turned_batch(call: Call, axis: int, size: int) -> BackpackError:
-    """A call received the samples on another axis, and lengths do not tell."""
+    """A call received samples on another axis, and axis 0 is as long as the batch, too."""
     where = "received a tensor that has another axis than that of the samples in front, with"
     if axis:
         where = f"has its samples on axis {axis}, as extend(..., batch_axis=...) was told, and"
@@ -77,10 +74,7 @@ def turned_batch(call: Call, axis: int, size: int) -> BackpackError:
 
 
 def changed_output(call: Call) -> BackpackError:
-    """An output that the call computes more from was changed in place.
-
-    Or what the call computes inside is used outside of it.
-    """
+    """A tensor from which a call computes more was changed in place, or is used outside."""
     return UnsupportedError(
         f"An output of {call.path} was changed in place, or what it computes inside is used "
         "outside, and it computes more from it: what reaches it from outside cannot be told from "
@@ -89,13 +83,13 @@ def changed_output(call: Call) -> BackpackError:
 
 
 def uncovered(call: Call) -> BackpackError | None:
-    """Some trained parameter inside of a module would never be read; ``None`` if there is none."""
+    """A trained parameter inside of a module that its rule does not know; ``None`` if none is."""
     computed = call.stored.computed
     behind = {id(leaf) for leaves in computed.values() for leaf in leaves}
     frozen = tuple(f"parametrizations.{n}." for n, leaves in computed.items() if not leaves)
     for name, parameter in call.module.named_parameters():
         is_known = name in call.stored.parameters or id(parameter) in behind
-        is_known |= name.startswith(frozen)  # in this call
+        is_known |= name.startswith(frozen)  # by this call's parametrization
         if parameter.requires_grad and not is_known:
             return UnsupportedError(
                 f"{call.path} has the trained parameter {name!r}, which the rule "
@@ -106,7 +100,7 @@ def uncovered(call: Call) -> BackpackError | None:
 
 
 def other_batch(call: Call, size: int, batch_size: int) -> BackpackError:
-    """A call received something with another number of entries on axis 0 than samples."""
+    """A call received another number of rows than there are samples."""
     cause = "positions were probably merged with samples. Keep them as an extra dimension: "
     cause += "Linear takes [N, T, D], CrossEntropyLoss [N, C, T]."
     if size == 1:
@@ -130,12 +124,12 @@ def other_batch(call: Call, size: int, batch_size: int) -> BackpackError:
 
 
 def elsewhere() -> BackpackError:
-    """A call has its samples elsewhere than others, which is known to do no harm."""
+    """A placeholder for a fault that an earlier pass of the same structure did not raise."""
     return ShapeError("Samples are elsewhere.")
 
 
 def told_rows(call: Call, rows: int, samples: int) -> BackpackError:
-    """A call received rows that the user said are those of other samples."""
+    """A call received rows that ``samples=...`` assigns to another number of samples."""
     return ShapeError(
         f"{call.path} received {rows} rows, which are those of {samples} samples, as samples=... "
         "of backpack(...) says, or a sum in the model: this quantity needs one row for each. "
@@ -144,7 +138,7 @@ def told_rows(call: Call, rows: int, samples: int) -> BackpackError:
 
 
 def other_run(call: Call, size: int, batch_size: int) -> BackpackError:
-    """Models were called for several batches, of other lengths."""
+    """Models were called for several batches of different lengths."""
     return ShapeError(
         f"In one backward pass, {call.path} was called for {size} samples, and another for "
         f"{batch_size}, and nothing says which belong together. Call the model once for all of "
@@ -153,7 +147,7 @@ def other_run(call: Call, size: int, batch_size: int) -> BackpackError:
 
 
 def ragged(call: Call) -> BackpackError:
-    """Tensors of several lengths were joined, and nothing says what their rows are."""
+    """Tensors of several lengths were joined, and it is unknown which rows are samples."""
     return ShapeError(
         f"{call.path} received several inputs of the model that were joined, of different lengths, "
         "and nothing says whether each of them is one sample's: give the loss one entry for each. "
@@ -163,7 +157,7 @@ def ragged(call: Call) -> BackpackError:
 
 
 def unclear_rows(call: Call) -> BackpackError:
-    """Data were picked before the first layer, and equal rows of several samples hide whose."""
+    """Rows were picked from data before the first layer, and equal rows hide whose they are."""
     return ShapeError(
         f"{call.path} received rows that were picked from what the model received, not as many of "
         "each sample, and equal rows of several samples hide whose they are: pick behind the "
@@ -172,7 +166,7 @@ def unclear_rows(call: Call) -> BackpackError:
 
 
 def whose_entries(call: Call) -> BackpackError:
-    """Samples cannot be chosen if nothing says which entries they have."""
+    """``subsampling`` cannot choose samples at a loss whose entries belong to unknown samples."""
     return ShapeError(
         f"{call.path} received several entries of each sample on axis 0, and it is not known whose "
         "each of them is, so that subsampling=... cannot choose samples there: leave it out, and "

@@ -1,8 +1,8 @@
-"""Columns through kernels that vmap would call once for each.
+"""Columns through fused kernels, for which vmap has no rule and would loop over columns.
 
-``torch.vmap`` has no rule for the backward of some fused kernels, and falls back to a loop. Fused
-attention on a CPU takes columns as further samples, so that one call carries as many as fit into
-the budget. Weight normalisation has a formula of few operations.
+The backward kernel of fused attention on a CPU takes columns as further samples,
+``[V · N, H, L, E]``, as many in one call as fit into memory. Weight normalisation is written as a
+formula of few operations.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ from backpack_operations import nodes
 from backpack_products.contractions import slices
 
 
-def of_columns(node: Node, mats: dict[int, Tensor]) -> dict[int, Tensor] | None:
-    """What a fused kernel sends back for columns.
+def fused_product(node: Node, mats: dict[int, Tensor]) -> dict[int, Tensor] | None:
+    """The vector-Jacobian products of a fused kernel.
 
     Args:
         node: An autograd node.
         mats: Columns ``[V, *shape]`` at its outputs, by output number.
 
     Returns:
-        Columns by position in ``node.next_functions``; ``None`` for all other nodes, and where a
-        derivative of the result is asked for that the kernel does not have.
+        Columns by position in ``node.next_functions``; ``None`` for all other nodes, and if the
+        result has to be differentiable, but the kernel is not.
     """
     operation = nodes.operation_of(node)
     if operation not in _KERNELS or [*mats] != [0]:
         return None
-    found = _KERNELS[operation](node, mats[0])
-    if found is None:
+    sent = _KERNELS[operation](node, mats[0])
+    if sent is None:
         return None
-    return {i: mat for i, mat in enumerate(found) if node.next_functions[i][0] is not None}
+    return {i: mat for i, mat in enumerate(sent) if node.next_functions[i][0] is not None}
 
 
 def weight_norm(node: Any, mat: Tensor) -> list[Tensor]:
-    """For columns ``[V, *w]`` at ``w = g v / |v|``, those at ``v`` and at ``g``.
+    """Columns at ``v`` and at ``g``, from columns ``[V, *w]`` at ``w = g v / |v|``.
 
-    Torch's own backward takes the norm for a constant when it is differentiated again.
+    Torch's own backward treats the norm as a constant when it is differentiated again.
     """
     v, g = node._saved_v, node._saved_g
     axes = [axis for axis in range(v.dim()) if axis != node._saved_dim]
@@ -51,30 +51,31 @@ def weight_norm(node: Any, mat: Tensor) -> list[Tensor]:
 
 
 def _attention(node: Node, mat: Tensor) -> list[Tensor] | None:
-    """For columns ``[V, N, H, L, E]``, those at query, key and value."""
+    """Columns at query, key and value, from columns ``[V, N, H, L, E]`` at the output."""
     if len(mat) < 2 or (torch.is_grad_enabled() and mat.requires_grad):
         return None
-    # Query, key, value and output are repeated beside each piece of columns.
+    # Each chunk of columns also needs copies of query, key, value and output, and their gradients.
     few = max(1, memory_budget() // max(1, 8 * mat[:1].nbytes))
-    parts = [_attended(node, mat[some]) for some in slices(len(mat), few)]
+    parts = [_by_kernel(node, mat[some]) for some in slices(len(mat), few)]
     return [torch.cat(part) for part in zip(*parts, strict=True)]
 
 
-def _attended(node: Any, mat: Tensor) -> list[Tensor]:
+def _by_kernel(node: Any, mat: Tensor) -> list[Tensor]:
+    """The same for a chunk of columns, by one call of the kernel."""
     columns = len(mat)
 
-    def repeated(kept: Tensor) -> Tensor:
-        return kept.expand(columns, *kept.shape).flatten(0, 1)
+    def repeated(saved: Tensor) -> Tensor:
+        return saved.expand(columns, *saved.shape).flatten(0, 1)
 
     names = ("query", "key", "value", "output", "logsumexp")
-    saved = [repeated(getattr(node, f"_saved_{name}")) for name in names]
+    inputs = [repeated(getattr(node, f"_saved_{name}")) for name in names]
     mask = node._saved_attn_mask
     if mask is not None and mask.dim() == 4 and len(mask) > 1:
         mask = repeated(mask)
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     options = node._saved_dropout_p, node._saved_is_causal
-    found = backward(mat.flatten(0, 1), *saved, *options, attn_mask=mask, scale=node._saved_scale)
-    return [each.unflatten(0, (columns, -1)) for each in found]
+    grads = backward(mat.flatten(0, 1), *inputs, *options, attn_mask=mask, scale=node._saved_scale)
+    return [each.unflatten(0, (columns, -1)) for each in grads]
 
 
 _KERNELS = {

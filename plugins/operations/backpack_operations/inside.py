@@ -1,9 +1,9 @@
-"""Parameters deep inside of a module, read when autograd brings their gradient.
+"""Parameters inside of a module that are read when autograd computes a gradient there.
 
-First-order extensions read a projection of attention from the gradient at that projection. A rule
-could carry the gradient at the output back to it, which would repeat a part of the backward pass.
-Or it says where autograd brings that gradient anyway (``LayerRule.node_inside``), and reads
-``view.inner``.
+For example, first-order extensions read an attention projection from the gradient at that
+projection. A rule could carry the gradient at the module's output back to it, which would repeat a
+part of the backward pass. Instead, ``LayerRule.node_inside`` names the node at which autograd
+computes this gradient anyway, and the rule then reads it as ``view.inner``.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from backpack_core.graph.parameters import Trained
 from backpack_core.record.view import View
 
 if TYPE_CHECKING:
-    from backpack_operations.visits import GraphTraversal  # which calls this
+    from backpack_operations.visits import GraphTraversal  # which imports this file
 
-# The arguments of ``GraphTraversal.read``, for a reading that waits.
+# The arguments of ``GraphTraversal.read``, for parameters that are read later.
 Later = tuple[int, View, Carrier, Any, Sequence[Trained]]
 
 
 def read_here(
     traversal: GraphTraversal, lane: int, view: View, carrier: Carrier, quantity: Any
 ) -> Sequence[Trained]:
-    """The parameters to read at the output now; the others are read when their gradient arrives."""
+    """The parameters to read at the call's output now; a hook is set to read the others later."""
     survey, schedule, rule = traversal.survey, traversal.schedule, view.call.rule
     trained, context = survey.trained[view.call], current(view.call.thread)
     later = [use for use in trained if use.name in rule.reads_inside]
@@ -45,7 +45,8 @@ def read_here(
         or view.positions != 1
         or survey.alignment.owned
         or context is None
-        or context.extension_hook is not None  # it has to see everything that is read at a module
+        or context.extension_hook
+        is not None  # it is called when all parameters of a module are read
     ):
         return trained
     node = rule.node_inside(view)
@@ -57,10 +58,11 @@ def read_here(
 
 
 def _reach(traversal: GraphTraversal, grads: Sequence[Tensor | None]) -> None:
-    for lane, view, *what in traversal.inside.pop(current_node(), ()):
+    """Read the parameters that wait for the node that autograd has reached."""
+    for lane, view, *rest in traversal.inside.pop(current_node(), ()):
         view.inner, view.counted = grads[0], None
         try:
-            traversal.read(lane, view, *what)
+            traversal.read(lane, view, *rest)
         except Exception as error:
             place(error, view, traversal.groups[lane].first)
             raise

@@ -1,4 +1,4 @@
-"""What is refused in the middle of a pass: calls that no walk from the roots has met."""
+"""What is refused in the middle of a pass: calls and uses that no walk from the loss has met."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from backpack_core.record.call import Call
 
 
 def refuse_unmet(call: Call, extension: Extension) -> None:
-    """Raise if autograd reaches a call by no way that a sample goes.
+    """Raise because autograd reached a call that the survey does not contain.
 
     Args:
-        call: The call; of one that was freed, nothing is known.
-        extension: What was asked for.
+        call: The call; a freed one is ignored.
+        extension: An extension that was asked for, for the message.
+
+    Raises:
+        UnsupportedError: A parameter was computed with the output of this call.
     """
     if call.is_released:
         return
@@ -33,14 +36,17 @@ def refuse_unmet(call: Call, extension: Extension) -> None:
 
 
 def refuse_late_uses(survey: Survey, stored: Set[int]) -> None:
-    """Raise if a parameter that was read already turns out to be used once more.
+    """Raise if a parameter whose result is stored turns out to have a further use.
 
     Args:
         survey: What is known about the graph.
         stored: The parameters with results of this pass, by ``id``.
+
+    Raises:
+        UnsupportedError: A later branch uses such a parameter.
     """
-    known = [(key, use.count) for key, use in survey.uses.items() if key in stored and use.count]
-    if any(count > 1 or key in survey.bare for key, count in known):
+    counts = [(key, use.count) for key, use in survey.uses.items() if key in stored and use.count]
+    if any(count > 1 or key in survey.bare for key, count in counts):
         raise UnsupportedError(
             "A second forward pass, or a second branch, shares parameters with the first and "
             "meets it only behind the losses, and the first was through before this one was "

@@ -1,7 +1,7 @@
-"""What is known of autograd's nodes by their type, from the tables beside this file.
+"""The properties of autograd's nodes by their type, from the tables beside this file.
 
-Only nodes of torch's own operations are looked up: a Python ``autograd.Function`` may have any
-name. Imports ``_torch`` only.
+Only nodes of torch's own operations are looked up, since a Python ``autograd.Function`` may have
+any name.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Container, Sequence
 from functools import cache
 from importlib.resources import files
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from backpack_core.graph.nodes import is_leaf
 from backpack_operations import _torch
 from backpack_operations._torch import metadata_of, node_type, operations
 
+NodeOutput: TypeAlias = tuple[Node, int]  # a tensor of a graph: its node, and the output number
+
 
 def _lines(name: str) -> list[str]:
     """The lines of a table, without comments, continued lines joined."""
@@ -29,7 +31,7 @@ def _lines(name: str) -> list[str]:
     return text.replace("\n ", " ").split("\n")
 
 
-# The properties of each operation, from ``operations.txt``.
+# The properties of each operation, from ``operations.txt``, which explains them.
 _PROPERTIES = {
     operation: frozenset(properties.split())
     for properties, _, operations in (line.partition(":") for line in _lines("operations.txt"))
@@ -38,7 +40,7 @@ _PROPERTIES = {
 
 
 def _with(*properties: str) -> frozenset[str]:
-    """The operations that the table gives one of some properties."""
+    """The operations that have at least one of some properties."""
     return frozenset(name for name, has in _PROPERTIES.items() if not has.isdisjoint(properties))
 
 
@@ -47,18 +49,18 @@ ELEMENTWISE, VIEWS, TURNS, SELECTIONS = map(_with, ("elementwise", "view", "turn
 GATHERS, SCATTERS, IMAGES = _with("gather"), _with("scatter"), _with("image")
 REDUCTIONS, SPREADS = _with("reduction"), _with("spread")
 _ALONG, _LOSSES, _OF_SEVERAL = _with("along"), _with("loss"), _with("of_several")
-# Some entries of axis 0 are picked, or else the rows are kept.
+# Operations that may pick some entries of axis 0; all others of their results keep whole rows.
 PICKS = SELECTIONS | {"Index", "IndexSelect", "Slice", "Split", "SplitWithSizes"}
 INDEXED = {"Index", "IndexSelect"}
-# What may put other rows in front.
+# Operations that may put other rows on axis 0.
 MOVES = TURNS | GATHERS | PICKS | {"Stack", "Cat", "Flip", "Roll", "Repeat", "Expand"}
 MOVES |= {"SelectBackward", "SliceBackward"}
 SAME_AXES = _ALONG - TURNS - GATHERS - _with("selection", "reduction")
 _OF_ONE = _with("of_one", "view")
 _LAYER_NORMS = {"NativeLayerNorm", "NativeLayerNormBackward"}
-# The position of the factor that has the rows of the product.
+# The position of the factor whose rows are those of the product.
 _ROW_FACTOR = {"Mm": 0, "Addmm": 1}
-# What gives entry ``i`` of axis 0 from entry ``i`` of an operand that is as long, or from a factor.
+# Operations whose entry ``i`` of axis 0 depends on entry ``i`` of an operand of the same length.
 ROW_BY_ROW = _with("elementwise", "attention") | {
     "Bmm",
     "Baddbmm",
@@ -66,15 +68,15 @@ ROW_BY_ROW = _with("elementwise", "attention") | {
     "Repeat",
     *_ROW_FACTOR,
 }
-# What says which rows a result has, if it is data, as autograd saves it.
+# The saved tensor whose rows are those of the result, if that tensor is data.
 _ROWS = {"Mm": "self", "Addmm": "mat1", "Bmm": "self", "Embedding": "indices"}
-# Products: linear if one of two factors is constant; the positions of these among the inputs.
+# Products, which are linear if one factor is constant; the positions of the two factors.
 FACTORS = dict.fromkeys(
     ["Mul", "Mm", "Bmm", "Mv", "Dot", "Matmul", "Linear", "Convolution"], (0, 1)
 )
 FACTORS |= dict.fromkeys(["Addmm", "Baddbmm", "Addmv", "Addcmul"], (1, 2))
 
-# Names of what operations save besides tensors and sizes.
+# The settings that operations save besides tensors and sizes, on which our decisions depend.
 _SAVED = (
     *("dim", "dim0", "dim1", "dim2", "dims", "dimension", "self_dim", "source_dim", "sumdim"),
     *("axis", "start", "step", "offset", "shifts", "stride", "storage_offset", "pad", "reverse"),
@@ -82,7 +84,7 @@ _SAVED = (
 )
 
 
-# Settings that shapes tell, or that do not say where rows go.
+# Settings that follow from shapes, or that do not say where rows go.
 _OF_SHAPES = {
     *("end", "keepdim", "last_dim_size", "normalization", "onesided", "repeats"),
     *("size", "split_size", "split_sizes"),
@@ -95,12 +97,12 @@ def is_function(node: Node) -> bool:
 
 
 def is_compiled(node: Node) -> bool:
-    """Whether a node is what ``torch.compile`` made of a part of the graph."""
+    """Whether a node is a part of the graph that ``torch.compile`` compiled."""
     return is_function(node) and hasattr(getattr(node, "_forward_cls", None), "compiled_bw")
 
 
 def hands_on(node: Node) -> bool:
-    """Whether a node returns the gradient it gets, with side effects; see ``_torch.hands_on``."""
+    """Whether a node returns its gradient unchanged, with side effects; see ``_torch``."""
     return _torch.hands_on(type(node))
 
 
@@ -115,12 +117,12 @@ def shape_of(node: Node, output_nr: int) -> torch.Size:
 
 
 def lengths_of(node: Node, output_nr: int) -> tuple[int, ...]:
-    """The shape of an output of a node, as plain numbers, which is much faster."""
+    """The shape of an output of a node as a plain tuple, which is much faster."""
     return tuple(metadata_of(node, output_nr).shape)
 
 
 def zeros_at(node: Node, output_nr: int, *lead: int) -> Tensor:
-    """Zeros of the shape of an output of a node, behind axes of other lengths."""
+    """Zeros ``[*lead, *shape]`` for the shape of an output of a node."""
     metadata = metadata_of(node, output_nr)
     shape = (*lead, *metadata.shape)
     return torch.zeros(shape, dtype=metadata.dtype, device=metadata.device)
@@ -129,34 +131,34 @@ def zeros_at(node: Node, output_nr: int, *lead: int) -> Tensor:
 def filled(node: Node, gradients: Sequence[Tensor | None]) -> list[Tensor]:
     """The gradients at all outputs of a node, with zeros for those that are undefined."""
     return [
-        zeros_at(node, number) if gradient is None else gradient
-        for number, gradient in enumerate(gradients)
+        zeros_at(node, output_nr) if gradient is None else gradient
+        for output_nr, gradient in enumerate(gradients)
     ]
 
 
 def operation_of(node: Node) -> str:
-    """The name of the operation of one of torch's own nodes; empty for all others."""
+    """The name of a torch operation (``AddBackward0`` is ``Add``); empty for all other nodes."""
     return operations().get(type(node), "")
 
 
 def settings_of(node: Node) -> list[object]:
-    """What an operation saved besides tensors that says where rows go, or whether samples meet."""
-    found = [getattr(node, name) for name in _saved_by(type(node))]
-    return [tuple(value) if isinstance(value, (list, tuple)) else value for value in found]
+    """The settings that an operation saved, such as axes; plans compare them."""
+    values = [getattr(node, name) for name in _saved_by(type(node))]
+    return [tuple(value) if isinstance(value, (list, tuple)) else value for value in values]
 
 
 @cache
 def _saved_by(kind: type) -> tuple[str, ...]:
-    is_one = operations().get(kind, "").startswith("Select")  # others save a tensor as their index
-    names = [f"_saved_{name}" for name in (*_SAVED, *(["index"] if is_one else []))]
+    has_number = operations().get(kind, "").startswith("Select")  # others' index is a tensor
+    names = [f"_saved_{name}" for name in (*_SAVED, *(["index"] if has_number else []))]
     return tuple([name for name in names if hasattr(kind, name)])
 
 
 @cache
 def is_told_by_settings(kind: type) -> bool:
-    """Whether :func:`settings_of` and shapes say everything about the operations of a type.
+    """Whether shapes and :func:`settings_of` say everything about the operations of a type.
 
-    So it is not where numbers in a tensor count, as those of an index.
+    They do not if values of a tensor count, such as those of an index.
     """
     names = {name.removeprefix("_saved_") for name in dir(kind) if name.startswith("_saved_")}
     known = {name.removeprefix("_saved_") for name in _saved_by(kind)} | _OF_SHAPES
@@ -166,7 +168,7 @@ def is_told_by_settings(kind: type) -> bool:
 def keeps_rows(node: Node, output_nr: int, position: int) -> bool:
     """Whether entry ``i`` of axis 0 of an output depends on entry ``i`` of an operand only.
 
-    Views that keep the order of entries count: they keep whole rows together.
+    Views that keep the order of entries count, since they keep whole rows together.
 
     Args:
         node: The node.
@@ -179,7 +181,7 @@ def keeps_rows(node: Node, output_nr: int, position: int) -> bool:
 
 
 def keeps_rows_of(node: Node, position: int, out: tuple[int, ...], inp: tuple[int, ...]) -> bool:
-    """The same for one who knows the shapes of output and operand."""
+    """The same, given the shapes of output and operand."""
     operation = operation_of(node)
     if operation in VIEWS or hands_on(node):
         return True
@@ -200,15 +202,13 @@ def keeps_rows_of(node: Node, position: int, out: tuple[int, ...], inp: tuple[in
 
 
 def selected(node: Node, output_nr: int) -> int:
-    """How many entries an ``index_select`` picks, along whatever axis."""
+    """How many entries an ``index_select`` picks along its axis."""
     shape = shape_of(node, output_nr)
     return shape[axes_of(node)[0] % len(shape)] if shape else 1
 
 
 def axes_along(node: Node, count: int) -> list[int]:
-    """The axes of an operand that an operation goes along, which leaves the others as they are.
-
-    Empty if that is unknown.
+    """The axes that an operation works along, while it leaves the others alone; empty if unknown.
 
     Args:
         node: The node.
@@ -222,7 +222,7 @@ def axes_along(node: Node, count: int) -> list[int]:
 
 
 def axes_left_alone(node: Node, count: int) -> list[int]:
-    """The axes of an operand that an operation leaves as they are; empty if that is unknown."""
+    """The axes of an operand that an operation leaves alone; empty if unknown."""
     is_known = operation_of(node) in _ALONG - TURNS - GATHERS and hasattr(node, "_saved_dim")
     gone = (
         {axis % count for axis in axes_of(node)} if is_known and count else axes_along(node, count)
@@ -231,7 +231,7 @@ def axes_left_alone(node: Node, count: int) -> list[int]:
 
 
 def picks_of(node: Node) -> list[Tensor | None]:
-    """What an operation of :data:`INDEXED` picks of leading axes; ``None`` where it keeps one."""
+    """The indices of leading axes of an operation of :data:`INDEXED`; ``None`` keeps an axis."""
     saved: Any = node
     if operation_of(node) == "Index":
         return [*saved._saved_indices]
@@ -241,26 +241,28 @@ def picks_of(node: Node) -> list[Tensor | None]:
 
 
 def rows_of(node: Node) -> tuple[Tensor | None, int]:
-    """What an operation of parameters and data has on its leading axes; and how many these are.
+    """The data on the leading axes of an operation of parameters and data.
 
-    As the first factor of a product, or an index of rows; ``None`` if that is unknown.
+    Returns:
+        The first factor of a product, or an index of rows, as saved; ``None`` if unknown. And how
+        many leading axes of the result are those of this tensor.
     """
-    operation, saved, found = operation_of(node), cast(Any, node), None
+    operation, saved, data = operation_of(node), cast(Any, node), None
     if operation in _ROWS:
-        found = getattr(node, f"_saved_{_ROWS[operation]}")
+        data = getattr(node, f"_saved_{_ROWS[operation]}")
     elif operation in INDEXED:
-        found = picks[0] if len(picks := picks_of(node)) == 1 else None
+        data = picks[0] if len(picks := picks_of(node)) == 1 else None
     elif operation == "Mul":
-        found = saved._saved_self if saved._saved_other is None else saved._saved_other
-        found = found if found is not None and found.shape == shape_of(node, 0) else None
-        return found, len(lengths_of(node, 0))
-    if found is None or found.dtype in (torch.bool, torch.uint8):
+        data = saved._saved_self if saved._saved_other is None else saved._saved_other
+        data = data if data is not None and data.shape == shape_of(node, 0) else None
+        return data, len(lengths_of(node, 0))
+    if data is None or data.dtype in (torch.bool, torch.uint8):
         return None, 0
-    return found, found.dim() - (operation in FACTORS)
+    return data, data.dim() - (operation in FACTORS)
 
 
 def order_of(node: Node, count: int) -> list[int]:
-    """How an operation of :data:`TURNS` permutes axes, of which there are so many."""
+    """The permutation of an operation of :data:`TURNS`, as a list for ``Tensor.permute``."""
     axes = [0, 1] if operation_of(node) == "T" else [axis % count for axis in axes_of(node)]
     order = [*range(count)]
     if operation_of(node) == "Permute":
@@ -271,22 +273,22 @@ def order_of(node: Node, count: int) -> list[int]:
 
 
 def axes_of(node: Node) -> list[int]:
-    """The axes that a node saved; torch gives negative ones as unsigned 64-bit numbers."""
+    """The axes that a node saved. Torch saves negative axes as unsigned 64-bit numbers."""
     saved = {"Transpose": ("dim0", "dim1"), "Permute": ("dims",)}.get(operation_of(node), ("dim",))
-    found = [getattr(node, f"_saved_{name}") for name in saved]
-    found = [0 if axis is None else axis for axis in found]  # ``None`` means all axes
-    axes = [axis for one in found for axis in (one if isinstance(one, tuple) else (one,))]
+    values = [getattr(node, f"_saved_{name}") for name in saved]
+    values = [0 if value is None else value for value in values]  # ``None`` means all axes
+    axes = [axis for one in values for axis in (one if isinstance(one, tuple) else (one,))]
     return [axis - 2**64 if axis >= 2**63 else axis for axis in axes]
 
 
 def is_stack_of_numbers(node: Node) -> bool:
-    """Whether a node stacks single numbers: usually the terms of a loss."""
+    """Whether a node stacks single numbers, usually the terms of a loss."""
     edges = [(child, number) for child, number in node.next_functions if child is not None]
     return operation_of(node) in ("Stack", "Cat") and all(shape_of(*e).numel() == 1 for e in edges)
 
 
 def is_of_its_operands(node: Node) -> bool:
-    """Whether every tensor that the operation depends on is known to have an edge."""
+    """Whether an operation depends on no tensor besides those that have an edge."""
     operation = operation_of(node)
     if operation in _OF_ONE:
         return True
@@ -295,31 +297,30 @@ def is_of_its_operands(node: Node) -> bool:
 
 
 def is_linear(node: Node, varying: Container[Node] | None = None) -> bool:
-    """Whether an operation is known to be linear in all activations, almost everywhere.
+    """Whether an operation is known to be linear in its varying operands, almost everywhere.
 
     Args:
         node: The operation.
-        varying: Which operands vary together; default: all but leaves (parameters).
+        varying: The nodes of the operands that vary together; default: all but leaves.
     """
-    # By type, since a Python function may have any name.
     operation = operation_of(node)
     if operation in LINEAR or hands_on(node):
         return True
     edges = node.next_functions
-    if operation in PIECEWISE_LINEAR:  # but |z| is not for complex numbers
+    if operation in PIECEWISE_LINEAR:  # |z| is not, for complex numbers
         return not any(p is not None and metadata_of(p, nr).dtype.is_complex for p, nr in edges)
     parents = [parent for parent, _ in edges]
     if varying is None:
         varies = [parent is not None and not is_leaf(parent) for parent in parents]
     else:
         varies = [parent in varying for parent in parents]
-    if operation in FACTORS:  # a factor that is a number is not an input of the node
+    if operation in FACTORS:  # a factor without a gradient may have no position
         return not all(p < len(varies) and varies[p] for p in FACTORS[operation])
     return operation in QUOTIENTS and not any(varies[1:])
 
 
 def is_vmap_exact(node: Node) -> bool:
-    """Whether vmap is known to treat the formula of this type of node as a loop does."""
+    """Whether vmap is known to give what a loop gives for this type of node."""
     return type(node) in _exact_under_vmap()
 
 
@@ -332,16 +333,17 @@ def _exact_under_vmap() -> frozenset[type]:
 
 
 def loses_statistics(node: Node) -> bool:
-    """Whether the result under vmap has a derivative that takes statistics for constants.
+    """Whether a derivative of the node's result is wrong under vmap.
 
-    Those of batches and layers, as torch 2.13 differentiates them. A loop is right.
+    For batch and layer normalisation, torch 2.13 then treats the statistics as constants. A loop is
+    right.
     """
     operation = operation_of(node)
     return "BatchNorm" in operation or operation in _LAYER_NORMS
 
 
 def vmap_nodes() -> tuple[str, frozenset[str]]:
-    """The version of torch, and the types of nodes for which vmap agreed with a loop there.
+    """A version of torch, and the types of nodes for which vmap agreed with a loop there.
 
     Written by ``python -m tests.faults.vmap_nodes --write`` from torch's own operator database.
     """

@@ -1,6 +1,6 @@
-"""Tells which tensors are functions of parameters alone, and so have no samples.
+"""Finds tensors that are functions of parameters alone, and so have no samples.
 
-Their length says nothing: a table may be as long as the batch.
+Shapes cannot tell: a table of positions may be as long as the batch by chance.
 """
 
 from __future__ import annotations
@@ -15,99 +15,96 @@ from backpack_operations import nodes
 from backpack_operations.order import children_of
 from backpack_operations.survey import GraphSurvey
 
-# The four senses, as bits of one number.
+# The four questions of ``Origins``, as bits of one number.
 _WEIGHTS, _TABLES, _CONSTANTS, _OWN_ROWS = 1, 2, 4, 8
 _ALL = _WEIGHTS | _TABLES | _CONSTANTS | _OWN_ROWS
 
 
 class Origins:
-    """Says of nodes whether what they computed depends on no sample, in four senses.
+    """Answers, for a node, four questions about what its outputs were computed from.
 
     One walk answers all four, and goes no further than the answer needs.
     """
 
     def __init__(self, survey: GraphSurvey) -> None:
         self._survey = survey
-        self._known: dict[Node, int] = {}
+        self._answers: dict[Node, int] = {}
 
     def of_weights(self, node: Node) -> bool:
-        """Whether a tensor is known to be a function of parameters alone."""
+        """Whether an output is known to be a function of parameters alone."""
         return bool(self._of(node) & _WEIGHTS)
 
     def of_tables(self, node: Node) -> bool:
-        """Whether it is one of parameters, and of the given tables."""
+        """Whether it is a function of parameters, and of the survey's tables."""
         return bool(self._of(node) & _TABLES)
 
     def of_constants(self, node: Node) -> bool:
-        """Whether it is one of parameters and tensors without gradient: frozen weights, or data."""
+        """Whether it is a function of parameters, and of tensors without gradient (data, masks)."""
         return bool(self._of(node) & _CONSTANTS)
 
     def has_own_rows(self, node: Node) -> bool:
-        """Whether rows are those of parameters, though masks or noise may have met them."""
+        """Whether its rows are those of parameters, even if masks or noise were applied to them."""
         return bool(self._of(node) & _OWN_ROWS)
 
     def _of(self, node: Node) -> int:
-        known = self._known
-        todo = [] if node in known else [(node, *self._begin(node))]
+        answers = self._answers
+        todo = [] if node in answers else [(node, *self._begin(node))]
         while todo:
-            this, kind, behind = todo.pop()
-            while kind and behind and behind[-1] in known:
-                kind &= known[behind.pop()]
-            if kind and behind:
-                todo += [(this, kind, behind), (behind[-1], *self._begin(behind[-1]))]
+            this, bits, behind = todo.pop()
+            while bits and behind and behind[-1] in answers:
+                bits &= answers[behind.pop()]
+            if bits and behind:
+                todo += [(this, bits, behind), (behind[-1], *self._begin(behind[-1]))]
             else:
-                known[this] = kind | (_ALL ^ _WEIGHTS if this in self._survey.tables else 0)
-        return known[node]
+                answers[this] = bits | (_ALL ^ _WEIGHTS if this in self._survey.tables else 0)
+        return answers[node]
 
     def _begin(self, node: Node) -> tuple[int, list[Node]]:
-        """What a node itself allows, as bits, and the nodes behind that have to agree."""
+        """The bits that a node itself allows, and the nodes behind that must have them, too."""
         survey, calls = self._survey, []
         if has_call(node) or (survey.leaves and (node, 0) in survey.leaves):
             sites = [survey.site_at(Edge(node, nr)) for nr in range(len(node._input_metadata))]
             calls = [s.call for s in sites if s is not None and s.call not in survey.opened]
-        if calls:  # that are stepped over
+        if calls:  # the node belongs to calls that are stepped over: their inputs count
             behind = [e.node for call in calls for e in call.edges if e is not None]
             given = [tensor for call in calls for tensor in given_to(call)]
-            is_known = all(map(is_parameter, given))
-            return _ALL if is_known and (
-                behind or any(t.requires_grad for t in given)
-            ) else 0, behind
+            is_any = bool(behind) or any(t.requires_grad for t in given)
+            return _ALL if is_any and all(map(is_parameter, given)) else 0, behind
         children = children_of(node)
         behind = [child for child in children if not is_leaf(child)]
-        is_known = bool(children) and all(self._is_weight(c) for c in children if is_leaf(c))
-        if not is_known:
+        if not children or not all(self._is_weight(c) for c in children if is_leaf(c)):
             return 0, behind
         if nodes.is_of_its_operands(node):
             return _ALL, behind
         return _CONSTANTS | (_OWN_ROWS if _keeps_rows(node) else 0), behind
 
     def _is_weight(self, leaf: Node) -> bool:
+        """Whether a leaf is a parameter, or a single number (which has no rows)."""
         tensor = leaf.variable  # type: ignore[attr-defined]
         return id(tensor) in self._survey.uses or is_parameter(tensor) or not tensor.dim()
 
 
 def _keeps_rows(node: Node) -> bool:
-    """Whether axis 0 may be that of an operand with an edge, and not that of data."""
+    """Whether axis 0 of a result may come from an operand with an edge, and not from data."""
     operation = nodes.operation_of(node)
     if operation in nodes.ROW_BY_ROW:
-        ways = enumerate(node.next_functions)
         return any(
             child is not None
-            and nodes.lengths_of(child, number)[:1] != (1,)  # which is repeated
+            and nodes.lengths_of(child, number)[:1] != (1,)  # one row is broadcast
             and nodes.keeps_rows(node, 0, position)
-            for position, (child, number) in ways
+            for position, (child, number) in enumerate(node.next_functions)
         )
     is_picked = operation in nodes.GATHERS | {"EmbeddingBag"}
     return node.next_functions[0][0] is not None and not is_picked
 
 
 def given_to(call: Call) -> list[Tensor]:
-    """What a call received that was not computed in the graph: data, tables, parameters."""
+    """The inputs of a call that were not computed in the graph: data, tables, parameters."""
     if None not in call.edges:
         return []
     return [t for t, edge in zip(call.stored.inputs, call.edges, strict=True) if edge is None]
 
 
 def has_parameters_given(call: Call) -> bool:
-    """Whether a call received parameters that want a gradient as arguments."""
+    """Whether a call received trained parameters as arguments."""
     return any(is_parameter(tensor) and tensor.requires_grad for tensor in given_to(call))

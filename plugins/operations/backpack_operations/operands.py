@@ -1,8 +1,8 @@
-"""Products in factors at operands without samples: autograd saved the other factor at the node.
+"""Products in factors at operands without samples, such as ``self.weight`` in ``F.linear``.
 
-A parameter that a function uses (``F.linear(x, self.weight)``) is such an operand. What is sent to
-it, apart by sample, has two factors, as at a module. It keeps that form on the way to the parameter
-as long as only the order of its entries changes.
+Autograd saved the other factor of the operation. So the columns ``[V, N, *]`` at the operand need
+not be formed: they are a product of two factors, as at a module. The product keeps its form on the
+way to the parameter as long as only the order of its entries changes.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Operand(NamedTuple):
     """An operand of an operation that is the same for all samples.
 
     Attributes:
-        node: The node of the operation, not executed yet; it may be asked for what it saved.
+        node: The node of the operation, not executed yet, with the tensors that it saved.
         position: The position of the operand in ``node.next_functions``.
         shape: Its shape.
-        is_apart: Whether the columns at the output are kept apart, rather than having samples in
-            front.
+        is_apart: Whether the columns at the output are kept apart by sample, ``[V, N, *]``; if not,
+            they have the samples on axis 0 of the output.
     """
 
     node: Any
@@ -48,21 +48,21 @@ class Operand(NamedTuple):
 
 
 Maker = Callable[[Operand, Tensor], SampleProduct | None]
-_MAKERS: dict[str, dict[str, Maker]] = {}  # by operation and package
+_MAKERS: dict[str, dict[str, Maker]] = {}  # by name of the operation, and by package
 
 
 class FactoredColumns(ApartColumns):
-    """Columns of every sample apart, as products ``[V, N, *]`` that are formed only if need be."""
+    """Columns kept apart by sample, as products ``[V, N, *]`` that are formed only if needed."""
 
     def __init__(self, products: Mapping[Root, Sequence[SampleProduct]]) -> None:
-        """Store the products of each root, which are to be added."""
+        """Store the products of each root; their sum is the value."""
         self.products = products
 
     @cached_property
     def blocks(self) -> Mapping[Root, Tensor]:  # type: ignore[override]
-        """The formed columns."""
-        parts = self.products.items()
-        return {root: reduce(torch.add, map(dense, some)) for root, some in parts}
+        """The formed columns of each root."""
+        terms = self.products.items()
+        return {root: reduce(torch.add, map(dense, some)) for root, some in terms}
 
     @property
     def sizes(self) -> dict[Root, int]:
@@ -70,12 +70,12 @@ class FactoredColumns(ApartColumns):
         return {root: some[0].columns for root, some in self.products.items()}
 
     def to(self, dtype: torch.dtype) -> Columns:
-        """Unchanged if the products have the dtype already; else formed."""
-        known = {product.like.dtype for some in self.products.values() for product in some}
-        return self if known == {dtype} else super().to(dtype)
+        """The columns in a dtype; formed, unless the products have it already."""
+        dtypes = {product.like.dtype for some in self.products.values() for product in some}
+        return self if dtypes == {dtype} else super().to(dtype)
 
     def merge(self, other: Columns) -> Columns:
-        """Keep the products of both; formed columns count as a product, too."""
+        """The sum with other columns, as the products of both."""
         if isinstance(other, FactoredColumns):
             added = other.products
         else:
@@ -85,19 +85,20 @@ class FactoredColumns(ApartColumns):
         return FactoredColumns({r: [*self.products.get(r, ()), *added.get(r, ())] for r in roots})
 
     def product(self) -> SampleProduct:
-        """One product of all columns, side by side; of one operand, a use for all roots."""
+        """One product ``[V, N, *]`` with the columns of all roots, one root after the other."""
+        # Products of several roots with the same other factor are one product of all columns.
         uses: dict[Any, dict[Root, SampleProduct]] = {}
         for root, some in self.products.items():
-            for place, product in enumerate(some):
-                met = getattr(product, "other", None)
-                use = uses.setdefault((root, place) if met is None else id(met), {})
+            for n, product in enumerate(some):
+                other = getattr(product, "other", None)
+                use = uses.setdefault((root, n) if other is None else id(other), {})
                 if root in use:
-                    use = uses.setdefault((root, place), {})
+                    use = uses.setdefault((root, n), {})
                 use[root] = product
         return sum_of([_side_by_side(use) for use in uses.values()])
 
     def through(self, node: Node) -> FactoredColumns | None:
-        """The same behind a node that reorders entries, or takes rows; ``None`` at others."""
+        """The products behind a node that reorders entries or selects rows; ``None`` at others."""
         kinds = {type(product) for some in self.products.values() for product in some}
         operation = nodes.operation_of(node)
         maker: Any = None
@@ -111,12 +112,12 @@ class FactoredColumns(ApartColumns):
         ((child, number),) = node.next_functions
         assert child is not None
         turned = partial(maker, node=node, shape=nodes.shape_of(child, number))
-        found = {root: [*map(turned, some)] for root, some in self.products.items()}
-        return None if None in chain(*found.values()) else FactoredColumns(found)
+        products = {root: [*map(turned, some)] for root, some in self.products.items()}
+        return None if None in chain(*products.values()) else FactoredColumns(products)
 
 
 def _with_rows(product: TableProduct, node: Node, shape: torch.Size) -> TableProduct | None:
-    """A product of a table behind a node that takes some of its rows."""
+    """The product of a table behind a node that selected some of its rows."""
     return product.behind(lambda mats: push(node, {0: mats})[0], shape)
 
 
@@ -125,25 +126,37 @@ def _turned(product: Any, node: Any, shape: torch.Size) -> AffineProduct:
     count, device = len(product.sizes), product.like.device
     blank = torch.empty(product.sizes, dtype=torch.int8, device=device)
     seen = node(product.to_parameter(blank))
-    if seen.is_contiguous() and is_same_memory(seen, blank):
-        # Ordered as the factors.
-        return AffineProduct(product.out, product.inp, shape, is_own=product.is_own)
-    numbers = torch.arange(shape.numel(), device=device).reshape(product.sizes)
-    order: Tensor = node(product.to_parameter(numbers)).flatten()
+    if is_same_memory(seen, blank):  # a view: its strides tell the order
+        is_usual, strides = seen.is_contiguous(), seen.stride()
+        order = None if is_usual else partial(_seen_as, count=count, shape=shape, strides=strides)
+    else:
+        numbers = torch.arange(shape.numel(), device=device).reshape(product.sizes)
+        picks = node(product.to_parameter(numbers)).flatten()
+        order = partial(_picked_as, count=count, shape=shape, picks=picks)
+    return AffineProduct(product.out, product.inp, shape, order, product.is_own)
 
-    def arrange(mat: Tensor) -> Tensor:
-        found = mat.flatten(-count)[..., order.to(mat.device)]
-        return found.reshape(*mat.shape[:-count], *shape)
 
-    return AffineProduct(product.out, product.inp, shape, arrange, product.is_own)
+def _seen_as(mat: Tensor, count: int, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
+    """A view ``[*lead, *shape]`` of the last axes, so many, which have their entries in order."""
+    whole, lead = mat.contiguous(), mat.shape[:-count]
+    return whole.as_strided((*lead, *shape), (*whole.stride()[: len(lead)], *strides))
+
+
+def _picked_as(mat: Tensor, count: int, shape: torch.Size, picks: Tensor) -> Tensor:
+    """A copy ``[*lead, *shape]`` of the last axes, so many, with entries in another order."""
+    found = mat.flatten(-count)[..., picks.to(mat.device)]
+    return found.reshape(*mat.shape[:-count], *shape)
 
 
 def products_at(*operations: str) -> Callable[[Maker], Maker]:
-    """Register a function that makes products at operands of some operations, named as their nodes.
+    """Register a function that makes products at the operands of some operations.
 
-    The function is given an :class:`Operand` and columns ``[V, R, *out]``, and returns a product
-    ``[V, R, *θ]``; ``None`` if it knows no form. ``R`` counts the entries of axis 0, which take the
-    place of samples. If columns are kept apart, ``R`` may be any other axis that is summed over.
+    The function gets an :class:`Operand` and columns ``[V, R, *out]``. It returns a product
+    ``[V, R, *θ]``, or ``None`` if it knows no form. ``R`` counts the entries of axis 0, which are
+    treated as samples. If columns are kept apart, ``R`` may be any other axis that is summed over.
+
+    Args:
+        operations: Names of operations: that of ``AddmmBackward0`` is ``Addmm``.
     """
 
     def register(make: Maker) -> Maker:
@@ -181,14 +194,14 @@ def operand_product(
         product = preferred_version(_MAKERS[name], f"products_at/{name}")(operand, mat)
     if product is None:
         return None
-    lasting: SampleProduct = product.lasting()  # read when autograd gets to the operand
+    lasting: SampleProduct = product.lasting()  # it is read only when autograd gets to the operand
     if (lasting.columns, lasting.samples) == (count, samples):
         return lasting
     return regrouped(lasting, count, samples, {})
 
 
 def by_root(product: SampleProduct, sizes: Mapping[Root, int]) -> dict[Root, list[SampleProduct]]:
-    """The columns of each root, from a product of all; what the operand meets is one object."""
+    """Split a product by root; all parts share the other factor."""
     starts = [0, *accumulate(sizes.values())]
     pairs = zip(sizes.items(), starts, strict=False)
     return {r: [product if len(sizes) == 1 else _some(product, s, n)] for (r, n), s in pairs}
@@ -209,7 +222,7 @@ def _some(product: SampleProduct, start: int, count: int) -> SampleProduct:
 
 
 def _side_by_side(use: Mapping[Root, Any]) -> SampleProduct:
-    """One product of the columns of several roots, which meet the same."""
+    """One product of the columns of several roots that have the same other factor."""
     first, *rest = use.values()
     columns = [product.out for product in use.values()] if rest else []
     whole = first.with_factors(torch.cat(columns), first.other, first.is_own) if rest else first

@@ -1,6 +1,7 @@
-"""Walks from nodes to what lies behind them, and numbers nodes so that consumers come first.
+"""Walks over autograd graphs, and topological orders of their nodes.
 
-Autograd has such an order, but does not tell it.
+"Behind" is the direction of the backward pass: from a node to the nodes it sends gradients to.
+Autograd has a topological order of its own, but does not tell it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ T = TypeVar("T")
 
 
 def reached(starts: Iterable[T], further: Callable[[T], Iterable[T]]) -> Iterator[T]:
-    """The starts, and everything that they lead to, each once."""
+    """Yields the starts and everything reachable from them, each once, in no order."""
     todo = list(dict.fromkeys(starts))
     seen = set(todo)
     while todo:
@@ -28,7 +29,7 @@ def reached(starts: Iterable[T], further: Callable[[T], Iterable[T]]) -> Iterato
 
 
 def behind(starts: Iterable[Node | None]) -> set[Node]:
-    """All nodes that some nodes send gradients to, directly or not; ``None`` sends nothing."""
+    """All nodes that receive gradients from the starts, directly or through other nodes."""
     seen: set[Node] = set()
     todo = [node for node in starts if node is not None]
     while todo:
@@ -46,19 +47,19 @@ def children_of(node: Node) -> list[Node]:
 
 def calls_at(node: Node) -> list[Call]:
     """The calls that are recorded on the outputs of a node."""
-    noted: Any = node.metadata
-    return [call for call, _ in noted.get(SITES, {}).values()]
+    metadata: Any = node.metadata
+    return [call for call, _ in metadata.get(SITES, {}).values()]
 
 
 def consumers_first(starts: Iterable[T], further: Callable[[T], Sequence[T]]) -> list[T]:
-    """The starts, and everything that they lead to: whatever leads to a thing comes before it."""
+    """The starts and everything reachable from them, in topological order: consumers first."""
     finished: list[T] = []
     opened: set[T] = set()
     path: list[T] = []
     todo: list[T | None] = [*reversed([*starts])]
     while todo:  # depth first: the deepest nodes are finished first
         item = todo.pop()
-        if item is None:  # all that the last one on the path leads to is through
+        if item is None:  # everything behind the last item of the path is finished
             finished.append(path.pop())
         elif item not in opened:
             opened.add(item)
@@ -69,9 +70,9 @@ def consumers_first(starts: Iterable[T], further: Callable[[T], Sequence[T]]) ->
 
 
 def ranks(*starts: Node) -> dict[Node, int]:
-    """A number for every node behind some, smaller than those of all nodes it sends to.
+    """A rank for every node behind the starts, smaller than those of all nodes it sends to.
 
-    The nodes inside of calls are included: a rule may decline, and leave the work to them.
+    The nodes inside of calls are included, since a call may be crossed by its nodes after all.
     """
 
     def further(node: Node) -> list[Node]:

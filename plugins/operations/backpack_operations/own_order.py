@@ -1,11 +1,11 @@
-"""The driver in an order of our own: for columns in chunks, and for passes without autograd.
+"""Backward passes in an order of our own: for chunks of columns, and without autograd.
 
-An exact quantity has a column for every output of the model; all at once are the largest tensors of
-the backward pass. When the loss is visited, the whole graph is still alive. So all chunks but the
-last go through it one after the other, and the last one travels with autograd. Besides memory this
-saves time: small chunks reuse memory that the allocator holds.
+Exact quantities have a column for every output of the model. All of them at once would be the
+largest tensors of the backward pass. While the loss is visited, the whole graph is still alive. So
+all chunks but the last go through it at once, one after the other; the last travels with autograd.
+This saves memory, and time: small chunks reuse memory that the allocator holds.
 
-The other driver is autograd, whose hooks call ``engine/schedule.py``.
+Otherwise autograd drives a pass: its hooks call ``engine/schedule.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from backpack_operations.straight import StraightTraversal
 
 
 class OwnOrder(Schedule):
-    """A schedule in an order that was made beforehand."""
+    """A schedule that visits nodes in a given topological order."""
 
     def __init__(
         self, between: Between[Any], groups: Sequence[Group], ranks: dict[Node, int]
@@ -47,7 +47,7 @@ class OwnOrder(Schedule):
         Args:
             between: Takes what is sent to nodes between calls.
             groups: The groups whose quantities are sent.
-            ranks: The place of each node in the order.
+            ranks: The number of each node in the order.
         """
         super().__init__(between, groups)
         self._ranks = ranks
@@ -55,11 +55,11 @@ class OwnOrder(Schedule):
         self._sites: dict[Node, dict[tuple[Call, int], Site]] = {}
 
     def await_node(self, node: Node) -> None:
-        """Put the node into the queue, at its place in the order."""
+        """Queue a node."""
         heapq.heappush(self._queue, (self._ranks[node], node))
 
     def await_site(self, site: Site) -> None:
-        """Put the call into the queue, at its place in the order."""
+        """Queue an output of a call."""
         self._sites.setdefault(site.edge.node, {})[site.call, site.index] = site
         self.await_node(site.edge.node)
 
@@ -77,12 +77,12 @@ class OwnOrder(Schedule):
 
 
 def visit_all(run: BackwardPass, order: dict[Node, int], gradient: Tensor | None) -> None:
-    """Visit every call of a pass, instead of autograd.
+    """Visit every call of a pass without running autograd.
 
     Args:
         run: The pass, before autograd has begun.
-        order: The place of every node in the order.
-        gradient: What comes in at the loss.
+        order: The number of every node in the order.
+        gradient: The gradient at the loss.
     """
     run.is_running = run.is_alone = True
     schedule: Any = OwnOrder(run.between, run.groups, order)
@@ -93,7 +93,7 @@ def visit_all(run: BackwardPass, order: dict[Node, int], gradient: Tensor | None
         run.visit(site, gradient if site.call.rule.is_loss else None, None)
 
     with torch.no_grad(), without_autocast():
-        for site in run.survey.sites.values():  # nothing sent there is an error
+        for site in run.survey.sites.values():  # a call to which nothing is sent is an error
             schedule.await_site(site)
         schedule.run(visit)
 
@@ -102,9 +102,9 @@ def visit_all(run: BackwardPass, order: dict[Node, int], gradient: Tensor | None
 
 
 class ChunkSink(Sink):
-    """Keeps the values of one chunk of columns.
+    """Collects the values of one chunk of columns.
 
-    Of a parameter with several uses it may reach some only, which are read at its end.
+    A chunk may reach only some uses of a parameter. They are read when the chunk is through.
     """
 
     def __init__(self, survey: Survey) -> None:
@@ -112,11 +112,11 @@ class ChunkSink(Sink):
         self._values: Values = {}
 
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
-        """Keep the value until the chunk is through."""
+        """Collect a value of one parameter."""
         self._values[extension, id(parameter)] = value
 
     def add_to(self, partial: Values) -> None:
-        """Read what is still waiting, and combine the values with those of earlier chunks."""
+        """Read parameters that wait for further uses; combine all values into ``partial``."""
         for group, view, uses in self._pending.values():
             self._complete(group, view, [uses])
         self._pending.clear()
@@ -129,11 +129,11 @@ class Chunks:
     """Sends chunks of columns during one backward pass.
 
     Attributes:
-        between: What lies between calls, and what is known about the graph.
+        between: What lies between calls, and the survey.
         groups: The groups whose quantities are sent.
         kept: What was computed from calls alone, for all columns that pass through them.
         partial: The results of the chunks so far, combined.
-        traversal: What happens at visits.
+        traversal: The class whose methods visit calls.
     """
 
     between: Between[Any]
@@ -147,15 +147,15 @@ class Chunks:
     )
 
     def size(self, lane: int, device: str) -> int | None:
-        """How many columns may travel at once, on a type of device; ``None`` for all."""
+        """How many columns of a group may travel at once on a type of device; ``None`` for all."""
         group = self.groups[lane]
         survey: Survey = self.between.survey
         extensions = () if group.has_overrides else group.extensions
         if not extensions or not all(e.columns_add for e in extensions):
             return None
-        asked = [e.chunk_size for e in extensions if e.chunk_size is not None]
-        if asked:
-            return min(asked)
+        sizes = [e.chunk_size for e in extensions if e.chunk_size is not None]
+        if sizes:
+            return min(sizes)
         limit = column_budget(device)
         if any(e.per_sample for e in extensions):
             single = sum(use.parameter.nbytes for use in survey.uses.values())
@@ -163,7 +163,7 @@ class Chunks:
         return max(1, limit // max(1, survey.widest))
 
     def carry(self, lane: int, node: Node, begin: Callable[[StraightTraversal], None]) -> None:
-        """Visit everything that a chunk reaches, and combine what extensions read.
+        """Send a chunk through the rest of the net, and combine what extensions read.
 
         Args:
             lane: The group of the columns.
@@ -181,13 +181,13 @@ class Chunks:
         sink.add_to(self.partial)
 
     def _visit(self, traversal: StraightTraversal, lane: int, site: Site) -> None:
+        """Visit a call with a chunk; keep what the next chunk can reuse, if memory allows."""
         call = site.call
         view = self.between.survey.view(site, self.kept)
         if view.is_checked and self.between.survey.asks_rule(call):
             call.rule.check(view)
         traversal.visit(lane, site, view)
-        # Keep what depends on the call alone for the next chunk, as far as memory allows; but not
-        # if it was made of tensors that hooks took.
+        # Not if it was computed from tensors that saved-tensor hooks provided for this visit.
         held = sum(t.nbytes for t in iter_tensors(list(view.call_cache.values())))
         if view.unpacked is not None or held > memory_budget():
             view.call_cache.clear()

@@ -1,6 +1,6 @@
-"""Questions about ways through a graph: from the loss, inside of calls, to parameters.
+"""Questions about paths in a graph: between losses and calls, inside of calls, to parameters.
 
-Each is asked for a check or a message, and walks as far as its answer needs.
+Checks and messages ask them. Each walks as far as its answer needs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def inside(site: Site) -> dict[Node, None]:
 
 
 def fault_in(survey: GraphSurvey) -> BackpackError | None:
-    """The first fault that concerns an extended module: its own, or of a node that leads to one."""
+    """The first fault with trained parameters behind it; ``None`` if there is none."""
     for error, node in survey.faults:
         if node is None or leads_to_parameters(survey, _sent_on(node)):
             return error
@@ -38,15 +38,15 @@ def fault_in(survey: GraphSurvey) -> BackpackError | None:
 
 
 def nonlinear(survey: GraphSurvey) -> list[Node]:
-    """Nodes between calls, with parameters behind, that are not known to be linear."""
-    between = dict.fromkeys(node for node, _ in survey.seen)
+    """The operations between calls that are not known to be linear and lead to parameters."""
+    between = dict.fromkeys(node for node, _ in survey.between)
     return [
         n for n in between if not nodes.is_linear(n) and leads_to_parameters(survey, _sent_on(n))
     ]
 
 
 def leads_to_parameters(survey: GraphSurvey, edges: Iterable[Edge]) -> bool:
-    """Whether a trained parameter lies behind some edges; works on released calls, too."""
+    """Whether a trained parameter lies behind some edges, also after calls were freed."""
 
     def is_trained(edge: Edge) -> bool:
         site = survey.site_at(edge)
@@ -61,9 +61,9 @@ def _sent_on(node: Node) -> list[Edge]:
 
 
 def _above(survey: GraphSurvey, roots: Iterable[Edge]) -> dict[Edge, list[Edge]]:
-    """The edges from the roots to the first losses or modules with a rule; what is behind each.
+    """The graph between the roots and the first losses or modules with a rule: edges by edge.
 
-    Nothing is behind losses, nor behind modules with a rule. Terms in ``beside`` are left out.
+    Losses and modules with a rule have no edges behind them. Terms in ``beside`` are left out.
     """
 
     def further(edge: Edge) -> list[Edge]:
@@ -83,7 +83,7 @@ def nonlinear_above(survey: GraphSurvey, roots: Iterable[Edge]) -> Node | None:
         survey: What is known about the graph.
         roots: What ``backward()`` is called on.
     """
-    above, leading = _above(survey, roots), set[Edge]()  # those that lead to a loss
+    above, leading = _above(survey, roots), set[Edge]()  # leading: edges that lead to a loss
     for edge in reversed(consumers_first(roots, above.__getitem__)):
         site = survey.site_at(edge)
         if _is_loss(site) or not leading.isdisjoint(above[edge]):
@@ -94,7 +94,7 @@ def nonlinear_above(survey: GraphSurvey, roots: Iterable[Edge]) -> Node | None:
 
 
 def reached_past_losses(survey: GraphSurvey, roots: Iterable[Edge]) -> Site | None:
-    """A trained module that is reached from the roots past all extended losses; else ``None``."""
+    """A trained module that the roots depend on other than by a loss; ``None`` if there is none."""
     for edge, further in _above(survey, roots).items():
         site = survey.site_at(edge)
         if site is None or further or _is_loss(site) or site.call in survey.opened:
@@ -105,33 +105,31 @@ def reached_past_losses(survey: GraphSurvey, roots: Iterable[Edge]) -> Site | No
 
 
 def losses_without_rule(survey: GraphSurvey, roots: Iterable[Edge]) -> set[Call]:
-    """Calls without a rule that make a loss of what others returned: no module uses the result."""
+    """Calls without a rule that compute a loss: no call with a rule uses their result."""
     if not any(call.rule.transparent for call, _ in survey.sites):
         return set()
     sites = map(survey.site_at, _above(survey, roots) if survey.opened else ())
     calls = {site.call for site in sites if site is not None and site.call.rule.transparent}
-    found = {call for call in calls if any(call.edges[:1])}
-    if not found:
-        return found
-    is_all = all(call in found or call.rule.is_loss for call, _ in survey.sites)
-    return set() if is_all else found
+    losses = {call for call in calls if any(call.edges[:1])}
+    is_all = all(call in losses or call.rule.is_loss for call, _ in survey.sites)
+    return set() if is_all else losses
 
 
 def is_factor(survey: GraphSurvey, parameter: Tensor) -> bool:
-    """Whether a module's output is multiplied with, or divided by, what a parameter makes.
+    """Whether a module's output is multiplied or divided by a function of a parameter.
 
     Args:
         survey: What is known about the graph.
         parameter: A parameter that functions use.
     """
     of_modules = {site.edge.node for site in survey.sites.values()}
-    for product in {node for node, _ in survey.seen}:
+    for product in {node for node, _ in survey.between}:
         if nodes.operation_of(product) not in nodes.FACTORS.keys() | nodes.QUOTIENTS:
             continue
-        ways = [{edge.node, *behind([edge.node])} for edge in _sent_on(product)]
-        uses = [any(getattr(n, "variable", None) is parameter for n in way) for way in ways]
-        others = (way for way, is_used in zip(ways, uses, strict=True) if not is_used)
-        if any(uses) and any(way & of_modules for way in others):
+        factors = [{edge.node, *behind([edge.node])} for edge in _sent_on(product)]
+        uses = [any(getattr(n, "variable", None) is parameter for n in each) for each in factors]
+        others = (each for each, is_used in zip(factors, uses, strict=True) if not is_used)
+        if any(uses) and any(each & of_modules for each in others):
             return True
     return False
 

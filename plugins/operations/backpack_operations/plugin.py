@@ -1,4 +1,4 @@
-"""What this library attaches to passes of core."""
+"""The hooks that this library answers."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from backpack_operations.between import Operations
 
 @hookimpl
 def backpack_operation() -> type[Operations]:
-    """It goes through operations between calls."""
+    """The class that carries quantities through operations between calls."""
     return Operations

@@ -21,62 +21,62 @@ from backpack_core.record.owner import owners_of
 from backpack_operations import faults, nodes
 from backpack_operations.alignment import Alignment
 from backpack_operations.order import behind
-from backpack_operations.owned import name_of_parameter, owned_by_models
 from backpack_operations.owners import Owners
+from backpack_operations.parameter_owners import name_of_parameter, owned_by_models
 from backpack_operations.paths import is_factor
 from backpack_operations.survey import GraphSurvey
 
 
 def refuse_bare(survey: GraphSurvey, extensions: Sequence[Extension]) -> None:
-    """Refuse parameters that functions use, if an extension has no quantity for them.
+    """Refuse parameters that functions use, if an extension cannot be computed for them.
 
-    Warn of parameters that belong to no extended model.
+    Warn about parameters that belong to no extended model.
 
     Args:
         survey: What is known about the graph.
         extensions: What was asked for.
 
     Raises:
-        UnsupportedError: An extension has no quantity of one of them, and has to.
+        UnsupportedError: An extension that needs such a parameter cannot be computed for it.
     """
     at_leaves = set(map(id, survey.alignment.leaves.values()))
     owned = owned_by_models()
     for key, (parameter, node, _) in survey.bare.items():
         is_known = key in at_leaves
-        missed = [e for e in extensions if not (is_known and e.propagator.keeps_apart)]
+        missing = [e for e in extensions if not (is_known and e.propagator.keeps_apart)]
         uses = survey.uses[key].count if key in survey.uses else 0
-        if not missed:
+        if not missing:
             continue
-        what, advice = _of_bare(parameter, node, survey)
-        for extension in missed:
+        problem, advice = _describe_use(parameter, node, survey)
+        for extension in missing:
             tolerates = key not in owned or extension.fail_mode in ("warning", "silent")
-            # Of one that a module uses as well, a part would be missing.
+            # If a module uses it as well, the result would lack a part.
             if extension.needs_every_parameter or not tolerates or uses > is_known:
                 raise errors.UnsupportedError(
-                    f"{what}, where {registry.describe(extension)} cannot be computed. {advice}"
+                    f"{problem}, where {registry.describe(extension)} cannot be computed. {advice}"
                 )
-        if any(key not in owned or e.fail_mode == "warning" for e in missed):
-            text = f"{what}: it gets no quantity. {advice}"
+        if any(key not in owned or e.fail_mode == "warning" for e in missing):
+            text = f"{problem}: it gets no quantity. {advice}"
             errors.warn_once((id(parameter), text), text, errors.UncoveredParameterWarning)
 
 
-def _of_bare(parameter: Tensor, node: Node, survey: GraphSurvey) -> tuple[str, str]:
-    """What uses a parameter, and what to do about it, for messages."""
+def _describe_use(parameter: Tensor, node: Node, survey: GraphSurvey) -> tuple[str, str]:
+    """Two sentences for messages: what uses a parameter, and what to do about it."""
     use = survey.uses.get(id(parameter))
     if use is not None and not use.call.rule.covers(use.call.module, use.name):
         kind = class_of(use.call.module).__name__
         advice = f"Write a layer rule for {kind}, or freeze the parameter."
         return f"No layer rule covers {use.name!r} of {use.call.path}", advice
-    lost = _not_extended(parameter, [call.module for call, _ in survey.sites])
+    outsider = _not_extended(parameter, [call.module for call, _ in survey.sites])
     if nodes.is_compiled(node):
         advice = (
             "That part of the graph was compiled by torch.compile, where no module is seen: run "
             "the forward pass inside the block of backpack(...), where what was compiled runs as "
             "it was written."
         )
-    elif lost:
+    elif outsider:
         advice = (
-            f"{lost} is not an extended part of its model: it was put there, or wrapped, after "
+            f"{outsider} is not an extended part of its model: it was put there, or wrapped, after "
             "extend(model), or unextended. Call extend(model) again."
         )
     else:
@@ -85,9 +85,9 @@ def _of_bare(parameter: Tensor, node: Node, survey: GraphSurvey) -> tuple[str, s
             f"{verb} the module that it belongs to, make it a parameter of the module whose "
             "forward() uses it, or freeze it."
         )
-    which = named(survey, parameter)
-    used = f"{which[0].upper()}{which[1:]} is used by the operation {name_of(node)!r}"
-    if use is not None and use.count and not (lost or nodes.is_compiled(node)):
+    name = named(survey, parameter)
+    used = f"{name[0].upper()}{name[1:]} is used by the operation {name_of(node)!r}"
+    if use is not None and use.count and not (outsider or nodes.is_compiled(node)):
         return (
             f"{used} besides its module (the model returns a derivative of itself, by "
             "torch.autograd.grad(..., create_graph=True), or a weight is tied)",
@@ -97,7 +97,7 @@ def _of_bare(parameter: Tensor, node: Node, survey: GraphSurvey) -> tuple[str, s
 
 
 def named(survey: Survey, parameter: Tensor) -> str:
-    """A parameter in words, for messages."""
+    """A parameter with its name and shape, for messages."""
     name = name_of_parameter([call.module for call, _ in survey.sites], parameter)
     which = "a parameter" if name is None else f"the parameter {name}"
     return f"{which} of shape {list(parameter.shape)}"
@@ -126,14 +126,14 @@ def refuse_misaligned(
                 continue
             site = survey.sites[call, index]
             positions = alignment.positions_of(site)
-            # Before any samples, axis 0 is something else, which the rule would take for them.
+            # Between the samples and backward(), axis 0 is another one: a rule must not read it.
             is_before = (site.edge.node, site.edge.output_nr) in alignment.before
             is_known = not survey.axes[call, index] or alignment.owned_at(site.edge) is not None
             is_known &= not (is_before and survey.trained[call])
             if call.rule.is_loss:
                 edge = call.edges[0]
                 is_known = not call.stored.inputs[0].shape[:1].numel() % alignment.batch_size
-                # The declaration does not say in which order the entries of a loss lie.
+                # A declared axis does not say in which order the entries of a loss are.
                 is_known &= not survey.is_declared or alignment.batch_size == 1
                 owners, is_owned = Owners(survey), edge and alignment.owned_at(edge) is not None
                 if not is_owned and owners.received_permuted(call):
@@ -144,7 +144,7 @@ def refuse_misaligned(
                 raise fault
             is_chosen = call.rule.is_loss and propagator.subsampling is not None
             is_chosen &= propagator.travels or propagator.only_at_losses
-            if is_chosen and positions > 1 and (call, index) not in survey.entries:
+            if is_chosen and positions > 1 and (call, index) not in survey.loss_owners:
                 raise faults.whose_entries(call)
         if alignment.beside and propagator.keeps_apart:
             raise _beside(survey, *alignment.beside[0])
@@ -153,37 +153,37 @@ def refuse_misaligned(
 def refuse_other_order(survey: GraphSurvey, extensions: Sequence[Extension]) -> None:
     """Raise if a model puts all of its data into another order, before any layer.
 
-    Results of single samples could be in either order; sums over samples are the same in both. It
-    does not raise if other data are beside them in the order of samples, as negatives beside
-    positives.
+    Results of single samples could then be in either order; sums over samples are the same in both.
+    It does not raise if other data are in the order of the samples (positives beside permuted
+    negatives).
 
     Args:
         survey: What is known about the graph.
         extensions: What was asked for.
 
     Raises:
-        SampleMixingError: It does so.
+        SampleMixingError: All data are permuted, and an extension has results of single samples.
     """
     is_known = survey.is_told or survey.depth is not None or not survey.alignment.faults
     if is_known or all(e.over_batches == "sum" or not e.propagator.per_sample for e in extensions):
         return
     owners = Owners(survey)
     fresh = [c for c, _ in survey.sites if not (c.rule.is_loss or c.is_released or any(c.edges))]
-    of_data = [c for c in fresh if c.receives_input or owners.of_input(c) is not None]
+    of_data = [c for c in fresh if c.receives_input or owners.ids.of_input(c) is not None]
     if of_data and all(map(owners.received_permuted, of_data)):
         raise faults.permuted(of_data[0])
 
 
 def refuse_beside(survey: GraphSurvey, extensions: Sequence[Extension]) -> None:
-    """Raise if a term in ``beside=`` depends on outputs of modules, or an extension needs it.
+    """Raise if a term in ``beside=`` depends on module outputs, or an extension needs the term.
 
     Args:
         survey: What is known about the graph.
         extensions: What was asked for.
 
     Raises:
-        UnsupportedError: A term depends on such an output, so that gradients there are not those of
-            the loss alone; or it has a part in what an extension computes.
+        UnsupportedError: A term depends on such an output, so that the gradient there is not the
+            gradient of the loss; or an extension is about everything that is differentiated.
     """
     if not survey.beside:
         return
@@ -196,9 +196,9 @@ def refuse_beside(survey: GraphSurvey, extensions: Sequence[Extension]) -> None:
                 "derivative yourself, or use products with the Hessian (HMP), which have it."
             )
     ends = {node for node, _ in survey.beside}
-    found = ends | behind(ends)
+    reached = ends | behind(ends)
     for site in survey.sites.values():
-        if site.edge.node in found:
+        if site.edge.node in reached:
             raise errors.UnsupportedError(
                 f"A term that was handed over in beside=[...] depends on the output of "
                 f"{site.call.path}, whose gradient is the sum of both: what belongs to the loss "
@@ -209,6 +209,7 @@ def refuse_beside(survey: GraphSurvey, extensions: Sequence[Extension]) -> None:
 
 
 def _beside(survey: GraphSurvey, parameter: Tensor, node: Node) -> errors.UnsupportedError:
+    """The error for a parameter that the loss depends on, by an operation, without any sample."""
     depends = (
         f"The number that backward() is called on depends on {named(survey, parameter)} by the "
         f"operation {described(node)!r}"
@@ -237,7 +238,7 @@ def _beside(survey: GraphSurvey, parameter: Tensor, node: Node) -> errors.Unsupp
 
 
 def _not_extended(parameter: Tensor, modules: list[Module]) -> str:
-    """The module that owns a parameter in an extended model, but was not extended itself."""
+    """The unextended module in an extended model that owns a parameter, in words; or empty."""
     for model in owners_of(modules):
         for path, part in model.named_modules():
             own = any(parameter is other for other in part._parameters.values())
@@ -247,18 +248,18 @@ def _not_extended(parameter: Tensor, modules: list[Module]) -> str:
 
 
 def refuse_loss_alone(survey: GraphSurvey, extensions: Sequence[Extension]) -> None:
-    """Raise if only losses are extended, although parameters are trained behind them.
+    """Raise if only losses are extended, although trained parameters lie behind them.
 
     Args:
         survey: What is known about the graph.
         extensions: What was asked for.
 
     Raises:
-        NotExtendedError: There would be no quantity at all.
+        NotExtendedError: Nothing would be computed.
     """
     calls = [call for call, _ in survey.sites]
     if any(nodes.is_compiled(bare.node) for bare in survey.bare.values()):
-        return  # its modules may be extended all the same
+        return  # compiled code hides its modules, which may be extended
     if survey.bare and not survey.uses and all(call.rule.is_loss for call in calls):
         losses = ", ".join(dict.fromkeys(call.path for call in calls))
         names = ", ".join(type(extension).__name__ for extension in extensions)

@@ -1,7 +1,7 @@
-"""Visits where every call has its samples on axis 0 and a rule that speaks for it.
+"""Visits in straight graphs: every call has a rule, and its samples on axis 0.
 
-Operations may lie between calls, and what does not fit into memory goes through at once. A plan
-says that a graph is so; ``visits.py`` has what others need.
+Operations may lie between calls, and columns that do not fit into memory go through the net in
+chunks. A plan says that a graph is straight; ``visits.py`` adds what other graphs need.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from backpack_operations.survey import GraphSurvey
 from backpack_operations.viewed import below
 
 if TYPE_CHECKING:
-    from backpack_operations.own_order import Chunks  # which makes traversals
+    from backpack_operations.own_order import Chunks  # which imports this file
 
 
 class StraightTraversal(Traversal):
-    """What happens when a call is visited by its rule, and has its samples on axis 0."""
+    """Visits calls that have a rule, and samples on axis 0."""
 
     survey: GraphSurvey
 
     def arrive(self, visit: Visit) -> Any:
-        """Also from nodes."""
+        """The quantity that arrived at a call, also from operations."""
         view, waiting = visit.view, visit.arrived.own
         if visit.arrived.wide is not None or view.axis:
             propagator = self.groups[visit.lane].propagator
@@ -36,14 +36,14 @@ class StraightTraversal(Traversal):
         return visit.carrier.arrive(view, waiting)
 
     def _at_output(self, propagator: Propagator, site: Site, view: View, arrived: Waiting) -> Any:
-        """What arrived, as a quantity at the call's output with samples in front."""
+        """Combine what arrived from operations and from calls into one quantity."""
         wide, own = propagator.narrow(arrived.wide), arrived.own
         return wide if own is None else propagator.merge(own, wide)
 
     def send(self, visit: Visit, quantity: Any, whole: Any) -> None:
-        """Also carry through at once what does not fit, and send the rest."""
+        """Send what does not fit into memory through the net in chunks, and then the rest."""
         site = visit.site
-        if site.layout is None and not visit.view.axis:  # else what is below has another shape
+        if site.layout is None and not visit.view.axis:  # else the shape inside is another one
             if self.groups[visit.lane].propagator.sheds_everywhere or site.call.rule.is_loss:
                 whole = self._shed(visit, whole)
             if whole is not quantity:
@@ -55,40 +55,45 @@ class StraightTraversal(Traversal):
         try:
             super().send(visit, quantity, quantity)
         except OverwrittenInputError:
-            # Autograd kept its own copy: go through the node that made the output.
+            # The rule lacks its input, but autograd saved a copy at the node of the output.
             self._send_below(visit, quantity)
 
     def _send_below(self, visit: Visit, quantity: Any) -> None:
-        """Go on through the node that made the output."""
+        """Send a quantity through the node that made the output, instead of the rule."""
         lane, site, *_, arrived = visit
         restarts = self.groups[lane].propagator.starts_everywhere and site.layout is None
-        if arrived == NOTHING or restarts:  # at a view, it would have the shape of that
+        if arrived == NOTHING or restarts:  # not at a view, whose shape is another one
             self.hand_on(visit, below(site), quantity)
         else:
             self.schedule.deliver(lane, below(site), *arrived)
 
     def residuals(self, visit: Visit) -> dict[int, Any]:
-        """What does not fit of it is carried through; chunks leave it to those before them."""
+        """The residuals of a call, of which what does not fit into memory is sent in chunks.
+
+        Chunks themselves send no residuals: these are sent once, with the first columns.
+        """
         chunks: Chunks | None = self.schedule.chunks
         if chunks is None:
             return {}
-        found = super().residuals(visit)
+        residuals = super().residuals(visit)
         lane, site, view, *_ = visit
         propagator = self.groups[lane].propagator
-        size = chunks.size(lane, view.device.type) if found else None
+        size = chunks.size(lane, view.device.type) if residuals else None
         if size is None:
-            return found
-        for position, new in found.items():
+            return residuals
+        for position, new in residuals.items():
             edge = site.call.edges[position]
             assert edge is not None
-            found[position], parts = propagator.shed(None, view, new, size, self._is_rooted(edge))
+            residuals[position], parts = propagator.shed(
+                None, view, new, size, self._is_rooted(edge)
+            )
             for part in parts:
                 hand_on = partial(_hand_on, visit=visit, edge=edge, quantity=part)
                 chunks.carry(lane, site.edge.node, hand_on)
-        return found
+        return residuals
 
     def _shed(self, visit: Visit, quantity: Any) -> Any:
-        """Carry through at once what does not fit; returns the rest."""
+        """Send columns that do not fit into memory through the net in chunks; returns the rest."""
         chunks: Chunks | None = self.schedule.chunks
         lane, site, view, *_ = visit
         size = None if chunks is None else chunks.size(lane, view.device.type)
@@ -106,7 +111,7 @@ class StraightTraversal(Traversal):
         return kept
 
     def _is_rooted(self, edge: Edge) -> bool:
-        """Whether what goes to an edge has to be in the form of ``Propagator.rooted``."""
+        """Whether a quantity at an edge has to be in the form of ``Propagator.rooted``."""
         return self.survey.is_shared or self.survey.site_at(edge) is None
 
 

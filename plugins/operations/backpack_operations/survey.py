@@ -1,6 +1,7 @@
-"""What is known of a graph in which operations lie between calls, or samples on other axes.
+"""The survey of any backward graph: core's :class:`Survey`, with operations and sample axes.
 
-``surveying.py`` finds it, ``aligning.py`` where samples lie.
+``surveying.py`` fills in calls, operations and faults; ``aligning.py`` fills in where the samples
+lie. All others only ask.
 """
 
 from __future__ import annotations
@@ -21,15 +22,22 @@ from backpack_core.record.view import View
 from backpack_operations._torch import CopyNode
 from backpack_operations.alignment import Alignment
 from backpack_operations.order import reached
-from backpack_operations.owned import owned_by_models
+from backpack_operations.parameter_owners import owned_by_models
 from backpack_operations.told import Told
 from backpack_operations.viewed import below
 
-Region = tuple[Call, ...]  # calls that have no rule for propagation, each inside of the next
+# The calls around a node that are crossed node by node, innermost first.
+Region = tuple[Call, ...]
 
 
 class Bare(NamedTuple):
-    """A parameter that operations use, the last such node, and all with positions of the edges."""
+    """A parameter that operations use outside of the module that owns it.
+
+    Attributes:
+        parameter: The parameter.
+        node: The operation that the walk met last.
+        edges: All operations that use it, each with a position in ``node.next_functions``.
+    """
 
     parameter: Tensor
     node: Node
@@ -38,43 +46,45 @@ class Bare(NamedTuple):
 
 @dataclass
 class GraphSurvey(Survey):
-    """What is known about any graph.
+    """Everything that is known about the graph of one backward pass.
+
+    Outputs of calls are keys ``(call, index)``, outputs of nodes are keys ``(node, output_nr)``.
 
     Attributes:
-        beside: Outputs of nodes that are left out, with everything behind them.
-        tells_samples: Whether anything is of single samples, or of more than a sum over them.
-        told: Which samples rows belong to, where the user says so, or sums in the model.
-        alignment: Where samples lie in it.
-        tables: Nodes inside of calls that returned something that all samples share.
-        depth: At which depth of what models received each item is one sample's; ``None`` if samples
-            are in front of all.
-        rows: The samples of calls that received some of them only, by the node of the output.
-        axes: Which axis of such an output holds the samples.
-        given: Parameters that are results of a computation, of calls that are gone through.
-        handed: Those of all models, as ``functional_call`` hands them over.
-        received: How long axis 0 is of what a call received and returned; -1 if these differ.
-        losses: Calls without a rule that make a loss of what others returned: what they received
-            tells no number of samples.
-        unusual: Outputs of calls that received something that has no edge, or have modules inside.
-        faults: Why quantities of single samples do not exist, and where.
-        is_declared: Whether samples are said to lie on another axis than the first, somewhere.
-        moved: Outputs of calls that are visited at the tensor that they are views of.
-        inner: Calls that compute more from an output of a node, by that.
-        regions: What calls lie in.
-        owned: How operations inside of calls use parameters that these own: by nodes and positions.
-        seen: Nodes between calls, and what they lie in, in order.
-        entries: The sample of each row that a loss received, where samples have several and some
-            are chosen.
-        numbers: The samples that entries belong to, where somebody asked; see ``owners.py``.
-        are_moved: Whether rows may be other samples than those of the model's input; ``None``
-            before anybody asked.
-        are_by_values: Whether any of these are told by numbers in tensors, as in an index.
-        looked_at: What an operation of parameters and data has made of the rows of the data, where
-            numbers in these tell.
-        unclear: Calls that received rows picked from data, of which it is not known whose they are.
-        has_read: Whether numbers in tensors were compared, to tell where samples are.
-        is_straight: Whether a plan says that every call has a rule that sends on what arrives, and
-            its samples on axis 0.
+        beside: The terms of ``backpack(beside=...)``, as outputs of nodes. The walk stops there.
+        tells_samples: Whether an extension distinguishes samples, beyond a sum over them.
+        told: The sample of each input row, by ``backpack(samples=...)`` or by sums in the model.
+        alignment: Where the samples lie.
+        tables: Nodes inside of calls that returned one tensor for all samples.
+        depth: The depth in the model's arguments at which each item is one sample; ``None`` if
+            every argument has the samples on an axis.
+        call_rows: The samples of calls that received only some of them, by the output's node.
+        axes: The axis of each call's output that holds the samples.
+        computed: For each call that is crossed node by node, the parameters that are
+            results of a computation.
+        handed: The parameters that ``functional_call`` handed to any model.
+        received: The length of axis 0 of a call's first input; -1 if the output's length differs.
+        unruled_losses: Calls without a rule that compute a loss from outputs of other calls.
+            Their inputs do not count when the number of samples is determined.
+        unusual: Outputs of calls that received an input without an edge, or contain modules.
+        faults: Errors that explain why per-sample quantities do not exist, each with its node.
+        is_declared: Whether any call's samples were declared to lie on an axis other than 0.
+        at_base: Outputs of calls that are visited at the tensor that they are views of.
+        computed_from: By an output of a node, the call that computes several outputs from it.
+        regions: The region in which each call lies.
+        uses_inside: For each call, the operations inside that use parameters it owns: node,
+            position of the edge, parameter.
+        between: The nodes between calls, each with its region, in the order of the walk.
+        loss_owners: The sample of each row that a loss received, where samples have several rows
+            and ``subsampling`` chooses some samples.
+        sample_ids: The sample of each entry of a tensor, where it was asked for; see ``owners.py``.
+        are_moved: Whether any tensor may have its rows in another order than the model's
+            input; ``None`` before it was asked for.
+        are_by_values: Whether values of tensors, such as an index, say that rows are moved.
+        looked_at: By an operation of parameters and data, the sample ids that the data told.
+        unclear: Calls that received rows picked from the data, of unknown samples.
+        values_read: Whether values of tensors were compared to find the samples.
+        is_straight: Whether every call has a rule and its samples on axis 0, as a plan says.
     """
 
     beside: frozenset[tuple[Node, int]] = frozenset()
@@ -84,68 +94,70 @@ class GraphSurvey(Survey):
     bare: dict[int, Bare] = field(default_factory=dict)
     tables: set[Node] = field(default_factory=set)
     depth: int | None = None
-    rows: dict[Node, Tensor] = field(default_factory=dict)
+    call_rows: dict[Node, Tensor] = field(default_factory=dict)
     axes: dict[tuple[Call, int], int] = field(default_factory=dict)
-    given: dict[Call, Mapping[tuple[Node, int], Tensor]] = field(default_factory=dict)
+    computed: dict[Call, Mapping[tuple[Node, int], Tensor]] = field(default_factory=dict)
     handed: dict[tuple[Node, int], Tensor] = field(default_factory=computed_substitutes)
     received: dict[tuple[Call, int], int] = field(default_factory=dict)
-    losses: set[Call] = field(default_factory=set)
+    unruled_losses: set[Call] = field(default_factory=set)
     unusual: list[Site] = field(default_factory=list)
     faults: list[tuple[BackpackError, Node | None]] = field(default_factory=list)
     is_declared: bool = False
-    moved: set[tuple[Call, int]] = field(default_factory=set)
-    inner: dict[tuple[Node, int], Call] = field(default_factory=dict)
+    at_base: set[tuple[Call, int]] = field(default_factory=set)
+    computed_from: dict[tuple[Node, int], Call] = field(default_factory=dict)
     regions: dict[Call, Region] = field(default_factory=dict)
-    owned: dict[Call, list[tuple[Node, int, Tensor]]] = field(default_factory=dict)
-    seen: dict[tuple[Node, Region], None] = field(default_factory=dict)
-    entries: dict[tuple[Call, int], Tensor] = field(default_factory=dict)
-    numbers: dict[tuple[Node, int], Tensor | None] = field(default_factory=dict)
+    uses_inside: dict[Call, list[tuple[Node, int, Tensor]]] = field(default_factory=dict)
+    between: dict[tuple[Node, Region], None] = field(default_factory=dict)
+    loss_owners: dict[tuple[Call, int], Tensor] = field(default_factory=dict)
+    sample_ids: dict[tuple[Node, int], Tensor | None] = field(default_factory=dict)
     are_moved: bool | None = None
     are_by_values: bool = False
     looked_at: dict[Node, Tensor | None] = field(default_factory=dict)
     unclear: set[Call] = field(default_factory=set)
-    has_read: bool = False
+    values_read: bool = False
     is_straight: bool = False
 
     @property
     def why_unusual(self) -> str:
-        """What tells more of this graph than shapes, settings and operations; empty if nothing.
+        """Why no plan can be made: a decision depends on more than shapes, settings and operations.
 
-        That data are not a copy of others in another order counts as known.
+        Empty if a plan can be made. Whether data were reordered by a copy is not looked at again.
         """
-        found = {
+        reasons = {
             "samples=... says which rows are whose": self.told is not None,
-            "numbers in tensors were read to tell where samples are": self.has_read,
+            "numbers in tensors were read to tell where samples are": self.values_read,
             "indices or data say which rows are whose": bool(self.are_moved and self.are_by_values),
-            "a part of the rows is known": bool(self.rows),
+            "a part of the rows is known": bool(self.call_rows),
             "samples lie on another axis": self.is_declared or any(self.axes.values()),
             "each item of a list is a sample's": self.depth is not None,
             "weights are handed over": bool(self.handed),
-            "a view was overwritten in place": bool(self.viewed or self.moved),
+            "a view was overwritten in place": bool(self.viewed or self.at_base),
             "parameters are sharded": bool(self.shards),
-            "a loss has no rule": bool(self.losses),
-            "a quantity does not exist everywhere": bool(self.faults or self.owned or self.beside),
+            "a loss has no rule": bool(self.unruled_losses),
+            "a quantity does not exist everywhere": bool(
+                self.faults or self.uses_inside or self.beside
+            ),
         }
-        return next((why for why, is_so in found.items() if is_so), "")
+        return next((why for why, is_so in reasons.items() if is_so), "")
 
     @property
     def is_told(self) -> bool:
-        """Whether rows are said to be other samples than one each, in order."""
+        """Whether the given sample of each row differs from one sample for each row, in order."""
         return self.told is not None and not self.told.is_usual
 
     def site_at(self, edge: Edge) -> Site | None:
-        """The call that what is sent to an edge arrives at, in this graph."""
+        """The output of a call at which a gradient sent along an edge arrives, if there is one."""
         if self.leaves and (leaf := self.leaves.get((edge.node, edge.output_nr))) is not None:
             return leaf
         if self.viewed and not edge.level:
             edge = self.viewed.get((edge.node, edge.output_nr), edge)
         site = site_at(edge)
-        if site is not None and site.edge.level <= 0 and (site.call, site.index) in self.moved:
+        if site is not None and site.edge.level <= 0 and (site.call, site.index) in self.at_base:
             return None  # the call is visited at the tensor that its output is a view of
         return site
 
     def axis_and_positions(self, site: Site) -> tuple[int, int]:
-        """As alignment and rules say."""
+        """The axis that holds the samples, and how many of its entries each sample has."""
         if self.is_straight:
             return 0, 1
         axis, alignment = self.axes.get((site.call, site.index), 0), self.alignment
@@ -153,17 +165,17 @@ class GraphSurvey(Survey):
         return axis, 1 if is_usual else alignment.positions_of(site, axis)
 
     def view(self, site: Site, kept: CallCaches, grad: Tensor | None = None) -> View:
-        """Also with whose the rows are, of a loss, or where they are in no order."""
+        """Also set ``view.owners``, the sample of each row, where rows are in no usual order."""
         view = super().view(site, kept, grad)
-        if site[:2] in self.entries:
-            view.owners = self.entries[site[:2]]
+        if site[:2] in self.loss_owners:
+            view.owners = self.loss_owners[site[:2]]
         elif self.alignment.owned and not (view.positions or self.alignment.is_apart(site.edge)):
             owned = self.alignment.owned_of(site)
             view.owners = None if owned is None else owned.int().argmax(0)
         return view
 
     def sources(self, node: Node) -> list[str]:
-        """Also through other operations."""
+        """The paths of the calls behind an operation, also through other operations."""
 
         def further(edge: Edge) -> list[Edge]:
             return self.further(edge) if self.site_at(edge) is None else []
@@ -173,40 +185,40 @@ class GraphSurvey(Survey):
         return list(dict.fromkeys(site.call.path for site in sites if site is not None))
 
     def add_leaf(self, site: Site) -> None:
-        """Look at a parameter as at a call that returns it."""
+        """Add the call that stands for a parameter, and returns it."""
         self.leaves[site.edge.node, site.edge.output_nr] = site
         self.sites[site.call, site.index] = site
         self.axes[site.call, site.index] = 0
         self.note_uses(site.call)
 
     def note_uses(self, call: Call) -> None:
-        """Note which parameters a call uses, also those that its rule leaves out."""
+        """Count the uses of a call's parameters, also of those that its rule does not cover."""
         super().note_uses(call)
         for own in self.uncovered(call) if self.freed else ():
-            is_alone = not {*call.module._modules.keys()} - {"parametrizations"}
-            self.use_of(call, own).unruled += is_alone
+            has_children = bool({*call.module._modules.keys()} - {"parametrizations"})
+            self.use_of(call, own).unruled += not has_children
 
     def parameters(self) -> dict[int, Tensor]:
-        """Those that are read, and those of extended models that operations use."""
-        found = super().parameters()
+        """All parameters that get results: those that calls use, and those that operations use."""
+        parameters = super().parameters()
         for parameter, *_ in self.bare_of_models():
             if parameter.is_complex():
                 raise complex_parameter(f"of shape {list(parameter.shape)}")
-            found[id(parameter)] = parameter
-        return found
+            parameters[id(parameter)] = parameter
+        return parameters
 
     def note_bare(self, node: Node, position: int, parameter: Tensor) -> None:
-        """Note a parameter that an operation uses outside of any module that owns it."""
+        """Record that an operation uses a parameter outside of any module that owns it."""
         bare = self.bare.setdefault(id(parameter), Bare(parameter, node, {}))
         self.bare[id(parameter)] = bare._replace(node=node)
         bare.edges[node, position] = None
 
     def views_of(self, node: Node) -> list[tuple[Site, Layout]]:
-        """Calls that returned views of a node's outputs, which were overwritten in place since."""
+        """Outputs of calls that are views of a node's outputs and were overwritten in place."""
         return [(s, s.layout) for s in self.sites.values() if s.edge.node is node and s.layout]
 
     def further(self, edge: Edge) -> list[Edge]:
-        """Where what is sent to an edge goes on: past a call with a rule, into others, by nodes."""
+        """The next edges: a call's inputs, a node's operands, or the inside of an opened call."""
         site = self.site_at(edge)
         if site is None:
             return [behind for _, behind in edges_behind(edge.node)]
@@ -215,57 +227,58 @@ class GraphSurvey(Survey):
         return [behind for behind in site.call.edges if behind is not None]
 
     def disown(self, call: Call) -> None:
-        """Have nothing read off at a call: operations inside use its parameters, as any others."""
+        """Read a call's parameters at the operations inside of it, and no longer at the call."""
         if trained := self.trained[call]:
             sites = sum(own is call for own, _ in self.sites)
             for own in trained:
                 self.uses[id(own.parameter)].count -= sites
             self.trained[call], self.freed[call] = (), (*self.freed.get(call, ()), *trained)
-        for node, position, parameter in self.owned.get(call, ()):
+        for node, position, parameter in self.uses_inside.get(call, ()):
             self.note_bare(node, position, parameter)
 
     def bare_of_models(self) -> list[Bare]:
-        """Parameters that operations use, and extended models own.
-
-        Of those that calls use, some may have been replaced in their module since.
-        """
-        own = owned_by_models().keys() | self.uses.keys() if self.bare else ()
-        return [bare for key, bare in self.bare.items() if key in own]
+        """Parameters that operations use and that belong to an extended model."""
+        # A parameter that a call used may have been replaced in its module since.
+        owned = owned_by_models().keys() | self.uses.keys() if self.bare else ()
+        return [bare for key, bare in self.bare.items() if key in owned]
 
     def uncovered(self, call: Call) -> list[Trained]:
-        """The parameters of a call that its rule, if there is any, does not cover."""
+        """The trained parameters of a call that no rule covers."""
         rule, module = call.rule, call.module
         return [own for own in self.freed.get(call, ()) if not rule.covers(module, own.name)]
 
     def is_loss(self, call: Call) -> bool:
-        """Whether a call is that of a loss, whether a rule is known for it or not."""
-        return call.rule.is_loss or call in self.losses
+        """Whether a call is that of a loss, with or without a loss rule."""
+        return call.rule.is_loss or call in self.unruled_losses
 
     def leave_out(self, call: Call) -> None:
-        """Have nothing read off at the parameters of a call that has no rule."""
-        for number in (id(own.parameter) for own in self.uncovered(call)):
-            self.uses[number].is_wanted = False
-            self.bare.pop(number, None)
+        """Mark the uncovered parameters of a call as not wanted by any extension."""
+        for key in (id(own.parameter) for own in self.uncovered(call)):
+            self.uses[key].is_wanted = False
+            self.bare.pop(key, None)
 
     def disown_all_of_leaves(self) -> None:
-        """Disown calls that are gone through and use a parameter that is looked at by itself.
+        """Disown opened calls whose parameters are also read where operations use them.
 
-        What operations inside send to it arrives there, and would be read off at the call, too.
+        Otherwise what the operations inside send to such a parameter would be counted twice. To
+        disown one call adds parameters to ``bare``, which may concern further calls.
         """
-        found = [*self.owned]
-        while found:
-            known = [call for call in self.owned if self.trained[call]]
-            found = [c for c in known if any(id(p) in self.bare for *_, p in self.owned[c])]
-            for call in found:
+        shared = [*self.uses_inside]
+        while shared:
+            reading = [call for call in self.uses_inside if self.trained[call]]
+            shared = [
+                c for c in reading if any(id(p) in self.bare for *_, p in self.uses_inside[c])
+            ]
+            for call in shared:
                 self.disown(call)
 
 
 def edges_behind(node: Node) -> list[tuple[int, Edge]]:
-    """Where a node sends gradients: positions in ``node.next_functions``, and edges."""
-    new, ways = tuple.__new__, enumerate(node.next_functions)  # much faster than Edge(...)
-    found = [(i, new(Edge, (child, nr, 0))) for i, (child, nr) in ways if child is not None]
-    if type(node) is CopyNode and found and not found[0][0]:
-        # An operation in place on a view is one on the tensor behind.
-        child, number, _ = found[0][1]
-        found[0] = 0, Edge(child, number, len(viewed_at(child, number)))
-    return found
+    """The edges along which a node sends gradients, with positions in ``node.next_functions``."""
+    new, children = tuple.__new__, enumerate(node.next_functions)  # much faster than Edge(...)
+    edges = [(i, new(Edge, (child, nr, 0))) for i, (child, nr) in children if child is not None]
+    if type(node) is CopyNode and edges and not edges[0][0]:
+        # An in-place operation on a view changes the base, below all views that calls returned.
+        child, output_nr, _ = edges[0][1]
+        edges[0] = 0, Edge(child, output_nr, len(viewed_at(child, output_nr)))
+    return edges

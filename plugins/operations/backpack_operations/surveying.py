@@ -1,7 +1,8 @@
-"""Walks the graph of a backward pass before anything is computed, and notes what a survey knows.
+"""Walks the graph of a backward pass before anything is computed, and fills in the survey.
 
-Calls with a rule are stepped over, so it costs a visit per call and per node between calls. Inside
-of others a walk knows the calls that it is in, innermost first: a *region*.
+The walk steps over calls that have a rule, so it costs one step per call and per node between
+calls. It enters calls without a rule. It then carries along the calls that it is inside of,
+innermost first (the *region*), so that a parameter used there is known to be that call's.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from backpack_operations.summed import told_by_sums
 from backpack_operations.survey import GraphSurvey, Region, edges_behind
 from backpack_operations.viewed import below
 
-_Steps = list[tuple[Edge, Region]]
+_Steps = list[tuple[Edge, Region]]  # where the walk goes on
 
 
 def look_behind(survey: GraphSurvey, edges: Iterable[Edge]) -> None:
-    """Walk everything behind some edges; what is known already is not walked again."""
+    """Walk everything behind some edges that was not walked before, and count the samples."""
     edges = [*edges]
     _walk(survey, [(edge, ()) for edge in edges])
-    for place in survey.inner.keys() & survey.viewed.keys():
-        survey.faults.append((faults.changed_output(survey.inner[place]), None))
+    for output in survey.computed_from.keys() & survey.viewed.keys():
+        survey.faults.append((faults.changed_output(survey.computed_from[output]), None))
     if not survey.batch_size:
-        survey.losses |= losses_without_rule(survey, edges)
+        survey.unruled_losses |= losses_without_rule(survey, edges)
         runs = (call.run for call, _ in survey.sites if not survey.is_loss(call))
         if survey.told is None:
             survey.told = told_by_sums(survey, edges)
@@ -44,7 +45,7 @@ def look_behind(survey: GraphSurvey, edges: Iterable[Edge]) -> None:
     if survey.told is not None:
         survey.batch_size = survey.told.samples
     elif not survey.batch_size:
-        survey.batch_size, survey.rows = some_rows(survey)
+        survey.batch_size, survey.call_rows = some_rows(survey)
         if not survey.batch_size:
             survey.batch_size = batch_of(survey)
             tell_parts(survey)
@@ -53,19 +54,19 @@ def look_behind(survey: GraphSurvey, edges: Iterable[Edge]) -> None:
 
 
 def look_inside(survey: GraphSurvey, site: Site) -> None:
-    """Have a call gone through node by node."""
-    survey.axes.update((place, 0) for place in survey.axes if place[0] is site.call)
-    # Behind one of several outputs, some of the operations may be missing.
-    for own in [own for own in survey.sites.values() if own.call is site.call]:
-        _walk(survey, _open(survey, own, survey.regions[site.call]))
+    """Open a call that has a rule: quantities cross the nodes inside instead."""
+    survey.axes.update((key, 0) for key in survey.axes if key[0] is site.call)
+    # Each output of a call has operations behind it that the others may lack.
+    for output in [other for other in survey.sites.values() if other.call is site.call]:
+        _walk(survey, _open(survey, output, survey.regions[site.call]))
 
 
 def _open(survey: GraphSurvey, site: Site, region: Region) -> _Steps:
-    """Have nothing read at a call itself; returns where the nodes inside begin."""
+    """Read nothing at a call itself; returns where the nodes inside of it begin."""
     call = site.call
     survey.opened.add(call)
     survey.disown(call)
-    survey.given[call] = ChainMap(_computed(call), survey.handed)
+    survey.computed[call] = ChainMap(_computed(call), survey.handed)
     return [(below(site), (call, *region))]
 
 
@@ -76,10 +77,10 @@ def _walk(survey: GraphSurvey, todo: _Steps) -> None:
         if survey.beside and edge[:2] in survey.beside:
             continue
         if region:
-            if edge[:2] in survey.given[region[0]]:
+            if edge[:2] in survey.computed[region[0]]:
                 continue
             while region and any(e and e[:2] == edge[:2] for e in region[0].edges):
-                region = region[1:]  # its inputs begin; they may have come from anywhere
+                region = region[1:]  # an input of the innermost call: the walk leaves that call
         site = None
         if has_call(edge.node):
             _note_views(survey, edge, region)
@@ -91,9 +92,9 @@ def _walk(survey: GraphSurvey, todo: _Steps) -> None:
 
 
 def _computed(call: Call) -> dict[tuple[Node, int], Tensor]:
-    """Parameters of a call that are results of a computation, by the output of a node.
+    """The parameters of a call that were computed in the graph, by the output of a node.
 
-    They may be so under ``functional_call``: then they get the quantity, as a leaf would.
+    ``functional_call`` can hand over such tensors. They get results as leaves do.
     """
     stored = call.stored
     used = (stored.owned[name][0] for name in stored.parameters)
@@ -104,7 +105,7 @@ def _computed(call: Call) -> dict[tuple[Node, int], Tensor]:
 
 
 def _enter(survey: GraphSurvey, site: Site, region: Region) -> _Steps:
-    """Enter a call; returns where to go on."""
+    """Record a call; returns where the walk goes on: at its inputs, or inside of it."""
     call, index = site.call, site.index
     if (call, index) in survey.sites or call.is_released:
         return []
@@ -112,25 +113,26 @@ def _enter(survey: GraphSurvey, site: Site, region: Region) -> _Steps:
     survey.regions[call] = region
     survey.note_uses(call)
     _check(survey, site)
-    # A rule may leave out a parameter, a call does not own one that it was given as an argument,
-    # and where nothing was received, nothing says which samples there are.
-    is_left = call in survey.freed or not call.edges
+    # The rule cannot be used if it does not cover a trained parameter, if the call received no
+    # input (so that no samples are known), or if it received a parameter as an argument.
+    is_uncovered = call in survey.freed or not call.edges
     is_given = has_parameters_given(call) or any(
         e is not None and e[:2] in survey.handed for e in call.edges
     )
-    if call.rule.transparent:  # it may be asked for parameters all the same
+    if call.rule.transparent:  # its parameters may be read at the call all the same
         survey.opened.add(call)
-        survey.given[call] = ChainMap(_computed(call), survey.handed)
+        survey.computed[call] = ChainMap(_computed(call), survey.handed)
         return [(below(site), (call, *region))]
-    # Nor does a rule know rows of another number than it was given: operations inside do.
-    is_moved = survey.received.get((call, index)) == -1 and not survey.trained[call]
-    if call.is_rewired or is_left or is_moved or (is_given and not call.rule.is_loss):
+    # Nor if the number of rows changes: only the operations inside tell which samples they are.
+    is_resized = survey.received.get((call, index)) == -1 and not survey.trained[call]
+    if call.is_rewired or is_uncovered or is_resized or (is_given and not call.rule.is_loss):
         survey.axes[call, index] = 0
         return _open(survey, site, region)
     return [(edge, region) for edge in call.edges if edge is not None]
 
 
 def _check(survey: GraphSurvey, site: Site) -> None:
+    """Record shapes and the sample axis at a call; raise, or record a fault, if it has no rows."""
     call, index = site.call, site.index
     rule, stored, module = call.rule, call.stored, call.module
     output, inputs = stored.outputs[index], stored.inputs
@@ -148,8 +150,8 @@ def _check(survey: GraphSurvey, site: Site) -> None:
         survey.faults.append((faults.mixing(call.path, further), None))
     if inputs:
         size = inputs[0].shape[0] if inputs[0].dim() else 0
-        is_moved = bool(output.dim()) and output.shape[axis : axis + 1] != (size,)
-        survey.received[call, index] = -1 if is_moved and not rule.is_loss else size
+        is_resized = bool(output.dim()) and output.shape[axis : axis + 1] != (size,)
+        survey.received[call, index] = -1 if is_resized and not rule.is_loss else size
     if module._modules and not rule.transparent and (fault := faults.uncovered(call)):
         raise fault
     if module._modules or None in call.edges:
@@ -160,11 +162,11 @@ def _check(survey: GraphSurvey, site: Site) -> None:
 
 
 def _pass(survey: GraphSurvey, node: Node, region: Region) -> _Steps:
-    """Go through a node between calls; returns where to go on."""
-    # Twice, where it is reached from inside an execution and from outside past its output.
-    if (node, region) in survey.seen:
+    """Record a node between calls; returns where the walk goes on."""
+    # A node may be reached in two regions: from inside of a call, and past the call's output.
+    if (node, region) in survey.between:
         return []
-    survey.seen[node, region] = None
+    survey.between[node, region] = None
     further: _Steps = []
     if nodes.is_nested(node):
         raise faults.nested_tensor(f"What the operation {described(node)!r} made", node)
@@ -175,7 +177,7 @@ def _pass(survey: GraphSurvey, node: Node, region: Region) -> _Steps:
         if is_leaf(edge.node):
             _note_leaf(survey, edge.node.variable, node, position, region)  # type: ignore[attr-defined]
             continue
-        given = (survey.given[region[0]] if region else survey.handed).get(edge[:2])
+        given = (survey.computed[region[0]] if region else survey.handed).get(edge[:2])
         if given is not None:
             _note_leaf(survey, given, node, position, region)
             continue
@@ -191,10 +193,10 @@ def _pass(survey: GraphSurvey, node: Node, region: Region) -> _Steps:
 def _note_leaf(
     survey: GraphSurvey, leaf: Tensor, node: Node, position: int, region: Region
 ) -> None:
-    """Note a parameter, and which enclosing call owns it, if any."""
+    """Record a parameter that a node uses, with the enclosing call that owns it, if any."""
     for call in region:
         if any(leaf is own.parameter for own in survey.trained[call]):
-            survey.owned.setdefault(call, []).append((node, position, leaf))
+            survey.uses_inside.setdefault(call, []).append((node, position, leaf))
             return
         if any(leaf is own.parameter for own in survey.freed.get(call, ())):
             break
@@ -206,31 +208,33 @@ def _note_leaf(
 
 
 # Views that were changed in place -----------------------------------------------------------------
+# Autograd then reaches the base of the view, and never the node whose output the call returned.
 
 
 def _note_views(survey: GraphSurvey, edge: Edge, region: Region) -> None:
-    """See whether an output is reached past the views of it that modules returned."""
-    place = (edge.node, edge.output_nr)
-    views = () if edge.level or place in survey.viewed else viewed_at(*place)
+    """Record the views of a node's output that calls returned, if the base is reached past them."""
+    output = (edge.node, edge.output_nr)
+    views = () if edge.level or output in survey.viewed else viewed_at(*output)
     for level, (call, _, layout) in reversed([*enumerate(views, start=1)]):
         if layout.is_whole and not call.is_released and call not in region:
-            _see_through(survey, Edge(*place, level))
+            _see_through(survey, Edge(*output, level))
             break
 
 
 def _see_through(survey: GraphSurvey, edge: Edge) -> None:
+    """Have the calls that returned views, up to the level of the edge, visited at their base."""
     survey.viewed[edge.node, edge.output_nr] = edge
     for level in range(1, edge.level + 1):
         site = site_at(Edge(edge.node, edge.output_nr, level))
         if site is not None:
-            survey.moved.add((site.call, site.index))
+            survey.at_base.add((site.call, site.index))
             if (site.call, site.index) in survey.sites:
                 survey.sites[site.call, site.index] = site
 
 
 def _note_use_inside(survey: GraphSurvey, edge: Edge, node: Node, region: Region) -> None:
-    """Note what a call computes several outputs from, which may be changed in place later."""
+    """Record a tensor inside of a call from which it computes more after returning a view of it."""
     for call, *_ in viewed_at(edge.node, edge.output_nr):
         own = site_at(Edge(node, 0))
         if call in region and (own is None or own.call is not call):
-            survey.inner.setdefault((edge.node, edge.output_nr), call)
+            survey.computed_from.setdefault((edge.node, edge.output_nr), call)

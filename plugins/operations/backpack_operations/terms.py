@@ -1,4 +1,4 @@
-"""Refuses terms beside extended losses, for quantities that start at these."""
+"""Refuses terms beside extended losses, for quantities that start at extended losses."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def refuse_other_terms(
     Args:
         survey: What is known about the graph.
         roots: What ``backward()`` is called on.
-        extensions: Those whose quantity belongs to the extended losses.
+        extensions: Extensions whose quantity starts at the extended losses.
         is_inside: Whether it was called in a hook of another pass.
 
     Raises:
         NotExtendedError: There is no extended loss.
-        UnsupportedError: A term leads to the net past all extended losses, or something nonlinear
-            lies above them.
+        UnsupportedError: A term depends on the net other than by an extended loss, or a nonlinear
+            operation is applied to one.
     """
     if not extensions:
         return
@@ -67,12 +67,12 @@ def refuse_other_terms(
 def refuse_unknown_normaliser(
     survey: GraphSurvey, roots: Sequence[Edge], extensions: Sequence[Extension]
 ) -> None:
-    """Raise unless extended losses alone say what the number divides by that is differentiated.
+    """Raise unless the divisor of what is differentiated is known from extended losses alone.
 
     Args:
         survey: What is known about the graph.
         roots: What ``backward()`` is called on.
-        extensions: Those that need it.
+        extensions: Extensions that need to know the divisor.
 
     Raises:
         UsageError: It is not a weighted sum of extended losses.

@@ -1,7 +1,7 @@
-"""Which sample each row belongs to, where the user says so: ``backpack(..., samples=index)``.
+"""The sample of each row that the model receives, as ``backpack(..., samples=index)`` says.
 
-Nothing in a graph tells that two records are one user's, or two answers one pair. Everything else
-that is known of samples follows from this as it does from what the model received.
+Nothing in a graph tells that two records belong to one user, or two answers to one pair. From the
+index on, samples are followed through the graph as usual.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from backpack_core.record.run import Run
 
 
 class Told(NamedTuple):
-    """What was said of the rows that the model receives.
+    """The samples of the rows that the model receives, as the user said.
 
     Attributes:
-        rows: The sample of each row, ``[R]``, on the CPU; of several tensors, one behind the other.
-        samples: How many there are.
-        items: The samples of the rows of each tensor, or its only one; ``None`` where one index
-            is of all tensors that are as long.
-        are_numbers: Whether it is a list of numbers, which may be an index of rows as well.
+        rows: The sample of each row, ``[R]``, on the CPU; the rows of several tensors follow each
+            other.
+        samples: The number of samples.
+        items: For each tensor that the model receives, the samples of its rows, or its only sample;
+            ``None`` if ``rows`` is one index for every tensor of its length.
+        are_numbers: Whether a list of plain numbers was given, which may also be an index of rows.
     """
 
     rows: Tensor
@@ -35,17 +36,17 @@ class Told(NamedTuple):
 
     @property
     def is_usual(self) -> bool:
-        """Whether each row is a sample, in order."""
+        """Whether the index is ``[0, 1, ..., N - 1]``: each row is a sample, in order."""
         return self.items is None and self.rows.equal(torch.arange(self.samples, device="cpu"))
 
     def fitting(self, runs: Iterable[Run]) -> Told:
-        """The same for what models received in a pass.
+        """The index, fitted to what models received in a pass.
 
         Raises:
             UsageError: One received other tensors, or none with as many rows; or there are as many
                 tensors as rows, and numbers may be of either.
         """
-        found = self
+        fitted = self
         for run in runs:
             if self._may_be_rows(run):
                 raise UsageError(
@@ -55,7 +56,7 @@ class Told(NamedTuple):
                     "for the tensors."
                 )
             if self.items is not None and not (self.are_numbers and len(run.inputs) < 2):
-                found = self._of_items(run)
+                fitted = self._of_items(run)
             elif run.sizes and len(self.rows) not in run.sizes:
                 raise UsageError(
                     f"samples=... has {len(self.rows)} entries, and the model received "
@@ -63,11 +64,11 @@ class Told(NamedTuple):
                     "the number of the sample that the row belongs to."
                 )
             else:
-                found = found._replace(items=None)
-        return found
+                fitted = fitted._replace(items=None)
+        return fitted
 
     def _may_be_rows(self, run: Run) -> bool:
-        """Whether numbers may be of arguments or of their rows; those of a list are told by one."""
+        """Whether plain numbers may be meant for the arguments, or for their rows, equally many."""
         is_list = all(len(given.path) > 1 for given in run.inputs)
         counts = {len(run.inputs), *run.sizes}
         return (
@@ -75,6 +76,7 @@ class Told(NamedTuple):
         )
 
     def _of_items(self, run: Run) -> Told:
+        """Expand an entry for each tensor to the rows of all tensors."""
         items, lengths = self.items or (), [(*given.shape, 1)[0] for given in run.inputs]
         fits = [len(rows) in (1, n) for rows, n in zip(items, lengths, strict=False)]
         if len(items) != len(lengths) or not all(fits):
@@ -89,7 +91,7 @@ class Told(NamedTuple):
 
 
 def told(samples: Samples) -> Told:
-    """Check what was said.
+    """Check what the user gave as ``samples=``.
 
     Args:
         samples: ``index[row] = sample``; or a list with the sample of each tensor that the model

@@ -1,4 +1,4 @@
-"""Parameters of modules without a rule: what extensions say of them."""
+"""Asks extensions, by their ``fail_mode``, whether they want parameters that no rule covers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from backpack_operations.survey import GraphSurvey
 
 
 def ask_without_rule(survey: GraphSurvey, context: Context) -> None:
-    """Leave out parameters of modules without a rule that no extension wants.
+    """Leave out the parameters without a rule that no extension wants.
 
     Raises:
-        MissingPluginError: An extension does not take them, and says so.
+        MissingPluginError: An extension refuses such parameters.
     """
     for call in survey.freed:
         if not any(survey.uses[id(own.parameter)].unruled for own in survey.uncovered(call)):
@@ -39,10 +39,11 @@ def ask_without_rule(survey: GraphSurvey, context: Context) -> None:
 
 
 def _takes(extension: Extension, view: View) -> bool:
-    """Whether an extension takes the parameters of a module, as its ``fail_mode`` says.
+    """Whether an extension wants the parameters of a module that no rule covers.
 
     Raises:
-        MissingPluginError: It does not, and says so.
+        MissingPluginError: Its ``fail_mode`` is ``"error"``.
+        UnsupportedError: It needs every parameter, and its ``fail_mode`` would leave some out.
     """
     kind = class_of(view.call.module)
     name, full_name = kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
@@ -59,9 +60,10 @@ def _takes(extension: Extension, view: View) -> bool:
             f"{extension.fail_mode!r}: {type(extension).__name__} means nothing without them. Use "
             "fail_mode='autodiff', freeze them, or write a layer rule."
         )
-    mine = type(extension)
-    text = f"{view.path} has no layer rule: {mine.__name__} leaves it out (a {full_name})."
-    if leaves_out(extension, (kind, mine), text):
+    text = (
+        f"{view.path} has no layer rule: {type(extension).__name__} leaves it out (a {full_name})."
+    )
+    if leaves_out(extension, (kind, type(extension)), text):
         return False
     errors.warn_once(
         (kind,),

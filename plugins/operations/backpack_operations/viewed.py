@@ -1,4 +1,4 @@
-"""Outputs of calls that are views of other tensors, and what is below a call at its output."""
+"""Columns at a view and at its base, and the edge that continues inside of a call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from backpack_core.record.call import INNER, INSIDE, Edge, Layout, Site
 
 
 def below(site: Site) -> Edge:
-    """The edge of an output of a call as the nodes inside of the call see it."""
+    """The edge at an output of a call that leads into the call, instead of to its visit."""
     node, output_nr, level = site.edge
     if level > 1:
         return Edge(node, output_nr, level - 1)
@@ -16,21 +16,21 @@ def below(site: Site) -> Edge:
 
 
 def look_through(layout: Layout, mat: Tensor) -> Tensor:
-    """Columns at a view, from columns at its base: ``[V, *base] → [V, *size]``."""
+    """Take the view of columns at its base: ``[V, *base] → [V, *size]``."""
     base, view = _blank(layout, mat)
     base.copy_(mat)
     return view
 
 
 def look_back(layout: Layout, mat: Tensor) -> Tensor:
-    """Columns at the base, zero outside of the view: ``[V, *size] → [V, *base]``."""
+    """Put columns at a view into zeros of its base: ``[V, *size] → [V, *base]``."""
     base, view = _blank(layout, mat)
     view.copy_(mat)
     return base
 
 
 def _blank(layout: Layout, mat: Tensor) -> tuple[Tensor, Tensor]:
-    """Zeros with the layout of the base, and the view of them."""
+    """Zeros with the layout of the base, and their view."""
     size, base_size, base_stride = layout.size, layout.base_size, layout.base_stride
     span = 1 + sum((n - 1) * s for n, s in zip(base_size, base_stride, strict=True))
     flat = mat.new_zeros(len(mat), span)

@@ -1,4 +1,8 @@
-"""Visits in any graph: calls that are gone through, samples that are kept apart or elsewhere."""
+"""Visits in any graph: opened calls, columns kept apart by sample, samples on other axes.
+
+A quantity at a call is *wide* if it is for the whole batch, with samples as they lie in the tensor
+(so at operations). It is *own* if it is for the samples that take part, with these on axis 0.
+"""
 
 from __future__ import annotations
 
@@ -30,17 +34,17 @@ from backpack_operations.viewed import below, look_back, look_through
 
 
 class GraphTraversal(StraightTraversal):
-    """What happens when a call is visited."""
+    """Visits calls in any graph."""
 
     survey: GraphSurvey
 
     def __init__(self, schedule: Schedule, sink: Sink) -> None:
         super().__init__(schedule, sink)
         self._alignment = self.survey.alignment
-        self.inside: dict[Node, list[Later]] = {}  # by where autograd brings the gradient
+        self.inside: dict[Node, list[Later]] = {}  # by the node that autograd has to reach
 
     def arrive(self, visit: Visit) -> Any:
-        """Also at losses with several entries of a sample."""
+        """The quantity that arrived; at a loss with several entries per sample, split by entry."""
         lane, site, view, *_ = visit
         quantity, propagator = super().arrive(visit), self.groups[lane].propagator
         if view.positions > 1 and site.call.rule.is_loss and propagator.travels:
@@ -51,7 +55,7 @@ class GraphTraversal(StraightTraversal):
         return quantity
 
     def hand_on(self, visit: Visit, edge: Edge, quantity: Any) -> None:
-        """For the whole batch, where the samples that take part have not one entry each."""
+        """Send a quantity along an edge, wide unless the samples have one entry each."""
         propagator, view = self.groups[visit.lane].propagator, visit.view
         if propagator.subsampling is None or (view.positions == 1 and self._has_one_entry(edge)):
             super().hand_on(visit, edge, quantity)
@@ -59,27 +63,28 @@ class GraphTraversal(StraightTraversal):
             self.schedule.deliver(visit.lane, edge, wide=self._widened(visit, quantity))
 
     def _has_one_entry(self, edge: Edge) -> bool:
-        """Whether samples have one entry each there; what outputs are views of is another shape."""
+        """Whether samples have one entry each at an edge."""
         to = self.survey.site_at(edge)
+        # At a view that was overwritten, the base arrives, whose shape says nothing.
         return to is None or to.layout is not None or self.survey.axis_and_positions(to)[1] == 1
 
     def _widened(self, visit: Visit, quantity: Any) -> Any:
-        """A quantity at a call for the whole batch."""
+        """Extend a quantity at a call from the samples that take part to the whole batch."""
         view, propagator = visit.view, self.groups[visit.lane].propagator
         if view.positions > 1:
             owners = view.full.owners
             entries = view.samples * view.positions if owners is None else len(owners)
             return propagator.widen(quantity, entries, view.indices)
         if not view.positions and not self._alignment.is_apart(visit.site.edge):
-            return quantity  # nothing was left out
+            return quantity  # it has the whole batch
         return propagator.widen(quantity, self.survey.batch_size)
 
     def look(self, visit: Visit, quantity: Any, whole: Any) -> None:
-        """Also see that samples are apart, and send what is kept so; some reads are put off."""
+        """Read a call's parameters; check, and send, columns that are kept apart by sample."""
         lane, site, view, carrier, arrived = visit
         group = self.groups[lane]
         if not view.positions and group.propagator.keeps_apart:
-            self._see_apart(view, group.propagator, quantity)
+            self._check_apart(view, group.propagator, quantity)
         if site.call.rule.reads_inside and arrived is NOTHING and group.extensions:
             self.read(lane, view, carrier, whole, read_here(self, lane, view, carrier, whole))
         else:
@@ -108,50 +113,54 @@ class GraphTraversal(StraightTraversal):
             return
         for position, arriving in inputs.items():
             edge = call.edges[position]
-            # What is kept apart has been sent there; the dye only passes.
+            # ``look`` has sent what is kept apart; the dye alone passes here.
             is_sent = propagator.keeps_apart or not propagator.starts_everywhere
             is_apart = edge is not None and self._alignment.is_apart(edge)
             if edge is not None and not (is_sent and is_apart):
                 if view.positions:
                     self.hand_on(visit, edge, arriving)
                 elif not self._alignment.is_apart(site.edge):
-                    self.schedule.deliver(lane, edge, wide=arriving)  # nothing was left out
+                    self.schedule.deliver(lane, edge, wide=arriving)  # it has the whole batch
                 else:
                     wide = self._widened(visit, arriving)
                     entries = self._alignment.entries_at(edge)
                     self.schedule.deliver(lane, edge, wide=propagator.put_together(wide, entries))
 
     def see_end(self) -> None:
-        """Raise also if a parameter inside of a module was left unread."""
+        """Raise if anything still waits, also a parameter inside of a module."""
         super().see_end()
         if self.inside:
             raise InternalError("A parameter inside of a module was left unread.")
 
     def carrier(self, lane: int, view: View) -> Carrier:
-        """No override speaks for a parameter by itself, nor where samples are elsewhere."""
+        """The carrier of a call: no override for a parameter that operations use.
+
+        Raises:
+            BackpackError: An override would answer for a call with samples elsewhere.
+        """
         group = self.groups[lane]
         if group.has_overrides and isinstance(view.call.rule, BareRule):
             return RuleCarrier(group, self.survey)
-        found = super().carrier(lane, view)
+        carrier = super().carrier(lane, view)
         fault = self._alignment.faults.get((view.call, view.index)) if group.has_overrides else None
-        if fault is not None and not isinstance(found, RuleCarrier):
+        if fault is not None and not isinstance(carrier, RuleCarrier):
             raise fault
-        return found
+        return carrier
 
     def read(
         self, lane: int, view: View, carrier: Carrier, quantity: Any, trained: Sequence[Trained]
     ) -> None:
-        """Of every sample apart where rows are in no order but owned by some."""
+        """Read parameters, from columns of each sample apart if rows are in no order."""
         group = self.groups[lane]
         is_leaf = group.has_overrides and isinstance(view.call.rule, BareRule)
         if is_leaf and registry.override(group.extensions[0], view.call.module) is not None:
-            return  # which has looked at the parameter where the module was called
+            return  # the override answered for the parameter when the module was visited
         if self._alignment.owned and trained and not carrier.gives_values:
             quantity = self._of_samples(view, group.propagator, quantity)
         super().read(lane, view, carrier, quantity, trained)
 
     def _at_output(self, propagator: Propagator, site: Site, view: View, arrived: Waiting) -> Any:
-        """What arrived, as a quantity at the call's output with samples in front."""
+        """Combine what arrived into one quantity of the samples that take part, on axis 0."""
         wide, own = arrived
         if own is not None and view.axis:
             own = propagator.map(own, lambda mat: mat.movedim(1 + view.axis, 1))
@@ -161,31 +170,31 @@ class GraphTraversal(StraightTraversal):
             wide = propagator.map(wide, partial(look_through, site.layout))
         if view.axis:
             wide = propagator.map(wide, lambda mat: mat.movedim(1 + view.axis, 1))
+        # With samples on another axis, the quantity stays as it is.
         if view.positions or self._alignment.is_apart(site.edge):
-            # Else samples lie elsewhere.
             wide = propagator.narrow(wide, view.indices if view.positions > 1 else None)
         return wide if own is None else propagator.merge(own, wide)
 
     def _of_samples(self, view: View, propagator: Propagator, quantity: Any) -> Any:
-        """What is read off: of every sample apart, where rows are in no order but owned by some."""
+        """Take a quantity apart by sample where rows are in no order, by the mask of owned rows."""
         owned = self._alignment.owned_of(self.survey.sites[view.call, view.index])
         if owned is None or quantity is None or not propagator.keeps_apart:
             return quantity
         return propagator.take_apart(quantity, owned)
 
     def _sends_apart(self, lane: int, site: Site) -> bool:
-        """Whether something has to be kept apart behind a call, or seen to be where it ends."""
+        """Whether columns are kept apart behind a call, or stop being so and have to be checked."""
         call, alignment = site.call, self._alignment
         if call.rule.is_loss:
             return False
         if call in self.survey.opened:
-            # The nodes inside see to it, from the last that have samples on.
+            # The nodes inside keep columns apart, from the last tensors with samples on.
             return alignment.is_apart(site.edge)
         ends = alignment.is_apart(site.edge) and not self.groups[lane].propagator.travels
         return any(edge is not None and (ends or alignment.is_apart(edge)) for edge in call.edges)
 
     def _send_apart(self, visit: Visit, quantity: Any) -> None:
-        """Send what is kept apart by sample to the inputs that have none."""
+        """Send columns that are kept apart by sample to the inputs that have no samples."""
         lane, site, view, carrier, _ = visit
         propagator, call = self.groups[lane].propagator, site.call
         if not propagator.keeps_apart or quantity is None:
@@ -200,7 +209,7 @@ class GraphTraversal(StraightTraversal):
                 wide = propagator.map(wide, partial(look_back, site.layout))
                 self.schedule.deliver(lane, below(site), wide=wide)
             return
-        if view.positions:  # of all samples: inputs without any cannot be cut
+        if view.positions:  # for all samples, since an input without samples cannot be narrowed
             quantity = propagator.take_apart(self._widened(visit, quantity), view.positions)
             view = view.full
         else:
@@ -213,15 +222,17 @@ class GraphTraversal(StraightTraversal):
             if self._alignment.is_apart(edge):
                 own, wide = (None, arriving) if is_wide else (arriving, None)
                 self.schedule.deliver(lane, edge, wide=wide, own=own)
-            elif not view.positions and not propagator.travels:  # which is seen to be right
+            elif not view.positions and not propagator.travels:  # only to check that they fit
                 propagator.put_together(arriving, self._alignment.entries_at(edge))
 
-    def _see_apart(self, view: View, propagator: Propagator, quantity: Any) -> None:
-        """See that samples are apart at what was computed from the input, on whatever axis.
+    def _check_apart(self, view: View, propagator: Propagator, quantity: Any) -> None:
+        """Check that columns kept apart by sample fit an axis of the samples.
+
+        The columns of a sample must be zero at the entries of others, on some axis that is as long
+        as the batch. If no axis was declared, this is axis 0 of a layer's output.
 
         Raises:
-            SampleMixingError: They are on none that is as long as the batch, or, if nothing was
-                declared, not on the first, where a layer received them.
+            SampleMixingError: They fit no such axis.
         """
         samples, call = self.survey.batch_size, view.call
         axes = [axis for axis, n in enumerate(view.output_shape) if n == samples]
@@ -234,22 +245,22 @@ class GraphTraversal(StraightTraversal):
         if owned is not None and propagator.subsampling is None:
             propagator.put_together(quantity, owned)
             return
-        numbers = self.survey.numbers.get(edge[:2])
+        ids = self.survey.sample_ids.get(edge[:2])
         positions: int | Tensor = 1
-        is_behind = numbers is not None and numbers.numel() == samples > numbers.shape[:1].numel()
+        # Carried ids, or the user's index, say on which axis the samples are, and in which order.
+        is_behind = ids is not None and ids.numel() == samples > ids.shape[:1].numel()
         is_told = self.survey.is_told and bool(call.stored.inputs)  # no parameter by itself
-        if numbers is not None and (is_behind or is_told):
-            shape = numbers.movedim(view.axis, 0).shape if view.axis else numbers.shape
-            axes = [axis for axis, length in enumerate(shape) if length == numbers.numel() > 1]
+        if ids is not None and (is_behind or is_told):
+            shape = ids.movedim(view.axis, 0).shape if view.axis else ids.shape
+            axes = [axis for axis, length in enumerate(shape) if length == ids.numel() > 1]
             chosen = range(samples) if propagator.subsampling is None else propagator.subsampling
             shown = torch.tensor([n % samples for n in chosen], device="cpu").unsqueeze(1)
-            positions = (numbers.flatten() == shown) | (numbers.flatten() < 0)
+            positions = (ids.flatten() == shown) | (ids.flatten() < 0)
         elif not call.receives_input:
             return
         for axis in axes:
             try:
-                move = partial(_moved, axis)
-                moved = propagator.map(quantity, move) if axis else quantity
+                moved = propagator.map(quantity, partial(_moved, axis)) if axis else quantity
                 propagator.put_together(moved, positions)
             except SampleMixingError:
                 if axis == axes[-1]:
@@ -259,5 +270,5 @@ class GraphTraversal(StraightTraversal):
 
 
 def _moved(axis: int, mat: Tensor) -> Tensor:
-    """Columns ``[V, *]`` with an axis of the tensor in front."""
+    """Move an axis of the tensor to the front: columns ``[V, *]``, axis counted without ``V``."""
     return mat.movedim(1 + axis, 1)

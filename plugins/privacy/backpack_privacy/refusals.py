@@ -222,7 +222,7 @@ def check_loss(lossfunc: Any, normaliser: Any) -> None:
 
 
 def check_number(loss: Any) -> None:
-    """Refuse what is no loss to go backward from.
+    """Refuse what is not a loss to go backward from.
 
     Raises:
         UsageError: It is not a tensor, not a single number, or has no graph.

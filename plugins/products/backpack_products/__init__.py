@@ -15,15 +15,15 @@ add_library_folder(__file__)
 
 
 def __getattr__(name: str) -> Any:
-    # Loaded when asked for, so that a single module of this package costs no more than itself.
+    # Loaded on demand, so that importing one module of this package does not import all.
     is_public = name == "__all__" or name[:1].isupper()
     public = vars(import_module("backpack_products.api")) if is_public else {}
     if name == "__all__":
-        return [known for known in public if known[:1].isupper()]
+        return [each for each in public if each[:1].isupper()]
     if name not in public:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = globals()[name] = public[name]
-    return found
+    globals()[name] = public[name]
+    return public[name]
 
 
 def __dir__() -> list[str]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from backpack_core._torch import peek_transform
@@ -19,10 +22,10 @@ def is_symbolic(tensor: Tensor) -> bool:
 
 
 def is_at_hand(tensor: Tensor) -> bool:
-    """Whether to look at numbers is free: they are on the host, and nobody records who looks.
+    """Whether reading a tensor's values is free: they are on the host, and nothing records reads.
 
-    But for a mode that takes what is read for an assumption, and says so
-    (``reads_are_assumptions``): it records what is computed without it.
+    Modes that record operations do not allow it, except for modes with ``reads_are_assumptions``:
+    these take the values that are read for constants.
     """
     mode = _get_current_dispatch_mode()
     return (
@@ -35,16 +38,32 @@ def is_at_hand(tensor: Tensor) -> bool:
     )
 
 
-def holders_of(tensor: Tensor) -> tuple[int, ...] | None:
-    """How many hold a tensor, its base and its storage, in Python and below; ``None`` if unknown.
+# A block in which no mode sees what is computed; without it, a mode may see a comparison of times.
+without_modes: Callable[[], Any] = getattr(_python_dispatch, "_disable_current_modes", nullcontext)
+# Whether ``torch.backends.mkldnn`` is switched on.
+is_onednn_on: Callable[[], bool] = getattr(torch._C, "_get_mkldnn_enabled", lambda: True)
 
-    Views, arrays, graphs and lists all show in one of these counts.
+
+def onednn_linear(rows: Tensor, weight: Tensor) -> Tensor:
+    """``rows @ weight.T`` of matrices by oneDNN, as compiled models of torch have it.
+
+    Raises:
+        AttributeError: This build of torch has none.
+    """
+    found: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
+    return found
+
+
+def holders_of(tensor: Tensor) -> tuple[int, ...] | None:
+    """Reference counts of a tensor, its base and its storage, in Python and C++.
+
+    Views, NumPy arrays, graphs and lists all increase one of them. ``None`` if torch lacks a count.
     """
     count: Any = getattr(torch._C, "_storage_Use_Count", None)
     if count is None:
         return None
     storage, base = tensor.untyped_storage(), tensor._base
-    found: list[int] = [sys.getrefcount(tensor), sys.getrefcount(storage), count(storage._cdata)]
+    counts: list[int] = [sys.getrefcount(tensor), sys.getrefcount(storage), count(storage._cdata)]
     for one in (tensor,) if base is None else (tensor, base):
-        found.append(one._use_count())  # type: ignore[attr-defined]
-    return (*found, sys.getrefcount(base))
+        counts.append(one._use_count())  # type: ignore[attr-defined]
+    return (*counts, sys.getrefcount(base))

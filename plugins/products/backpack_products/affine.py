@@ -1,7 +1,7 @@
-"""Affine products, ``Σ_s out[v, n, s] ⊗ inp[n, s]``, and the operations on their two factors.
+"""Affine products ``Σ_s out[v, n, s] ⊗ inp[n, s]``, and operations that contract their factors.
 
-Linear layers, convolutions, recurrent cells and attention give such products. What is read from the
-factors avoids ``[V, N, *θ]``.
+Linear layers, convolutions, recurrent cells and attention have such products. Contracting the
+factors avoids tensors ``[V, N, *θ]``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 
 class AffineProduct(FactorProduct):
-    """``Σ_s out[v, n, s, g] ⊗ inp[n, s, g]``: of a weight, or a bias, of an affine map.
+    """The product of an affine map's weight or bias: ``Σ_s out[v, n, s, g] ⊗ inp[n, s, g]``.
 
     Attributes:
         out: Columns at the output of the map. Shape ``[V, N, S, G, O]``.
@@ -52,8 +52,8 @@ class AffineProduct(FactorProduct):
             out: See the class.
             inp: See the class.
             shape: Shape of the parameter.
-            arrange: ``[*lead, G, O, I] ↦ [*lead, *θ]`` (for a bias from ``[*lead, G, O]``), where
-                that is more than a reshape.
+            arrange: ``[*lead, G, O, I] ↦ [*lead, *θ]`` (for a bias from ``[*lead, G, O]``), if a
+                reshape is not enough.
             is_own: See the class.
         """
         axes, size = out.shape, 1 if inp is None else inp.shape[-1]
@@ -66,16 +66,16 @@ class AffineProduct(FactorProduct):
 
     @property
     def other(self) -> Rows | None:
-        """The inputs."""
+        """The inputs ``inp``."""
         return self.inp
 
     def with_factors(self, out: Tensor, other: Any, is_own: Tensor | None) -> AffineProduct:
-        """Stored in the same order."""
+        """A product of the same parameter with other factors."""
         return AffineProduct(out, other, self.shape, self.arrange, is_own)
 
     @property
     def positions(self) -> int:
-        """``S``."""
+        """The number of shared positions, ``S``."""
         return self.out.shape[2]
 
     @property
@@ -99,13 +99,13 @@ class AffineProduct(FactorProduct):
         return mat.reshape(*mat.shape[:-width], *self.shape)
 
     def whole(self) -> Tensor:
-        """``M`` of all, from the factors as they are."""
+        """``M`` for all columns and samples."""
         if self.inp is None:
             return self.to_parameter(_over_positions(self.out))
         return self.to_parameter(contractions.products(*self.factors(self.inp)))
 
     def part(self, columns: slice, samples: slice) -> Tensor:
-        """``M`` of some, by a batched product."""
+        """``M`` of some columns and samples, by a batched matrix product."""
         if (columns, samples) == (slice(0, self.columns), slice(0, self.samples)):
             return self.whole()
         if self.inp is None:
@@ -114,7 +114,7 @@ class AffineProduct(FactorProduct):
         return self.to_parameter(contractions.products(out[columns, samples], inp[samples]))
 
     def pieces(self) -> Iterator[Piece]:
-        """``M`` piece by piece, in one buffer."""
+        """Yields ``M`` piece by piece, all in one buffer."""
         if self.inp is None:
             whole = self.to_parameter(_over_positions(self.out))
             yield slice(0, self.columns), slice(0, self.samples), whole
@@ -124,46 +124,46 @@ class AffineProduct(FactorProduct):
             yield some, rows, self.to_parameter(piece.permute(2, 0, 1, 3, 4))
 
     def joined(self, others: Sequence[Any]) -> Rows:
-        """Side by side when they are asked for."""
+        """The inputs of several products, concatenated along positions when they are needed."""
         return JoinedRows(*others)
 
     def has_form_of(self, other: SampleProduct) -> bool:
-        """Whether both map the entries of the factors to the parameter in one order."""
+        """Whether both arrange the entries of the factors in the parameter in the same order."""
         if not isinstance(other, AffineProduct) or self.sizes != other.sizes:
             return False
         if self.arrange is other.arrange:
             return True
-        # On the host, where nobody has to wait for them.
-        numbers = torch.arange(prod(self.sizes), device="cpu").reshape(self.sizes)
-        return bool(torch.equal(self.to_parameter(numbers), other.to_parameter(numbers)))
+        # On the host, so that no device has to be waited for.
+        entries = torch.arange(prod(self.sizes), device="cpu").reshape(self.sizes)
+        return bool(torch.equal(self.to_parameter(entries), other.to_parameter(entries)))
 
 
 def _over_positions(out: Tensor) -> Tensor:
-    """The sum over positions in memory of its own; of one position a copy, which is faster."""
+    """The sum over positions; of a single position a copy, which is faster than a sum."""
     return out.squeeze(2).clone() if out.shape[2] == 1 else out.sum(2)
 
 
 def reads_formed(product: AffineProduct) -> bool:
-    """Whether an operation should read the formed ``M`` rather than the factors.
+    """Whether an operation should read the formed ``M`` instead of the factors.
 
-    For a bias, ``M`` is the sum over positions, and nothing is cheaper. For a weight with a single
-    position, contracting the factors costs less even if ``M`` has been formed.
+    For a bias, ``M`` is the sum over positions, and nothing is cheaper to read. For a weight with
+    a single position, contracting the factors costs less even if ``M`` has been formed.
     """
     return product.inp is None or (product.out.shape[2] > 1 and is_formed(product))
 
 
 def _formed(product: AffineProduct) -> DenseProduct:
-    """The product with ``M`` formed; of a bias with one position, which nobody keeps, a view."""
+    """The product with ``M`` formed; for a bias with a single position, a view of the columns."""
     if product.inp is None and product.positions == 1 and not is_formed(product):
         return DenseProduct(product.to_parameter(product.out.squeeze(2)))
     return as_formed(product)
 
 
 def for_weights(operation: Any) -> Callable[[Callable[..., R]], Callable[..., R]]:
-    """Register a version of an operation for weights: a function ``(product, inp, *arguments)``.
+    """Register an operation's version for weights, ``(product, inp, *arguments)``.
 
-    It contracts both factors. Where :func:`reads_formed` says so, ``M`` is read by the operation's
-    definition instead; nor is it called for what :func:`read_together` gives along with others.
+    The version contracts both factors. It is not called if :func:`reads_formed` is true (the
+    operation's definition then reads ``M``), or if :func:`read_together` computes the result.
     """
 
     def register(contract: Callable[..., R]) -> Callable[..., R]:
@@ -171,12 +171,12 @@ def for_weights(operation: Any) -> Callable[[Callable[..., R]], Callable[..., R]
             if product.inp is None or reads_formed(product):
                 formed = _formed(product)
                 known = None if arguments else product.results.get((operation,))
-                read: R = operation(formed, *arguments) if known is None else known
-                return read
+                result: R = operation(formed, *arguments) if known is None else known
+                return result
             if product.out.shape[2] > 1 and operation in product.needs:
-                along = read_together(product).get(operation)
-                if along is not None:
-                    return along  # type: ignore[return-value]
+                shared = read_together(product).get(operation)
+                if shared is not None:
+                    return shared  # type: ignore[return-value]
             return contract(product, product.inp, *arguments)
 
         version.__module__ = contract.__module__
@@ -188,25 +188,25 @@ def for_weights(operation: Any) -> Callable[[Callable[..., R]], Callable[..., R]
 
 @for_weights(square_sum)
 def square_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
-    """By :func:`contractions.square_sum`."""
+    """See :func:`contractions.square_sum`."""
     return product.to_parameter(contractions.square_sum(*product.factors(inp)))
 
 
 @for_weights(batch_sum)
 def batch_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
-    """By :func:`contractions.sums`."""
+    """See :func:`contractions.sums`."""
     return product.to_parameter(contractions.sums(*product.factors(inp)))
 
 
 @for_weights(gram)
 def gram_affine(product: AffineProduct, inp: Rows) -> Tensor:
-    """By :func:`contractions.gram`."""
+    """See :func:`contractions.gram`."""
     return contractions.gram(*product.factors(inp))
 
 
 @for_weights(weighted_sum)
 def weighted_sum_affine(product: AffineProduct, inp: Rows, weights: Tensor) -> Tensor:
-    """A plain weight gradient, of weighted columns."""
+    """The weight gradient of weighted columns, as autograd computes it."""
     out, inp = product.factors(inp)
     if len(weights) == product.columns == 1:
         each = weights[0, 0, :, None, None, None]

@@ -1,6 +1,6 @@
-"""Columns of every sample by themselves, and put together again.
+"""Splits columns by sample, ``[V, R, *] → [V, N, R, *]``, and joins them again.
 
-A plain sum over samples would lose whose the columns were.
+This is needed at tensors without samples, where the gradient is a sum over all samples.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from backpack_products.values import largest, rounding_unit
 
 
 def owned_by(positions: int | Tensor, rows: int, device: torch.device) -> Tensor:
-    """Which entries of axis 0 each sample has, ``[N, R]``.
+    """The mask ``[N, R]`` of entries of axis 0 that belong to each sample.
 
     Args:
-        positions: How many, side by side, ``R = N · positions``; or which they are.
+        positions: How many entries each sample has in a row, ``R = N · positions``; or the mask.
         rows: ``R``.
         device: For the result.
     """
@@ -27,21 +27,20 @@ def owned_by(positions: int | Tensor, rows: int, device: torch.device) -> Tensor
 
 
 def put_together(mat: Tensor, positions: int | Tensor) -> Tensor:
-    """The reverse of :func:`taken_apart`: ``[V, N, R, *] → [V, R, *]``.
+    """Join the columns of all samples: ``[V, N, R, *] → [V, R, *]``; reverses :func:`taken_apart`.
 
-    Each sample's entries are taken from its own columns; those of other samples have to be zero
-    there.
+    Each sample's columns must be zero at the entries of all others.
 
     Args:
-        mat: Columns of every sample apart, at a tensor that has samples.
-        positions: How many entries each sample has, ``R = N · positions``, or which they are, ``[N,
-            R]``; zero if the tensor has none, so that columns are added.
+        mat: Columns of each sample, at a tensor that has samples.
+        positions: How many entries each sample has in a row, ``R = N · positions``, or a mask ``[N,
+            R]``; zero if the tensor has no samples, so that the columns are added.
 
     Returns:
-        The sum over the second axis.
+        The sum over ``N``.
 
     Raises:
-        SampleMixingError: Something of one sample reaches the entries of another.
+        SampleMixingError: The columns of a sample are not zero at the entries of another.
     """
     total, count = mat.sum(1), mat.shape[1]
     if isinstance(positions, int) and not positions:
@@ -62,11 +61,11 @@ def put_together(mat: Tensor, positions: int | Tensor) -> Tensor:
 
 
 def taken_apart(mat: Tensor, owned: Tensor) -> Tensor:
-    """For each sample, the columns with zeros at the entries of all others.
+    """Split columns by sample: for each sample, zeros at the entries of all others.
 
     Args:
         mat: Shape ``[V, R, *]``.
-        owned: Which entries each sample has, ``[N, R]``.
+        owned: The mask of entries of each sample, ``[N, R]``.
 
     Returns:
         Shape ``[V, N, R, *]``.

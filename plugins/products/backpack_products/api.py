@@ -1,4 +1,4 @@
-"""Everything public, of which :mod:`backpack_products` is the one place to import it from."""
+"""All public names; import them from :mod:`backpack_products`."""
 
 from backpack_products.affine import AffineProduct as AffineProduct
 from backpack_products.column_propagator import ColumnPropagator as ColumnPropagator

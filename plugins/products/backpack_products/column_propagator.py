@@ -1,6 +1,6 @@
-"""Propagators that send columns: by transposed Jacobians, and through nodes root by root.
+"""Propagators that send columns backwards, by transposed Jacobians (vector-Jacobian products).
 
-An author writes how the columns start; everything else is here.
+A derived class says how the columns start at a loss; everything else is here.
 """
 
 from __future__ import annotations
@@ -44,37 +44,34 @@ class ColumnPropagator(Propagator):
     sheds_everywhere = False
 
     def arrive(self, rule: LayerRule, view: View, waiting: Columns | None) -> Columns | None:
-        """The columns in the dtype of the gradient: under autocast, neighbours differ in it."""
+        """The arrived columns in the gradient's dtype: under autocast, layers differ in dtype."""
         if rule.is_loss:
             waiting = super().arrive(rule, view, waiting)
-            found = waiting.blocks.values() if isinstance(waiting, Columns) else [type(waiting)]
-            what = "start has to return Columns.start(name, mat): it gave"
-            for mat in found:
+            mats = waiting.blocks.values() if isinstance(waiting, Columns) else [type(waiting)]
+            for mat in mats:
+                what = "start has to return Columns.start(name, mat): it gave"
                 expect(view, self, what, mat, view.input_shape)
         return None if waiting is None else waiting.to(view.dtype)
 
     def nothing(self, view: View) -> Columns | None:
-        """One column of zeros."""
+        """A column of zeros ``[1, N, *out]``."""
         assert view.grad_output is not None
         return Columns.start("nothing", torch.zeros_like(view.grad_output).unsqueeze(0))
 
     def propagate(self, rule: LayerRule, view: View, quantity: Columns) -> dict[int, Columns]:
-        """One transposed Jacobian product for all columns."""
-        if isinstance(quantity, InRuns) and quantity.is_in_front:  # rules keep rows apart
-            plain = enumerate(rule.jac_t_mat_prod(view, quantity.plain.flat))
-            kept = {i: quantity.with_rows(mat) for i, mat in plain if mat is not None}
-            if None not in kept.values():
-                return {i: columns for i, columns in kept.items() if columns is not None}
-        found: dict[int, Columns] = {}
-        for position, mat in enumerate(rule.jac_t_mat_prod(view, quantity.flat)):
-            if mat is not None:
-                found[position] = quantity.split(mat)
-        return found
+        """Columns at the inputs, by one transposed Jacobian product for all columns."""
+        if isinstance(quantity, InRuns) and quantity.is_in_front:  # a rule does not mix rows
+            mats = enumerate(rule.jac_t_mat_prod(view, quantity.plain.flat))
+            runs = {i: quantity.with_rows(mat) for i, mat in mats if mat is not None}
+            if None not in runs.values():
+                return {i: columns for i, columns in runs.items() if columns is not None}
+        products = enumerate(rule.jac_t_mat_prod(view, quantity.flat))
+        return {i: quantity.split(mat) for i, mat in products if mat is not None}
 
     def products(
         self, rule: Any, view: View, names: Sequence[str], quantity: Columns
     ) -> list[SampleProduct]:
-        """The products of all columns, side by side.
+        """The products at some parameters, for the columns of all roots.
 
         Raises:
             UnsupportedError: The rule covers parameters, and has no products.
@@ -95,48 +92,50 @@ class ColumnPropagator(Propagator):
         return products
 
     def merge(self, first: Columns, second: Columns) -> Columns:
-        """Add blocks of the same root."""
+        """The sum, root by root."""
         return first.merge(second)
 
     def widen(self, quantity: Columns, size: int, entries: Sequence[int] | None = None) -> Columns:
-        """Zeros for samples that were left out."""
+        """Columns of the whole batch, with zeros for samples that were left out."""
         return quantity.widened(self.subsampling if entries is None else entries, size)
 
     def narrow(self, quantity: Columns, entries: Sequence[int] | None = None) -> Columns:
-        """The chosen samples."""
+        """The columns of the chosen samples."""
         return quantity.chosen(self.subsampling if entries is None else entries)
 
     def cross(
         self, node: Node, quantities: dict[int, Columns], there: Any
     ) -> list[tuple[int, Columns]]:
-        """By what knows the operations between modules, which calls the node under vmap."""
+        """Columns behind a node, by the object that the operations library hands over."""
         crossed: list[tuple[int, Columns]] = there.push(node, quantities)
         return crossed
 
     def take_apart(self, quantity: Columns, positions: int | Tensor) -> Columns:
-        """Every sample gets columns of its own, with zeros for all others."""
+        """Split columns by sample, with zeros at the entries of all others."""
         if isinstance(quantity, ApartColumns):
             return quantity
         owned = owned_by(positions, quantity.mat.shape[1], quantity.mat.device)
         chosen = self.subsampling if isinstance(positions, Tensor) else None
         if chosen is None:
             return OwnedColumns(quantity, owned)
-        if self.travels and len({*chosen}) < len(chosen):  # a sample has columns for each time
+        if self.travels and len({*chosen}) < len(
+            chosen
+        ):  # a repeated sample has other columns each time
             return OwnedColumns(quantity, owned).formed().chosen(chosen)
         return OwnedColumns(quantity, owned[list(chosen)])
 
     def put_together(self, quantity: Columns, positions: int | Tensor) -> Columns:
-        """The samples in one column again; raises if one reaches another."""
+        """Join the columns of all samples; raises if a sample reaches the entries of another."""
         if isinstance(quantity, InRuns) and quantity.are_side_by_side(positions):
             return quantity.plain
         return Columns({r: put_together(mat, positions) for r, mat in quantity.blocks.items()})
 
     def split_positions(self, quantity: Columns, owners: Tensor | None, samples: int) -> Columns:
-        """Columns of their own for the entries of one sample, zeros at the others."""
+        """Give several entries of one sample columns of their own."""
         return split_positions(quantity, owners, samples)
 
     def map(self, quantity: Columns, function: Callable[[Tensor], Tensor]) -> Columns:
-        """Apply the function to all columns at once."""
+        """Apply a function to all columns at once."""
         return quantity.map(function)
 
     def shed(
@@ -147,25 +146,25 @@ class ColumnPropagator(Propagator):
         size: int,
         is_rooted: bool = False,
     ) -> tuple[Columns, Iterable[Columns]]:
-        """Chunks of about one size at a loss; nothing later, where others may be added."""
+        """Cut columns into chunks at a loss; elsewhere, columns of other branches may be added."""
         return quantity.cut(size) if rule is not None and rule.is_loss else (quantity, ())
 
 
 @base
 @dataclass(frozen=True)
 class OutputGradient(ColumnPropagator):
-    """What first-order extensions read: the gradient at the output, as a single column."""
+    """The gradient at the output, as a single column, which first-order extensions read."""
 
     travels = False
     _ROOT: ClassVar[Root] = Root("gradient")
     subsampling: tuple[int, ...] | None = None
 
     def start(self, rule: LossRule, view: View) -> Columns:
-        """Nothing starts at a loss: autograd carries this quantity."""
+        """Raise an error: nothing starts at a loss, since autograd carries this quantity."""
         raise UnsupportedError("The output gradient is autograd's own quantity.")
 
     def arrive(self, rule: LayerRule, view: View, waiting: Columns | None) -> Columns:
-        """Autograd's gradient; at a tensor without samples, the columns that were kept apart."""
+        """Autograd's gradient, or, at a tensor without samples, the columns kept apart."""
         if waiting is not None:
             return waiting.to(view.dtype)
         assert view.grad_output is not None
@@ -174,19 +173,19 @@ class OutputGradient(ColumnPropagator):
     def supply(
         self, quantities: dict[int, Columns], grads: Sequence[Tensor | None]
     ) -> dict[int, Columns]:
-        """Autograd's gradient, at the last tensors that have samples."""
-        brought = {
+        """Add autograd's gradients at a node, where columns begin to be kept apart."""
+        gradients = {
             nr: Columns({self._ROOT: gradient.unsqueeze(0)})
             for nr, gradient in enumerate(grads)
             if gradient is not None
         }
-        return {**brought, **quantities}
+        return {**gradients, **quantities}
 
     def cross(
         self, node: Node, quantities: dict[int, Columns], there: Any
     ) -> list[tuple[int, Columns]]:
-        """Go on to tensors without samples only: elsewhere autograd brings the gradient."""
-        if self.subsampling is not None:  # a column for each time that a sample is named
+        """Columns behind a node, only at tensors without samples: elsewhere autograd has them."""
+        if self.subsampling is not None:  # a repeated sample has a column each time
             chosen = [n % there.batch_size for n in self.subsampling]
             turns = max(map(chosen.count, chosen), default=1)
             quantities = {

@@ -1,7 +1,7 @@
-"""Columns at a tensor: the quantity that most propagators send backwards.
+"""Columns ``[V, N, *]`` at a tensor: the quantity that most propagators send backwards.
 
-They remember the root that started them, since columns of one root are added where branches meet,
-before anything is squared.
+A column holds one vector for each sample. Columns are stored by the root that started them: where
+branches of the net meet, columns of one root are added, and those of different roots are not.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from backpack_products.tuning import even_size
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Root:
-    """Where a block of columns was started; compared by identity.
+    """The start of a block of columns, usually a loss; compared by identity.
 
     Attributes:
-        name: For messages and debugging.
-        signs: Sign of each column for each sample, ``[V, N]``; ``None`` means all positive.
-        scale: The factor in front of each sample's loss; ``None`` if it is unknown.
-        turns: Which entries of axis 0 have columns beside those of others, ``[K, R]``, if samples
-            have several: of ``V · K`` columns, ``v · K + k`` is zero but at the entries ``k``.
+        name: A name for messages and debugging.
+        signs: The sign of each column for each sample, ``[V, N]``; ``None`` means all positive.
+        scale: The factor of each sample's loss; ``None`` if it is unknown.
+        turns: Masks ``[K, R]`` of entries of axis 0, if samples have several: of ``V · K`` columns,
+            number ``v · K + k`` is zero except at the entries of mask ``k``.
     """
 
     name: str
@@ -38,10 +38,10 @@ class Root:
 
 
 class Columns:
-    """Columns ``[V, N, *]`` at a tensor, in one block for each root that started some.
+    """Columns ``[V, N, *]`` at a tensor, in one block for each root.
 
-    Columns of one root that arrive over several branches are added. Those of different roots (two
-    losses on one output, say) stay side by side.
+    Columns of one root that arrive over several branches are added. Columns of different roots (two
+    losses on one output) stay side by side.
 
     Attributes:
         blocks: One tensor ``[V, N, *]`` for every root.
@@ -62,7 +62,7 @@ class Columns:
 
     @cached_property
     def mat(self) -> Tensor:
-        """All columns side by side. Shape ``[V, N, *]``."""
+        """The columns of all roots, one root after the other. Shape ``[V, N, *]``."""
         blocks = [*self.blocks.values()]
         return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
@@ -72,26 +72,26 @@ class Columns:
         return dict(zip(self.blocks, map(len, self.blocks.values()), strict=True))
 
     def like(self, blocks: Mapping[Root, Tensor]) -> Columns:
-        """Columns of the same class."""
+        """Columns of the same class, with other blocks."""
         return type(self)(blocks)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Columns:
-        """Apply a linear function that keeps axis 0 of :attr:`flat`."""
+        """Apply a linear function to :attr:`flat`, whose axis 0 it keeps."""
         return self.split(function(self.flat))
 
     @property
     def flat(self) -> Tensor:
-        """All columns, each with the shape of the tensor."""
+        """All columns on axis 0, each with the shape of the tensor."""
         return self.mat
 
     def split(self, mat: Tensor) -> Columns:
-        """Columns with the same roots, and the values of ``mat`` in the layout of :attr:`flat`."""
+        """Columns with the same roots, from values in the layout of :attr:`flat`."""
         if len(self.blocks) == 1:
             return self.like(dict.fromkeys(self.blocks, mat))
         parts = mat.split(list(self.sizes.values()))
-        found = self.like(dict(zip(self.blocks, parts, strict=True)))
-        found.mat = mat  # they are views of it
-        return found
+        columns = self.like(dict(zip(self.blocks, parts, strict=True)))
+        columns.mat = mat  # the blocks are views of it
+        return columns
 
     def to(self, dtype: torch.dtype) -> Columns:
         """The same columns in another dtype."""
@@ -100,7 +100,7 @@ class Columns:
         return self.like({root: block.to(dtype) for root, block in self.blocks.items()})
 
     def merge(self, other: Columns) -> Columns:
-        """The sum with what arrived over another branch, root by root."""
+        """The sum with the columns of another branch, root by root."""
         require_one_form(self, other)
         blocks = dict(self.blocks)
         for root, block in other.blocks.items():
@@ -108,18 +108,16 @@ class Columns:
         return self.like(blocks)
 
     def cut(self, size: int, turns: int = 1) -> tuple[Columns, list[Columns]]:
-        """At most ``size`` of the columns, and the others in sets of about that size.
+        """Cut off at most ``size`` columns; the others come in chunks of about that size.
 
-        Args:
-            size: How many, for one of the turns.
-            turns: How often all are there, see :meth:`repeated`.
+        ``turns`` says how often the columns are repeated, see :meth:`repeated`.
         """
         count = sum(self.sizes.values()) // turns
         *others, last = self.chunks(even_size(count, size), turns) if count > size else [self]
         return last, others
 
     def chunks(self, size: int, turns: int = 1) -> list[Columns]:
-        """The columns in sets of at most ``size``, each with roots of its own; see :meth:`cut`."""
+        """Chunks of at most ``size`` columns, each with roots of its own; see :meth:`cut`."""
         result: list[Columns] = []
         for root, block in self.blocks.items():
             by_turn = block.unflatten(0, (turns, len(block) // turns))
@@ -131,10 +129,10 @@ class Columns:
         return result
 
     def widened(self, chosen: Sequence[int] | None, batch_size: int) -> Columns:
-        """Columns ``[V, n, *]`` of chosen samples as columns of the whole batch, zero elsewhere.
+        """Extend columns ``[V, n, *]`` of chosen samples to the whole batch, with zeros elsewhere.
 
-        A sample that was chosen several times may have other columns each time (drawn ones have),
-        so each repetition becomes columns of its own. ``None`` stands for all samples.
+        A sample that was chosen several times may have other columns each time (Monte Carlo draws
+        differ), so each repetition gets columns of its own. ``None`` stands for all samples.
         """
         if chosen is None:
             return self
@@ -148,7 +146,7 @@ class Columns:
         return self.like({root: widen(mat) for root, mat in self.blocks.items()})
 
     def chosen(self, chosen: Sequence[int] | None) -> Columns:
-        """The reverse of :meth:`widened`."""
+        """The columns ``[V, n, *]`` of chosen samples; reverses :meth:`widened`."""
         if chosen is None:
             return self
 
@@ -156,17 +154,13 @@ class Columns:
             samples = mat.shape[1]
             turns = _occurrences(chosen, samples)
             parts = mat.unflatten(0, (1 + max(turns, default=0), -1)).movedim(2, 1)
-            found: Tensor = parts[turns, [n % samples for n in chosen]]  # [n, V, *]
-            return found.transpose(0, 1)
+            picked: Tensor = parts[turns, [n % samples for n in chosen]]  # [n, V, *]
+            return picked.transpose(0, 1)
 
         return self.like({root: pick(mat) for root, mat in self.blocks.items()})
 
     def repeated(self, chosen: Sequence[int]) -> Columns:
-        """Columns of the whole batch, as often as one of some samples is chosen.
-
-        What :meth:`chosen` takes of them is that of these samples; who is not among them counts
-        nowhere.
-        """
+        """Repeat columns of the whole batch as often as the most frequent sample was chosen."""
         turns = most_often(chosen)
         blocks: dict[Root, Tensor] = {}
         for root, mat in self.blocks.items():
@@ -176,37 +170,37 @@ class Columns:
 
 
 class ApartColumns(Columns):
-    """Columns ``[V, N, *]`` at a tensor ``[*]`` without samples: every sample has its own.
+    """Columns ``[V, N, *]`` at a tensor ``[*]`` without samples, kept apart by sample.
 
-    The gradient of a table of positions, or of a tied weight, is a sum over samples. The columns of
-    one sample are what arrives if the columns of all others are zero.
+    The gradient at a table of positions, or at a tied weight, is a sum over samples. The columns of
+    one sample are those that arrive if the columns of all others are zero at the output.
     """
 
     def like(self, blocks: Mapping[Root, Tensor]) -> Columns:
-        """Formed columns: what is computed from those of another form has lost the form."""
+        """Plain columns kept apart, since a result of a special form may not have that form."""
         return ApartColumns(blocks)
 
     def merge(self, other: Columns) -> Columns:
-        """Root by root; in the other one's form, if that is more special."""
+        """The sum, root by root; in the special form of the other one, if it has one."""
         is_formed = type(self) is ApartColumns and type(other) is not ApartColumns
         return other.merge(self) if is_formed else super().merge(other)
 
     @property
     def flat(self) -> Tensor:
-        """All columns, each with the shape of the tensor: ``[V·N, *]``."""
+        """All columns of all samples on axis 0: ``[V·N, *]``."""
         return self.mat.flatten(0, 1)
 
     def split(self, mat: Tensor) -> Columns:
-        """From the layout ``[V·N, *]``."""
+        """Columns with the same roots, from values ``[V·N, *]``."""
         return super().split(mat.unflatten(0, self.mat.shape[:2]))
 
 
 class OwnedColumns(ApartColumns):
-    """Columns ``[V, R, *]`` whose rows are in no order, as columns of every sample's own.
+    """Columns ``[V, R, *]`` whose rows are in no order, together with the sample of each row.
 
     Attributes:
-        plain: The columns as they are.
-        owned: Which rows each sample has, ``[N, R]``.
+        plain: The columns ``[V, R, *]``.
+        owned: The mask of rows of each sample, ``[N, R]``.
     """
 
     def __init__(self, plain: Columns, owned: Tensor) -> None:
@@ -214,7 +208,7 @@ class OwnedColumns(ApartColumns):
 
     @cached_property
     def blocks(self) -> Mapping[Root, Tensor]:  # type: ignore[override]
-        """Formed when they are asked for: ``[V, N, R, *]``, zero at the rows of others."""
+        """The columns of each sample, ``[V, N, R, *]``, zero at the rows of others."""
         return {r: taken_apart(mat, self.owned) for r, mat in self.plain.blocks.items()}
 
     @property
@@ -223,19 +217,20 @@ class OwnedColumns(ApartColumns):
         return self.plain.sizes
 
     def formed(self) -> ApartColumns:
-        """As a tensor for each root."""
+        """The same as plain tensors."""
         return ApartColumns(self.blocks)
 
 
 class InRuns(ApartColumns):
-    """Columns ``[V, *]`` of which each entry is one sample's, as columns of every sample's own.
+    """Columns ``[V, *]`` of which each entry belongs to one sample.
 
-    In the order of memory, entry ``f`` of the tensor is of sample ``f // run % N``.
+    In row-major order, entry ``f`` of the tensor belongs to sample ``f // run % N``. So one set of
+    columns holds those of all samples.
 
     Attributes:
-        plain: The columns as they are.
+        plain: The columns ``[V, *]``.
         samples: ``N``.
-        run: How many entries in a row are of one sample.
+        run: How many consecutive entries belong to one sample.
     """
 
     def __init__(self, plain: Columns, samples: int, run: int) -> None:
@@ -243,7 +238,7 @@ class InRuns(ApartColumns):
 
     @cached_property
     def blocks(self) -> Mapping[Root, Tensor]:  # type: ignore[override]
-        """Formed when they are asked for: ``[V, N, *]``, zero at the entries of others."""
+        """The columns of each sample, ``[V, N, *]``, zero at the entries of others."""
         return {root: self._taken_apart(mat) for root, mat in self.plain.blocks.items()}
 
     @property
@@ -263,13 +258,13 @@ class InRuns(ApartColumns):
         return not rows % self.samples and self.run * self.samples == entries
 
     def are_side_by_side(self, positions: int | Tensor) -> bool:
-        """Whether samples are on axis 0, each with so many entries."""
+        """Whether samples are on axis 0, one after the other, each with a number of entries."""
         if not self.is_in_front or isinstance(positions, Tensor):
             return False
         return positions * self.samples == self.shape[:1].numel()
 
     def with_rows(self, mat: Tensor) -> InRuns | None:
-        """Other columns with the rows of these; ``None`` if they have not as many."""
+        """Other columns with rows of the same samples; ``None`` if they have more or fewer rows."""
         if mat.shape[1:2] != self.shape[:1]:
             return None
         return InRuns(self.plain.split(mat), self.samples, mat.shape[1:].numel() // self.samples)
@@ -279,13 +274,13 @@ class InRuns(ApartColumns):
         return InRuns(self.plain.to(dtype), self.samples, self.run)
 
     def merge(self, other: Columns) -> Columns:
-        """As they are, if runs are as long; else formed."""
+        """The sum; in the same form if the runs have the same length."""
         if isinstance(other, InRuns) and other.run == self.run:
             return InRuns(self.plain.merge(other.plain), self.samples, self.run)
         return super().merge(other)
 
     def _taken_apart(self, mat: Tensor) -> Tensor:
-        """Zeros, and on a diagonal the entries of each sample."""
+        """``[V, *] → [V, N, *]``: the entries of each sample on a diagonal of zeros."""
         runs = mat.reshape(len(mat), -1, self.samples, self.run)
         apart = torch.zeros_like(runs).unsqueeze(1).repeat(1, self.samples, 1, 1, 1)
         apart.diagonal(dim1=1, dim2=3).copy_(runs.movedim(2, -1))
@@ -293,12 +288,12 @@ class InRuns(ApartColumns):
 
 
 def split_positions(columns: Columns, owners: Tensor | None, samples: int) -> Columns:
-    """Columns of rows as columns of samples: rows of one sample get columns of their own.
+    """Give the rows of one sample columns of their own: ``[V, R, *] → [V · K, R, *]``.
 
     Args:
         columns: ``[V, R, *]``.
-        owners: The sample of each row, ``[R]``; ``None`` if all may be of one.
-        samples: How many samples there are.
+        owners: The sample of each row, ``[R]``; ``None`` if all rows may belong to one sample.
+        samples: The number of samples.
 
     Returns:
         ``[V · K, R, *]``, with a sign for each sample.
@@ -308,14 +303,14 @@ def split_positions(columns: Columns, owners: Tensor | None, samples: int) -> Co
     for root, mat in columns.blocks.items():
         signs = root.signs
         if signs is not None:
-            shown, own = (mask.to(signs.device, signs.dtype) for mask in (turns, owned))
-            signs = torch.einsum("vr,kr,nr->vkn", signs, shown, own).flatten(0, 1)
+            turn, own = (mask.to(signs.device, signs.dtype) for mask in (turns, owned))
+            signs = torch.einsum("vr,kr,nr->vkn", signs, turn, own).flatten(0, 1)
         blocks[Root(root.name, signs, root.scale, turns)] = taken_apart(mat, turns).flatten(0, 1)
     return Columns(blocks)
 
 
 def _turns(owners: Tensor | None, count: int, samples: int) -> tuple[Tensor, Tensor]:
-    """Which rows share a column, ``[K, R]``, and which each sample may have, ``[N, R]``."""
+    """Masks of the rows that share a column, ``[K, R]``, and of the rows of samples, ``[N, R]``."""
     rows = torch.arange(count, device="cpu")
     if owners is None:
         return rows == rows[:, None], torch.ones(samples, count, dtype=torch.bool, device="cpu")
@@ -328,12 +323,10 @@ def _turns(owners: Tensor | None, count: int, samples: int) -> tuple[Tensor, Ten
 
 
 def require_one_form(first: Columns, second: Columns) -> None:
-    """See that both are kept apart by sample, or none: a tensor is one or the other.
-
-    Added up, one would be broadcast, or taken for something else.
+    """Check that both are kept apart by sample, or neither: otherwise one would be misread.
 
     Raises:
-        InternalError: They are not.
+        InternalError: Only one is kept apart.
     """
     are_apart = {isinstance(each, ApartColumns) for each in (first, second) if each.blocks}
     if len(are_apart) > 1:
@@ -341,16 +334,16 @@ def require_one_form(first: Columns, second: Columns) -> None:
 
 
 def most_often(chosen: Sequence[int]) -> int:
-    """How often the most frequent of some samples is chosen."""
+    """How often the most frequent of the chosen samples occurs."""
     return max(Counter(chosen).values(), default=1)
 
 
 def _occurrences(chosen: Sequence[int], batch_size: int) -> list[int]:
-    """How often each number occurs before: ``(3, 1, 3) → [0, 0, 1]``."""
+    """How often each sample occurred before: ``(3, 1, 3) → [0, 0, 1]``."""
     seen: dict[int, int] = {}
-    found = []
+    turns = []
     for index in chosen:
         sample = index % batch_size
-        found.append(seen.get(sample, 0))
-        seen[sample] = found[-1] + 1
-    return found
+        turns.append(seen.get(sample, 0))
+        seen[sample] = turns[-1] + 1
+    return turns

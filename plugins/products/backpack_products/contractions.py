@@ -2,11 +2,11 @@
 
 Pure functions of ``out`` (columns at the output, ``[V, N, S, G, O]``) and ``inp`` (what the weight
 multiplies, ``[N, S, G, I]``). With ``M[v, n] = Σ_s out[v, n, s] ⊗ inp[n, s]``, of shape ``[V, N, G,
-O, I]``, each returns a reduction of ``M``, which is formed piece by piece or not at all.
+O, I]``, each function returns a reduction of ``M``, which is formed in pieces or not at all.
 
-A first write to fresh memory takes as long as many multiply-adds. So pieces fit into the cache and
-share a buffer, and patches are made for some samples at a time: ``docs/design/products.md``.
-Imports the memory budget, and the memory of earlier results.
+The first write to fresh memory takes as long as many multiply-adds. So pieces fit into the cache
+and share a buffer, and patches of images are made for some samples at a time. See
+``docs/design/products.md``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.tuning import memory_budget
+from backpack_products.multiply import multiply, multiply_each
 from backpack_products.recycled import take
 from backpack_products.rows import DirectRows, Rows, whole
 from backpack_products.tuning import CACHE, DIRECT, LARGE, even_size, piece_size
@@ -33,31 +34,31 @@ def products(out: Tensor, inp: Rows) -> Tensor:
     shape = columns, samples, groups, features, size
     if positions == 1:
         left, right = out.permute(0, 1, 3, 4, 2), whole(inp).transpose(1, 2)
-        is_alike = left.dtype is right.dtype
-        return torch.mul(left, right, out=take(out, shape) if is_alike else None)
+        is_same = left.dtype is right.dtype  # else the result has another dtype than ``out``
+        return torch.mul(left, right, out=take(out, shape) if is_same else None)
     if torch.is_grad_enabled():
-        found = torch.stack([_batched(piece[None]) @ _right(inp[:]) for piece in out])
-        return found.reshape(shape)
+        stacked = torch.stack([_batched(piece[None]) @ _right(inp[:]) for piece in out])
+        return stacked.reshape(shape)
     if is_column(inp, out):
         left = out.reshape(samples, positions, features)
         target = take(out, (samples, features, size))
-        found = torch.bmm(left.mT, inp.reshape(samples, positions, size), out=target)
+        found = multiply_each(left.mT, inp.reshape(samples, positions, size), target)
         return found.view(1, samples, 1, features, size)
-    result = take(out, shape)
-    result = out.new_empty(shape) if result is None else result
+    target = take(out, shape)
+    result = out.new_empty(shape) if target is None else target
     for _ in form(out, inp, result):
         pass
     return result
 
 
 def is_column(inp: Rows, out: Tensor) -> TypeGuard[Tensor]:
-    """Whether there is one column without groups, plain factors, and no autograd to record."""
+    """Whether ``out`` is one column without groups, ``inp`` a tensor, and autograd is off."""
     is_one = isinstance(inp, Tensor) and out.shape[0] == out.shape[3] == 1
     return is_one and not torch.is_grad_enabled()
 
 
 def form(out: Tensor, inp: Rows, result: Tensor) -> Iterator[tuple[Tensor, int, slice]]:
-    """Form ``M`` in a result; yields each time a column of it, its number, and the new samples."""
+    """Form ``M`` in a tensor; yields each finished part: its column, the number, the samples."""
     features, size = result.shape[3:]
     if len(out) == 1 and _is_direct(inp, 1, out):
         for _, rows, piece in pieces(out, inp):
@@ -67,7 +68,7 @@ def form(out: Tensor, inp: Rows, result: Tensor) -> Iterator[tuple[Tensor, int, 
     for rows in row_steps(inp, out.element_size()):
         right = _right(inp[rows])
         for column, (piece, target) in enumerate(zip(out[:, rows], result, strict=True)):
-            torch.bmm(_batched(piece[None]), right, out=target[rows].view(-1, features, size))
+            multiply_each(_batched(piece[None]), right, target[rows].view(-1, features, size))
             yield target, column, rows
 
 
@@ -77,7 +78,7 @@ def square_sum(out: Tensor, inp: Rows) -> Tensor:
         left, right = out.square(), whole(inp).square()  # [V, N, 1, G, O], [N, 1, G, I]
         left = left.sum(0) if len(left) > 1 else left
         if right.shape[2] == 1:
-            return torch.mm(left.flatten(0, -2).T, right.flatten(0, 2)).unsqueeze(0)
+            return multiply(left.flatten(0, -2).T, right.flatten(0, 2)).unsqueeze(0)
         left = left.reshape(-1, *left.shape[-2:])  # [N, G, O]
         return torch.bmm(left.permute(1, 2, 0), right.squeeze(1).transpose(0, 1))
     result = out.new_zeros(*out.shape[3:], inp.shape[3])
@@ -107,20 +108,21 @@ def add_squares(total: Tensor, rows: Tensor) -> Tensor:
 
 
 def sums(out: Tensor, inp: Rows) -> Tensor:
-    """``Σ_n M``, at the cost of a plain gradient for each column. Shape ``[V, G, O, I]``."""
+    """``Σ_n M``, at the cost of a weight gradient for each column. Shape ``[V, G, O, I]``."""
     columns, _, _, groups, features = out.shape
     size = inp.shape[3]
     if is_empty(out, inp):
         return out.new_zeros(columns, groups, features, size)
     if columns == groups == 1 and isinstance(inp, Tensor):
-        return (out.reshape(-1, features).T @ inp.reshape(-1, size)).view(1, 1, features, size)
+        left, right = out.reshape(-1, features).T, inp.reshape(-1, size)
+        return multiply(left, right).view(1, 1, features, size)
     total: Tensor | None = None
     if isinstance(inp, DirectRows) and not torch.is_grad_enabled():
         total = inp.total(out)
         if total is not None:
             return total
     for rows in row_steps(inp, out.element_size()):
-        if groups == 1:  # no column is copied
+        if groups == 1:  # without a copy of the columns
             left = out[:, rows].reshape(columns, -1, features).mT
             right = inp[rows].reshape(-1, size).expand(columns, -1, -1)
         else:
@@ -134,10 +136,10 @@ def sums(out: Tensor, inp: Rows) -> Tensor:
 
 
 def pieces(out: Tensor, inp: Rows, limit: int = CACHE) -> Iterator[tuple[slice, slice, Tensor]]:
-    """``M`` for some columns of some samples at a time, in one buffer: use each before the next.
+    """Yields ``M`` for some columns of some samples at a time, all in one buffer.
 
-    All columns of a sample are one matrix product, ``[V·O, S] @ [S, I]``. A piece has at most
-    ``limit`` bytes, or one product.
+    Use each piece before the next one overwrites it. All columns of a sample are one matrix
+    product, ``[V·O, S] @ [S, I]``. A piece has at most ``limit`` bytes, or is one product.
 
     Yields:
         ``(columns, samples, piece)`` with a piece ``[n, G, v, O, I]``, samples outermost.
@@ -168,12 +170,12 @@ def pieces(out: Tensor, inp: Rows, limit: int = CACHE) -> Iterator[tuple[slice, 
                 if buffer is None:
                     buffer = out.new_empty(min(few, samples) * groups * most * features * size)
                 piece = buffer[: shape[0] * shape[1] * size].view(shape)
-                torch.bmm(left, right, out=piece)
+                multiply_each(left, right, piece)
             yield some, rows, piece.view(-1, groups, some.stop - some.start, features, size)
 
 
 def row_steps(inp: Rows, itemsize: int, most: int | None = None) -> Iterator[slice]:
-    """Samples whose inputs fit into half of the cache: copying them has a source as well."""
+    """Slices of samples whose inputs fit into half of the cache: a copy also reads its source."""
     samples, *shape = inp.shape
     # A batched product gives each thread whole samples, and each thread has a cache of its own.
     threads, single = torch.get_num_threads(), max(1, torch.Size(shape).numel() * itemsize)
@@ -188,14 +190,14 @@ def is_empty(out: Tensor, inp: Rows) -> bool:
 
 
 def slices(count: int, step: int) -> Iterator[slice]:
-    """Consecutive parts of ``range(count)``, of one entry at least."""
+    """Yields consecutive slices of ``range(count)``, of at least one entry."""
     step = max(1, step)
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
 
 
 def _is_direct(inp: Rows, columns: int, out: Tensor) -> TypeGuard[DirectRows]:
-    # The kernel's result does not carry a graph.
+    # The kernel is not differentiable.
     return isinstance(inp, DirectRows) and not torch.is_grad_enabled() and inp.suits(columns, out)
 
 
@@ -205,7 +207,7 @@ def _right(inp: Tensor) -> Tensor:
 
 
 def _batched(out: Tensor) -> Tensor:
-    """``[v, n, S, G, O] → [n·G, v·O, S]``; several columns are copied in their storage order."""
+    """``[v, n, S, G, O] → [n·G, v·O, S]``; several columns are copied in storage order."""
     columns, samples, positions, groups, features = out.shape
     shape = (samples * groups, columns * features)
     if out.stride(4) == 1:
@@ -214,12 +216,12 @@ def _batched(out: Tensor) -> Tensor:
 
 
 def flattened(tensor: Tensor, axis: int) -> Tensor:
-    """All axes from one on as a single one, also where there are none: a number for each sample."""
+    """Flatten all axes from one on; an axis of length one if there are none."""
     return tensor.flatten(axis) if tensor.dim() > axis else tensor.unsqueeze(axis)
 
 
 def square_norm_of(mat: Tensor) -> Tensor:
-    """``Σ_k mat[..., k]²``; writes no squares unless autograd records."""
+    """``Σ_k mat[..., k]²``; the squares are not stored unless autograd records."""
     if torch.is_grad_enabled():
         return mat.square().sum(-1)
     norms: Tensor = torch.linalg.vector_norm(mat, dim=-1)
@@ -227,7 +229,7 @@ def square_norm_of(mat: Tensor) -> Tensor:
 
 
 def gram(out: Tensor, inp: Rows) -> Tensor:
-    """``⟨M[v, n], M[w, m]⟩``, without ``M`` where that is cheaper. Shape ``[V, N, V, N]``."""
+    """``⟨M[v, n], M[w, m]⟩``, without forming ``M`` if that is cheaper. Shape ``[V, N, V, N]``."""
     columns, samples, _, groups, features = out.shape
     size, count = inp.shape[3], columns * samples
     if is_empty(out, inp):
@@ -238,12 +240,12 @@ def gram(out: Tensor, inp: Rows) -> Tensor:
     step = max(1, memory_budget() // (count * groups * size * out.element_size()))
     for start in range(0, features, step):
         some = products(out[..., start : start + step], inp).flatten(0, 1).flatten(1)
-        total = torch.addmm(total, some, some.T)
+        total = total + multiply(some, some.T)
     return total.reshape(columns, samples, columns, samples)
 
 
 def is_gram_of_positions_cheaper(out: Tensor, inp: Rows) -> bool:
-    """Whether inner products of ``M`` cost less from those of positions, and these fit."""
+    """Whether inner products of positions are cheaper than those of ``M``, and fit into memory."""
     columns, samples, positions, _, features = out.shape
     size, count = inp.shape[3], columns * samples
     rows, pairs = samples * positions, (count * positions) ** 2

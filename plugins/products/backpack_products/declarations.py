@@ -1,8 +1,8 @@
-"""Judges what a plugin's class declares, before it is used.
+"""Checks the class attributes that a plugin's class declares, before the class is used.
 
-The base classes are the table: an attribute with a value is a declaration, and its default shows
-its type. An author's class may add attributes of its own. A name that resembles a known one is a
-fault, since it is a misspelling that nobody would notice.
+The base classes serve as the table: their attributes are the possible declarations, and a default
+value shows the type. An author's class may add attributes of its own, but not a name that resembles
+a declaration, which is probably a misspelling.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from backpack_core.contract.operation import Operation
 from backpack_core.contract.rules import MODULE_TYPES, LayerRule, is_module_type
 
 _NAMES = "names of parameters", lambda item: isinstance(item, str) and bool(item)
-# The types of the entries of declared tuples: in words, and a function that accepts one.
+# Declarations that are tuples: what the entries are, in words, and a function that accepts one.
 _ITEMS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
     "module_types": (MODULE_TYPES, is_module_type),
     "params": _NAMES,
@@ -32,9 +32,9 @@ _ITEMS: Final[dict[str, tuple[str, Callable[[Any], bool]]]] = {
 
 @judge
 def faults(candidate: Candidate) -> Iterator[str]:
-    """What is wrong with the declarations of a class, a sentence for each."""
+    """Yields a sentence for each fault in the declarations of a class."""
     cls = candidate.cls
-    if candidate.module is not None:  # a module changes nothing in what was looked at before
+    if candidate.module is not None:  # the class was checked before; the module does not matter
         return
     for name, value in declared(cls).items():
         yield from _fault(cls, name, value)
@@ -43,22 +43,23 @@ def faults(candidate: Candidate) -> Iterator[str]:
 
 
 def declared(cls: type) -> dict[str, Any]:
-    """What the author's classes declare, the most special class last."""
+    """The attributes of an author's class and of its bases that are not ours."""
     own = [c for c in cls.__mro__[::-1] if c not in BASES]
     return {name: value for c in own for name, value in vars(c).items() if name[:2] != "__"}
 
 
 @cache
-def _known(bases: tuple[type, ...]) -> dict[str, Any]:
-    """Every attribute of every base class, with its default."""
+def _declarations(bases: tuple[type, ...]) -> dict[str, Any]:
+    """All attributes of our base classes, with their defaults."""
     return {n: v for base in bases for cls in base.__mro__[-2::-1] for n, v in vars(cls).items()}
 
 
 def _fault(cls: type, name: str, value: Any) -> Iterator[str]:
+    """Yields what is wrong with one attribute of a class."""
     kinds = (property, classmethod, staticmethod, *(() if name in _ITEMS else (type,)))
     if name == "_abc_impl" or isinstance(value, kinds):
         return
-    known = _known((*BASES,))
+    known = _declarations((*BASES,))
     if name not in known:
         is_method = isinstance(value, FunctionType)
         # `_factor` and `factors` are not misspellings of `factor`.
@@ -92,6 +93,7 @@ def _call_fault(function: Callable[..., Any], count: int) -> str:
 
 
 def _wrong_kind(name: str, value: Any, default: Any) -> Iterator[str]:
+    """Yields a sentence if a declaration has a value of the wrong type."""
     if name in _ITEMS:
         what, accepts = _ITEMS[name]
         wrong = [v for v in value if not accepts(v)] if isinstance(value, tuple) else [value]

@@ -1,4 +1,4 @@
-"""What a layer's rule says of second derivatives, and what follows from transposed Jacobians."""
+"""Second derivatives of layers, and Jacobian products that follow from transposed ones."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from backpack_products.transposition import transpose
 
 @base
 class SecondOrderRule(LayerRule):
-    """A layer ``x ↦ f(x)`` that says what it knows of second derivatives in its input.
+    """The rule of a layer ``x ↦ f(x)`` that declares its second derivative in the input.
 
     Class attributes:
-        hessian_is_zero: ``∂²f/∂x²`` vanishes (almost everywhere), for several inputs that of all
-            together: a product of two has another.
+        hessian_is_zero: ``∂²f/∂x²`` vanishes (almost everywhere). With several inputs, this means
+            the Hessian in all inputs together, which a product of two inputs does not have.
         hessian_is_diagonal: ``∂²f_o/∂x_i∂x_j = 0`` unless ``i = j = o``.
-        jacobian_is_constant: ``∂f/∂x`` is one matrix for all samples and all values of the input.
+        jacobian_is_constant: ``∂f/∂x`` is the same matrix for all samples and all inputs.
 
     A property that is not declared is assumed absent. The conformance kit checks each of them.
 
@@ -37,18 +37,18 @@ class SecondOrderRule(LayerRule):
     jacobian_is_constant: ClassVar[bool] = False
 
     def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
-        """``[V, N, *in] → [V, N, *in]``; the gradient at the output times ``∂²f/∂x²``."""
+        """``Σ_o grad_output_o ∂²f_o/∂x² mat``. Shape ``[V, N, *in] → [V, N, *in]``."""
         raise _has_none(self, view)
 
 
 def second_order(rule: LayerRule) -> SecondOrderRule:
-    """A rule, for what it declares; one of another base declares what the base class does."""
-    declaring: Any = rule if isinstance(rule, SecondOrderRule) else SecondOrderRule
-    of_rule: SecondOrderRule = declaring
-    return of_rule
+    """The object that holds a rule's declarations; the defaults for rules of another base."""
+    declarations: Any = rule if isinstance(rule, SecondOrderRule) else SecondOrderRule
+    return declarations  # type: ignore[no-any-return]
 
 
 def _has_none(rule: LayerRule, view: View) -> UnsupportedError:
+    """The error for a rule without a second derivative."""
     is_ready = isinstance(rule, SecondOrderRule)
     first = "" if is_ready else "derive it from backpack_products.SecondOrderRule, and "
     return UnsupportedError(
@@ -58,11 +58,11 @@ def _has_none(rule: LayerRule, view: View) -> UnsupportedError:
 
 
 def jac_mat_prod(rule: LayerRule, view: View, mat: Tensor) -> Tensor:
-    """Input Jacobian, applied to every column of every sample; found by transposition.
+    """Apply the input Jacobian to columns (a Jacobian-vector product), by transposition.
 
     Args:
         rule: The layer's rule.
-        view: The forward execution.
+        view: The call.
         mat: Columns at the first input. Shape ``[V, N, *in]``.
 
     Returns:
@@ -80,11 +80,11 @@ def jac_mat_prod(rule: LayerRule, view: View, mat: Tensor) -> Tensor:
 def second_derivative_mat_prod(
     rule: LayerRule, view: View, grad_output: Tensor, mat: Tensor
 ) -> Tensor:
-    """Second derivative contracted with a gradient, applied to columns.
+    """Contract the second derivative with a gradient, and apply the result to columns.
 
     Args:
         rule: The layer's rule.
-        view: The forward execution.
+        view: The call.
         grad_output: Gradient at the output. Shape ``[N, *out]``.
         mat: Columns at the first input. Shape ``[V, N, *in]``.
 
@@ -92,7 +92,7 @@ def second_derivative_mat_prod(
         ``Σ_o grad_output_o ∂²f_o/∂x² mat``. Shape ``[V, N, *in]``.
 
     Raises:
-        UnsupportedError: The rule knows no second derivative.
+        UnsupportedError: The rule has no second derivative.
     """
     if second_order(rule).hessian_is_zero:
         return torch.zeros_like(mat)

@@ -1,4 +1,4 @@
-"""Rules of activations."""
+"""The base of rules of elementwise activations."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from backpack_products.derivatives import SecondOrderRule
 
 @base
 class ElementwiseRule(SecondOrderRule):
-    """An activation ``y_i = φ(x_i)`` without parameters: one formula gives every quantity.
+    """The rule of an activation ``y_i = φ(x_i)`` without parameters.
 
-    ``view.input`` may have been overwritten where the module works in place; a formula in terms of
-    ``view.output`` survives that.
+    A module that works in place overwrites ``view.input``. A formula in terms of ``view.output``
+    works for such modules, too.
 
     To write:
         ``derivative(view)`` and, unless ``hessian_is_zero``, ``second_derivative(view)``: tensors
@@ -32,7 +32,7 @@ class ElementwiseRule(SecondOrderRule):
         """``φ'(x)``, of the shape of the input ``[N, *]``."""
 
     def second_derivative(self, view: View) -> Tensor:
-        """``φ''(x)``, of the shape of the input ``[N, *]``. Zero where ``hessian_is_zero``."""
+        """``φ''(x)``, of the shape of the input ``[N, *]``. Default: zero, if declared so."""
         if self.hessian_is_zero:
             return torch.zeros_like(view.output)
         raise UnsupportedError(

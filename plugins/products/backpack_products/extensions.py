@@ -1,4 +1,4 @@
-"""Extensions that read products: of individual gradients, and of curvature."""
+"""The bases of extensions that read products: of first order, and of second order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from backpack_products.values import is_flag
 
 @base
 class FirstOrderExtension(Extension):
-    """An extension of individual gradients: only autograd's own gradient travels.
+    """An extension of per-sample gradients: it reads the product with autograd's gradient.
 
     To write:
         ``read(product)``, with a single column: ``V = 1``.
@@ -31,8 +31,8 @@ class FirstOrderExtension(Extension):
         """Store the settings.
 
         Args:
-            subsampling: Indices of the samples to take; default: all.
-            savefield: Name of the attribute on parameters; default: the class's.
+            subsampling: Indices of the samples to use. Default: all.
+            savefield: Name of the attribute of parameters. Default: that of the class.
             fail_mode: See :class:`Extension`.
         """
         super().__init__(OutputGradient(as_subsampling(subsampling)), savefield, fail_mode)
@@ -51,7 +51,7 @@ def as_subsampling(indices: Sequence[int] | None) -> tuple[int, ...] | None:
     """Normalise a ``subsampling`` argument.
 
     Args:
-        indices: Indices of samples, or ``None``. A sample counts as often as it is named.
+        indices: Indices of samples, or ``None`` for all. A sample may be named several times.
 
     Returns:
         A tuple of integers, or ``None``.
@@ -73,8 +73,8 @@ def as_subsampling(indices: Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 @judge
-def _no_way_to_combine(candidate: Candidate) -> Iterator[str]:
-    """What is wrong with the declaration of an extension's class."""
+def _unknown_over_batches(candidate: Candidate) -> Iterator[str]:
+    """Yields a sentence if an extension's class declares an unknown ``over_batches``."""
     cls = candidate.cls
     value = declared(cls).get("over_batches", "sum") if issubclass(cls, Extension) else "sum"
     is_known = isinstance(value, OverBatches) or callable(value)

@@ -1,4 +1,4 @@
-"""The base of products in factors, which all have columns at positions that samples share."""
+"""The base of products in factors: a sum over positions of columns times another factor."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from backpack_products.product import SampleProduct
 
 
 class FactorProduct(SampleProduct):
-    """A sum over positions, of columns and of what the parameter meets there.
+    """A product that is a sum over positions: of columns, and of what multiplies the parameter.
 
     Attributes:
         out: Columns at each position. Shape ``[V, N, S, *]``.
-        other: What the parameter meets. Shape ``[N, S, *]``, or ``None``.
-        is_own: Which positions each sample has, ``[N, S]``, ``None`` for all. Columns are zero at
-            the others.
-        uses: How many positions each use of the parameter has, one behind the other, and each in
-            the order of what the module met; empty for a single use.
+        other: What multiplies the parameter. Shape ``[N, S, *]``, or ``None``.
+        is_own: The mask of positions that each sample has, ``[N, S]``; ``None`` for all. Columns
+            are zero at the others.
+        uses: The number of positions of each use of the parameter, in the order in which the
+            positions follow each other; empty for a single use.
 
     To write:
-        ``with_factors(out, other, is_own)``: a product of this form. Optional:
+        ``with_factors(out, other, is_own)``: a product of this form with other factors. Optional:
         ``has_form_of(other)`` and ``joined(others)``, for a parameter that is used several times.
     """
 
@@ -41,40 +41,40 @@ class FactorProduct(SampleProduct):
     @property
     @abstractmethod
     def other(self) -> Any:
-        """See the class."""
+        """What multiplies the parameter, ``[N, S, *]``, or ``None``."""
 
     @abstractmethod
     def with_factors(self, out: Tensor, other: Any, is_own: Tensor | None) -> SampleProduct:
-        """A product of the same form, and of the same parameter."""
+        """A product of the same form, for the same parameter, with other factors."""
 
     def held(self) -> Versions:
-        """The factors that are tensors."""
-        found = [(self.out, self.out._version)]
+        """The factors that are tensors, with their versions."""
+        held = [(self.out, self.out._version)]
         for factor in (self.other, self.is_own):
             if isinstance(factor, Tensor):
-                found.append((factor, factor._version))
-        return found
+                held.append((factor, factor._version))
+        return held
 
     def lasting(self) -> SampleProduct:
-        """With a copy of what the parameter meets if that is a parameter as well.
+        """The product with a copy of the other factor, if that is a parameter itself.
 
-        It may be updated before this one is read: hooks of optimizers do so as soon as its gradient
-        is there.
+        An optimizer's hook may update that parameter as soon as its gradient is there, before this
+        product is read.
         """
-        kept = _without_parameters(self.other)
-        if kept is self.other:
+        other = _without_parameters(self.other)
+        if other is self.other:
             return self
-        lasting: SampleProduct = self._joining([self], self.out, kept, self.is_own)
+        lasting: SampleProduct = self._joining([self], self.out, other, self.is_own)
         return lasting.placed_as(self)
 
     def among(self, roots: Mapping[Root, int]) -> SampleProduct:
-        """The same form, with columns of zeros for the other roots."""
+        """The product for more roots, in the same form, with columns of zeros for the others."""
         if self.has_roots(roots):
             return self
         blocks = dict(zip(self.roots, self.out.split(list(self.roots.values())), strict=True))
         zeros = self.new_zeros(*self.out.shape[1:])
-        found = [blocks.get(root, zeros.expand(n, *zeros.shape)) for root, n in roots.items()]
-        placed: SampleProduct = self._joining([self], torch.cat(found), self.other, self.is_own)
+        every = [blocks.get(root, zeros.expand(n, *zeros.shape)) for root, n in roots.items()]
+        placed: SampleProduct = self._joining([self], torch.cat(every), self.other, self.is_own)
         return placed
 
     def has_form_of(self, other: SampleProduct) -> bool:
@@ -84,11 +84,11 @@ class FactorProduct(SampleProduct):
         return (other.other is None) == (self.other is None)
 
     def joined(self, others: Sequence[Any]) -> Any:
-        """What the parameter meets at the positions of several products of the form."""
+        """The other factors of several products of this form, concatenated along positions."""
         return torch.cat([*others], 1)
 
     def plus(self, others: Sequence[SampleProduct]) -> tuple[SampleProduct, list[SampleProduct]]:
-        """One product over the positions of all that have this form; those of another form."""
+        """Add the products of this form, as one over all their positions; also returns the rest."""
         fits = [self.has_form_of(product) for product in others]
         parts: list[Any] = [self, *compress(others, fits)]
         rest = [product for product, is_same in zip(others, fits, strict=True) if not is_same]
@@ -103,14 +103,14 @@ class FactorProduct(SampleProduct):
         return self._joining(parts, torch.cat([p.out for p in parts], 2), other, is_own), rest
 
     def _joining(self, parts: Sequence[FactorProduct], *factors: Any) -> Any:
-        """A product with the positions of several of this form."""
-        found: Any = self.with_factors(*factors)
-        found.uses = tuple(n for part in parts for n in part.uses or (part.out.shape[2],))
-        return found
+        """A product with given factors, and with the uses of several products."""
+        joined: Any = self.with_factors(*factors)
+        joined.uses = tuple(n for part in parts for n in part.uses or (part.out.shape[2],))
+        return joined
 
 
 def _without_parameters(factor: Any) -> Any:
-    """A tensor, or an object that makes rows of some, with copies of those that are parameters."""
+    """A factor (a tensor, or an object made of tensors), with parameters in it copied."""
     if factor is None or isinstance(factor, Tensor):
         return factor.clone() if factor is not None and _is_of_parameter(factor) else factor
     held = vars(factor).items()
@@ -122,5 +122,6 @@ def _without_parameters(factor: Any) -> Any:
 
 
 def _is_of_parameter(tensor: Tensor) -> bool:
+    """Whether a tensor is a parameter, or a view of one."""
     base = base_of(tensor)
     return is_parameter(tensor if base is None else base)

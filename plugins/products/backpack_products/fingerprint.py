@@ -1,7 +1,7 @@
-"""Which plugins computed a result: kept with it, and compared before results are mixed.
+"""Fingerprints of the plugins that computed a result, compared before results are combined.
 
-Two plugins, or two versions of one, may have other conventions. A sum of their results looks like
-any other, so it is refused.
+Two plugins, or two versions of a plugin, may have different conventions. A sum of their results
+would look like any other, so it is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 Fingerprint: TypeAlias = dict[str, str]
 
 _UNDER_ALL = {"backpack_core": "backpack-core", "backpack_products": "backpack-products"}
-_DIGITS = 12  # of a digest: enough to tell versions apart
+_DIGITS = 12  # of a digest; enough to distinguish versions
 
 
 def fingerprint(
@@ -44,33 +44,33 @@ def fingerprint(
 
     Args:
         modules: A model, and a loss.
-        extensions: What is computed; objects or classes.
+        extensions: Extensions, as objects or classes.
 
     Returns:
-        Version and digest of the code, by distribution. A class that no distribution brought counts
-        by its name, with a digest of its source.
+        Version and digest of the code, by distribution. A class that belongs to no distribution is
+        listed by its name, with a digest of its source.
     """
     ensure_loaded()
     return of_parts(_parts(modules, [*extensions]))
 
 
 def of_parts(parts: Iterable[Any]) -> Fingerprint:
-    """The same, of the classes and functions that take part."""
-    known = {plugin.package: plugin for plugin in known_plugins()}
-    found = {name: _code(package, version_of(name)) for package, name in _UNDER_ALL.items()}
+    """The fingerprint of classes and functions that take part in a computation."""
+    plugins = {plugin.package: plugin for plugin in known_plugins()}
+    marks = {name: _code(package, version_of(name)) for package, name in _UNDER_ALL.items()}
     for part in dict.fromkeys(base for each in parts for base in _with_bases(each)):
         package = part.__module__.partition(".")[0]
-        if package in known:
-            used = known[package].distribution
-            below = ((p, known[p]) for p in known if used in known[p].users or p == package)
-            found.update((each.distribution, _code(p, each.version)) for p, each in below)
+        if package in plugins:
+            name = plugins[package].distribution
+            used = ((p, own) for p, own in plugins.items() if name in own.users or p == package)
+            marks.update((own.distribution, _code(p, own.version)) for p, own in used)
         elif package not in _UNDER_ALL:
-            found[f"{part.__module__}.{part.__qualname__}"] = _source(part)
-    return found
+            marks[f"{part.__module__}.{part.__qualname__}"] = _source(part)
+    return marks
 
 
 def _parts(modules: Iterable[Module], extensions: list[Any]) -> Iterator[Any]:
-    """Classes and functions that take part."""
+    """Yields the classes and functions that take part: extensions, rules and overrides."""
     yield from (each if isinstance(each, type) else type(each) for each in extensions)
     made = [each for each in extensions if not isinstance(each, type)]
     by_type = {type(part): part for module in modules for part in module.modules()}
@@ -80,13 +80,14 @@ def _parts(modules: Iterable[Module], extensions: list[Any]) -> Iterator[Any]:
 
 
 def _with_bases(part: Any) -> Iterator[Any]:
-    """A class with those that it inherits from, which compute what it does not."""
+    """Yields a class and its bases, except for torch's and those of the standard library."""
     for base in getattr(part, "__mro__", (part,)):
         if base.__module__.partition(".")[0] not in {*sys.stdlib_module_names, "torch"}:
             yield base
 
 
 def _code(package: str, release: str) -> str:
+    """The version of a package and the digest of its code."""
     home = home_of(package)
     return f"{release} {'unknown code' if home is None else _digest(home)}".strip()
 
@@ -97,41 +98,43 @@ def _digest(home: Path) -> str:
 
 
 def _source(part: Any) -> str:
+    """A digest of the source of a class or function."""
     try:
         text = inspect.getsource(part)
-    except (OSError, TypeError):  # of a console
+    except (OSError, TypeError):  # defined in a console
         return "unknown code"
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGITS]
 
 
 def agreed(results: Mapping[str, Fingerprint], is_one_quantity: bool = True) -> Fingerprint:
-    """The fingerprint of what is made of several results.
+    """The fingerprint of a combination of several results.
 
     Args:
-        results: Fingerprints by the name of the result in a message. An empty one stands for a
-            result whose plugins are not known, which is mixed with any.
-        is_one_quantity: Whether all are values of the same quantities. Those of two, as the sum of
-            a diagonal and of Kronecker factors, may differ in who takes part, but not in its code.
+        results: Fingerprints, by the name of the result in messages. An empty one stands for a
+            result whose plugins are not known, which may be combined with any other.
+        is_one_quantity: Whether all are values of the same quantities. Different quantities (the
+            sum of a diagonal and of Kronecker factors) may use different plugins, but not different
+            versions of one.
 
     Raises:
-        UsageError: Two differ, and the environment does not say ``BACKPACK_MIX_PLUGINS=1``.
+        UsageError: Two differ, and the environment variable ``BACKPACK_MIX_PLUGINS`` is not 1.
     """
     (first, own), *others = [(k, v) for k, v in results.items() if v] or [("", Fingerprint())]
     total = dict(own)
     for name, other in others:
-        told = _told(own, other, is_one_quantity)
-        if told and os.environ.get("BACKPACK_MIX_PLUGINS", "0") in ("", "0"):
+        difference = _difference(own, other, is_one_quantity)
+        if difference and os.environ.get("BACKPACK_MIX_PLUGINS", "0") in ("", "0"):
             raise UsageError(
-                f"{first} and {name} were computed by different plugins: {told}. Compute one of "
-                "them again with the plugins of the other, or set BACKPACK_MIX_PLUGINS=1 if you "
+                f"{first} and {name} were computed by different plugins: {difference}. Compute one "
+                "of them again with the plugins of the other, or set BACKPACK_MIX_PLUGINS=1 if you "
                 "know that their numbers agree."
             )
         total = {**other, **total}
     return total
 
 
-def _told(own: Fingerprint, other: Fingerprint, is_one_quantity: bool) -> str:
-    """What differs, by name."""
+def _difference(own: Fingerprint, other: Fingerprint, is_one_quantity: bool) -> str:
+    """The entries that differ, for a message; empty if none does."""
     both = own.keys() | other.keys() if is_one_quantity else own.keys() & other.keys()
     names = [name for name in sorted(both) if own.get(name) != other.get(name)]
     return "; ".join(f"{n}: {own.get(n, 'none')} and {other.get(n, 'none')}" for n in names)
@@ -141,36 +144,36 @@ def agreed_on_ranks(own: Fingerprint, group: distributed.ProcessGroup | None = N
     """Compare the fingerprints of all processes of a group, which all have to call it.
 
     Args:
-        own: That of this process.
+        own: The fingerprint in this process.
         group: The processes; default: all.
 
     Raises:
-        UsageError: Two differ; on every process.
+        UsageError: Two differ. Every process raises it.
     """
-    found: list[Any] = [None] * distributed.get_world_size(group)
-    distributed.all_gather_object(found, own, group=group)
-    agreed({f"{'those' if r else 'The results'} of rank {r}": said for r, said in enumerate(found)})
+    every: list[Any] = [None] * distributed.get_world_size(group)
+    distributed.all_gather_object(every, own, group=group)
+    agreed({f"{'those' if r else 'The results'} of rank {r}": one for r, one in enumerate(every)})
 
 
 class Marked(dict[str, T]):
     """Results by name, with the fingerprint of the plugins that computed them."""
 
     def __init__(self, values: Mapping[str, T], plugins: Fingerprint) -> None:
-        """Store both."""
+        """Store the values and the fingerprint."""
         super().__init__(values)
         self.plugins = plugins
 
 
 def fingerprint_of(results: object) -> Fingerprint:
-    """The fingerprint that results carry; an empty one if they carry none."""
+    """The fingerprint stored with results; empty if there is none."""
     return dict(getattr(results, "plugins", {}))
 
 
 def as_tensor(plugins: Fingerprint) -> Tensor:
-    """A fingerprint for a file that holds tensors alone: the bytes of its JSON."""
+    """A fingerprint as a tensor (the bytes of its JSON), for files that hold only tensors."""
     return torch.tensor([*json.dumps(plugins, sort_keys=True).encode()], dtype=torch.uint8)
 
 
-def from_tensor(found: Tensor) -> Fingerprint:
-    """What :func:`as_tensor` was given."""
-    return dict(json.loads(bytes(found.tolist())))
+def from_tensor(data: Tensor) -> Fingerprint:
+    """The fingerprint from a tensor of :func:`as_tensor`."""
+    return dict(json.loads(bytes(data.tolist())))

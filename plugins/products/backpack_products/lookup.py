@@ -1,6 +1,6 @@
 """Products of tables whose rows are looked up, ``Σ_k e_{row[n, k]} ⊗ out[v, n, k]``.
 
-A table of embeddings is large, and each sample reads a few rows. So operations touch only those.
+An embedding table is large, and each sample reads only a few rows. Operations touch only those.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from backpack_products.product import misfit
 
 
 class LookupProduct(FactorProduct):
-    """``Σ_k e_{row[n, k]} ⊗ out[v, n, k]``: of a table ``[num, dim]``.
+    """The product of a table ``[num, dim]``: ``Σ_k e_{row[n, k]} ⊗ out[v, n, k]``.
 
     Attributes:
         out: Columns at each look-up. Shape ``[V, N, K, dim]``.
@@ -34,15 +34,15 @@ class LookupProduct(FactorProduct):
 
     @property
     def other(self) -> Tensor:
-        """The rows."""
+        """The row that each look-up read."""
         return self.row
 
     def with_factors(self, out: Tensor, other: Tensor, is_own: Tensor | None) -> LookupProduct:
-        """Of the same table."""
+        """A product of the same table with other factors."""
         return LookupProduct(out, other, self.shape, is_own)
 
     def part(self, columns: slice, samples: slice) -> Tensor:
-        """Scattered rows."""
+        """``M`` of some columns and samples: zeros, with the columns added at the rows read."""
         out, row = self.out[columns, samples], self.row[samples]
         (num, dim), (count, samples_) = self.shape, out.shape[:2]
         start = torch.arange(samples_, device=row.device).unsqueeze(1) * num
@@ -51,30 +51,30 @@ class LookupProduct(FactorProduct):
         return flat.reshape(count, samples_, num, dim)
 
     def segments(self) -> tuple[Tensor, Tensor]:
-        """The rows of each sample, with those that it reads twice summed.
+        """The nonzero rows of each sample's ``M``: look-ups of the same row are summed.
 
-        There are as many as look-ups, and those left over are zero: how many differ is known to
-        the device alone, and whoever asks has to wait for it.
+        The result has room for as many rows as look-ups; unused ones are zero. The number of
+        different rows is not asked for, since the host would have to wait for the device.
 
         Returns:
-            Their values ``[V, N, K, dim]``, and which rows they are, ``[N, K]``.
+            The values of the rows, ``[V, N, K, dim]``, and their numbers, ``[N, K]``.
         """
         if "segments" not in self.results:
             row, order = self.row.sort(1)
-            place = torch.arange(row.numel(), device=row.device).view(row.shape)
-            first = torch.where(row[:, 1:] != row[:, :-1], place[:, 1:], 0)  # of equal ones
-            first = torch.cat([place[:, :1], first], 1).cummax(1)[0]
+            index = torch.arange(row.numel(), device=row.device).view(row.shape)
+            first = torch.where(row[:, 1:] != row[:, :-1], index[:, 1:], 0)  # start of equal rows
+            first = torch.cat([index[:, :1], first], 1).cummax(1)[0]
             where = torch.empty_like(order).scatter_(1, order, first).flatten()
             shape = (self.columns, len(where), self.shape[1])
             sums = scattered(self.out.flatten(1, 2), where, 1, shape)
             self.results["segments"] = sums.view(self.out.shape), row
-        found: tuple[Tensor, Tensor] = self.results["segments"]
-        return found
+        segments: tuple[Tensor, Tensor] = self.results["segments"]
+        return segments
 
 
 @square_sum.register
 def square_sum_lookup(product: LookupProduct) -> Tensor:
-    """Only the rows that are not zero are squared."""
+    """Square only the rows that are not zero."""
     sums, row = product.segments()
     squares = sums[0].square() if len(sums) == 1 else sums.square().sum(0)
     return scattered(squares.flatten(0, 1), row.flatten(), 0, product.shape)
@@ -82,14 +82,14 @@ def square_sum_lookup(product: LookupProduct) -> Tensor:
 
 @batch_sum.register
 def batch_sum_lookup(product: LookupProduct) -> Tensor:
-    """Only the rows that are not zero are summed."""
+    """Sum only the rows that are not zero."""
     shape = (product.columns, *product.shape)
     return scattered(product.out.flatten(1, 2), product.row.flatten(), 1, shape)
 
 
 @weighted_sum.register
 def weighted_sum_lookup(product: LookupProduct, weights: Tensor) -> Tensor:
-    """Only the rows that are not zero are weighted and added."""
+    """Weight and sum only the rows that are not zero."""
     if len(weights) == product.columns == 1:
         out = product.out * weights[0, :, :, None, None]
     else:
@@ -98,11 +98,11 @@ def weighted_sum_lookup(product: LookupProduct, weights: Tensor) -> Tensor:
 
 
 def scattered(values: Tensor, where: Tensor, axis: int, shape: Sequence[int]) -> Tensor:
-    """Values added up where they belong along an axis of zeros; a copy would be fresh memory."""
+    """Zeros of a shape, with values added at indices along an axis."""
     zeros = values.new_zeros(shape)
     if torch.is_grad_enabled():
         return zeros.index_add(axis, where, values)
-    if axis == len(values) == 1:  # of one column: adding whole rows is twice as fast
+    if axis == len(values) == 1:  # adding whole rows is twice as fast
         zeros[0].index_add_(0, where, values[0])
         return zeros
     return zeros.index_add_(axis, where, values)

@@ -1,4 +1,4 @@
-"""Rules of losses that know their Hessian, where curvature starts."""
+"""The base of loss rules that know their Hessian. Curvature starts there."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from backpack_products.values import any_of
 
 @base
 class HessianLossRule(SecondOrderRule, LossRule):
-    """A loss ``ℓ(x, target)`` that is a sum over samples, with its Hessian in the first input.
+    """The rule of a loss ``ℓ(x, target)``, a sum over samples, with its Hessian in ``x``.
 
-    The underscore methods speak of the loss *as the module reduces it* (a mean carries its ``1/N``)
-    for an incoming gradient of one. The public methods put in the gradient that really arrives.
+    The underscore methods are for the loss *as the module reduces it* (a mean includes its ``1/N``)
+    and an incoming gradient of one. The public methods multiply by the gradient that arrives.
 
     Class attributes:
         hessian_is_psd: The Hessian is positive semi-definite, so that a real square root exists.
-        likelihood: Why Monte-Carlo sampling makes sense: the loss is the negative logarithm of
-            this distribution. Empty where it is none.
-        instead: What to do for curvature where ``hessian_is_zero``, as a sentence for messages.
+        likelihood: The distribution of which the loss is the negative logarithm, so that targets
+            can be sampled. Empty if there is none.
+        instead: What to do for curvature if ``hessian_is_zero``, as a sentence for messages.
 
     To write:
         ``_sqrt_hessian(view)``: ``[V, N, *in]``, and ``_hessian_mat_prod(view, mat)``:
@@ -50,9 +50,9 @@ class HessianLossRule(SecondOrderRule, LossRule):
         """``∇²ℓ_n mat[v, n]``. Shape ``[V, N, *in] → [V, N, *in]``."""
 
     def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
-        """Columns whose outer products are the Hessian in expectation. Shape ``[V, N, *in]``.
+        """Random columns whose outer products sum to the Hessian in expectation. ``[V, N, *in]``.
 
-        ``V = samples``: gradients for targets drawn from the model's likelihood, scaled by
+        ``V = samples``: the columns are gradients for targets drawn from the likelihood, scaled by
         ``1/√samples``. Random numbers come from torch's default generator.
         """
         raise UnsupportedError(
@@ -61,7 +61,7 @@ class HessianLossRule(SecondOrderRule, LossRule):
         )
 
     def sqrt_hessian(self, view: View) -> Tensor:
-        """Exact square root of the loss Hessian, including the gradient that arrives.
+        """The exact square root of the loss Hessian, times that of the arriving gradient.
 
         Args:
             view: The loss call.
@@ -70,17 +70,17 @@ class HessianLossRule(SecondOrderRule, LossRule):
             Shape ``[V, N, *in]``.
 
         Raises:
-            UnsupportedError: The Hessian, or the arriving gradient, is not positive semi-definite.
-                Said in passes that are measured; in others, what comes of it is not a number.
+            UnsupportedError: The Hessian, or the arriving gradient, is negative. Only passes that
+                are measured raise it; in others the result is NaN.
         """
         return self._asked(view, "_sqrt_hessian") * self._root_scale(view)
 
     def sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
-        """Monte-Carlo square root of the loss Hessian. Shape ``[samples, N, *in]``."""
+        """A Monte-Carlo square root of the loss Hessian. Shape ``[samples, N, *in]``."""
         return self._asked(view, "_sqrt_hessian_sampled", samples) * self._root_scale(view)
 
     def hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:
-        """Loss Hessian times columns ``[V, N, *in]``, with the arriving gradient as factor."""
+        """The loss Hessian times columns ``[V, N, *in]``, times the arriving gradient."""
         return self._asked(view, "_hessian_mat_prod", mat) * self._scale(view)
 
     def sum_hessian(self, view: View) -> Tensor:
@@ -93,13 +93,14 @@ class HessianLossRule(SecondOrderRule, LossRule):
         return columns.reshape(size, view.batch_size, size).sum(1)
 
     def _asked(self, view: View, method: str, *arguments: Any) -> Tensor:
+        """The checked result of an underscore method."""
         mat: Tensor = ask(view, self, method, view, *arguments)
         expect(view, self, f"{method} returned", mat, view.input_shape)
         return mat
 
     def _root_scale(self, view: View) -> Tensor:
         scale = self._scale(view)
-        # Where nobody looks, the root of a negative number is none, and so is what it multiplies.
+        # In passes that are not measured, the root of a negative number is NaN, and so are results.
         if view.is_measured and any_of(scale < 0):
             raise UnsupportedError(
                 f"{view.path} is multiplied by a negative number on its way to the tensor that "
@@ -110,10 +111,10 @@ class HessianLossRule(SecondOrderRule, LossRule):
 
 
 def with_hessian(rule: LossRule, view: View) -> HessianLossRule:
-    """The rule of a loss, which has to know its Hessian.
+    """Check that the rule of a loss knows the Hessian; returns the rule.
 
     Raises:
-        UnsupportedError: It does not.
+        UnsupportedError: It does not know the Hessian.
     """
     if isinstance(rule, HessianLossRule):
         return rule

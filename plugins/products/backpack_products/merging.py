@@ -1,10 +1,10 @@
-"""How the values of an extension for disjoint batches combine to the value for all samples.
+"""Declarations of how values of disjoint batches combine to the value for all samples.
 
 The loss of all samples is ``1/W Σ_b W_b ℓ_b``. Here ``W_b`` is what the loss of batch ``b`` divides
 by (the number of samples for a mean, the weights of the targets for a weighted one), and ``W = Σ_b
 W_b``; a sum divides by nothing. If a part of a value carries the power ``d`` of the loss's scale,
 it is multiplied by ``W_b^d``, then combined, and the result is divided by ``W^d``. An extension
-only declares this here; ``backpack-data`` computes it.
+only declares this; ``backpack-data`` computes it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Part:
 
     Attributes:
         way: ``"sum"``; ``"mean"``, weighted by the numbers of samples; ``"concatenate"`` along
-            ``axis``; ``"same"`` for what does not depend on the samples; or a commutative,
+            ``axis``; ``"same"`` for a tensor that does not depend on the samples; or a commutative,
             associative function of two tensors.
-        degree: The power of the loss's scale in it; ``None`` for that of the extension.
+        degree: The power of the loss's scale in the tensor; ``None`` for that of the extension.
         axis: The axis of the samples, for ``"concatenate"``.
     """
 
@@ -40,7 +40,7 @@ class Part:
 
 
 class OverBatches:
-    """How the values of an extension combine: as named tensors, each in its own way.
+    """How the values of an extension combine over batches, as named tensors.
 
     Attributes:
         refusal: Why values of several batches do not combine, and what to do; empty if they do.
@@ -50,18 +50,18 @@ class OverBatches:
     refusal: str = ""
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
-        """Store how tensors combine; a value that is one tensor has the name ``""``."""
+        """Store how the tensors combine; a value that is a single tensor has the name ``""``."""
         self.parts = parts
 
     def __repr__(self) -> str:
-        """What is declared."""
+        """The class and the declared parts."""
         return f"{type(self).__name__}({dict(self.parts)})"
 
     def refused(self, refusal: str) -> OverBatches:
-        """The same declaration for scaling only, with a reason why batches do not combine."""
-        found = copy(self)
-        found.refusal = refusal
-        return found
+        """A copy for scaling only, with a reason why values of batches do not combine."""
+        refused = copy(self)
+        refused.refusal = refusal
+        return refused
 
     def part(self, name: str) -> Part:
         """How the tensor with a name combines."""
@@ -76,11 +76,11 @@ class OverBatches:
         return tensors[""]
 
     def reader(self, extension: Extension) -> Extension:
-        """The extension to run instead, if this one's values lack what combining needs."""
+        """The extension to run instead, if the values of this one lack what combining needs."""
         return extension
 
     def of_batch(self, extension: Extension, normaliser: float | None) -> Extension:
-        """The extension to run on a batch whose loss divides by a number that the user has given.
+        """The extension to run on a batch whose loss divides by a number that the user gave.
 
         Args:
             extension: The extension.
@@ -93,7 +93,7 @@ class OverBatches:
         return None
 
     def second_pass(self, extension: Extension, known: Mapping[Tensor, Any]) -> Extension:
-        """The extension to run after that.
+        """The extension to run after the first pass.
 
         Args:
             extension: The extension.
@@ -121,12 +121,12 @@ _WORDS = {"sum": SUM, "concatenate": CONCATENATE}
 
 
 def declaration(extension: Extension) -> OverBatches:
-    """What an extension declares; it may be a refusal."""
-    found: Any = extension.over_batches
-    if found is None:
+    """The declaration of an extension; it may be a refusal."""
+    declared: Any = extension.over_batches
+    if declared is None:
         return UNDECLARED
-    if getattr(found, "__self__", None) is extension:  # a function in the class is not a method
-        found = found.__func__
-    if isinstance(found, OverBatches):
-        return found
-    return _WORDS[found] if isinstance(found, str) else OverBatches({"": Part(found)})
+    if getattr(declared, "__self__", None) is extension:  # a function of the class became a method
+        declared = declared.__func__
+    if isinstance(declared, OverBatches):
+        return declared
+    return _WORDS[declared] if isinstance(declared, str) else OverBatches({"": Part(declared)})

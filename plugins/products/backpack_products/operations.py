@@ -1,7 +1,7 @@
-"""Operations on products: their definitions, through ``product.pieces()``.
+"""Operations on products, and their definitions by ``product.pieces()``, which suit any form.
 
-A form that allows a contraction has a version of its own. Those for sums are here; contractions of
-factors stand with the forms that have them.
+Forms of products register faster versions. Those of sums are here; contractions of factors stand
+with the forms.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def dense(product: SampleProduct) -> Tensor:
 
 @OpenFunction
 def formed(product: SampleProduct) -> Tensor:
-    """What :func:`dense` keeps. A version may keep results of other ``needs`` along with it."""
+    """``M``, which :func:`dense` stores. A version may store results of other ``needs`` as well."""
     return product.part(slice(0, product.columns), slice(0, product.samples))
 
 
@@ -111,25 +111,25 @@ def weighted_sum(product: SampleProduct, weights: Tensor) -> Tensor:
 
 @Operation
 def read_together(product: SampleProduct) -> Mapping[Operation[Tensor], Tensor]:
-    """Results of several of a product's ``needs``, from one reading; by operation. Open, too."""
+    """Results of several of a product's ``needs``, by operation, if one reading can give them."""
     return {}
 
 
 @OpenFunction
 def has_free_sum(product: SampleProduct) -> bool:
-    """Whether :func:`batch_sum` comes with what else is needed, for one more reading at most."""
+    """Whether :func:`batch_sum` costs at most one more reading beside the other ``needs``."""
     return False
 
 
 def _values(product: SampleProduct) -> Tensor | None:
-    """``M`` if it has been formed, else ``None``."""
+    """``M`` if it is formed, else ``None``."""
     if isinstance(product, DenseProduct):
         return product.values
     return dense(product) if is_formed(product) else None
 
 
 def _pieces(product: SampleProduct) -> Iterator[Piece]:
-    """The pieces of ``M``, cut from the formed ``M`` if there is one."""
+    """The pieces of ``M``, cut from the formed ``M`` if it exists."""
     return as_formed(product).pieces() if is_formed(product) else product.pieces()
 
 
@@ -139,7 +139,7 @@ def as_formed(product: SampleProduct) -> DenseProduct:
 
 
 def is_formed(product: SampleProduct) -> bool:
-    """Whether ``M`` has been formed, or will be for somebody: then reading it costs least."""
+    """Whether ``M`` is formed, or will be for another extension: then reading it costs least."""
     return dense in product.needs or (dense,) in product.results
 
 

@@ -1,8 +1,8 @@
-"""Products of samples that have several rows each, from those that a rule gave for rows.
+"""Products of samples that have several rows each, from the products of rows.
 
-As of users with several records, or molecules with several atoms. What is linear in the rows is
-asked of the product of rows: a weighted sum, and the product itself where inputs are made anew, as
-patches are. Else rows become positions; samples with equally many are one product in factors.
+For example users with several records, or molecules with several atoms. A rule gives the product of
+single rows. Operations that are linear in the rows use it directly. For the others, the rows of a
+sample become positions; samples with the same number of rows share one product in factors.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from backpack_products.tuning import CACHE, PADDED, piece_size
 
 
 def gathered(product: FactorProduct, owned: Tensor) -> Any:
-    """A product of samples in the same form: each has as many rows, with zeros for what it lacks.
+    """The product of samples in the same form, padded with zeros to the largest number of rows.
 
     Args:
-        product: Of rows, ``[V, R, *θ]``.
-        owned: Which rows each sample has, ``[N, R]``.
+        product: The product of rows, ``[V, R, *θ]``.
+        owned: The mask of rows of each sample, ``[N, R]``.
     """
     counts = owned.sum(1)
     most = max(1, int(counts.max())) if len(counts) else 1
@@ -39,23 +39,23 @@ def gathered(product: FactorProduct, owned: Tensor) -> Any:
     is_there = owned.gather(1, rows)
 
     def of_samples(mat: Tensor, axis: int) -> Tensor:  # [*, R, S, ...] → [*, N, most · S, ...]
-        found = mat.movedim(axis, 0)[rows]
-        mask = is_there.reshape(*is_there.shape, *[1] * (found.dim() - 2))
-        found = torch.where(mask, found, 0)
-        return found.movedim((0, 1), (axis, axis + 1)).flatten(axis + 1, axis + 2)
+        gathered = mat.movedim(axis, 0)[rows]
+        mask = is_there.reshape(*is_there.shape, *[1] * (gathered.dim() - 2))
+        gathered = torch.where(mask, gathered, 0)
+        return gathered.movedim((0, 1), (axis, axis + 1)).flatten(axis + 1, axis + 2)
 
     other = product.other
-    shown = None if other is None else of_samples(other[slice(0, other.shape[0])], 0)
+    inp = None if other is None else of_samples(other[slice(0, other.shape[0])], 0)
     is_own = is_there.repeat_interleave(product.out.shape[2], 1)
-    return product.with_factors(of_samples(product.out, 1), shown, is_own)
+    return product.with_factors(of_samples(product.out, 1), inp, is_own)
 
 
 class Share(NamedTuple):
-    """Samples with equally many rows.
+    """The samples with the same number of rows.
 
     Attributes:
-        samples: Which they are.
-        product: Theirs, with rows as positions.
+        samples: Their numbers.
+        product: Their product, with rows as positions.
     """
 
     samples: Tensor
@@ -63,15 +63,15 @@ class Share(NamedTuple):
 
 
 class OwnedAffine(AffineProduct):
-    """``Σ_{r of n} M[v, r]``: for each sample, the sum over its rows of an affine product.
+    """An affine product summed over the rows of each sample: ``Σ_{r of n} M[v, r]``.
 
     Attributes:
         of_rows: The product of rows, ``[V, R, *θ]``.
-        owned: Which rows each sample has, ``[N, R]``; no row has two.
+        owned: The mask of rows of each sample, ``[N, R]``; no row belongs to two samples.
     """
 
     def __init__(self, of_rows: AffineProduct, owned: Tensor) -> None:
-        """Store the product of rows; factors of samples are made when they are asked for."""
+        """Store the product of rows; factors of samples are computed when they are needed."""
         columns, like = of_rows.columns, of_rows.like
         SampleProduct.__init__(self, columns, len(owned), of_rows.shape, like)
         self.of_rows, self.owned, self.arrange = of_rows, owned.to(like.device), of_rows.arrange
@@ -79,28 +79,28 @@ class OwnedAffine(AffineProduct):
 
     @cached_property
     def owner(self) -> Tensor:
-        """The sample of each row, ``[R]``; ``N`` for nobody's."""
+        """The sample of each row, ``[R]``; ``N`` for a row of no sample."""
         nobody = self.owned.new_ones(1, self.owned.shape[1])
         return torch.cat([self.owned, nobody]).int().argmax(0)
 
     @cached_property
     def _factors(self) -> AffineProduct:
-        found: AffineProduct = gathered(self.of_rows, self.owned)
-        return found
+        product: AffineProduct = gathered(self.of_rows, self.owned)
+        return product
 
     @property
     def out(self) -> Tensor:  # type: ignore[override]
-        """Columns of samples, ``[V, N, S, G, O]``."""
+        """The columns of samples, ``[V, N, S, G, O]``, padded."""
         return self._factors.out
 
     @property
     def inp(self) -> Rows | None:  # type: ignore[override]
-        """Inputs of samples, ``[N, S, G, I]``."""
+        """The inputs of samples, ``[N, S, G, I]``, padded."""
         return None if self.of_rows.inp is None else self._factors.inp
 
     @property
     def is_own(self) -> Tensor | None:  # type: ignore[override]
-        """Which positions each sample has, ``[N, S]``."""
+        """The mask of positions of each sample, ``[N, S]``."""
         return self._factors.is_own
 
     @property
@@ -109,22 +109,22 @@ class OwnedAffine(AffineProduct):
         return self.of_rows.sizes
 
     def held(self) -> Versions:
-        """The factors of rows."""
+        """The factors of the product of rows."""
         return self.of_rows.held()
 
     def lasting(self) -> SampleProduct:
-        """Of lasting rows."""
+        """The product with lasting factors of rows."""
         rows: Any = self.of_rows.lasting()
         return self if rows is self.of_rows else OwnedAffine(rows, self.owned).placed_as(self)
 
     def among(self, roots: Mapping[Root, int]) -> SampleProduct:
-        """Of rows, with columns of zeros for the other roots."""
-        self.of_rows.roots = self.roots  # propagators set those of the samples' products
+        """The product for more roots, with columns of zeros for the others."""
+        self.of_rows.roots = self.roots  # propagators set the roots of this product
         rows: Any = self.of_rows.among(roots)
         return self if rows is self.of_rows else OwnedAffine(rows, self.owned)
 
     def plus(self, others: Sequence[SampleProduct]) -> tuple[SampleProduct, list[SampleProduct]]:
-        """Of rows, if all others are, and the same samples have them."""
+        """Add products of the same rows as products of rows, if all have that form."""
         alike = [
             other.of_rows
             for other in others
@@ -138,7 +138,7 @@ class OwnedAffine(AffineProduct):
         return OwnedAffine(whole, self.owned), []
 
     def shares(self) -> Iterator[Share]:
-        """All samples that have rows, by how many they have."""
+        """Yields the samples that have rows, by their number of rows."""
         rows, counts = self.of_rows, self.owned.sum(1)
         inp = None if rows.inp is None else rows.inp[0 : rows.samples]
         for count in counts.unique().tolist():
@@ -146,19 +146,19 @@ class OwnedAffine(AffineProduct):
             if count:
                 its = self.owned[samples].nonzero()[:, 1]
                 out = _of_rows(rows.out, 1, its).unflatten(1, (-1, count)).flatten(2, 3)
-                shown = None
+                its_inp = None
                 if inp is not None:
-                    shown = _of_rows(inp, 0, its).unflatten(0, (-1, count)).flatten(1, 2)
-                yield Share(samples, AffineProduct(out, shown, rows.shape, rows.arrange))
+                    its_inp = _of_rows(inp, 0, its).unflatten(0, (-1, count)).flatten(1, 2)
+                yield Share(samples, AffineProduct(out, its_inp, rows.shape, rows.arrange))
 
     @property
     def is_small(self) -> bool:
-        """Whether factors with padding cost less than those of each number of rows."""
+        """Whether padded factors cost less than a kernel for each number of rows."""
         inp = self.of_rows.inp
         return isinstance(inp, Tensor) and self.of_rows.out.numel() + inp.numel() <= PADDED
 
     def part(self, columns: slice, samples: slice) -> Tensor:
-        """Of all samples by shares; else the products of rows, added up some at a time."""
+        """``M`` of some columns and samples: padded, by shares, or as a sum of formed rows."""
         wanted = range(self.samples)[samples]
         if self.is_small:
             return self._factors.part(columns, samples)
@@ -174,15 +174,15 @@ class OwnedAffine(AffineProduct):
             is_wanted = (own >= 0) & (own < len(wanted))
             if bool(is_wanted.any()):
                 piece = self.of_rows.part(columns, rows)
-                for number in range(len(result)):
-                    result[number].index_add_(0, own[is_wanted], piece[number][is_wanted])
+                for column in range(len(result)):
+                    result[column].index_add_(0, own[is_wanted], piece[column][is_wanted])
         return result
 
     pieces = SampleProduct.pieces
 
 
 def _of_rows(mat: Tensor, axis: int, rows: Tensor) -> Tensor:
-    """Some entries of an axis; a view if they stand side by side."""
+    """Some entries of an axis; a view if they are consecutive."""
     first = int(rows[0])
     if torch.equal(rows, torch.arange(first, first + len(rows), device=rows.device)):
         return mat.narrow(axis, first, len(rows))
@@ -191,13 +191,13 @@ def _of_rows(mat: Tensor, axis: int, rows: Tensor) -> Tensor:
 
 @formed.register
 def formed_owned(product: OwnedAffine) -> Tensor:
-    """By shares, or row by row."""
+    """See :meth:`OwnedAffine.part`."""
     return product.part(slice(0, product.columns), slice(0, product.samples))
 
 
 @batch_sum.register
 def batch_sum_owned(product: OwnedAffine) -> Tensor:
-    """Over all rows that a sample has."""
+    """The sum over all rows that belong to a sample."""
     if bool((product.owner < product.samples).all()):
         return batch_sum(product.of_rows)
     every = torch.eye(product.columns, dtype=product.like.dtype, device=product.like.device)
@@ -206,6 +206,6 @@ def batch_sum_owned(product: OwnedAffine) -> Tensor:
 
 @weighted_sum.register
 def weighted_sum_owned(product: OwnedAffine, weights: Tensor) -> Tensor:
-    """Rows have the weights of their samples."""
+    """The weighted sum of rows, each with the weight of its sample."""
     nobody = weights.new_zeros(*weights.shape[:2], 1)
     return weighted_sum(product.of_rows, torch.cat([weights, nobody], 2)[..., product.owner])

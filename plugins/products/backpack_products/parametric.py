@@ -1,6 +1,7 @@
-"""Rules of layers with parameters: which product extensions read at each of them.
+"""Bases of rules for layers with parameters, which return the product at each parameter.
 
-The base classes differ in how much structure they know, and thus in what the product costs.
+The more structure a base knows, the cheaper the product is to read: from ``ParametricRule`` (any
+parameter) over ``ProductRule`` and ``AffinePairsRule`` to ``AffineRule`` (linear, convolution).
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from backpack_products.transposition import transpose
 
 @base
 class ParametricRule(SecondOrderRule):
-    """A layer ``x ↦ f(x, θ)`` with parameters.
+    """The rule of a layer ``x ↦ f(x, θ)`` with parameters.
 
     Class attributes:
-        linear_in_params: Names among ``params`` in which ``f`` is affine: ``∂²f/∂θ² = 0``.
+        linear_in_params: The names among ``params`` in which ``f`` is affine: ``∂²f/∂θ² = 0``.
 
     To write:
         ``_jac_t_mat_prod(view, mat)``, as for every :class:`LayerRule`, and
-        ``_param_jac_t_mat_prod(view, name, mat)``: ``J_θᵀ mat`` of one parameter,
-        ``[V, N, *out] → [V, N, *θ]``, not summed over samples.
+        ``_param_jac_t_mat_prod(view, name, mat)``: ``J_θᵀ mat`` for one parameter,
+        ``[V, N, *out] → [V, N, *θ]``, without a sum over samples.
     """
 
     linear_in_params: ClassVar[tuple[str, ...]] = ()
@@ -52,7 +53,7 @@ class ParametricRule(SecondOrderRule):
             mat: Columns at the output. Shape ``[V, N, *out]``.
 
         Returns:
-            ``M``, of shape ``[V, N, *θ]``. No sum over samples.
+            ``M``, of shape ``[V, N, *θ]``, without a sum over samples.
 
         Raises:
             ShapeError: ``mat`` or the product has the wrong shape.
@@ -60,26 +61,26 @@ class ParametricRule(SecondOrderRule):
         return self.param_products(view, (name,), mat)[0]
 
     def param_products(self, view: View, names: Sequence[str], mat: Tensor) -> list[SampleProduct]:
-        """The same of several parameters, for the same columns."""
-        if not view.is_checked:  # nor is the form of what it gives another one
+        """The products at several parameters, for the same columns."""
+        if not view.is_checked:  # a pass of the same structure was checked
             return self._param_products(view, names, mat)
         expect(view, self, "_param_product is given", mat, view.output_shape)
         guard = guard_of(view)
-        seen = [] if guard is None else guard.before(view, (mat,))
+        versions = [] if guard is None else guard.before(view, (mat,))
         products = self._param_products(view, names, mat)
         if guard is not None:
-            guard.after(view, seen, self, "_param_product")
+            guard.after(view, versions, self, "_param_product")
         for name, product in zip(names, products, strict=True):
             if not isinstance(product, SampleProduct):
                 raise ShapeError(
                     f"{type(self).__name__}._param_product returned {abridged(product)} for "
                     f"{name!r} of {view.path}, expected a SampleProduct."
                 )
-            found = (product.columns, product.samples, *product.shape)
+            shape = (product.columns, product.samples, *product.shape)
             expected = (*mat.shape[:2], *_shape_of(view, name))
-            if found != expected:
+            if shape != expected:
                 raise ShapeError(
-                    f"{type(self).__name__} gave a product of shape {list(found)} for {name!r} of "
+                    f"{type(self).__name__} gave a product of shape {list(shape)} for {name!r} of "
                     f"{view.path}, expected [V, N, *{name}] = {list(expected)}."
                 )
         return products
@@ -88,7 +89,7 @@ class ParametricRule(SecondOrderRule):
         return [self._param_product(view, name, mat) for name in names]
 
     def apart_product(self, view: View, name: str, columns: ApartColumns) -> SampleProduct:
-        """The product at a parameter of a call without samples, for columns kept apart.
+        """The product at a parameter of a call without samples on axis 0, for columns kept apart.
 
         Args:
             view: The forward execution.
@@ -103,28 +104,28 @@ class ParametricRule(SecondOrderRule):
     def apart_products(
         self, view: View, names: Sequence[str], columns: ApartColumns
     ) -> list[SampleProduct]:
-        """The same of several parameters, for the same columns."""
+        """The products at several parameters, for columns kept apart."""
         if isinstance(columns, OwnedColumns):
             of_rows = self.param_products(view, names, columns.plain.mat)
             return [of_owners(product, columns.owned) for product in of_rows]
         if isinstance(columns, InRuns) and columns.is_in_front:
-            found, count = self.param_products(view, names, columns.plain.mat), columns.samples
-            return [p if p.samples == count else regrouped(p, p.columns, count, {}) for p in found]
+            of_rows, n = self.param_products(view, names, columns.plain.mat), columns.samples
+            return [p if p.samples == n else regrouped(p, p.columns, n, {}) for p in of_rows]
         count, samples = columns.mat.shape[:2]
         products = self.param_products(view, names, columns.flat)
         return [regrouped(product, count, samples, view.call_cache) for product in products]
 
     def param_jac_t_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
-        """``M`` of :meth:`param_product`, formed. Shape ``[V, N, *θ]``."""
+        """The formed ``M`` of :meth:`param_product`. Shape ``[V, N, *θ]``."""
         return dense(self.param_product(view, name, mat))
 
     def param_jac_mat_prod(self, view: View, name: str, mat: Tensor) -> Tensor:
-        """Parameter Jacobian of each sample, applied to columns that all samples share.
+        """Apply the parameter Jacobian of each sample to columns in parameter space.
 
         Args:
             view: The forward execution.
             name: Which parameter ``θ``.
-            mat: Columns in parameter space. Shape ``[V, *θ]``.
+            mat: Columns in parameter space, the same for all samples. Shape ``[V, *θ]``.
 
         Returns:
             ``J_θ[n] mat[v]``. Shape ``[V, N, *out]``.
@@ -138,25 +139,24 @@ class ParametricRule(SecondOrderRule):
         """``[V, N, *out] → [V, N, *θ]``."""
 
     def _param_product(self, view: View, name: str, mat: Tensor) -> SampleProduct:
-        """The product for columns ``[V, N, *out]``. Default: ``_param_jac_t_mat_prod`` in parts."""
+        """The product for columns ``[V, N, *out]``, by ``_param_jac_t_mat_prod`` when formed."""
         shape, samples = view.parameter_itself(name).shape, range(mat.shape[1])
 
         def form(columns: slice, rows: slice) -> Tensor:
             part = view if len(samples[rows]) == len(samples) else view.subsample(samples[rows])
             some = mat[columns, rows]
-            result = ask(part, self, "_param_jac_t_mat_prod", part, name, some)
+            result: Tensor = ask(part, self, "_param_jac_t_mat_prod", part, name, some)
             expected = torch.Size((some.shape[1], *shape))
             what = f"_param_jac_t_mat_prod of {name!r} returned"
             expect(view, self, what, result, expected, len(some))
-            found: Tensor = result
-            return found
+            return result
 
         return DenseProduct(form=form, mat=mat, shape=shape)
 
 
 @base
 class ProductRule(ParametricRule):
-    """A layer that knows its products in another form than the dense one.
+    """The rule of a layer that gives its products in a special form.
 
     To write:
         ``_jac_t_mat_prod(view, mat)``, and ``_param_product(view, name, mat)``: columns
@@ -173,12 +173,12 @@ class ProductRule(ParametricRule):
 
 @base
 class AffinePairsRule(ProductRule):
-    """Every parameter is a weight or a bias of some ``y[n, s, g] = W[g] x[n, s, g] + b[g]``.
+    """The rule of a layer whose parameters are weights and biases of affine maps inside of it.
 
-    ``y`` need not be the layer's output: it may lie anywhere inside, as the gates of a recurrent
-    cell or the projections of attention do. ``s`` runs over the positions that share the weight
-    (pixels, tokens, time steps) in the order of the input, ``g`` over groups. Every extension works
-    on the pair by contractions that avoid ``[V, N, *θ]`` (the form with shared positions:
+    These maps are ``y[n, s, g] = W[g] x[n, s, g] + b[g]``, where ``y`` need not be the layer's
+    output: gates of a recurrent cell, projections of attention. ``s`` runs over the positions that
+    share the weight (pixels, tokens, time steps) in the order of the input, ``g`` over groups.
+    Extensions contract columns at ``y`` with ``x``, without tensors ``[V, N, *θ]`` (this form:
     Eschenhagen et al. 2023, arXiv:2311.00636).
 
     To write:
@@ -188,7 +188,7 @@ class AffinePairsRule(ProductRule):
 
     @abstractmethod
     def affine_pair(self, view: View, name: str, mat: Tensor) -> tuple[Tensor, Rows | None]:
-        """What determines the Jacobian of one parameter.
+        """The two factors of the product at one parameter.
 
         Args:
             view: The forward execution.
@@ -203,7 +203,7 @@ class AffinePairsRule(ProductRule):
     def arrangement(self, view: View, name: str) -> Callable[[Tensor], Tensor] | None:
         """How ``[*lead, G, O, I]`` (for a bias ``[*lead, G, O]``) becomes ``[*lead, *θ]``.
 
-        ``None``, the default, is a reshape; a layer that stores its weight otherwise overrides it.
+        ``None``, the default, is a reshape. A layer that stores its weight otherwise overrides it.
         """
         return None
 
@@ -220,7 +220,7 @@ class AffinePairsRule(ProductRule):
 
 @base
 class AffineRule(AffinePairsRule):
-    """A layer ``y[n, s, g] = W[g] x[n, s, g] + b[g]`` in weight-sharing form.
+    """The rule of a layer ``y[n, s, g] = W[g] x[n, s, g] + b[g]`` (weight-sharing form).
 
     Linear layers, convolutions and transposed convolutions have this form.
 
@@ -237,40 +237,40 @@ class AffineRule(AffinePairsRule):
     def affine_input(self, view: View) -> Rows:
         """The inputs that the weight multiplies. Shape ``[N, S, G, I]``.
 
-        A layer that has to copy them together (patches of a convolution) returns an object that
-        does so for the samples one asks for, so that the copy is never whole.
+        If they have to be copied (patches of a convolution), an object that copies those of some
+        samples at a time takes the place of the tensor: see :class:`~backpack_products.rows.Rows`.
         """
 
     @abstractmethod
     def affine_output(self, view: View, mat: Tensor) -> Tensor:
-        """Columns at the output, rearranged: ``[V, N, *out] → [V, N, S, G, O]``."""
+        """The columns at the output, rearranged: ``[V, N, *out] → [V, N, S, G, O]``."""
 
     def affine_pair(self, view: View, name: str, mat: Tensor) -> tuple[Tensor, Rows | None]:
-        """The columns at the output, and the inputs."""
+        """The rearranged columns and the inputs."""
         out = self.affine_output(view, mat)
         return out, None if name == "bias" else self.affine_input(view)
 
     def _param_products(self, view: View, names: Sequence[str], mat: Tensor) -> list[SampleProduct]:
-        """Weight and bias have the same columns."""
+        """The products, with columns that weight and bias share."""
         own, base = type(self), AffineRule
         if own._param_product is not base._param_product or own.affine_pair is not base.affine_pair:
             return super()._param_products(view, names, mat)
-        out, owned, found = self.affine_output(view, mat), view.stored.owned, list[SampleProduct]()
+        out, products = self.affine_output(view, mat), list[SampleProduct]()
         for name in names:
             inp = None if name == "bias" else self.affine_input(view)
-            shape = owned[name][0].shape if name in owned else _shape_of(view, name)
-            found.append(AffineProduct(out, inp, shape, self.arrangement(view, name)))
-        return found
+            shape = _shape_of(view, name)
+            products.append(AffineProduct(out, inp, shape, self.arrangement(view, name)))
+        return products
 
 
 def _shape_of(view: View, name: str) -> torch.Size:
-    known = view.stored.owned.get(name)
-    return (view.parameter_itself(name) if known is None else known[0]).shape
+    owned = view.stored.owned.get(name)
+    return (view.parameter_itself(name) if owned is None else owned[0]).shape
 
 
 @judge
 def _not_among_params(candidate: Candidate) -> Iterator[str]:
-    """What is wrong with ``linear_in_params``, where ``params`` is all that there is."""
+    """Yields a sentence for each name in ``linear_in_params`` that is not in fixed ``params``."""
     cls = candidate.cls
     if not issubclass(cls, ParametricRule):
         return

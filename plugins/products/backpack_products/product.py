@@ -1,8 +1,8 @@
-"""Products: what every quantity reads, ``M[v, n] = J_θ[n]ᵀ mat[v, n]`` for columns and samples.
+"""Products ``M[v, n] = J_θ[n]ᵀ mat[v, n]`` of columns and samples, which extensions read.
 
-``M`` has the shape ``[V, N, *θ]`` and is hardly ever formed. A product holds what determines it,
-and operations (``operations.py``) contract that. A rule returns a product, an extension reads it.
-Forms with factors stand in files of their own, with their contractions.
+``M`` has the shape ``[V, N, *θ]`` and is hardly ever formed. A product holds the factors of ``M``,
+and operations (``operations.py``) contract these. A rule returns a product, an extension reads it.
+Each form in factors has a file of its own, with its contractions.
 
 =============== ============================================= ===================================
 form            ``M[v, n]``                                   for
@@ -14,7 +14,7 @@ form            ``M[v, n]``                                   for
 `SumProduct`    ``Σ_p M_p[v, n]``                             a parameter that is used several times
 =============== ============================================= ===================================
 
-All extensions of a group read the same product: what one operation computed is kept on it for the
+All extensions of a group read the same product, which stores the results of operations for the
 others. Axis letters: ``V`` columns, ``N`` samples, ``S`` shared positions, ``G`` groups, ``I`` and
 ``O`` features.
 """
@@ -45,19 +45,19 @@ Piece = tuple[slice, slice, Tensor]  # columns, samples, M[columns, samples]
 
 
 def misfit(form: SampleProduct, expected: str, *factors: Any) -> ShapeError:
-    """The error for factors whose axes, or lengths of axes, do not fit the form.
+    """The error for factors whose shapes do not fit a form.
 
     Args:
-        form: The product that they were given to.
+        form: The product.
         expected: The axes that they should have.
         factors: The factors.
     """
-    found = " and ".join(str(list(f.shape)) for f in factors if f is not None)
-    return ShapeError(f"{type(form).__name__} takes factors {expected}. Got {found}.")
+    shapes = " and ".join(str(list(f.shape)) for f in factors if f is not None)
+    return ShapeError(f"{type(form).__name__} takes factors {expected}. Got {shapes}.")
 
 
 class SampleProduct(Reading, ABC):
-    """A product ``M[v, n]``, ``[V, N, *θ]``, in some form.
+    """The base of products ``M``, ``[V, N, *θ]``, in all forms.
 
     Attributes:
         columns: ``V``.
@@ -66,13 +66,13 @@ class SampleProduct(Reading, ABC):
         roots: The roots of the columns, and how many columns each has.
 
     To write:
-        ``part(columns, samples)``: ``M`` of some, formed.
+        ``part(columns, samples)``: ``M`` of some columns and samples, formed.
     """
 
     roots: Mapping[Root, int] = MappingProxyType({})
 
     def __init__(self, columns: int, samples: int, shape: torch.Size, like: Tensor) -> None:
-        # Not by super().__init__, since many products are made.
+        # Without super().__init__, which would take longer: many products are made.
         self.shape, self.columns, self.samples, self.like = shape, columns, samples, like
         self.results, self.made, self.call_cache, self.column_cache = {}, [], {}, {}
 
@@ -81,9 +81,9 @@ class SampleProduct(Reading, ABC):
         """``M`` of some columns and samples, formed. Shape ``[v, n, *θ]``."""
 
     def pieces(self) -> Iterator[Piece]:
-        """``M`` piece by piece, each within the memory budget, as far as one product allows.
+        """Yields ``M`` piece by piece, each within the memory budget or as large as one product.
 
-        A piece may lie in memory that the next one overwrites: use it before.
+        The next piece may overwrite the memory of the last one.
         """
         single = max(1, prod(self.shape) * self.like.element_size())
         few = min(self.samples, max(1, memory_budget() // single))
@@ -92,11 +92,11 @@ class SampleProduct(Reading, ABC):
             yield some, rows, self.part(some, rows)
 
     def join(self, others: Sequence[SampleProduct]) -> SampleProduct:
-        """The sum of products for several uses, over all their columns."""
+        """The sum with products of further uses of the parameter, root by root."""
         return sum_of([self, *others])
 
     def of_samples(self, samples: int, kept: dict[Any, Any]) -> SampleProduct:
-        """The sum over the entries of each sample, in the same form where that is possible."""
+        """The product summed over the rows of each sample, in the same form if possible."""
         product = regrouped(self, self.columns, samples, kept)
         product.roots = self.roots
         return product
@@ -104,21 +104,21 @@ class SampleProduct(Reading, ABC):
     def at_leaf(
         self, source: Tensor, leaf: Tensor, pull: Callable[[Tensor], Tensor]
     ) -> SampleProduct:
-        """Pulled back through the graph of the computation when it is formed."""
+        """The product at a leaf from which the parameter was computed, pulled back when formed."""
         return ComputedProduct(self, leaf, pull)
 
     def plus(self, others: Sequence[SampleProduct]) -> tuple[SampleProduct, list[SampleProduct]]:
-        """The sum with those of some products of the same columns that have this form; the rest.
+        """Add those products of the same columns that have this form; also returns the others.
 
-        Default: with none of them.
+        Default: none has.
         """
         return self, [*others]
 
     def among(self, roots: Mapping[Root, int]) -> SampleProduct:
-        """The product for a larger set of roots, zero for those that it does not have.
+        """The product for more roots, zero for roots that it does not have.
 
         Args:
-            roots: All of them, and how many columns each has.
+            roots: All roots, and how many columns each has.
         """
         return self if self.has_roots(roots) else PlacedProduct(self, roots)
 
@@ -127,23 +127,23 @@ class SampleProduct(Reading, ABC):
         return list(self.roots.items()) == list(roots.items())
 
     def placed_as(self, other: Reading) -> Self:
-        """Also with the roots of the other one."""
+        """Take over where another product belongs, with its roots."""
         if isinstance(other, SampleProduct):
             self.roots = other.roots
         return super().placed_as(other)
 
     def new_zeros(self, *shape: int) -> Tensor:
-        """Zeros of the product's dtype."""
+        """Zeros of the product's dtype and device."""
         return self.like.new_zeros(shape)
 
     def __repr__(self) -> str:
-        """Form, shape, and where it belongs."""
+        """The form, the shape, and the parameter."""
         shape = [self.columns, self.samples, *self.shape]
         return f"<{type(self).__name__} {shape} of {self.name!r} at {self.path}>"
 
 
 class DenseProduct(SampleProduct):
-    """``M`` itself, or a function that forms any part of it."""
+    """``M`` as a tensor, or a function that forms any part of it."""
 
     def __init__(
         self,
@@ -158,8 +158,8 @@ class DenseProduct(SampleProduct):
         Args:
             values: ``M``, of shape ``[V, N, *θ]``.
             form: ``(columns, samples) ↦ M[columns, samples]``.
-            mat: Together with ``form``: columns ``[V, N, *]``, for number, dtype and device.
-            shape: Together with ``form``: shape of the parameter.
+            mat: With ``form``: a tensor ``[V, N, *]`` with the numbers, dtype and device of ``M``.
+            shape: With ``form``: the shape of the parameter.
         """
         like = mat if values is None else values
         assert like is not None
@@ -169,14 +169,14 @@ class DenseProduct(SampleProduct):
         self._form = form
 
     def part(self, columns: slice, samples: slice) -> Tensor:
-        """A slice of the values, or what the function returns."""
+        """A slice of the values, or the result of the function."""
         if self.values is not None:
             return self.values[columns, samples]
         assert self._form is not None
         return self._form(columns, samples)
 
     def pieces(self) -> Iterator[Piece]:
-        """If the values exist, pieces that stay in the cache."""
+        """Yields pieces that fit into the cache, if the values exist."""
         if self.values is None:
             yield from super().pieces()
             return
@@ -186,10 +186,10 @@ class DenseProduct(SampleProduct):
 
 
 class SumProduct(SampleProduct):
-    """``Σ_p M_p[v, n]``: of a parameter that several calls, or several outputs of one, use.
+    """The sum ``Σ_p M_p[v, n]`` for a parameter with several uses.
 
     Attributes:
-        parts: The summands; no two have the same form in factors.
+        parts: The summands; no two of them have the same form in factors.
     """
 
     def __init__(self, parts: Sequence[SampleProduct]) -> None:
@@ -199,7 +199,7 @@ class SumProduct(SampleProduct):
         self.parts = tuple(parts)
 
     def part(self, columns: slice, samples: slice) -> Tensor:
-        """The sum of the parts, formed one after the other."""
+        """The sum of the formed parts."""
         return reduce(torch.add, (part.part(columns, samples) for part in self.parts))
 
     def lasting(self) -> SampleProduct:
@@ -209,36 +209,36 @@ class SumProduct(SampleProduct):
 
 
 class PlacedProduct(SampleProduct):
-    """A product for a larger set of roots, zero for those that it does not have."""
+    """A product for more roots than another product has, with zeros for these."""
 
     def __init__(self, product: SampleProduct, roots: Mapping[Root, int]) -> None:
-        """Store the product, and which columns there are in all."""
+        """Store the product and all roots."""
         super().__init__(sum(roots.values()), product.samples, product.shape, product.like)
         self.roots = roots
         starts = dict(zip(roots, accumulate((0, *roots.values())), strict=False))
         own = zip(product.roots, accumulate((0, *product.roots.values())), strict=False)
-        # For each root: where its columns begin here, where in the product, and how many it has.
-        self._places = [(starts[root], start, roots[root]) for root, start in own]
+        # For each root: where its columns begin here, where in the product, and how many there are.
+        self._ranges = [(starts[root], start, roots[root]) for root, start in own]
         self._product = product
 
     def part(self, columns: slice, samples: slice) -> Tensor:
-        """Zeros, but for the roots that the product has."""
+        """Zeros, except for the columns of roots that the product has."""
         width = len(range(self.samples)[samples])
         result = self.new_zeros(columns.stop - columns.start, width, *self.shape)
-        for here, there, count in self._places:
+        for here, there, count in self._ranges:
             first, last = max(here, columns.start), min(here + count, columns.stop)
             if first < last:
                 some = slice(there + first - here, there + last - here)
-                place = slice(first - columns.start, last - columns.start)
-                result[place] = self._product.part(some, samples)
+                target = slice(first - columns.start, last - columns.start)
+                result[target] = self._product.part(some, samples)
         return result
 
 
 def sum_of(parts: Sequence[SampleProduct]) -> SampleProduct:
-    """The sum of products of one parameter, root by root.
+    """The sum of the products of one parameter, root by root.
 
-    A weight that is used at several places is a weight that more positions share (Eschenhagen et
-    al., 2023, arXiv:2311.00636). So products in factors become a single one if they have one form.
+    A weight with several uses is a weight that more positions share (Eschenhagen et al., 2023,
+    arXiv:2311.00636). So products in factors of the same form become a single one.
     """
     roots: dict[Root, int] = {}
     for part in parts:
@@ -254,29 +254,29 @@ def sum_of(parts: Sequence[SampleProduct]) -> SampleProduct:
 
 
 class ComputedProduct(SampleProduct):
-    """``Jᵀ M``: the product of a leaf, with ``M`` the product of what was computed from it.
+    """The product ``Jᵀ M`` of a leaf, with ``M`` the product of a tensor computed from it.
 
-    A parametrization computes a parameter from leaves, or a hook before the forward. The layer rule
-    knows the computed tensor only, but results belong on the leaves.
+    A parametrization, or a forward pre-hook, computes a parameter from leaves. The layer rule knows
+    the computed tensor only, but results belong to the leaves.
     """
 
     def __init__(
         self, product: SampleProduct, leaf: Tensor, pull: Callable[[Tensor], Tensor]
     ) -> None:
-        """Store the product of the computed tensor, and what carries columns back to the leaf."""
+        """Store the product of the computed tensor, and the function that applies ``Jᵀ``."""
         super().__init__(product.columns, product.samples, leaf.shape, product.like)
         self.roots = product.roots
         self._product = product
         self._pull = pull
 
     def part(self, columns: slice, samples: slice) -> Tensor:
-        """Pulled back through the graph of the computation, for all columns and samples at once."""
+        """``Jᵀ M`` of some columns and samples, through the graph of the computation."""
         mat = self._product.part(columns, samples)
         product: Tensor = self._pull(mat.flatten(0, 1)).unflatten(0, mat.shape[:2])
         return product
 
     def lasting(self) -> SampleProduct:
-        """The formed product: the graph of the computation goes with the pass."""
+        """The formed product, since the graph of the computation is freed with the pass."""
         values = self.part(slice(0, self.columns), slice(0, self.samples))
         return DenseProduct(values).placed_as(self)
 
@@ -285,16 +285,16 @@ class ComputedProduct(SampleProduct):
 def regrouped(
     product: SampleProduct, columns: int, samples: int, kept: dict[Any, Any]
 ) -> SampleProduct:
-    """A product ``[V, N, *θ]``, from what a rule gave as ``[V · N, B, *θ]`` or ``[V, N · B, *θ]``.
+    """The product ``[V, N, *θ]`` from a product ``[V · N, B, *θ]`` or ``[V, N · B, *θ]`` of a rule.
 
     Args:
         product: The product of the rule.
         columns: ``V``.
         samples: ``N``.
-        kept: What is kept of the call; which samples reach which rows is added.
+        kept: ``view.call_cache`` of the call; the rows that samples reach are noted there.
 
     Returns:
-        The sum over ``B``, in the same form where that is possible.
+        The sum over ``B``, in the same form if possible.
     """
     count = product.samples if product.columns != columns else product.samples // max(1, samples)
     is_apart = product.columns != columns
@@ -304,8 +304,8 @@ def regrouped(
         whole = slice(0, product.samples)
         if not is_apart:
             part = product.part(some, slice(first * count, last * count))
-            found: Tensor = part.unflatten(1, (last - first, count)).sum(2)
-            return found
+            summed: Tensor = part.unflatten(1, (last - first, count)).sum(2)
+            return summed
         parts = [
             product.part(slice(v * samples + first, v * samples + last), whole).sum(1)
             for v in range(*some.indices(columns))

@@ -1,9 +1,9 @@
-"""Memory of results that nobody holds any more, for results of the same size.
+"""Reuses the memory of old results for new results of the same size.
 
-The first write to fresh memory takes a page fault for every four kilobytes. Individual gradients
-are many times as large as the net, and a training loop drops them before the next pass. So memory
-that the last pass stored into is written again, where counts of references prove that nobody else
-can see it. On an accelerator torch's allocator does that by itself.
+The first write to fresh memory causes a page fault for every four kilobytes. Per-sample gradients
+are many times as large as the net, and a training loop drops them before the next pass. So the
+memory of the last pass is written again, if reference counts prove that nobody else can see it. On
+accelerators, torch's caching allocator does the same.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor
 from backpack_core.replaced import replaced
 from backpack_products._torch import holders_of
 
-# Smaller ones come from the heap, whose pages are there.
+# In bytes. Smaller results come from the heap, whose pages have been touched.
 SMALLEST: Final = 2**19
 _Key = tuple[torch.dtype, int]
 
 
 class _Recycled(threading.local):
-    """Tensors of this thread whose memory may be written, by type and number of entries."""
+    """Tensors of this thread whose memory may be reused, by dtype and number of entries."""
 
     def __init__(self) -> None:
-        self.there: dict[_Key, list[Tensor]] = {}
+        self.memories: dict[_Key, list[Tensor]] = {}
 
 
 _recycled = _Recycled()
@@ -40,7 +40,7 @@ def offer(owner: dict[str, Any], name: str, is_wanted: bool = True) -> None:
     Args:
         owner: The dictionary.
         name: The result's name there; it may be missing.
-        is_wanted: Whether somebody may take it.
+        is_wanted: Whether the memory may be reused.
     """
     value = owner.pop(name, None)
     if not is_wanted or type(value) is not Tensor or value.nbytes < SMALLEST or not value.is_cpu:
@@ -49,47 +49,47 @@ def offer(owner: dict[str, Any], name: str, is_wanted: bool = True) -> None:
     if value.requires_grad or not is_whole or value.untyped_storage().is_shared():
         return
     holders = holders_of(value)
-    if holders is not None and holders == _nobody(value._base is not None):
+    if holders is not None and holders == _unheld(value._base is not None):
         memory = value.detach().view(-1)
-        _recycled.there.setdefault((memory.dtype, len(memory)), []).append(memory)
+        _recycled.memories.setdefault((memory.dtype, len(memory)), []).append(memory)
 
 
 @cache
-def _nobody(is_view: bool) -> tuple[int, ...] | None:
-    """The counts of a result that nobody else holds; they differ between versions."""
-    made = torch.zeros(1, 1, device="cpu")
-    owner = {"result": made[0] if is_view else made}
-    del made
+def _unheld(is_view: bool) -> tuple[int, ...] | None:
+    """The reference counts of a result that nobody else holds; they depend on the version."""
+    result = torch.zeros(1, 1, device="cpu")
+    owner = {"result": result[0] if is_view else result}
+    del result
     value = owner.pop("result", None)
     assert value is not None
     return holders_of(value)
 
 
 def take(like: Tensor, shape: Sequence[int]) -> Tensor | None:
-    """Memory to write a result into; ``None`` if there is none, or autograd records.
+    """Memory to write a result into; ``None`` if there is none, or if autograd records.
 
-    What was offered is let go of where it does not fit, so that it takes no space beside what does.
+    If only memory of other sizes was offered, it is freed, since new memory will be needed.
 
     Args:
-        like: A tensor of the result's type, and on its device.
+        like: A tensor with the result's dtype and device.
         shape: The result's shape.
     """
-    there = _recycled.there
-    if not there or like.device.type != "cpu" or torch.is_grad_enabled():
+    memories = _recycled.memories
+    if not memories or like.device.type != "cpu" or torch.is_grad_enabled():
         return None
     size = torch.Size(shape)
-    found = there.get((like.dtype, size.numel()))
-    if found:
-        return found.pop().view(size)
-    if size.numel() * like.element_size() >= SMALLEST:  # another batch: let go before it grows
+    fitting = memories.get((like.dtype, size.numel()))
+    if fitting:
+        return fitting.pop().view(size)
+    if size.numel() * like.element_size() >= SMALLEST:  # another batch size
         drop()
     return None
 
 
 def drop() -> None:
-    """Let go of what was offered and not taken."""
-    if _recycled.there:
-        _recycled.there.clear()
+    """Free the memory that was offered and not taken."""
+    if _recycled.memories:
+        _recycled.memories.clear()
 
 
 replaced.offer, replaced.drop = offer, drop

@@ -1,7 +1,7 @@
-"""The inputs that a weight multiplies, ``[N, S, G, I]``: a tensor, or an object that makes them.
+"""The inputs that a weight multiplies, ``[N, S, G, I]``: a tensor, or an object that creates them.
 
-The patches of a convolution are many times as large as its input, so they are made for some samples
-at a time.
+The patches of a convolution are many times as large as its input, so they are created for some
+samples at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Rows(Protocol):
-    """Inputs ``[N, S, G, I]``, possibly made for the samples one asks for. A tensor is one, too."""
+    """Inputs ``[N, S, G, I]``, sliced by sample: a tensor, or an object that creates them."""
 
     @property
     def shape(self) -> torch.Size:
@@ -25,19 +25,19 @@ class Rows(Protocol):
 
 
 def whole(inp: Rows) -> Tensor:
-    """The inputs of all samples; a tensor as it is, since to cut it takes a kernel's time."""
+    """The inputs of all samples; a tensor itself, since slicing it takes as long as a kernel."""
     return inp if isinstance(inp, Tensor) else inp[:]
 
 
 class JoinedRows:
-    """The inputs of several calls of one map, with their positions side by side.
+    """The inputs of several calls of one map, concatenated along positions.
 
     Attributes:
-        parts: The inputs of each.
+        parts: The inputs of each call.
     """
 
     def __init__(self, *parts: Rows) -> None:
-        """Store them, ``[N, S_p, G, I]`` each."""
+        """Store the inputs of each call, ``[N, S_p, G, I]``."""
         self.parts = parts
         samples, _, *rest = parts[0].shape
         self.shape = torch.Size((samples, sum(part.shape[1] for part in parts), *rest))
@@ -48,7 +48,7 @@ class JoinedRows:
 
 
 class DirectRows(ABC):
-    """Inputs with a kernel that forms ``M`` without forming what each position sees."""
+    """Inputs with a kernel that computes ``M`` without creating the inputs of each position."""
 
     shape: torch.Size
 
@@ -58,11 +58,11 @@ class DirectRows(ABC):
 
     @abstractmethod
     def suits(self, columns: int, out: Tensor) -> bool:
-        """Whether the kernel exists, and is faster, for that many columns at a time."""
+        """Whether the kernel exists, and is faster, for a number of columns at a time."""
 
     @abstractmethod
     def total(self, out: Tensor) -> Tensor | None:
-        """``Σ_n M``, ``[V, G, O, I]``, of columns ``[V, N, S, G, O]``, if a kernel has it."""
+        """``Σ_n M``, ``[V, G, O, I]``, for columns ``[V, N, S, G, O]``; ``None`` if unsupported."""
 
     @abstractmethod
     def position_sum(self) -> Tensor:
@@ -70,4 +70,4 @@ class DirectRows(ABC):
 
     @abstractmethod
     def product(self, out: Tensor, rows: slice) -> Tensor:
-        """``M`` of some columns ``[v, n, S, G, O]`` of the samples ``rows``, ``[n·G, v·O, I]``."""
+        """``M``, ``[n·G, v·O, I]``, for columns ``[v, n, S, G, O]`` of the samples ``rows``."""

@@ -1,6 +1,6 @@
-"""Transposes of linear maps that are written as functions.
+"""Transposes of linear maps that are given as functions: ``Aᵀ v`` from ``w ↦ A w``.
 
-A rule that knows ``A w`` gets ``Aᵀ v`` from it, and need not write a second formula.
+A rule that knows one of the two products need not implement the other.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 def somewhere(tensor: Tensor) -> Tensor:
-    """A place like a tensor, to differentiate a linear function at: none of its entries is zero.
+    """A point at which to differentiate a linear function, with the shape of a tensor.
 
-    A linear function has one derivative everywhere, but not every formula of it: ``logcumsumexp``
-    sends gradients back by way of their logarithms.
+    No entry is zero, since some formulas of linear maps are not differentiable there: the backward
+    of ``logcumsumexp`` takes logarithms of gradients.
     """
     count = torch.arange(tensor.numel(), dtype=torch.float32, device=tensor.device)
     return (count.cos() + 1.5).to(tensor.dtype).reshape(tensor.shape).requires_grad_()
@@ -24,8 +24,8 @@ def somewhere(tensor: Tensor) -> Tensor:
 def transpose(function: Callable[[Tensor], Tensor], shape: Sequence[int], vector: Tensor) -> Tensor:
     """The transpose of a linear map, applied to a vector.
 
-    The gradient of ``⟨A w, v⟩`` in ``w`` is ``Aᵀ v``, at any ``w``. Unlike forward mode through the
-    module, this needs no second run of it: random numbers, padding and fused kernels do not matter.
+    The gradient of ``⟨A w, v⟩`` in ``w`` is ``Aᵀ v``, at any ``w``. Unlike forward mode, this does
+    not run the module again, so random numbers and fused kernels do not matter.
 
     Args:
         function: The linear map ``w ↦ A w``, in differentiable operations.

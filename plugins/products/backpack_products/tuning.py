@@ -1,6 +1,7 @@
-"""Every machine constant that was found by measuring.
+"""All constants that were found by measuring on a machine.
 
-Results depend on them by rounding only. ``docs/design/products.md`` says how they were found.
+They affect speed, and results only by rounding. ``docs/design/products.md`` says how they were
+found.
 """
 
 from __future__ import annotations
@@ -12,26 +13,34 @@ from typing import Final
 
 from backpack_core import memory_budget
 
-# Bytes of a piece of products. It is written and then read, and should stay in the cache.
+# Bytes of a piece of products, which is written and then read, and should fit into the cache.
 CACHE: Final = 4 * 2**20
-# The same for a kernel that allocates each piece anew: larger ones take page faults.
+# The same for a kernel that allocates each piece: larger pieces cause page faults.
 DIRECT: Final = 5 * 2**19
-# The same for pieces that several first-order extensions read: as fast, with a lower peak.
+# The same for pieces that several first-order extensions read: as fast, with lower peak memory.
 SHARED: Final = 2 * 2**20
 # The same for one column whose factors are plain tensors: half of an L2 cache of 2 MiB.
 PIECE: Final = 2**20
-# From so many entries of a product on, squares are added one product at a time.
+# From this many entries of a product on, squares are added one product at a time.
 LARGE: Final = 2**14
-# What one reading of a number from the cache costs, in multiply-adds.
+# The cost of reading a number from the cache, in multiply-adds.
 READ: Final = 12
-# What writing a number to memory costs that earlier passes have used, in multiply-adds.
+# The cost of writing a number to memory that was used before, in multiply-adds.
 WRITE: Final = 16
-# From so many positions on, adding up formed products is cheaper than a product for the sum.
+# From this many positions on, summing formed products is cheaper than a product for the sum.
 SUMMED: Final = 8
-# Up to so many entries of factors, padding costs less than a kernel for each number of rows.
+# Up to this many entries of factors, padding costs less than a kernel for each number of rows.
 PADDED: Final = 2**17
-# From so many rows on, half of a symmetric product is formed, in bands, and mirrored.
+# From this many rows on, half of a symmetric product is computed, in bands, and mirrored.
 SYMMETRIC: Final = 384
+# The least number of positions in a band of a symmetric matrix of their inner products.
+BAND: Final = 32
+# From so many multiply-adds on, which of two libraries multiplies matters.
+WHOLE: Final = 2**22
+# The same for each product of a batch, which then are computed one by one.
+EACH: Final = 2**22
+# How much faster a library has to be to be taken.
+LARGER: Final = 1.4
 
 
 _is_unsplit = ContextVar("is_unsplit", default=False)
@@ -39,10 +48,10 @@ _is_unsplit = ContextVar("is_unsplit", default=False)
 
 @contextmanager
 def unsplit() -> Iterator[None]:
-    """A block in which products are split for memory alone, not for the cache.
+    """A block in which products are split to fit into memory, but not into the cache.
 
-    For whoever compiles what is computed: many small pieces take long to compile, and a compiler
-    finds sizes of its own.
+    It is for compilation: many small pieces take long to compile, and a compiler chooses its own
+    sizes.
     """
     before = _is_unsplit.set(True)
     try:
@@ -52,19 +61,19 @@ def unsplit() -> Iterator[None]:
 
 
 def is_unsplit() -> bool:
-    """Whether the block around is one of :func:`unsplit`."""
+    """Whether a block of :func:`unsplit` is active."""
     return _is_unsplit.get()
 
 
 def piece_size(cached: int) -> int:
-    """How many bytes a piece of products may have.
+    """The number of bytes that a piece of products may have.
 
     Args:
-        cached: What stays in the cache.
+        cached: The number of bytes that fit into the cache.
     """
     return memory_budget() if is_unsplit() else min(cached, memory_budget())
 
 
 def even_size(count: int, most: int) -> int:
-    """The size of parts that are about equal, and no larger than ``most``."""
+    """The size of about equal parts of ``count``, of at most ``most``."""
     return max(1, -(-count // max(1, -(-count // most))))

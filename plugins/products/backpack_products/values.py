@@ -1,7 +1,7 @@
-"""Questions about the numbers in a tensor that have an answer for tensors without numbers, too.
+"""Questions about the values of a tensor, with an answer for tensors without values, too.
 
-Tensors of ``FakeTensorMode`` and of the device ``meta`` have a shape only. Whoever plans memory
-with them wants shapes, and no error about values.
+Tensors of ``FakeTensorMode`` and of the device ``meta`` have a shape only. They are used to plan
+memory, where an error about values would be in the way.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from backpack_products._torch import is_symbolic as is_symbolic
 
 
 def is_same_memory(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two tensors begin at one place. No address is read, which a recorder would see."""
+    """Whether two tensors begin at the same address, which recorders do not allow to be read."""
     if not (has_memory(tensor) and has_memory(other)) or memory_of(tensor) != memory_of(other):
         return False
     return tensor.storage_offset() == other.storage_offset()
@@ -39,10 +39,10 @@ _TF32 = 2.0**-10
 
 
 def rounding_unit(tensor: Any) -> float:
-    """How far a number of a product may be from the exact one, relative to it.
+    """The relative rounding error of a number in a product.
 
-    On a GPU, single precision may be multiplied with the bits of half precision, and what is
-    compared need not take the same kernels.
+    A GPU may multiply single precision in TF32, and two tensors that are compared may come from
+    different kernels.
 
     Args:
         tensor: A tensor of real numbers, or anything that has its ``dtype`` and ``device``.
@@ -63,5 +63,5 @@ def is_half(dtype: torch.dtype) -> bool:
 
 
 def is_flag(value: object) -> bool:
-    """Whether a value is a boolean of Python or torch, which would pass for an integer."""
+    """Whether a value is a boolean of Python or torch, which would also pass as an integer."""
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) == "torch.bool"

@@ -31,8 +31,8 @@ class AtOutput:
         output: The output, detached, ``[N, *]``.
         loss: The loss, a number, without graph.
         gradient: ``∂ℓ/∂output`` with its graph, ``[N, *]``.
-        normaliser: What the loss divides the sum over samples by: ``N`` for a mean, ``None`` for a
-            sum.
+        normaliser: The number by which the loss divides the sum over samples: ``N`` for a mean,
+            ``None`` for a sum.
         root: Columns ``S[m, n]``, ``[M, N, *]``; :meth:`root_product` multiplies with the sum of
             their outer products. ``None`` if no root was asked for.
     """
@@ -69,16 +69,16 @@ class LossAtOutput:
     """
 
     def __init__(self, lossfunc: Callable[..., Tensor], normaliser: Normaliser | None) -> None:
-        """Keep the loss.
+        """Store the loss.
 
         Args:
             lossfunc: A module, or a function, of output and target.
-            normaliser: What the loss of a batch divides by, as a function of output and target;
+            normaliser: The divisor of the loss of a batch, as a function of output and target;
                 ``"sum"`` for nothing, ``"mean"`` for the number of samples; ``None`` to ask the
                 rule of the loss.
 
         Raises:
-            UsageError: One of both is nothing of that.
+            UsageError: The loss is not callable, or the normaliser is none of these.
         """
         if not callable(lossfunc) or isinstance(lossfunc, type):
             raise UsageError(
@@ -118,8 +118,8 @@ class LossAtOutput:
             z = output.detach().requires_grad_()
             loss = self._lossfunc(z, target)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
-                found = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-                raise ShapeError(f"The loss has to be a number: reduce it. Got {found}.")
+                got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+                raise ShapeError(f"The loss has to be a number: reduce it. Got {got}.")
             asked = backpack(DerivativesAtOutput(reading), check="never")
             with asked if self._has_rule else nullcontext():
                 (gradient,) = torch.autograd.grad(
@@ -175,7 +175,7 @@ class _Reading(GraphReading):
                 self.root = rule.sqrt_hessian_sampled(view, self._samples).detach()
 
     def results(self, graph: LossGraph) -> Mapping[Tensor, Any]:
-        """Nothing is stored."""
+        """Store nothing."""
         return {}
 
 

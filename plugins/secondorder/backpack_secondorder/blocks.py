@@ -23,7 +23,7 @@ from backpack_secondorder.kronecker import as_matrix, matrix_from_state
 from backpack_secondorder.linear import LinearOperator
 from backpack_secondorder.matrix import CurvatureMatrix, Number
 
-_PLUGINS = "plugins"  # of all; beside the names of tensors, which have a slash
+_PLUGINS = "plugins"  # the key of the fingerprint; keys of tensors have a slash
 
 
 class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
@@ -34,8 +34,8 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
     :mod:`~backpack_secondorder.linear`.
 
     Attributes:
-        plugins: Which plugins computed it, see :mod:`backpack_products.fingerprint`; empty if that
-            is not known. Matrices of different plugins are not added.
+        plugins: The plugins that computed the matrix, see :mod:`backpack_products.fingerprint`;
+            empty if they are not known. Matrices of different plugins are not added.
     """
 
     __array_ufunc__ = None
@@ -44,8 +44,8 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
         """Store the matrices.
 
         Args:
-            blocks: A matrix for each parameter, or a tensor in its shape for a diagonal. What
-                ``found.field(...)`` of a run over data gives says which plugins computed it.
+            blocks: A matrix for each parameter, or a tensor in its shape for a diagonal. The result
+                of ``found.field(...)`` of a run over data also has the plugins that computed it.
 
         Raises:
             UsageError: There are no blocks, their keys are not names, or a block is neither a
@@ -138,9 +138,9 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
         return self._lists(vectors, solved)
 
     def map(self, function: Callable[[Any], CurvatureMatrix | Tensor]) -> BlockDiagonal:
-        """A function of every block: ``blocks.map(lambda block: block.inverse(0.1))``."""
-        found = {name: function(block) for name, block in self.items()}
-        return BlockDiagonal(Marked(found, self.plugins))
+        """Apply a function to every block: ``blocks.map(lambda block: block.inverse(0.1))``."""
+        mapped = {name: function(block) for name, block in self.items()}
+        return BlockDiagonal(Marked(mapped, self.plugins))
 
     def inverse(self, damping: Number = 0.0) -> BlockDiagonal:
         """The inverse of every block, after damping of its form."""
@@ -180,21 +180,21 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
         return self._with(other, lambda a, b: a.moving_average(b, decay))
 
     def to(self, *args: Any, **kwargs: Any) -> BlockDiagonal:
-        """On another device or in another precision; arguments as of :meth:`torch.Tensor.to`."""
+        """The matrix on another device or in another dtype; arguments as of ``Tensor.to``."""
         return self.map(lambda block: block.to(*args, **kwargs))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything as tensors, for ``torch.save`` or safetensors."""
-        found = {_PLUGINS: as_tensor(self.plugins)}
+        """All blocks as tensors, for ``torch.save`` or safetensors."""
+        state = {_PLUGINS: as_tensor(self.plugins)}
         for place, (name, block) in enumerate(self.items()):
             tensors = {**block.state_dict(), "place": torch.tensor(place, device="cpu")}
             tensors.pop(_PLUGINS, None)
-            found.update((f"{name}/{key}", tensor) for key, tensor in tensors.items())
-        return found
+            state.update((f"{name}/{key}", tensor) for key, tensor in tensors.items())
+        return state
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> BlockDiagonal:
-        """The matrix whose :meth:`state_dict` is given, in any order.
+        """The matrix from its :meth:`state_dict`, whose entries may be in any order.
 
         Raises:
             UsageError: The state is not that of a block-diagonal matrix.

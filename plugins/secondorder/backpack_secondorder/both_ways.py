@@ -1,7 +1,7 @@
-"""Kronecker factors of a weight that is used both plainly and transposed.
+"""Kronecker factors of a weight that is used both as it is and transposed.
 
-A penalty on gradients does that, and so does a table whose rows are looked up and whose transpose
-gives logits. Importing this file registers its operation.
+Examples are a penalty on gradients, and tied embeddings: rows of a table are looked up, and its
+transpose gives logits. Importing this file registers its operation.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from backpack_secondorder.matrix import Number
 
 @kronecker_factors.register
 def kronecker_factors_sum(product: SumProduct, sharing: WeightSharing = "kfc") -> KroneckerFactors:
-    """Those of uses in both orders, by :func:`both_ways`; of other sums there are none."""
+    """The factors of a weight with plain and transposed uses; other sums have none."""
     parts: list[KroneckerFactors] = []
     is_table = any(isinstance(part, LookupProduct) for part in product.parts)
     factors = factors_of_table if is_table else kronecker_factors
     if len(product.shape) > 1:
-        with suppress(StructureError):  # of one use, which the error of the sum explains
+        with suppress(StructureError):  # the error of the sum explains it
             parts += [factors(part.placed_as(product), sharing) for part in product.parts]
     found = both_ways(parts, weight_of(product))
     return kronecker_factors.definition(product, sharing) if found is None else found
 
 
 def factors_of_table(product: SampleProduct, sharing: WeightSharing) -> KroneckerFactors:
-    """Factors of one use of a table of which other uses look up rows: diagonal in the rows.
+    """Factors of a use of a table whose rows are looked up elsewhere: diagonal in the rows.
 
     At a look-up, that factor is diagonal by itself. As a matrix that gives logits, the table has
     the covariance of all pairs of logits, ``[num, num]``, of which the diagonal is taken. So the
@@ -48,10 +48,10 @@ def factors_of_table(product: SampleProduct, sharing: WeightSharing) -> Kronecke
     rows of a vocabulary.
     """
     if not isinstance(product, AffineProduct) or product.inp is None or product.sizes[0] > 1:
-        found = kronecker_factors(product, sharing)
-        return found.with_factors([found[0], *map(_diagonal, found[1:])])
+        factors = kronecker_factors(product, sharing)
+        return factors.with_factors([factors[0], *map(_diagonal, factors[1:])])
     order = parameter_order(product)
-    if order.positions is not None:  # it is used transposed: its rows are at the inputs
+    if order.positions is not None:  # a transposed use has the rows at its inputs
         outer, inner = kronecker_factors(product, sharing)
         return KroneckerFactors([outer, _diagonal(inner)], order)
     out = product.out if sharing == "expand" else product.out.sum(2, keepdim=True)
@@ -60,7 +60,7 @@ def factors_of_table(product: SampleProduct, sharing: WeightSharing) -> Kronecke
 
 
 def both_ways(parts: Sequence[KroneckerFactors], weight: Number) -> KroneckerFactors | None:
-    """Factors of plain uses, ``[B, A]``, and of transposed uses, ``[B', A']``, in one.
+    """Combine the factors of plain uses, ``[B, A]``, and of transposed uses, ``[B', A']``.
 
     ``F₁ = B + w A'`` and ``F₂ = A + B' / w``, with ``w = Σ_n s`` the weight of the averages. At a
     transposed use the columns ``b`` are at the weight's inputs, and the data ``a`` at its outputs,
@@ -89,24 +89,24 @@ def both_ways(parts: Sequence[KroneckerFactors], weight: Number) -> KroneckerFac
     here, there = (_numbers(part) for part in parts)
     if not torch.equal(here, there.T):
         return None
-    # First comes the parameter's own order; of one row or column, both number entries alike.
+    # The parameter's own order comes first. For a single row or column, both orders are the same.
     ranks = [(n.flatten()[:2].tolist(), len(n) != parts[0].order.shape[0]) for n in (here, there)]
     is_first = ranks[0] <= ranks[1]
     straight, turned = parts if is_first else parts[::-1]
     (outer, inner), (columns, data) = straight, turned
     share = 1 / torch.as_tensor(weight, device=outer.device)
-    share = torch.where(share.isfinite(), share, 0.0).to(outer.dtype)  # zero of no samples
+    share = torch.where(share.isfinite(), share, 0.0).to(outer.dtype)  # zero without samples
     factors = [_added(outer, weight * data), _added(inner, share * columns)]
     return KroneckerFactors(factors, straight.order, weight, parts)
 
 
 def add_columns(first: KroneckerFactors, second: KroneckerFactors) -> KroneckerFactors:
-    """Factors of two chunks of columns: in each order, ``B`` adds up.
+    """Combine the factors of two chunks of columns: ``B`` is summed, for each order.
 
-    ``A`` is the same, unless the first columns did not reach all uses of the parameter.
+    ``A`` is the same in both, unless the first chunk did not reach all uses of the parameter.
 
     Raises:
-        StructureError: Together, they have reached uses without factors in common.
+        StructureError: Together, the chunks reach uses that have no common factors.
     """
     parts = [*(second.parts or [second])]
     for part in first.parts or [first]:
@@ -117,8 +117,8 @@ def add_columns(first: KroneckerFactors, second: KroneckerFactors) -> KroneckerF
             known = parts[place]
             parts[place] = known.with_factors([part[0] + known[0], *known[1:]])
     weight = _larger(first.weight, second.weight)
-    found = parts[0].with_weight(weight) if len(parts) == 1 else both_ways(parts, weight)
-    if found is None:
+    combined = parts[0].with_weight(weight) if len(parts) == 1 else both_ways(parts, weight)
+    if combined is None:
         forms = " and ".join(sorted({part.structure for part in parts}))
         raise StructureError(
             f"Some columns of the loss reach other uses of {second.order} than others do, and what "
@@ -126,11 +126,11 @@ def add_columns(first: KroneckerFactors, second: KroneckerFactors) -> KroneckerF
             "(chunk_size=, or set_memory_budget of backpack_core), freeze the parameter, or use "
             "DiagGGNExact, which needs no structure."
         )
-    return found
+    return combined
 
 
 def _numbers(factors: KroneckerFactors) -> Tensor:
-    """Which entry of the flattened parameter the factors' sizes number, ``[O, I]``."""
+    """The number of the flattened parameter's entry at each ``[o, i]`` of the factors."""
     positions, (_, *sizes) = factors.order.positions, factors.sizes
     if positions is None:
         positions = torch.arange(factors.order.shape.numel(), device=factors[0].device)
@@ -138,7 +138,7 @@ def _numbers(factors: KroneckerFactors) -> Tensor:
 
 
 def _is_like(part: KroneckerFactors, other: KroneckerFactors) -> bool:
-    """Whether both are factors of uses in one order."""
+    """Whether two factors belong to uses in the same order."""
     kinds = [[part.is_diagonal(f) for f in part], [other.is_diagonal(f) for f in other]]
     return kinds[0] == kinds[1] and part.sizes == other.sizes and part.order.equals(other.order)
 
@@ -150,7 +150,7 @@ def _larger(first: Number, second: Number) -> Number:
 
 
 def _added(first: Tensor, second: Tensor) -> Tensor:
-    """The sum of factors, of which diagonal ones are vectors."""
+    """The sum of two factors, of which a diagonal one may be a vector."""
     if first.dim() == second.dim():
         return first + second
     full = [torch.diag_embed(f) if f.dim() == 1 else f for f in (first, second)]

@@ -1,9 +1,9 @@
-"""Fewer columns in front of a narrow last layer.
+"""Replaces columns by fewer ones in front of a narrow last layer.
 
 A model with ``C`` classes has ``C - 1`` columns at its output. If the last layer (the *head*) has
 ``D < C`` inputs, the sum of outer products of the columns at these inputs has rank ``D`` at most.
-So ``D`` columns with the same sum can take their place in the rest of the model. Entries of axis 0
-that belong to one sample (merged tokens, pixels) have columns apart, and each has ``D`` of its own.
+So ``D`` columns with the same sum can take their place in the rest of the model. Several entries
+of axis 0 that belong to one sample (merged tokens, pixels) have columns of their own, ``D`` each.
 """
 
 from __future__ import annotations
@@ -71,18 +71,18 @@ def at_head(view: View, quantity: Columns) -> Columns | None:
 
 def split_at_head(view: View, quantity: Columns) -> tuple[Columns, Columns]:
     """Split columns into those with the ``HeadRoot`` of this call, and all others."""
-    found: tuple[dict[Root, Tensor], dict[Root, Tensor]] = ({}, {})
+    sides: tuple[dict[Root, Tensor], dict[Root, Tensor]] = ({}, {})
     is_plain = bool(view.positions) and not isinstance(quantity, ApartColumns)
     for root, mat in quantity.blocks.items():
         is_at_head = is_plain and isinstance(root, HeadRoot) and root.head is view.call
-        found[not is_at_head][root] = mat
-    return Columns(found[0]), quantity.like(found[1])
+        sides[not is_at_head][root] = mat
+    return Columns(sides[0]), quantity.like(sides[1])
 
 
 def condensed(columns: Columns) -> Columns:
     """``D`` columns for each root with the same ``Σ_v M[v, n] M[v, n]ᵀ``, ``[D, N, *in]``.
 
-    With ``K`` sets of columns, for entries of one sample that are apart, ``D`` for each:
+    If samples have several entries of axis 0, there are ``K`` sets of columns, with ``D`` each:
     ``[D · K, R, *in]``.
 
     Args:
@@ -92,10 +92,10 @@ def condensed(columns: Columns) -> Columns:
     for root, mat in columns.blocks.items():
         if root.turns is None:
             blocks[Root(root.name, scale=root.scale)] = _triangles(mat)
-        else:  # each entry is in one set, and zero in the others
-            found = _triangles(mat.unflatten(0, (-1, len(root.turns))).sum(1))
+        else:  # each entry is zero in all sets but one
+            triangles = _triangles(mat.unflatten(0, (-1, len(root.turns))).sum(1))
             new = Root(root.name, None, root.scale, root.turns)
-            blocks[new] = taken_apart(found, root.turns).flatten(0, 1)
+            blocks[new] = taken_apart(triangles, root.turns).flatten(0, 1)
     return Columns(blocks)
 
 
@@ -107,7 +107,7 @@ def _triangles(mat: Tensor) -> Tensor:
     dtype = torch.promote_types(mat.dtype, torch.float32)
     count, samples, *shape = mat.shape
     result = mat.new_empty(min(count, torch.Size(shape).numel()), samples, *shape)
-    # The factorisation copies its argument, so it gets some samples at a time.
+    # The factorisation copies its argument, so it is called for some samples at a time.
     for rows in slices(samples, memory_budget() // max(1, mat[:, :1].nbytes)):
         vectors = mat[:, rows].flatten(2).transpose(0, 1).to(dtype)
         triangles = torch.linalg.qr(vectors, mode="r").R.transpose(0, 1)
@@ -116,6 +116,6 @@ def _triangles(mat: Tensor) -> Tensor:
 
 
 def _only_edge(call: Call) -> Edge | None:
-    """The one edge that everything a call sends goes to; ``None`` if there are several."""
+    """The only edge to which a call sends something; ``None`` if there are several."""
     edges = [edge for edge in call.edges if edge is not None]
     return edges[0] if len(edges) == 1 else None

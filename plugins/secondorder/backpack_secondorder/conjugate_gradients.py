@@ -1,4 +1,4 @@
-"""Linear systems with a matrix that is known by its products."""
+"""Linear systems with a matrix that is given by its products."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from backpack_secondorder.matrix_arguments import check_damping
 
 
 class ConvergenceError(BackpackError, ArithmeticError):
-    """An iterative method has not reached the accuracy that was asked for."""
+    """An iterative method did not reach the requested accuracy."""
 
 
 @dataclass(frozen=True)
 class Solution:
-    """What conjugate gradients found.
+    """The result of conjugate gradients.
 
     Attributes:
         x: The solution, flat, ``[P]``.
-        iterations: How many products it took.
+        iterations: The number of products.
         residual: ``‖b - (F + damping · I) x‖ / ‖b‖``.
     """
 
@@ -52,8 +52,8 @@ def conjugate_gradients(
         preconditioner: An approximate inverse, symmetric and positive definite, as a function of a
             flat vector: ``lambda v: factors.solve(v, damping)``.
         rtol: Bound on the residual, relative to ``‖b‖``.
-        max_iterations: How many products at most; default: ten times the number of entries.
-        strict: Whether to raise where ``rtol`` is not reached; otherwise the solution so far is
+        max_iterations: The largest number of products; default: ten times the number of entries.
+        strict: Whether to raise if ``rtol`` is not reached; otherwise the solution so far is
             returned, with its residual.
 
     Returns:
@@ -62,7 +62,7 @@ def conjugate_gradients(
     Raises:
         ConvergenceError: ``rtol`` is not reached.
         ShapeError: ``rhs`` is not a flat vector of the matrix's size.
-        UsageError: The matrix is not positive definite, or an argument is none of its kind.
+        UsageError: The matrix is not positive definite, or an argument has the wrong type.
     """
     damping = check_damping(damping)
     if not hasattr(operator, "shape") or not hasattr(operator, "__matmul__"):
@@ -71,10 +71,10 @@ def conjugate_gradients(
             f"a shape: a GGN, a BlockDiagonal, a tensor. Got {operator!r:.80}."
         )
     if not isinstance(rhs, Tensor) or rhs.dim() != 1 or len(rhs) != operator.shape[0]:
-        found = list(rhs.shape) if isinstance(rhs, Tensor) else type(rhs).__name__
+        got = list(rhs.shape) if isinstance(rhs, Tensor) else type(rhs).__name__
         raise ShapeError(
             f"Conjugate gradients take the right side as one flat vector "
-            f"[{operator.shape[0]}]: torch.cat([part.flatten() for part in parts]). Got {found}."
+            f"[{operator.shape[0]}]: torch.cat([part.flatten() for part in parts]). Got {got}."
         )
     if preconditioner is not None and not callable(preconditioner):
         raise UsageError(

@@ -1,7 +1,7 @@
-"""What a convolution sends back, as a function of what arrives alone.
+"""The backward of a convolution as a function of the arriving gradient only.
 
-Torch's derivative of that computes gradients of the image and of the kernel as well, also where
-nobody asks for them: five convolutions in the place of two.
+Torch's derivative of it also computes gradients of the image and of the kernel, whether they are
+needed or not: five convolutions instead of two.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Grads: TypeAlias = tuple[Tensor | None, ...]
 
 
 def of_convolution(node: Any, arrived: Tensor | None) -> Grads:
-    """What is sent to the image, the kernel and the offset."""
+    """The gradients at the image, the kernel and the bias."""
     if arrived is None:
         return None, None, None
     wanted = [child is not None for child, _ in node.next_functions]
@@ -25,8 +25,8 @@ def of_convolution(node: Any, arrived: Tensor | None) -> Grads:
         *(node._saved_output_padding, node._saved_groups),
     )
     image, kernel = node._saved_input, node._saved_weight
-    found: Grads = _Sent.apply(arrived, image.detach(), kernel.detach(), geometry, wanted)  # type: ignore[no-untyped-call]
-    return found
+    grads: Grads = _Sent.apply(arrived, image.detach(), kernel.detach(), geometry, wanted)  # type: ignore[no-untyped-call]
+    return grads
 
 
 class _Sent(torch.autograd.Function):
@@ -34,29 +34,29 @@ class _Sent(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, arrived: Tensor, *given: Any) -> Grads:
-        """What torch sends."""
+        """The gradients, as torch computes them."""
         image, kernel, ctx.geometry, wanted = given
         ctx.save_for_backward(image, kernel)
         ctx.set_materialize_grads(False)
         ctx.shape, offset = arrived.shape, [arrived.shape[1]] if wanted[2] else None
-        found: Grads = torch.ops.aten.convolution_backward(
+        grads: Grads = torch.ops.aten.convolution_backward(
             arrived, image, kernel, offset, *ctx.geometry, wanted
         )
-        return found
+        return grads
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *directions: Tensor | None) -> Grads:
-        """Two convolutions at most, which is what the convolution's own derivative takes."""
+        """The derivative, with at most two convolutions."""
         image, kernel = ctx.saved_tensors
         of_image, of_kernel, of_offset = directions
-        found: Tensor | None = None
+        gradient: Tensor | None = None
         if of_kernel is not None:
-            found = torch.ops.aten.convolution(image, of_kernel, of_offset, *ctx.geometry)
+            gradient = torch.ops.aten.convolution(image, of_kernel, of_offset, *ctx.geometry)
         if of_image is not None:
-            offset = of_offset if found is None else None
+            offset = of_offset if gradient is None else None
             sent = torch.ops.aten.convolution(of_image, kernel, offset, *ctx.geometry)
-            found = sent if found is None else found.add_(sent)
-        if found is None and of_offset is not None:
-            found = of_offset.reshape(-1, *[1] * (image.dim() - 2)).expand(ctx.shape)
-        return found, None, None, None, None
+            gradient = sent if gradient is None else gradient.add_(sent)
+        if gradient is None and of_offset is not None:
+            gradient = of_offset.reshape(-1, *[1] * (image.dim() - 2)).expand(ctx.shape)
+        return gradient, None, None, None, None

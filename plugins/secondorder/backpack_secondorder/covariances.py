@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from backpack_products.contractions import row_steps, slices
+from backpack_products.multiply import add_product
 from backpack_products.rows import DirectRows, Rows
-from backpack_products.tuning import SYMMETRIC
+from backpack_products.tuning import SYMMETRIC, WHOLE
 
 # From this many vectors on, forming half of a symmetric product and mirroring it is faster.
 MANY = 256
@@ -37,7 +38,7 @@ def outer_sum(inp: Rows, itemsize: int, scale: float = 1.0, mean: bool = False) 
         if part.shape[1] == 1 or part.stride(0) == positions * part.stride(1):
             total = _add_outer(total, part.flatten(0, 1), band, scale)
             continue
-        # Patches lie as [I, S]: a product for each sample is cheaper than copying them together.
+        # Patches are stored as [I, S]: a product for each sample is cheaper than a joining copy.
         for sample in part:
             total = _add_outer(total, sample, band, scale)
     assert total is not None
@@ -62,15 +63,16 @@ def _add_outer(total: Tensor | None, vectors: Tensor, step: int, scale: float) -
     if torch.is_grad_enabled():
         product = torch.bmm(left, right) * scale
         return product if total is None else total + product
-    beta = 0.0 if total is None else 1.0  # 0: total is not read
+    beta = 0.0 if total is None else 1.0  # with beta = 0, total is not read
     if total is None:
         total = vectors.new_empty(vectors.shape[1], size, size)
-    if step == size:
+    is_small = vectors.numel() * size < WHOLE
+    if step == size and (is_small or vectors.shape[1] > 1):
         return torch.baddbmm(total, left, right, beta=beta, alpha=scale, out=total)
     for target, group in zip(total, vectors.unbind(1), strict=True):
         for band in slices(size, step):
-            rest = group[:, band.start :]
-            target[band, band.start :].addmm_(group[:, band].T, rest, beta=beta, alpha=scale)
+            place, rest = target[band, band.start :], group[:, band.start :]
+            add_product(place, group[:, band].T, rest, beta, scale)
     return total
 
 

@@ -26,7 +26,7 @@ def from_curvlinops(operator: Any, model: Module) -> BlockDiagonal:
 
     Args:
         operator: Made with ``separate_weight_and_bias=True``, for all trained parameters of the
-            model in their order. Its factors are computed if they are not yet.
+            model in their order. Its factors are computed if they have not been.
         model: The model.
 
     Returns:
@@ -130,15 +130,15 @@ def to_curvlinops(
 
 
 def _factors(block: CurvatureMatrix, name: str, is_corrected: bool) -> list[Tensor]:
-    """Both factors of a weight, or the only one of a bias."""
+    """The two factors of a weight, or the only one of a bias."""
     wanted = KroneckerEigenbasis if is_corrected else KroneckerFactors
     parts: list[Tensor | None] = []
     if isinstance(block, wanted) and block.order.positions is None:
         parts = block.vectors if isinstance(block, KroneckerEigenbasis) else [*block]
-    found = [part for part in parts if part is not None and part.dim() == 2]
-    if not found or len(found) != len(parts):
+    factors = [part for part in parts if part is not None and part.dim() == 2]
+    if not factors or len(factors) != len(parts):
         raise UnsupportedError(
             f"curvlinops knows two Kronecker factors for a weight and one for a bias, not "
             f"{block!r} of {name!r}: freeze the parameter."
         )
-    return found
+    return factors

@@ -1,4 +1,4 @@
-"""Whether several passes over a loader see the same data and the same model."""
+"""Checks that several passes over a loader see the same data and the same model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from backpack_core.errors import UsageError
 
 
 def require_deterministic(model: Module) -> None:
-    """Raise where a module behaves at random, or where a forward pass changes its statistics.
+    """Raise if a module is random, or if a forward pass changes its statistics.
 
     Raises:
         UsageError: A dropout or batch normalisation is in train mode.
@@ -30,15 +30,15 @@ def require_deterministic(model: Module) -> None:
 
 
 class Passes:
-    """The losses of the first pass; every later pass has to give the same ones.
+    """Compares the losses of each pass with those of the first one.
 
     Attributes:
-        in_order: Whether batches have to come in the same order, too. Otherwise only the sums of
-            the losses are compared.
+        in_order: Whether batches must also come in the same order. If not, only the sums of the
+            losses are compared.
     """
 
     def __init__(self, parameters: Sequence[Tensor], in_order: bool) -> None:
-        """Remember nothing yet.
+        """Begin without a first pass.
 
         Args:
             parameters: When these change, the next pass counts as the first one.
@@ -49,7 +49,7 @@ class Passes:
 
     @contextmanager
     def one(self) -> Iterator[Callable[[Tensor], None]]:
-        """Watch one pass: gives a function that is to be called with the loss of every batch.
+        """The context of one pass: a function to be called with the loss of every batch.
 
         Raises:
             UsageError: The losses differ from those of the first pass, or there was no batch.
@@ -63,19 +63,19 @@ class Passes:
                 "all ignored."
             )
         versions = tuple(p._version for p in self._parameters)
-        found = torch.stack([loss.reshape(()) for loss in losses])
+        sums = torch.stack([loss.reshape(()) for loss in losses])
         if not self.in_order:
-            found = found.sum(0, keepdim=True)
+            sums = sums.sum(0, keepdim=True)
         if self._known is None or self._known[0] != versions:
-            self._known = versions, found
+            self._known = versions, sums
             return
         before = self._known[1]
-        bound = 10 * torch.finfo(found.dtype).eps ** 0.6 * before.abs().max()
-        if found.shape != before.shape or bool((found - before).abs().max() > bound):
+        bound = 10 * torch.finfo(sums.dtype).eps ** 0.6 * before.abs().max()
+        if sums.shape != before.shape or bool((sums - before).abs().max() > bound):
             raise UsageError(
                 "Two passes over the loader differ: the losses of the batches "
                 f"{'' if self.in_order else 'add up to '}{_text(before)} in the first one, and "
-                f"{_text(found)} now. Take a loader without augmentation at random"
+                f"{_text(sums)} now. Take a loader without augmentation at random"
                 f"{' that does not shuffle' if self.in_order else ''}, and a model without random "
                 "numbers."
             )

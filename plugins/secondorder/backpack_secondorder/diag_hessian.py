@@ -16,7 +16,7 @@ from backpack_secondorder.square_root import as_chunk_size
 
 
 class HessianExtension(SecondOrderExtension):
-    """Reads a quantity off the Hessian at the output of layers linear in their parameters."""
+    """The base of extensions of the Hessian at layers that are linear in their parameters."""
 
     columns_add = True
 

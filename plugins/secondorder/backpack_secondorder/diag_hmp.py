@@ -1,4 +1,4 @@
-"""The diagonal of the Hessian by products: slow, and exact for every architecture."""
+"""The diagonal of the Hessian by products: slow, but exact for every architecture."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class DiagHMP(ProductExtension):
             savefield: Name of the attribute on parameters; default: the class's.
             subsampling: Indices of the samples to take; default: all.
             fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
-            chunk_size: How many products are computed at a time, 16 unless told; each takes the
-                memory of a backward pass.
+            chunk_size: How many products are computed at a time; default: 16. Each takes the memory
+                of a backward pass.
 
         Raises:
             UsageError: The chunk size is not positive.
@@ -51,7 +51,7 @@ class DiagHMP(ProductExtension):
         self.chunk_size = chunk_size
 
     def begin(self) -> GraphReading:
-        """Collect the losses, whose samples subsampling chooses from."""
+        """A reading that collects the losses, with the samples that take part."""
         return _Diagonals(self.subsampling, self.chunk_size or 16)
 
 
@@ -61,6 +61,6 @@ class _Diagonals(OfLoss):
         self._chunk_size = chunk_size
 
     def results(self, graph: LossGraph) -> Mapping[Tensor, Tensor]:
-        """One diagonal after the other."""
+        """The diagonal of each parameter's block."""
         operator = self.operator(graph)
         return {p: operator.diagonal(p, self._chunk_size) for p in graph.parameters}

@@ -1,4 +1,4 @@
-"""A matrix by eigenvectors in Kronecker form and any eigenvalues: what ``param.ekfac`` is."""
+"""Matrices with eigenvectors in Kronecker form and any eigenvalues, as ``param.ekfac``."""
 
 from __future__ import annotations
 
@@ -52,22 +52,22 @@ class KroneckerEigenbasis(CurvatureMatrix):
         return [*groups, *self.values.shape]
 
     def tensors(self) -> dict[str, Tensor]:
-        """Eigenvalues, and all eigenvectors that are not the identity."""
+        """The eigenvalues, and the eigenvectors that are not the identity."""
         vectors = {f"vectors.{k}": q for k, q in enumerate(self.vectors) if q is not None}
         return {"values": self.values, **vectors}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> KroneckerEigenbasis:
-        """Other eigenvalues and eigenvectors."""
+        """A matrix with other eigenvalues and eigenvectors."""
         vectors = [tensors.get(f"vectors.{k}") for k in range(len(self.vectors))]
         values = tensors["values"]
         return KroneckerEigenbasis(vectors, values, self.order.on(values.device))
 
     def with_values(self, values: Tensor) -> KroneckerEigenbasis:
-        """Other eigenvalues for the same eigenvectors."""
+        """A matrix with the same eigenvectors and other eigenvalues."""
         return KroneckerEigenbasis(self.vectors, values, self.order)
 
     def eigenbasis(self) -> KroneckerEigenbasis:
-        """Itself."""
+        """Return the matrix itself."""
         return self
 
     def rotate(self, vectors: Tensor) -> Tensor:

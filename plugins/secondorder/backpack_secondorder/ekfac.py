@@ -32,10 +32,10 @@ from backpack_secondorder.propagators import LossSqrt
 
 
 class OfCorrected(OfEigenbasis):
-    """How batches combine: eigenvectors need all samples, so eigenvalues take a second pass."""
+    """How EKFAC combines over batches: the eigenvectors of all samples first, then eigenvalues."""
 
     def first_pass(self, extension: Extension) -> Extension | None:
-        """The extension of the first pass: Kronecker factors; none if a basis is given."""
+        """The extension of the first pass, which computes factors; ``None`` if a basis is given."""
         assert isinstance(extension, EKFAC)
         assert isinstance(extension.propagator, LossSqrt)
         if extension.basis is not None:
@@ -46,7 +46,7 @@ class OfCorrected(OfEigenbasis):
         return KFLR(sharing, *settings) if samples is None else KFAC(samples, sharing, *settings)
 
     def second_pass(self, extension: Extension, known: Mapping[Tensor, Any]) -> Extension:
-        """The extension of the second pass: eigenvalues for the eigenvectors of the factors."""
+        """The extension of the second pass, which computes eigenvalues in the factors' basis."""
         assert isinstance(extension, EKFAC)
         assert isinstance(extension.propagator, LossSqrt)
         if extension.basis is not None:
@@ -123,7 +123,7 @@ class EKFAC(MatrixExtension):
         self.basis = None if basis is None else {id(p): (p, m) for p, m in basis.items()}
 
     def read(self, product: SampleProduct) -> KroneckerEigenbasis:
-        """The basis and its eigenvalues.
+        """The matrix: the basis with corrected eigenvalues.
 
         Raises:
             UsageError: A basis is given, but none for this parameter.
@@ -142,13 +142,13 @@ class EKFAC(MatrixExtension):
     def _given(self, product: SampleProduct) -> KroneckerEigenbasis:
         assert self.basis is not None
         parameter = getattr(product.module, product.name, None)
-        found = self.basis.get(id(parameter))
-        if found is None:
+        entry = self.basis.get(id(parameter))
+        if entry is None:
             raise UsageError(
                 f"EKFAC was given a basis without eigenvectors for the parameter {product.name!r} "
                 f"of {product.path}: add Kronecker factors of it to the mapping, or freeze it."
             )
-        basis = found[1].eigenbasis()
+        basis = entry[1].eigenbasis()
         if basis.order.shape != product.shape:
             raise ShapeError(
                 f"EKFAC was given eigenvectors for a parameter of shape {list(basis.order.shape)} "

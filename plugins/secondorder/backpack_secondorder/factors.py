@@ -1,4 +1,4 @@
-"""Kronecker factors of a product, and corrected eigenvalues: operations of this plugin."""
+"""Operations on products: Kronecker factors, and eigenvalues in the basis of factors."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from backpack_core.record.guards import versions_in
 from backpack_operations.bare import BareRule
 from backpack_products import AffineRule, contractions
 from backpack_products.affine import AffineProduct
+from backpack_products.multiply import multiply
 from backpack_products.product import SampleProduct, SumProduct
 from backpack_products.rows import JoinedRows, Rows
 from backpack_products.values import memory_of
@@ -88,7 +89,7 @@ def kronecker_factors(product: SampleProduct, sharing: WeightSharing = "kfc") ->
 
 
 def _why_bare(product: SampleProduct) -> str:
-    """Why a parameter has no layer rule but is read at operations, for the error message."""
+    """Why a parameter is read at operations instead of at a layer rule, for error messages."""
     if getattr(product.module, "batch_first", True):
         return (
             "a function uses it (F.linear(x, module.weight)), or the module has its samples "
@@ -128,7 +129,7 @@ def corrected_eigenbasis(
     """
     basis = kronecker_factors(product, sharing).decomposed(product.is_measured)
     if len(basis.vectors) == 1:
-        return basis  # of the block itself
+        return basis  # the eigenvalues are those of the block
     return corrected(basis, eigenvalues_in(product, basis))
 
 
@@ -136,7 +137,7 @@ def corrected_eigenbasis(
 def corrected_eigenbasis_affine(
     product: AffineProduct, sharing: WeightSharing = "kfc"
 ) -> KroneckerEigenbasis:
-    """By :func:`eigenvalues_in_affine`; the exact block of a bias needs no correction."""
+    """The basis for a weight; the exact block of a bias needs no correction."""
     basis = kronecker_factors(product, sharing).decomposed(product.is_measured)
     if product.inp is None:
         return basis
@@ -144,10 +145,10 @@ def corrected_eigenbasis_affine(
 
 
 def corrected(basis: KroneckerEigenbasis, values: Tensor) -> KroneckerEigenbasis:
-    """A basis with corrected eigenvalues; rounding alone counts as zero.
+    """A basis with corrected eigenvalues, in which rounding errors are set to zero.
 
-    What the factors send to zero, the block sends to zero, if it is of the same data. There, the
-    computed number is rounding, and its inverse would be one.
+    If the factors send a direction to zero, so does the block of the same data. The computed
+    eigenvalue is a rounding error there, which must not be inverted.
     """
     axes = tuple(range(values.dim() - len(basis.vectors), values.dim()))
     rounding = max(values.shape, default=1) * torch.finfo(values.dtype).eps
@@ -174,7 +175,7 @@ def eigenvalues_in(product: SampleProduct, basis: KroneckerEigenbasis) -> Tensor
 
 @eigenvalues_in.register
 def eigenvalues_in_affine(product: AffineProduct, basis: KroneckerEigenbasis) -> Tensor:
-    """Rotate both factors, then :func:`contractions.square_sum`: ``M`` is not formed."""
+    """The same from rotated factors, without forming ``M``."""
     if len(basis.vectors) != 2 or product.inp is None:
         return eigenvalues_in.definition(product, basis)
     outer, inner = basis.vectors
@@ -187,7 +188,7 @@ class RotatedRows:
     """Inputs ``[N, S, G, I]`` times ``[I, I]`` or ``[G, I, I]``, for some samples at a time."""
 
     def __init__(self, inp: Rows, matrix: Tensor) -> None:
-        """Store both."""
+        """Store the inputs and the rotation."""
         self._inp, self._matrix = inp, matrix
         self.shape = inp.shape
 
@@ -199,7 +200,7 @@ class RotatedRows:
 def _rotate(vectors: Tensor, matrix: Tensor) -> Tensor:
     """``[..., G, D]`` times ``[D, D]`` or ``[G, D, D]``."""
     if matrix.dim() == 2:
-        return vectors @ matrix
+        return multiply(vectors.flatten(0, -2), matrix).view(vectors.shape)
     return (vectors.unsqueeze(-2) @ matrix).squeeze(-2)
 
 
@@ -229,7 +230,7 @@ def output_covariance(product: AffineProduct, sharing: WeightSharing = "kfc") ->
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    """Where a tensor lies in memory."""
+    """The memory address and layout of a tensor, as a key."""
     return memory_of(tensor), tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
@@ -238,7 +239,9 @@ def _is_ordered(product: AffineProduct) -> bool:
     groups, size = product.sizes
     if groups > 1 or product.arrange is None:
         return groups == 1
-    order = torch.arange(size, device="cpu").unsqueeze(0)  # where nobody waits for it
+    order = torch.arange(size, device="cpu").unsqueeze(
+        0
+    )  # on the host, so that no device has to be waited for
     return bool(torch.equal(product.to_parameter(order).flatten(), order[0]))
 
 
@@ -254,18 +257,18 @@ def kept_input_covariance(product: AffineProduct, sharing: WeightSharing) -> Ten
         product.like.dtype,
         is_differentiable,
     )
-    # Columns that reach other uses meet other inputs, perhaps of the same shape.
+    # Columns that reach other uses have other inputs, possibly of the same shape.
     place = [_place(tensor) for tensor in _tensors(product.inp)]
     if key not in product.call_cache or product.call_cache[key][1] != place:
-        found = input_covariance(product.inp, product.like, sharing, product.is_own)
-        # The inputs live on, so that no other ones can take their place in memory.
-        product.call_cache[key] = found, place, JoinedRows(product.inp)
+        covariance = input_covariance(product.inp, product.like, sharing, product.is_own)
+        # The inputs are stored, too, so that no other tensor can get their address.
+        product.call_cache[key] = covariance, place, JoinedRows(product.inp)
     factor: Tensor = product.call_cache[key][0]
     return factor
 
 
 def _tensors(inp: Rows) -> list[Tensor]:
-    """What inputs are made of."""
+    """The tensors of which inputs consist."""
     if isinstance(inp, JoinedRows):
         return [tensor for part in inp.parts for tensor in _tensors(part)]
     return [inp] if isinstance(inp, Tensor) else [tensor for tensor, _ in versions_in(inp)]
@@ -298,7 +301,7 @@ def input_covariance(
     count = samples * positions if sharing == "expand" else samples
     scale = 1 / count if count else 0.0
     total = covariances.outer_sum(inp, like.element_size(), scale, mean=sharing == "reduce")
-    if is_own is not None and sharing == "expand":  # the device alone knows how many there are
+    if is_own is not None and sharing == "expand":  # without a transfer of the number to the host
         total = total * (count / is_own.sum().clamp(min=1))
     return _without_groups(total)
 
@@ -312,16 +315,15 @@ def parameter_order(product: AffineProduct) -> ParameterOrder:
         numbers = torch.arange(product.shape.numel(), device=device)
         return product.to_parameter(numbers.reshape(product.sizes)).flatten()
 
-    # Looked at on the host, where nobody has to wait for it.
+    # On the host, so that no device has to be waited for.
     is_plain = torch.equal(found("cpu"), torch.arange(product.shape.numel(), device="cpu"))
     return ParameterOrder.of(product, None if is_plain else found(product.like.device).argsort())
 
 
 def weight_of(product: SampleProduct) -> Number:
-    """``Σ_n s``: the number of samples times what stands in front of the loss of each.
+    """``Σ_n s``: the number of samples times the factor ``s`` of each sample's loss.
 
-    That is one for a mean over the batch, and the number of samples for a sum. One if the loss does
-    not tell.
+    It is one for a mean over the batch, and the number of samples for a sum. One if unknown.
     """
     scales = [root.scale for root in product.roots if root.scale is not None]
     return product.samples * reduce(torch.maximum, scales) if scales else 1.0

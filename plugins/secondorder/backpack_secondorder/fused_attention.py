@@ -5,10 +5,10 @@ gradient ``g`` at the output ``P v``:
 
     dv = Pᵀ g,  dS = P ∘ (g vᵀ - rowsum(g ∘ P v)),  dq = s dS k,  dk = s dSᵀ q
 
-from what the kernel has saved. Only the first derivative is formed here; its graph is that of
-plain operations. The scores take ``[N, H, L, S]`` numbers, which the fused kernel never forms.
-Where they exceed the memory budget, the formula goes sample by sample, and each sample is computed
-anew where it is differentiated.
+from the tensors that the kernel saved. Only the first derivative is formed here; its graph consists
+of plain operations. The scores take ``[N, H, L, S]`` numbers, which the fused kernel never forms.
+If they exceed the memory budget, the formula is evaluated sample by sample, and each sample is
+recomputed when it is differentiated.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ Grads = tuple[Tensor | None, ...]
 
 
 def of_fused_attention(node: Any, arrived: Tensor | None, *others: Tensor | None) -> Grads:
-    """What the node of a fused kernel sends to query, key, value and mask.
+    """The gradients of a fused kernel at query, key, value and mask.
 
     Args:
-        node: The node, with what it saved.
+        node: The node, with the tensors that it saved.
         arrived: The gradient at its output, ``[N, H, L, E]``.
-        others: Those at what the kernel returns beside it; nobody uses these.
+        others: The gradients at the kernel's further outputs, which are not used.
 
     Raises:
         UnsupportedError: Dropout is on, so that the draws of the kernel would be needed.
@@ -59,15 +59,15 @@ def of_fused_attention(node: Any, arrived: Tensor | None, *others: Tensor | None
         mask = square.masked_fill(later, float("-inf"))
     scale = query.shape[-1] ** -0.5 if node._saved_scale is None else node._saved_scale
     wants_mask = count > 3 and node.next_functions[3][0] is not None
-    found = _in_pieces(arrived, query, key, value, mask, scale)
-    dmask = _of_mask(found[3], mask) if wants_mask and mask is not None else None
-    return (*found[:3], dmask, *(None,) * count)[:count]
+    grads = _in_pieces(arrived, query, key, value, mask, scale)
+    dmask = _of_mask(grads[3], mask) if wants_mask and mask is not None else None
+    return (*grads[:3], dmask, *(None,) * count)[:count]
 
 
 def _in_pieces(
     arrived: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, ...]:
-    """The formula, sample by sample where the scores are large."""
+    """The formula, sample by sample if the scores are large."""
     scores = query.shape[:-1].numel() * key.shape[-2] * query.element_size()
     if 4 * scores <= memory_budget() or len(query) < 2:
         return _formula(arrived, query, key, value, mask, scale)
@@ -96,7 +96,7 @@ def _formula(
 
 
 def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Rows that are masked altogether are zero, as the kernels have them."""
+    """The softmax of scores; rows that are masked altogether are zero, as in the kernels."""
     if mask is None:
         return scores.softmax(-1)
     if mask.dtype is torch.bool:
@@ -107,5 +107,5 @@ def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _of_mask(ds: Tensor, mask: Tensor) -> Tensor:
-    """Sums over the axes along which the mask was repeated."""
+    """Sum a gradient over the axes along which the mask was broadcast."""
     return ds.sum_to_size(mask.shape)

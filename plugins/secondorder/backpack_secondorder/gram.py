@@ -44,7 +44,7 @@ class Spectrum:
         return self._eigen[0]
 
     def weights(self, count: int) -> Tensor:
-        """How the leading ``count`` eigenvectors are made of ``M``. Shape ``[count, V, N]``.
+        """The coefficients of the leading eigenvectors in ``M``. Shape ``[count, V, N]``.
 
         Raises:
             UsageError: There are not as many eigenvalues that differ from zero.
@@ -143,7 +143,7 @@ class GGNGram(SecondOrderExtension):
         super().__init__(propagator, savefield, fail_mode)
 
     def read(self, product: SampleProduct) -> GramBlock:
-        """The parameter's own Gram matrix, and its ``M`` or the factors of it, for eigenvectors."""
+        """The Gram matrix of this parameter, and ``M`` or its factors, for eigenvectors."""
         return GramBlock(gram(product).clone(), product)
 
     def finish(
@@ -156,10 +156,10 @@ class GGNGram(SecondOrderExtension):
 
         Args:
             values: The contribution of every parameter.
-            normalisers: Not needed.
+            normalisers: Not used.
 
         Returns:
-            The same, with the spectrum.
+            The values, with the spectrum.
         """
         if not values:
             return values

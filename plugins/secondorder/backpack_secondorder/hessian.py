@@ -1,4 +1,4 @@
-"""The Hessian at a tensor, in the cheapest exact form: what ``SignedSqrt`` sends backwards."""
+"""The Hessian at a tensor in the cheapest exact form, the quantity of ``SignedSqrt``."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Factored:
 class Hessian:
     """``Σ_v σ_v S_v S_vᵀ + diag(d) + H`` for each sample.
 
-    What reaches a tensor from one root over several branches has to be added before it is squared,
-    and only columns can be added. So the other forms hold only what has travelled, and will go on,
-    along a single path.
+    Parts of one root that arrive over several branches have to be added before they are squared,
+    and only columns can be added in this way. So the other forms hold only parts that have
+    travelled, and will travel, along a single path.
 
     Attributes:
         columns: ``S``, with signs in the roots; ``None`` for none.
@@ -75,17 +75,17 @@ class Hessian:
 
     @property
     def is_apart(self) -> bool:
-        """Whether it is that of every sample apart, at a tensor that has no samples."""
+        """Whether the columns are kept apart by sample, at a tensor without samples."""
         return isinstance(self.columns, ApartColumns)
 
     @property
     def formed(self) -> int:
-        """How many columns there are."""
+        """The number of columns."""
         return 0 if self.columns is None else sum(self.columns.sizes.values())
 
     @property
     def unformed(self) -> int:
-        """How many columns the other forms would make."""
+        """The number of columns that the other forms would need."""
         width = 0 if self.diagonal is None else self.diagonal.shape[1:].numel()
         width += 0 if self.factored is None else len(self.factored.rows)
         width += 0 if self.rows is None else 2 * self.rows[0]
@@ -119,7 +119,7 @@ class Hessian:
         return replace(self, columns=self.columns.like(blocks))
 
     def scaled(self, scale: Tensor) -> Hessian:
-        """``diag(a) · diag(a)`` around all of it, for ``a`` of shape ``[N, *]``."""
+        """``diag(a) H diag(a)`` for ``a`` of shape ``[N, *]``."""
         diagonal, block, factored = self.diagonal, self.block, self.factored
         if diagonal is not None:
             diagonal = diagonal * scale.square()
@@ -149,21 +149,21 @@ class Hessian:
                 yield Hessian(block_columns(self.rows[1](some), some))
 
     def with_rows_formed(self) -> Hessian:
-        """The same with ``rows`` formed, and added to the block."""
+        """The same Hessian, with ``rows`` formed and added to the block."""
         if self.rows is None:
             return self
         size, rows = self.rows
         return replace(self, rows=None, block=add(self.block, rows(slice(0, size))))
 
     def as_columns(self) -> Hessian:
-        """The same in columns only."""
+        """The same Hessian in columns only."""
         result = replace(self, diagonal=None, block=None, factored=None, rows=None)
         for part in self.chunks(max(1, self.unformed)):
             result = result.merge(part)
         return result
 
     def as_block(self) -> Hessian:
-        """The same with everything that did not branch in the dense block."""
+        """The same Hessian, with everything that did not branch in the dense block."""
         factored = self.factored
         formed = (
             self
@@ -188,7 +188,7 @@ class Hessian:
 
     @cached_property
     def own_diagonal(self) -> Tensor | None:
-        """The diagonal of everything but the columns. Shape ``[N, *]``; ``None`` for zero."""
+        """The diagonal of all forms except the columns. Shape ``[N, *]``; ``None`` for zero."""
         result = self.diagonal
         if self.factored is not None:
             result = add(result, self.factored.diagonal())
@@ -198,7 +198,7 @@ class Hessian:
         return result
 
     def merge(self, other: Hessian) -> Hessian:
-        """The sum of what arrived over two branches."""
+        """The sum of two Hessians that arrived over different branches."""
         if self.rows is not None and other.rows is not None:
             return self.with_rows_formed().merge(other)
         if self.factored is not None and other.factored is not None:
@@ -225,7 +225,7 @@ def block_columns(rows: Tensor, some: slice) -> Columns:
 
     Args:
         rows: Some rows ``[d, N, *]``.
-        some: Which they are.
+        some: The numbers of these rows.
 
     Returns:
         Columns ``[2 d, N, *]``.

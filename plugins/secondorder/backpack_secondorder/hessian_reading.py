@@ -1,4 +1,4 @@
-"""How extensions read the Hessian's diagonal at a parameter."""
+"""Readings of the Hessian's diagonal at a parameter."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Use(NamedTuple):
 
     Attributes:
         samples: How many samples take part.
-        computed: The leaf that is asked for, if the layer's parameter is another, and what carries
-            columns back to it.
-        formed: What the columns of each root are there, if the computation has lost its graph.
+        computed: If the layer's parameter was computed from a leaf: the leaf, and a function that
+            carries columns back to it.
+        formed: The columns of each root at the leaf, if the computation has lost its graph.
     """
 
     rule: ParametricRule
@@ -79,16 +79,16 @@ class HessianReading(Reading):
         self._uses = tuple(uses)
 
     def lasting(self) -> HessianReading:
-        """What is computed from leaves is carried there."""
+        """The reading with columns carried to the leaves already."""
         return HessianReading([use.lasting() for use in self._uses]).placed_as(self)
 
     def at_leaf(
         self, source: Tensor, leaf: Tensor, pull: Callable[[Tensor], Tensor]
     ) -> HessianReading:
-        """Columns go back to the leaf, where the computation is linear in it.
+        """The reading at a leaf, if the computation is linear in it.
 
         Raises:
-            UnsupportedError: It is not, so that its second derivative belongs to the Hessian.
+            UnsupportedError: It is not linear: its second derivative belongs to the Hessian.
         """
         for node in nonlinear_between(source, leaf):
             raise UnsupportedError(
@@ -100,7 +100,7 @@ class HessianReading(Reading):
         return HessianReading([use._replace(computed=(leaf, pull)) for use in self._uses])
 
     def join(self, others: Sequence[HessianReading]) -> HessianReading:
-        """All uses together: contributions of one root are added before they are squared.
+        """The reading of all uses; contributions of one root are added before they are squared.
 
         Raises:
             UnsupportedError: One use lies behind another on a path, so the net is not linear in
@@ -169,11 +169,11 @@ def _leads_to_another(use: Use, uses: Sequence[Use]) -> bool:
 
 
 def _by_root(uses: Sequence[Use]) -> dict[Root, list[SampleProduct]]:
-    found: dict[Root, list[SampleProduct]] = {}
+    products: dict[Root, list[SampleProduct]] = {}
     for use in uses:
         for root, columns in use.hessian.by_root():
-            found.setdefault(root, []).append(use.product(columns))
-    return found
+            products.setdefault(root, []).append(use.product(columns))
+    return products
 
 
 def _squares(root: Root, products: Sequence[SampleProduct], per_sample: bool) -> Tensor:
@@ -199,7 +199,7 @@ def _in_parts(uses: Sequence[Use]) -> Iterator[list[Use]]:
 
 
 def _halves(use: Use) -> tuple[Hessian, Hessian]:
-    """Split a Hessian into what can be read as a diagonal, and what has to become columns.
+    """Split a Hessian into a part that is read as a diagonal, and a part that becomes columns.
 
     An affine layer reads a diagonal ``d`` unchanged. If it shares no positions, the diagonal of
     every form but the columns is enough.

@@ -1,4 +1,4 @@
-"""Products with the Jacobian of the model's output, in both directions, which is not formed."""
+"""Products with the Jacobian of the model's output, which is not formed, in both directions."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class OutputJacobian:
             Shape ``[N, *out]``, in the dtype of the vectors.
 
         Raises:
-            ShapeError: A vector has not the shape of its parameter.
+            ShapeError: A vector does not have the shape of its parameter.
             UsageError: None of the keys is a parameter of the pass.
             UnsupportedError: An operation of the net has no second derivative, or none that is
                 finite.
@@ -118,8 +118,8 @@ class OutputJacobian:
         if self._edge is None:
             return {parameter: torch.zeros_like(parameter) for parameter in parameters}
         in_vectors = create_graph and not self._is_differentiable
-        found = gradients((self._edge,), parameters, (vector,), create_graph, in_vectors=in_vectors)
-        return dict(zip(parameters, found, strict=True))
+        grads = gradients((self._edge,), parameters, (vector,), create_graph, in_vectors=in_vectors)
+        return dict(zip(parameters, grads, strict=True))
 
     def _check(self, vectors: Mapping[Tensor, Tensor]) -> None:
         if not isinstance(vectors, Mapping) or not any(p in vectors for p in self.parameters):
@@ -190,7 +190,7 @@ class JacobianBlock(GraphBlock):
 
 
 def _stacked(function: Callable[[Tensor], Tensor], shape: torch.Size, vectors: Tensor) -> Tensor:
-    """A function of one vector, of each in turn, ``[V, *shape]``."""
+    """Apply a function of one vector to several, ``[V, *shape]``, one after the other."""
     return torch.stack([*map(function, vectors)]) if len(vectors) else vectors.new_zeros(0, *shape)
 
 
@@ -215,12 +215,12 @@ class JMP(ProductExtension):
     is_of_losses = True
 
     def begin(self) -> GraphReading:
-        """Find the loss."""
+        """A reading that finds the loss."""
         return _OfOneLoss(self.subsampling)
 
 
 class _OfOneLoss(CollectingReading):
-    """For ``JMP``."""
+    """The reading of ``JMP``."""
 
     def results(self, graph: LossGraph) -> Mapping[Tensor, JacobianBlock]:
         """One Jacobian, a block for each parameter."""

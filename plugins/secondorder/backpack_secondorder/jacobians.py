@@ -108,7 +108,7 @@ def on_device(value: Any, device: torch.device) -> Any:
 
 
 def checked(found: Any) -> tuple[Tensor, Any]:
-    """Check that a pair is an output with samples and a target, and return it.
+    """Check that a pair is an output with samples and a target; returns it.
 
     Raises:
         ShapeError: The output is not a tensor with an axis of samples.

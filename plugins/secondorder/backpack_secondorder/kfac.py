@@ -38,7 +38,7 @@ class MatrixExtension(SecondOrderExtension):
     - ``"block"``: the block of the generalised Gauss-Newton matrix itself, ``[P, P]``, exact;
     - ``"diagonal"``: its diagonal, exact, a vector ``[P]``.
 
-    What is stored then holds that as its only factor, and its ``structure`` says which it is.
+    The stored matrix then has the block or diagonal as its only factor, and ``structure`` names it.
     Parameters of modules without a rule are read where operations use them, as with ``"autodiff"``.
 
     Attributes:
@@ -70,7 +70,7 @@ class MatrixExtension(SecondOrderExtension):
 
 
 class FactorsExtension(MatrixExtension):
-    """Reads Kronecker factors off columns; :class:`KFAC` has sampled ones, :class:`KFLR` exact."""
+    """The base of :class:`KFAC` (sampled columns) and :class:`KFLR` (exact columns)."""
 
     columns_add = True
     columns_mix = True
@@ -83,14 +83,14 @@ class FactorsExtension(MatrixExtension):
         return KroneckerFactors(factors, factors.order, weight_of(product), factors.parts)
 
     def as_stored(self, value: Matrix, parameter: Tensor) -> Matrix:
-        """Cast, with the parts that columns to come are added to."""
-        found = super().as_stored(value, parameter)
-        if isinstance(found, KroneckerFactors) and isinstance(value, KroneckerFactors):
-            found.parts = [part.to(found[0].dtype) for part in value.parts]
-        return found
+        """Cast the factors, with the parts to which later chunks of columns are added."""
+        factors = super().as_stored(value, parameter)
+        if isinstance(factors, KroneckerFactors) and isinstance(value, KroneckerFactors):
+            factors.parts = [part.to(factors[0].dtype) for part in value.parts]
+        return factors
 
     def combine(self, first: KroneckerFactors, second: KroneckerFactors) -> KroneckerFactors:
-        """Add factors of two chunks: columns enter one factor of each use only."""
+        """Add the factors of two chunks of columns, which enter only one factor of each use."""
         return add_columns(first, second)
 
 

@@ -1,4 +1,4 @@
-"""Kronecker factors by a recursion over averages: one matrix instead of columns for each sample."""
+"""Kronecker factors by a recursion of batch averages: one matrix instead of columns per sample."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class BatchAveraged(Propagator):
 
     Attributes:
         subsampling: The samples that are summed and averaged over; ``None`` for all.
-        modify: What is done to that residual: ``None`` leaves it out, as in the generalised
+        modify: What is done with the residual: ``None`` leaves it out, as in the generalised
             Gauss-Newton matrix; ``"exact"`` keeps it; negative eigenvalues of the sum are set to
             zero (``"clip"``) or made positive (``"abs"``).
     """
@@ -82,8 +82,8 @@ class BatchAveraged(Propagator):
 
     def arrive(self, rule: LayerRule, view: View, waiting: Average | None) -> Average | None:
         """Cast to the dtype of the gradient: under autocast, neighbouring layers differ."""
-        found: Average | None = super().arrive(rule, view, waiting)
-        return None if found is None else found._replace(mat=found.mat.to(view.dtype))
+        average: Average | None = super().arrive(rule, view, waiting)
+        return None if average is None else average._replace(mat=average.mat.to(view.dtype))
 
     def merge(self, first: Average, second: Average) -> Average:
         """The sum, of different losses."""
@@ -93,8 +93,8 @@ class BatchAveraged(Propagator):
 
     def propagate(self, rule: LayerRule, view: View, quantity: Average) -> dict[int, Average]:
         """Average ``J_nᵀ Ḡ J_n``; one sample is enough where the Jacobian is constant."""
-        found = self._propagated(rule, view, quantity.mat)
-        return {position: quantity._replace(mat=mat) for position, mat in found.items()}
+        averages = self._propagated(rule, view, quantity.mat)
+        return {position: quantity._replace(mat=mat) for position, mat in averages.items()}
 
     def _propagated(self, rule: LayerRule, view: View, quantity: Tensor) -> dict[int, Tensor]:
         if isinstance(rule, ElementwiseRule):
@@ -136,12 +136,14 @@ class BatchAveraged(Propagator):
         """
         if self.modify is not None and not is_linear(node):
             raise refuse(node, "it is not known to be linear, and the Hessian is asked for")
-        found: dict[int, Average] = {}
+        crossed: dict[int, Average] = {}
         for number, quantity in quantities.items():
             for position, mat in self._crossed(node, number, quantity.mat, there.batch_size):
                 new = quantity._replace(mat=mat)
-                found[position] = self.merge(found[position], new) if position in found else new
-        return [*found.items()]
+                crossed[position] = (
+                    self.merge(crossed[position], new) if position in crossed else new
+                )
+        return [*crossed.items()]
 
     def _crossed(
         self, node: Node, number: int, quantity: Tensor, batch_size: int
@@ -173,7 +175,7 @@ class AverageReading(Reading):
     """``Ḡ`` at the output of the layer that uses the parameter."""
 
     def __init__(self, rule: ParametricRule, view: View, name: str, average: Tensor) -> None:
-        """Store all."""
+        """Store the average and the call."""
         super().__init__(view.parameter_itself(name).shape)
         self._layer, self._view, self._parameter, self._average = rule, view, name, average
 

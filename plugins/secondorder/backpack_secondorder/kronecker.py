@@ -130,10 +130,10 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
 
     def with_factors(self, factors: Iterable[Tensor]) -> KroneckerFactors:
         """Other factors for the same parameter, of the same weight."""
-        found = [*factors]
-        device = found[0].device
+        stored = [*factors]
+        device = stored[0].device
         weight = self.weight.to(device) if isinstance(self.weight, Tensor) else self.weight
-        return KroneckerFactors(found, self.order.on(device), weight)
+        return KroneckerFactors(stored, self.order.on(device), weight)
 
     def with_weight(self, weight: Number) -> KroneckerFactors:
         """The same factors; in sums, the averages have this weight."""
@@ -159,7 +159,7 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
         return self.decomposed(is_measured=True)
 
     def decomposed(self, is_measured: bool) -> KroneckerEigenbasis:
-        """The same; in a pass that is not measured, nobody looks whether factors are finite."""
+        """The same as :meth:`eigenbasis`, but factors are checked in measured passes only."""
         if self._eigen is not None:
             factors, state, basis = self._eigen
             if len(self) == len(factors) and all(map(is_, self, factors)) and self._state == state:
@@ -169,14 +169,14 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
         pairs = [(f.clone(), None) if self.is_diagonal(f) else eigh(f, is_measured) for f in self]
         values = reduce(_outer, [values for values, _ in pairs])
         basis = KroneckerEigenbasis([vectors for _, vectors in pairs], values, self.order)
-        if not any(factor.is_inference() for factor in self):  # they do not count changes
-            # The factors are held, so that no other tensor can take the place of one.
+        if not any(factor.is_inference() for factor in self):  # their versions do not change
+            # The factors are stored, so that no other tensor can get the address of one.
             self._eigen = [*self], self._state, basis
         return basis
 
     @property
     def _state(self) -> object:
-        """What tells whether a decomposition is still that of the same factors."""
+        """A key that changes when factors are changed or replaced."""
         versions = [0 if factor.is_inference() else factor._version for factor in self]
         return versions, torch.is_grad_enabled(), torch.is_inference_mode_enabled()
 
@@ -185,7 +185,7 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
             check_finite(self._named(place), factor, self.order)
 
     def _named(self, place: int) -> str:
-        """A factor in words."""
+        """The name of a factor, for messages."""
         return f"Kronecker factor {place}" if len(self) > 1 else self.structure
 
     def scaled(self, scalar: Number) -> KroneckerFactors:
@@ -197,8 +197,8 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
         """The factors of all samples: the sum of the first ones, averages of the others.
 
         Raises:
-            UsageError: The other one is something else.
-            ShapeError: The factors have other sizes.
+            UsageError: The other matrix has another form.
+            ShapeError: The factors have different sizes.
         """
         check_same(self, other)
         if self.sizes != other.sizes:
@@ -284,7 +284,7 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
             return None if any_of(factor <= 0) else factor.reciprocal()
         is_shifted = any_of(self._diagonal(factor) != self._diagonal(undamped))
         if not is_shifted and any_of(eigh(factor)[0] <= 0):
-            return None  # a decomposition would invert what rounding has left
+            return None  # a decomposition would invert rounding errors
         triangle, failed = torch.linalg.cholesky_ex(at_least_single(factor))
         return None if any_of(failed) else torch.cholesky_inverse(triangle).to(factor.dtype)
 
@@ -329,7 +329,7 @@ def diagonal_matrix(values: Tensor) -> KroneckerFactors:
 
 
 def as_matrix(value: Any) -> CurvatureMatrix:
-    """What an extension stored on a parameter, as a matrix; a tensor is taken for a diagonal.
+    """The value that an extension stored on a parameter, as a matrix; a tensor is a diagonal.
 
     Args:
         value: ``param.kfac``, ``param.ekfac``, ``param.diag_ggn_exact`` and their like.
@@ -348,7 +348,7 @@ def as_matrix(value: Any) -> CurvatureMatrix:
 
 
 def matrix_from_state(state: Mapping[str, Tensor]) -> KroneckerFactors | KroneckerEigenbasis:
-    """The matrix whose ``state_dict()`` is given.
+    """The matrix from its ``state_dict()``.
 
     Raises:
         UsageError: The state is not that of a matrix.

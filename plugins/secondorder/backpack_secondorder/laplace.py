@@ -71,25 +71,25 @@ def laplace_backend(
             "laplace-torch."
         ) from error
     bases = (_GGN, GGNInterface) if curvature == "ggn" else (_EmpiricalFisher, EFInterface)
-    # Of classes named after BackPACK, laplace-torch expects that dictionaries are not taken.
+    # laplace-torch assumes that classes with "BackPACK" in their name take no dictionaries.
     return type(f"Native{bases[1].__name__}", bases, {"weight_sharing": weight_sharing})
 
 
 class _OfGradients(FirstOrderExtension):
-    """A function of the product at a parameter, whose only column is the gradient."""
+    """An extension that stores a function of the product with the gradient."""
 
     def __init__(self, savefield: str, function: Callable[[SampleProduct], Any]) -> None:
         """Store the settings.
 
         Args:
             savefield: Name of the attribute on parameters.
-            function: What to read.
+            function: A function of the product.
         """
         super().__init__(savefield=savefield)
         self._function = function
 
     def read(self, product: SampleProduct) -> Any:
-        """What the function says."""
+        """The value of the function."""
         return self._function(product)
 
     def as_stored(self, value: Any, parameter: Tensor) -> Any:
@@ -98,7 +98,7 @@ class _OfGradients(FirstOrderExtension):
 
 
 class _Backend:
-    """What both curvatures have in common; attributes are those of laplace-torch's interface."""
+    """The common base of both curvatures, with the attributes of laplace-torch's interface."""
 
     weight_sharing: WeightSharing
     model: Any
@@ -111,11 +111,11 @@ class _Backend:
     subnetwork_indices: Tensor | None
 
     def jacobians(self, x: Any, enable_backprop: bool = False) -> Pair:
-        """Jacobians ``[N, C, P]`` and outputs ``[N, C]``."""
+        """The Jacobians ``[N, C, P]`` and outputs ``[N, C]``."""
         if enable_backprop:
             with disable():
-                found: Pair = super().jacobians(x, enable_backprop)  # type: ignore[misc]
-            return found
+                pair: Pair = super().jacobians(x, enable_backprop)  # type: ignore[misc]
+            return pair
         _extend(self._model)
         output = self._output(x)
         extension = Jacobians(savefield="laplace_jacobians")
@@ -125,7 +125,7 @@ class _Backend:
         return self._chosen(rows), output.detach()
 
     def gradients(self, x: Any, y: Tensor) -> Pair:
-        """Gradients of the samples, ``[N, P]``, and the loss."""
+        """The per-sample gradients ``[N, P]``, and the loss."""
         loss = self._through(x, y, _individual())
         return self._chosen(self._flat(GRADIENTS, (len(y),))), loss
 
@@ -164,7 +164,7 @@ class _Backend:
         return self.factor * loss, self.factor * Kron(found)
 
     def _output(self, x: Any) -> Tensor:
-        if self.last_layer:  # what lies before it is a constant
+        if self.last_layer:  # layers before the last one are constants
             with torch.no_grad():
                 _, x = self.model.forward_with_features(x)
         with torch.enable_grad():
@@ -177,7 +177,7 @@ class _Backend:
         return output
 
     def _through(self, x: Any, y: Tensor, extension: Extension) -> Tensor:
-        """One pass with an extension; the loss."""
+        """Run one pass with an extension; returns the loss."""
         _extend(self._model, self.lossfunc)
         with torch.enable_grad():
             loss: Tensor = self.lossfunc(self._output(x), y)
@@ -189,25 +189,25 @@ class _Backend:
         return parameter.__dict__.pop(field, None)
 
     def _flat(self, field: str, axes: tuple[int, ...] = ()) -> Tensor:
-        """A result of all parameters, ``[*axes, P]``; zero for those that no pass reached."""
+        """The results of all parameters, ``[*axes, P]``; zero for those that were not reached."""
         parts = []
         for parameter in self.params:
-            found = self._taken(parameter, field)
-            if found is None:
-                found = parameter.new_zeros(*axes, *parameter.shape)
-            parts.append(found.reshape(*axes, parameter.numel()))
+            result = self._taken(parameter, field)
+            if result is None:
+                result = parameter.new_zeros(*axes, *parameter.shape)
+            parts.append(result.reshape(*axes, parameter.numel()))
         return torch.cat(parts, -1)
 
     def _chosen(self, rows: Tensor) -> Tensor:
-        """The columns of the subnetwork."""
+        """The entries of the subnetwork along the last axis."""
         return rows if self.subnetwork_indices is None else rows[..., self.subnetwork_indices]
 
     def _diagonal(self) -> Extension:
-        """What has the diagonal."""
+        """The extension that computes the diagonal."""
         raise NotImplementedError
 
     def _factored(self) -> Extension:
-        """What has Kronecker factors."""
+        """The extension that computes Kronecker factors."""
         raise NotImplementedError
 
     def _root(self, x: Any, y: Tensor) -> Pair:
@@ -252,15 +252,15 @@ class _EmpiricalFisher(_Backend):
 
 
 def _individual() -> Extension:
-    """Individual gradients, ``[N, *θ]``."""
+    """The per-sample gradients, ``[N, *θ]``."""
     return _OfGradients(GRADIENTS, lambda product: dense(product).squeeze(0))
 
 
 def _as_listed(factors: KroneckerFactors, share: float) -> list[Tensor]:
-    """``[B, A]``, or the block, as laplace-torch holds it.
+    """The factors ``[B, A]``, or the block, in laplace-torch's form.
 
     Raises:
-        UnsupportedError: It has no form for them.
+        UnsupportedError: laplace-torch has no form for them.
     """
     is_table = factors.groups == 1 and any(map(factors.is_diagonal, factors))
     if (factors.groups > 1 or factors.order.positions is not None) and not is_table:
@@ -276,7 +276,7 @@ def _as_listed(factors: KroneckerFactors, share: float) -> list[Tensor]:
 
 
 def _extend(*modules: Module) -> None:
-    """Extends modules that are not; they stay so, since what is found out of a net is kept."""
+    """Extend modules that are not extended yet; they stay extended, so that plans are reused."""
     for module in modules:
         if not is_extended(module):
             extend(module)

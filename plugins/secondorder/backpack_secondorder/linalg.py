@@ -10,19 +10,20 @@ from torch import Tensor
 
 from backpack_core.autocast import without_autocast
 from backpack_core.errors import UsageError
+from backpack_products.multiply import multiply_each
 from backpack_products.values import any_of, at_least_single
 
 
 def eigh(matrix: Tensor, is_measured: bool = True) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of symmetric matrices, in their dtype.
 
-    Computed in single precision at least: torch has no decomposition in half precision. What cannot
-    be told from zero is zero, so that a singular matrix is seen to be one.
+    The decomposition uses at least single precision, since torch has none in half precision.
+    Eigenvalues within rounding errors of zero are set to zero, so that singular matrices are seen.
 
     Args:
         matrix: Shape ``[..., D, D]``.
-        is_measured: Whether values may be looked at. Otherwise, all results of a matrix that is not
-            finite are not a number: torch does not say what it makes of one.
+        is_measured: Whether values may be read. If not, the results of a matrix that is not finite
+            are NaN, since torch does not define them.
 
     Raises:
         UsageError: The matrix is not finite, or the iteration does not converge.
@@ -73,6 +74,6 @@ def multiply(factors: Sequence[Tensor | None], sizes: Sequence[int], coordinates
             if factor.dim() - has_groups == 1:
                 flat = flat * factor.unsqueeze(-2)
             else:
-                flat = flat @ factor.mT
+                flat = multiply_each(flat, factor.mT.expand(len(flat), -1, -1))
         product = flat.reshape(last.shape).movedim(-1, axis)
     return product.transpose(0, 1).reshape(coordinates.shape)

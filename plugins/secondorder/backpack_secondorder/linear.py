@@ -112,8 +112,8 @@ class LinearOperator(ABC):
         self._check([vectors])
         rows = vectors.reshape(self.shape[0], -1).T
         parts = zip(function(self.split(rows)), self.shapes, strict=True)
-        found = torch.cat([part.reshape(len(rows), shape.numel()) for part, shape in parts], 1)
-        return found.T.reshape(vectors.shape)
+        flat = torch.cat([part.reshape(len(rows), shape.numel()) for part, shape in parts], 1)
+        return flat.T.reshape(vectors.shape)
 
     def _lists(self, given: Sequence[Tensor], function: Any) -> list[Tensor]:
         """A function of lists ``[V, *θ]``, for lists of ``[*θ]`` or ``[V, *θ]``."""
@@ -136,8 +136,8 @@ class LinearOperator(ABC):
                 f"{[list(shape) for shape in shapes]}."
             )
         self._check(vectors)
-        found: list[Tensor] = function(vectors)
-        return found
+        products: list[Tensor] = function(vectors)
+        return products
 
     def split(self, rows: Tensor) -> list[Tensor]:
         """Flat vectors ``[V, P]`` as a list of ``[V, *θ]``."""

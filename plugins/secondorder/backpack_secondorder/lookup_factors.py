@@ -53,7 +53,7 @@ def eigenvalues_in_lookup(product: LookupProduct, basis: KroneckerEigenbasis) ->
 def kronecker_factors_table(
     product: TableProduct, sharing: WeightSharing = "kfc"
 ) -> KroneckerFactors:
-    """Those of ``Embedding(positions)``, of a table that is added to all samples.
+    """The factors of a table that is added to all samples, as of ``Embedding(positions)``.
 
     Each position looks up one row, so ``A = 1/N Σ_n Σ_k e eᵀ`` is the identity (of rows that are
     not added, zero), and ``B`` is shared by all rows.
@@ -63,12 +63,12 @@ def kronecker_factors_table(
 
 @eigenvalues_in.register
 def eigenvalues_in_table(product: TableProduct, basis: KroneckerEigenbasis) -> Tensor:
-    """Those of the look-ups."""
+    """The eigenvalues of the look-ups that the table stands for."""
     return eigenvalues_in_lookup(lookups(product), basis)
 
 
 def lookups(product: TableProduct) -> LookupProduct:
-    """The look-ups that an added table stands for."""
+    """The look-ups for which an added table stands."""
     (columns, samples, uses), dim = product.out.shape[:3], product.shape[-1]
     num = product.shape.numel() // dim
     out = product.out.reshape(columns, samples, uses, num, dim)
@@ -79,8 +79,8 @@ def lookups(product: TableProduct) -> LookupProduct:
     is_own = product.is_own
     is_own = None if is_own is None else is_own.repeat_interleave(len(rows), 1)
     row = rows.repeat(uses).expand(samples, uses * len(rows))
-    found = LookupProduct(out.flatten(2, 3), row, torch.Size((num, dim)), is_own)
-    return found.placed_as(product)
+    lookup = LookupProduct(out.flatten(2, 3), row, torch.Size((num, dim)), is_own)
+    return lookup.placed_as(product)
 
 
 def _inputs(product: LookupProduct, sharing: WeightSharing) -> Tensor:
@@ -98,7 +98,7 @@ def _count(product: LookupProduct, sharing: WeightSharing) -> Tensor:
         is_own = torch.ones_like(row, dtype=torch.bool)
     samples = len(row)
     if sharing != "reduce":
-        # All look-ups are counted, others than its own as none: to leave them out is to wait.
+        # Look-ups of other samples count as zero: to leave them out, the host would have to wait.
         counts = torch.zeros(product.shape[0], dtype=torch.long, device=row.device)
         counts.scatter_add_(0, row.flatten(), is_own.flatten().long())
         total = is_own.sum().clamp(min=1) if sharing == "expand" else max(1, samples)

@@ -36,8 +36,8 @@ class ParameterOrder:
         positions: Where in the flattened parameter the row's entry lies, ``[P]``; ``None`` where
             rows follow the parameter's own order. (Transposed convolutions store ``[I, O]``.)
         name: The parameter and its module, for messages; empty where that is not known.
-        rule: The rule that gave what was read, which goes into the fingerprint; ``None`` where the
-            matrix was made by hand, or was saved.
+        rule: The rule that returned the product, for the fingerprint; ``None`` if the matrix was
+            made by hand, or was loaded.
         saved: The fingerprint that was saved with the matrix.
     """
 
@@ -49,16 +49,16 @@ class ParameterOrder:
 
     @classmethod
     def of(cls, reading: Reading, positions: Tensor | None = None) -> ParameterOrder:
-        """That of the parameter at which something is read."""
+        """The order of the parameter at which a product is read."""
         name = f"{reading.name!r} of {reading.path}"
         return cls(reading.shape, positions, name, reading.rule)
 
     @property
     def plugins(self) -> Fingerprint:
-        """The plugins that computed the matrix; nothing where that is not known."""
+        """The plugins that computed the matrix; empty if they are not known."""
         if self.rule is None:
             return dict(self.saved)
-        return of_parts([self.rule, ParameterOrder])  # which stands for this package
+        return of_parts([self.rule, ParameterOrder])  # of this package
 
     def __str__(self) -> str:
         """The parameter in words."""
@@ -81,26 +81,26 @@ class ParameterOrder:
         return flat if self.positions is None else flat[:, self.positions]
 
     def vectors(self, coordinates: Tensor, like: Tensor) -> Tensor:
-        """Back from ``[V, P]`` to the shape of ``like``."""
+        """Reverse :meth:`coordinates`: ``[V, P]`` to the shape of ``like``."""
         if self.positions is not None:
             coordinates = torch.empty_like(coordinates).index_copy(1, self.positions, coordinates)
         return coordinates.reshape(like.shape)
 
     def matrix(self, mat: Tensor) -> Tensor:
-        """Rows and columns of ``[P, P]``, put into the parameter's order."""
+        """Put the rows and columns of ``[P, P]`` into the parameter's order."""
         if self.positions is None:
             return mat
         inverse = self.positions.argsort()
         return mat[inverse][:, inverse]
 
     def on(self, device: torch.device) -> ParameterOrder:
-        """The same on a device."""
+        """The order on a device."""
         if self.positions is None or self.positions.device == device:
             return self
         return replace(self, positions=self.positions.to(device))
 
     def equals(self, other: ParameterOrder) -> bool:
-        """Whether both number a parameter of one shape in one way."""
+        """Whether both number the entries of a parameter in the same way."""
         if self.shape != other.shape or (self.positions is None) != (other.positions is None):
             return False
         if self.positions is None or other.positions is None or self.positions is other.positions:
@@ -108,7 +108,7 @@ class ParameterOrder:
         return torch.equal(self.positions, other.positions)
 
     def state(self) -> dict[str, Tensor]:
-        """The order as tensors, to be saved."""
+        """The order as tensors, for a file."""
         state = {"shape": torch.tensor(self.shape, dtype=torch.int64)}
         if self.positions is not None:
             state["positions"] = self.positions
@@ -117,7 +117,7 @@ class ParameterOrder:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Tensor]) -> ParameterOrder:
-        """From what :meth:`state` gave."""
+        """The order from its :meth:`state`."""
         saved = from_tensor(state["plugins"]) if "plugins" in state else {}
         return cls(torch.Size(state["shape"].tolist()), state.get("positions"), saved=saved)
 
@@ -145,7 +145,7 @@ class CurvatureMatrix(ABC):
 
     @abstractmethod
     def with_tensors(self: Matrix, tensors: Mapping[str, Tensor]) -> Matrix:
-        """The same form with other values of :meth:`tensors`."""
+        """A matrix of the same form with other values of :meth:`tensors`."""
 
     @abstractmethod
     def matmul(self, vectors: Tensor) -> Tensor:
@@ -204,12 +204,12 @@ class CurvatureMatrix(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision of what is stored."""
+        """The dtype of the stored tensors."""
         return next(iter(self.tensors().values())).dtype
 
     @property
     def device(self) -> torch.device:
-        """Where it is stored."""
+        """The device of the stored tensors."""
         return next(iter(self.tensors().values())).device
 
     def solve(self, vectors: Tensor, damping: Number = 0.0) -> Tensor:
@@ -267,32 +267,32 @@ class CurvatureMatrix(ABC):
             decay: Between 0 and 1.
 
         Raises:
-            UsageError: It is not.
+            UsageError: ``decay`` is not between 0 and 1.
         """
         if not 0 <= decay <= 1:
             raise UsageError(f"The decay of a moving average lies between 0 and 1. Got {decay}.")
         return self.scaled(decay).plus(other.scaled(1 - decay))
 
     def map(self: Matrix, function: Any) -> Matrix:
-        """The same form with a function of each tensor."""
+        """Apply a function to each tensor; returns a matrix of the same form."""
         return self.with_tensors({name: function(t) for name, t in self.tensors().items()})
 
     def to(self: Matrix, *args: Any, **kwargs: Any) -> Matrix:
-        """On another device or in another precision; arguments as of :meth:`torch.Tensor.to`."""
+        """The matrix on another device or in another dtype; arguments as of ``Tensor.to``."""
         tensors = self.tensors()
         moved = {name: tensor.to(*args, **kwargs) for name, tensor in tensors.items()}
         return self if all(moved[n] is tensors[n] for n in moved) else self.with_tensors(moved)
 
     def clone(self: Matrix) -> Matrix:
-        """The same in memory of its own."""
+        """A copy in new memory."""
         return self.map(torch.clone)
 
     def detach(self: Matrix) -> Matrix:
-        """The same, cut off from the graph."""
+        """The matrix without a graph."""
         return self.map(torch.Tensor.detach)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything as tensors by name, to be saved; :func:`matrix_from_state` reads it."""
+        """All tensors by name, for a file; :func:`matrix_from_state` reverses it."""
         return {**self.tensors(), **self.order.state()}
 
     def __matmul__(self, vectors: Tensor) -> Tensor:

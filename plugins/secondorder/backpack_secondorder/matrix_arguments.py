@@ -1,4 +1,4 @@
-"""What arguments of curvature matrices have to be. Imports torch, and ``matrix`` for its types."""
+"""Checks of the arguments of curvature matrices."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 def check_same(first: CurvatureMatrix, second: Any) -> None:
-    """Raise unless both are matrices of one form for one parameter.
+    """Raise unless two matrices have the same form and belong to the same parameter.
 
     Raises:
-        UsageError: They are of two kinds, or a saved one was computed by other plugins.
-        ShapeError: They belong to parameters of two shapes, or number entries differently.
+        UsageError: Their forms differ, or a loaded one was computed by other plugins.
+        ShapeError: Their parameters differ in shape, or they number entries differently.
     """
     if type(first) is not type(second):
         raise UsageError(
@@ -31,7 +31,7 @@ def check_same(first: CurvatureMatrix, second: Any) -> None:
             f"{list(first.order.shape)} and of one of shape {list(second.order.shape)}"
             f"{', in another order' * (first.order.shape == second.order.shape)}."
         )
-    if first.order.saved or second.order.saved:  # others are of this process
+    if first.order.saved or second.order.saved:  # others were computed in this process
         results = {"This matrix": first.order.plugins, "the other one": second.order.plugins}
         agreed(results, is_one_quantity=False)
 
@@ -40,9 +40,9 @@ def check_finite(name: str, tensor: Tensor, order: ParameterOrder) -> None:
     """Raise unless all numbers of a matrix are finite.
 
     Args:
-        name: What the tensor is of the matrix.
-        tensor: Numbers of it.
-        order: Whose they are.
+        name: The name of the tensor in the matrix, for the message.
+        tensor: The tensor.
+        order: The order, which names the parameter.
 
     Raises:
         UsageError: One is infinite, or not a number.
@@ -56,7 +56,7 @@ def check_finite(name: str, tensor: Tensor, order: ParameterOrder) -> None:
 
 
 def check_scalar(scalar: Any) -> Number:
-    """Check that the factor is a number that is not negative, and return it.
+    """Check that a factor is a number and not negative; returns it.
 
     Raises:
         UsageError: It is not a number, or is negative.
@@ -66,17 +66,17 @@ def check_scalar(scalar: Any) -> Number:
 
 
 def check_damping(damping: Any) -> Number:
-    """Check that the damping is one number that is not negative, and return it.
+    """Check that the damping is a single number and not negative; returns it.
 
     Raises:
-        UsageError: It is negative, or no number.
+        UsageError: It is negative, or not a number.
     """
     kind = "The damping is one number; of several, go by blocks."
     return _number(damping, kind, "The damping must not be negative.")
 
 
 def _number(value: Any, kind: str, sign: str) -> Number:
-    """A number, or a tensor that is one."""
+    """The value of a number, or of a tensor with one number."""
     if isinstance(value, Tensor) and value.numel() == 1:
         if any_of(~(value >= 0)):
             raise UsageError(f"{sign} Got {value!r}.")

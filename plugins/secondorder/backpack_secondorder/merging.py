@@ -1,4 +1,4 @@
-"""How curvature matrices of disjoint batches combine."""
+"""Declarations of how curvature matrices of disjoint batches combine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class OfMatrix(OverBatches):
     """A matrix as the tensors of its ``state_dict``; the shape comes from the parameter."""
 
     def __init__(self) -> None:
-        """Declare no parts: which tensors there are depends on the value, see :meth:`part`."""
+        """Declare no parts, since the tensors depend on the value; see :meth:`part`."""
         super().__init__({})
 
     def part(self, name: str) -> Part:
@@ -50,10 +50,10 @@ class OfFactors(OfMatrix):
 
 
 class OfAverages(OfFactors):
-    """As :class:`OfFactors`, for factors whose weight is one, whatever the batch."""
+    """The same as :class:`OfFactors`, for factors whose weight is one for any batch."""
 
     def part(self, name: str) -> Part:
-        """As for :class:`OfFactors`, but the weight has to agree."""
+        """The same as for :class:`OfFactors`, except that weights have to agree."""
         return _SAME if name == "weight" else super().part(name)
 
 

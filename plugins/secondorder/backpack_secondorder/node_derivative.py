@@ -20,18 +20,18 @@ from backpack_core.graph.nodes import is_leaf, refuse
 from backpack_core.record.call import Edge, site_at
 from backpack_core.record.view import View
 from backpack_operations import bridge, nodes
-from backpack_operations.alignment import Place
+from backpack_operations.nodes import NodeOutput
 from backpack_operations.order import consumers_first, reached
 from backpack_operations.own_pass import beside_pass
 from backpack_secondorder.torch_errors import explained
 
 
 class SecondDerivative:
-    """``v ↦ R v`` at an autograd node, for columns ``v`` at what the operation works on.
+    """``v ↦ R v`` at an autograd node, for columns ``v`` at the operands.
 
     Attributes:
         node: The node.
-        positions: Where each operand stands among ``node.next_functions``; leaves are constants.
+        positions: The position of each operand in ``node.next_functions``; leaves are constants.
         is_complex: Whether complex numbers are involved, for which the formula above fails.
     """
 
@@ -43,11 +43,13 @@ class SecondDerivative:
         """
         self.node = node
         with torch.enable_grad():
-            found = bridge.call(node, grads)
-        self.is_complex = any(t.is_complex() for t in (*found.values(), *grads) if t is not None)
-        self._gradients = {i: t for i, t in found.items() if t.grad_fn is not None}
+            gradients = bridge.call(node, grads)
+        self.is_complex = any(
+            t.is_complex() for t in (*gradients.values(), *grads) if t is not None
+        )
+        self._gradients = {i: t for i, t in gradients.items() if t.grad_fn is not None}
         self._ends = {_place(node, i) for i, (child, _) in enumerate(node.next_functions) if child}
-        self.positions: dict[Place, list[int]] = {}
+        self.positions: dict[NodeOutput, list[int]] = {}
         for i, (child, _) in enumerate(node.next_functions):
             if child is not None and not is_leaf(child):
                 self.positions.setdefault(_place(node, i), []).append(i)
@@ -62,12 +64,12 @@ class SecondDerivative:
         """Whether the formula depends on no operand: the operation is linear."""
         return not self._gradients
 
-    def like(self, place: Place) -> Tensor:
+    def like(self, place: NodeOutput) -> Tensor:
         """A zero expanded to the shape of an operand, so it takes almost no memory."""
         (first, *_) = self._gradients.values()
         return first.detach().new_zeros(()).expand(nodes.shape_of(*place))
 
-    def product(self, mats: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
+    def product(self, mats: Mapping[NodeOutput, Tensor]) -> dict[NodeOutput, Tensor]:
         """``R v``.
 
         Args:
@@ -83,9 +85,9 @@ class SecondDerivative:
         with explained():
             return beside_pass(partial(self._push, mats), self._order, first.device)
 
-    def _push(self, mats: Mapping[Place, Tensor]) -> dict[Place, Tensor]:
+    def _push(self, mats: Mapping[NodeOutput, Tensor]) -> dict[NodeOutput, Tensor]:
         """Send the columns through the nodes of the formula."""
-        starts: dict[Place, Tensor] = {}
+        starts: dict[NodeOutput, Tensor] = {}
         for position, gradient in self._gradients.items():
             mat, origin = mats.get(_place(self.node, position)), _origin(gradient)
             if mat is not None:  # autograd sums to the shape of the operand behind the formula
@@ -109,26 +111,26 @@ class SecondDerivative:
         return [c for c, nr in node.next_functions if c is not None and (c, nr) not in self._stops]
 
 
-def _place(node: Node, position: int) -> Place:
+def _place(node: Node, position: int) -> NodeOutput:
     child, number = node.next_functions[position]
     assert child is not None
     return child, number
 
 
-def _origin(tensor: Tensor) -> Place:
+def _origin(tensor: Tensor) -> NodeOutput:
     assert tensor.grad_fn is not None
     return tensor.grad_fn, tensor.output_nr
 
 
-def has_samples_in_front(place: Place, batch_size: int) -> bool:
+def has_samples_in_front(place: NodeOutput, batch_size: int) -> bool:
     """Whether axis 0 is known to hold the samples one after the other, equally many rows of each.
 
-    That is known of outputs of calls, and of what row-wise operations make of them.
+    This is known of outputs of calls, and of results of row-wise operations on them.
     """
     return any(is_output(p, batch_size) for p in reached([place], lambda p: _rows(p, batch_size)))
 
 
-def is_output(place: Place, batch_size: int) -> bool:
+def is_output(place: NodeOutput, batch_size: int) -> bool:
     """Whether a call returned the tensor, with one entry of axis 0 for each sample."""
     site, shape = site_at(Edge(*place)), nodes.shape_of(*place)
     if site is None or shape[:1] != (batch_size,) or site.call.is_released:
@@ -137,8 +139,8 @@ def is_output(place: Place, batch_size: int) -> bool:
     return is_whole and not site.call.rule.batch_axis(View(site.call, site.index), site.index)
 
 
-def _rows(place: Place, batch_size: int) -> Iterator[Place]:
-    """The tensors that a row-wise operation made this one of."""
+def _rows(place: NodeOutput, batch_size: int) -> Iterator[NodeOutput]:
+    """The operands of a row-wise operation."""
     node, number = place
     shape = nodes.shape_of(node, number)
     if is_leaf(node) or not shape or shape[0] % batch_size or not shape[0]:

@@ -1,4 +1,4 @@
-"""The residual of an operation between modules, in the cheapest form that a ``Hessian`` has."""
+"""The residual of an operation between modules, in the cheapest form of a ``Hessian``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from torch.autograd.graph import Node
 from backpack_core.graph.nodes import refuse
 from backpack_core.tuning import column_budget, memory_budget
 from backpack_operations import nodes
-from backpack_operations.alignment import Crossing, Place
+from backpack_operations.alignment import Crossing
+from backpack_operations.nodes import NodeOutput
 from backpack_products import Columns
 from backpack_products.columns import Root, most_often
 from backpack_products.contractions import slices
@@ -44,7 +45,7 @@ class NodeResidual:
         Args:
             derivative: ``R`` as a linear map.
             there: Where samples lie.
-            subsampling: Those that take part; ``None`` for all.
+            subsampling: The samples that take part; ``None`` for all.
         """
         self._derivative, self._batch_size = derivative, there.batch_size
         self._subsampling = subsampling
@@ -66,7 +67,7 @@ class NodeResidual:
 
     @cached_property
     def whole(self) -> Hessian | None:
-        """The residual in the form that a module would give; ``None`` if it has to be columns."""
+        """The residual as a diagonal or a block; ``None`` if it has to be columns."""
         place, *others = self._places
         is_whole = is_output(place, self._batch_size) and self._subsampling is None
         if others or not is_whole or self._samples != self._batch_size:
@@ -81,12 +82,12 @@ class NodeResidual:
 
     @property
     def position(self) -> int:
-        """Where the first operand stands among ``node.next_functions``."""
+        """The position of the first operand in ``node.next_functions``."""
         return self._derivative.positions[self._places[0]][0]
 
     @property
     def size(self) -> int:
-        """How many columns there are."""
+        """The number of columns."""
         each = 1 if self._is_elementwise else 2
         return each * sum(self._width(place) for place in self._started)
 
@@ -99,7 +100,7 @@ class NodeResidual:
 
     @property
     def most(self) -> int:
-        """How many columns may be formed at once."""
+        """The number of columns that may be formed at once."""
         entries = sum(nodes.shape_of(*place).numel() for place in self._places)
         like = self._derivative.like(self._places[0])
         return max(2, column_budget(like.device.type) // max(1, entries * like.element_size()))
@@ -112,7 +113,7 @@ class NodeResidual:
         return len(self._places) == 1 and is_same and is_known
 
     @cached_property
-    def _started(self) -> list[Place]:
+    def _started(self) -> list[NodeOutput]:
         """Operands at which columns start: the block of ``R`` in all others is zero."""
         operation, several = nodes.operation_of(self._derivative.node), len(self._places) > 1
         if several and operation in nodes.FACTORS:
@@ -121,7 +122,7 @@ class NodeResidual:
             return [place for place in self._places if self._derivative.positions[place] != [0]]
         return self._places
 
-    def _width(self, place: Place) -> int:
+    def _width(self, place: NodeOutput) -> int:
         """How many entries a sample has at an operand."""
         return nodes.shape_of(*place).numel() // max(1, self._samples)
 
@@ -130,10 +131,10 @@ class NodeResidual:
         """``R`` of an elementwise operation: shape ``[*shape]``."""
         (place,) = self._places
         like = self._derivative.like(place)
-        found = self._derivative.product({place: torch.ones_like(like).unsqueeze(0)})
-        return found[place].squeeze(0) if place in found else torch.zeros_like(like)
+        product = self._derivative.product({place: torch.ones_like(like).unsqueeze(0)})
+        return product[place].squeeze(0) if place in product else torch.zeros_like(like)
 
-    def _columns(self, place: Place, some: slice) -> Part:
+    def _columns(self, place: NodeOutput, some: slice) -> Part:
         """Columns that start at some entries of one operand; they have a part at every operand."""
         if self._is_elementwise:
             mat, signs = unit_columns(self._apart(self._diagonal), some)
@@ -141,9 +142,9 @@ class NodeResidual:
         # Σ_d e_d h_dᵀ + h_d e_dᵀ = 1/2 Σ_d (a e_d + h_d/a)(·)ᵀ - (a e_d - h_d/a)(·)ᵀ, with
         # a² = ‖h_d‖: both halves have the same size, so the least cancels.
         unit = unit_vectors(self._apart(self._derivative.like(place)), some)  # [d, N, D]
-        found = self._derivative.product({place: unit.reshape(-1, *nodes.shape_of(*place))})
+        products = self._derivative.product({place: unit.reshape(-1, *nodes.shape_of(*place))})
         # What couples an operand to a parameter is in no block of the diagonal.
-        rows = {p: found[p].reshape(*unit.shape[:2], -1) for p in self._places if p in found}
+        rows = {p: products[p].reshape(*unit.shape[:2], -1) for p in self._places if p in products}
         for other in self._started:  # pairs of started operands are met twice
             if other in rows:
                 rows[other] = rows[other] / 2
@@ -164,7 +165,7 @@ class NodeResidual:
         """``[N, D]``."""
         return tensor.reshape(self._samples, tensor.numel() // max(1, self._samples))
 
-    def _sent(self, mats: dict[Place, Tensor], signs: Tensor) -> Part:
+    def _sent(self, mats: dict[NodeOutput, Tensor], signs: Tensor) -> Part:
         """Columns ``[V, N, D]`` at operands as columns in the shapes of the operands.
 
         Of all samples, as often as one of them is chosen: who reads takes those that are.
@@ -185,7 +186,7 @@ class NodeResidual:
         return part
 
 
-def _involved(derivative: SecondDerivative) -> list[Place]:
+def _involved(derivative: SecondDerivative) -> list[NodeOutput]:
     """Operands in which the operation is not known to be linear."""
     factors = nodes.FACTORS.get(nodes.operation_of(derivative.node))
     places = derivative.positions.items()
@@ -195,7 +196,7 @@ def _involved(derivative: SecondDerivative) -> list[Place]:
 def add_residual(
     node: Node, crossed: Part, there: Crossing, subsampling: tuple[int, ...] | None
 ) -> Part:
-    """What goes on from a node: the Hessian that has crossed it, plus the node's residual.
+    """The Hessian behind a node: what crossed the node, plus the node's residual.
 
     If the residual does not fit into memory, it is sent on in chunks at once.
 

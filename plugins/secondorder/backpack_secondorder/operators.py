@@ -55,7 +55,7 @@ class Term:
     multiply: Callable[[Tensor], Tensor]
 
 
-# Whether vmap was right where operations of some types met.
+# Whether vmap was right for a graph, by the types of its operations.
 _agreed: dict[frozenset[type], bool] = {}
 
 
@@ -63,7 +63,7 @@ class Operator(ABC):
     """A symmetric matrix over all parameters of a pass.
 
     Attributes:
-        used: The ids of parameters that layers have used for certain.
+        used: The ids of parameters that layers are known to use.
     """
 
     def __init__(self, graph: LossGraph) -> None:
@@ -142,14 +142,14 @@ class HessianOperator(Operator):
             parts.append(product.reshape(len(product), -1).diagonal(start))
         if not parts:
             return torch.zeros_like(single[0])
-        found = torch.cat(parts).reshape(parameter.shape)
-        return found if self._is_differentiable else found.detach()
+        entries = torch.cat(parts).reshape(parameter.shape)
+        return entries if self._is_differentiable else entries.detach()
 
     def _several(self, parameter: Tensor, vectors: Tensor) -> Tensor:
         """Multiply several vectors at once by vmap; a random combination is checked alone.
 
-        So it is in measured passes, and where operations of some types meet for the first time: to
-        look at the answer is to wait for it. What a Python function does, its type does not tell.
+        The check takes place in measured passes, and for the first graph with operations of these
+        types, since the host has to wait for the result. Python functions are always checked.
         """
         is_known = not self._graph.is_measured and self._kinds and self._kinds in _agreed
         is_wrong = is_known and not _agreed[self._kinds]
@@ -165,23 +165,23 @@ class HessianOperator(Operator):
                 gradient = self._gradients[self._place(parameter)]
                 if not gradient.requires_grad:
                     return torch.zeros_like(vectors)
-                (found,) = torch.autograd.grad(
+                (products,) = torch.autograd.grad(
                     (gradient,), (parameter,), (vectors,), retain_graph=True, is_grads_batched=True
                 )
         except RuntimeError:  # one by one, the error is explained
             return self.multiply(parameter, vectors)
         if is_known:
-            return found
+            return products
         expected = self.multiply(parameter, total.unsqueeze(0)).squeeze(0)
-        _agreed[self._kinds] = agree(weights, found, expected, found.abs().sum())
-        return found if _agreed[self._kinds] else self.multiply(parameter, vectors)
+        _agreed[self._kinds] = agree(weights, products, expected, products.abs().sum())
+        return products if _agreed[self._kinds] else self.multiply(parameter, vectors)
 
     @cached_property
     def _kinds(self) -> frozenset[type]:
         """The types of the operations behind the gradients; none if any is a Python function."""
-        with suspended(), without_autocast():  # they may be computed here
-            found = self._gradients
-        roots = [gradient.grad_fn for gradient in found if gradient.grad_fn is not None]
+        with suspended(), without_autocast():  # they may be computed in this call
+            gradients = self._gradients
+        roots = [gradient.grad_fn for gradient in gradients if gradient.grad_fn is not None]
         nodes = behind(roots).union(roots)
         return frozenset() if any(map(is_function, nodes)) else frozenset(map(type, nodes))
 
@@ -225,8 +225,8 @@ class CurvatureOperator(Operator):
 
 
 def is_finite(mat: Tensor) -> bool:
-    """Whether all numbers are finite; not looked at where a compiler asks."""
-    # A sum is quicker to look at, and finite only if all numbers are.
+    """Whether all numbers are finite; true for tensors without values (fake ones)."""
+    # A sum is faster to check, and finite only if all numbers are.
     return is_symbolic(mat) or bool(mat.sum().isfinite()) or bool(mat.isfinite().all())
 
 
@@ -271,8 +271,8 @@ def require_losses(losses: Sequence[View], others: Sequence[View], who: str) -> 
     """Raise unless all gradients come from extended losses, none of which depends on another.
 
     Args:
-        losses: Those whose Hessian is known.
-        others: All other calls that a gradient arrived at, in that order.
+        losses: The losses whose Hessian is known.
+        others: All other calls at which a gradient arrived, in that order.
         who: The extension, for the message.
 
     Raises:
@@ -319,13 +319,13 @@ def edge_at_input(view: View) -> GradientEdge:
 
 def _edge_of_loss(view: View) -> GradientEdge:
     assert view.node is not None
-    found = _edge_at(view.call, view.index, view.node)
-    if found is None:
+    edge = _edge_at(view.call, view.index, view.node)
+    if edge is None:
         raise UnsupportedError(
             f"The output of {view.path} was changed in place afterwards, so the gradient of some "
             "samples cannot be told. Use an out-of-place operation."
         )
-    return GradientEdge(found.node, found.output_nr)
+    return GradientEdge(edge.node, edge.output_nr)
 
 
 def _edge_at(call: Call, index: int, node: Node) -> Edge | None:

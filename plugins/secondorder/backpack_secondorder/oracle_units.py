@@ -1,4 +1,4 @@
-"""What depends on where one module ends and the next begins, written by *units*, for ``oracles``.
+"""Oracles of quantities that depend on where modules begin and end, by *units* of a net.
 
 A unit is a call of the outermost module whose rule is not transparent. Between units, everything is
 autograd's.
@@ -28,8 +28,8 @@ class Unit:
 
     Attributes:
         module: The module.
-        given: What it received, with the graph behind.
-        outputs: What it returned, in the same graph.
+        given: The tensors that it received, with the graph behind.
+        outputs: The tensors that it returned, in the same graph.
     """
 
     module: Module
@@ -90,7 +90,7 @@ def _trace(reference: Reference) -> tuple[Tensor, Tensor, list[Unit]]:
 def _residuals(reference: Reference) -> list[tuple[dict[str, Tensor], Tensor]]:
     """For each curved unit, ``∂x/∂θ`` by name, ``[N, *x, *θ]``, and ``Σ_o g_o ∂²f_o/∂x²``."""
     _, loss, units = traced(reference)
-    found = []
+    residuals = []
     for unit in units:
         inputs = [t for t in unit.given.tensors() if t.requires_grad]
         for x in inputs[:1]:  # units that are nonlinear in several inputs are refused
@@ -100,8 +100,8 @@ def _residuals(reference: Reference) -> list[tuple[dict[str, Tensor], Tensor]]:
             ]
             curvature = unit.curvature(x, slopes)
             if curvature.any():
-                found.append((oracle.jacobians(x, reference.parameters), curvature))
-    return found
+                residuals.append((oracle.jacobians(x, reference.parameters), curvature))
+    return residuals
 
 
 def positive_curvature(

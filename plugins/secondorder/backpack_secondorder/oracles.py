@@ -1,4 +1,4 @@
-"""What the extensions of this package compute, written plainly: the conformance kit compares."""
+"""Plain definitions of this package's quantities, with which the conformance kit compares."""
 
 from __future__ import annotations
 

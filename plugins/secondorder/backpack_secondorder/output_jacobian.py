@@ -24,8 +24,8 @@ from backpack_secondorder.square_root import as_chunk_size
 class OutputRows(ColumnPropagator):
     """A unit vector for each number that a sample has at the input of an extended loss.
 
-    At a parameter they are the rows of the Jacobian. The loss itself has no part in them, nor what
-    stands in front of it: it says where the model ends.
+    At a parameter they become the rows of the Jacobian. The loss and its scale have no part in
+    them: the loss only says where the model ends.
 
     Attributes:
         subsampling: The samples that take part; ``None`` for all.
@@ -61,7 +61,7 @@ class _OfOutput(SecondOrderExtension):
         super().__init__(OutputRows(as_subsampling(subsampling)), savefield, fail_mode)
 
     def one_output(self, product: SampleProduct) -> SampleProduct:
-        """The product, which has to be that of a single loss.
+        """Check that a product belongs to a single loss; returns it.
 
         Raises:
             UnsupportedError: Several extended losses depend on the parameter.
@@ -118,7 +118,7 @@ class Jacobians(_OfOutput):
         return dense(self.one_output(product)).transpose(0, 1)
 
     def combine(self, first: Tensor, second: Tensor) -> Tensor:
-        """Rows one below the other; rows in front in memory, so that they are copied as a whole."""
+        """Concatenate rows; with rows in front in memory, so that each is copied as a whole."""
         return torch.cat([first.transpose(0, 1), second.transpose(0, 1)]).transpose(0, 1)
 
 

@@ -1,4 +1,4 @@
-"""A loss for who has none: the sum of a model's outputs, from which quantities of these start."""
+"""A loss for quantities of a model's outputs: the sum of these outputs."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ Kind: TypeAlias = Literal["sampled", "empirical"]
 class DataOperator(LinearOperator):
     """A curvature matrix of ``ℓ = 1/W Σ_b W_b ℓ_b`` over the batches of a loader.
 
-    ``W_b`` is what the loss of a batch divides by (the number of samples for a mean, the weights of
+    ``W_b`` is the divisor of a batch's loss (the number of samples for a mean, the weights of
     the targets for a weighted one), and ``W`` their sum; where the loss is a sum, all are one. So
     the matrix is that of all samples as one batch. Every product goes through the batches in the
     order of the loader, and has to see the same data: with random augmentation or dropout, the
@@ -69,12 +69,12 @@ class DataOperator(LinearOperator):
             lossfunc: A module, or a function, of output and target.
             loader: Batches ``(inputs, target)``; can be iterated several times. Inputs are a
                 tensor, a tuple of arguments, or a dictionary of keyword arguments.
-            parameters: Those that the matrix is over, in the order of its rows; default: all of the
-                model that are trained.
+            parameters: The parameters, in the order of the rows; default: all trained parameters
+                of the model.
             by_parameter: Whether to keep the diagonal blocks only, one for each parameter.
-            forward: What to make of a batch of another kind: ``forward(model, batch)`` returns
-                output and target.
-            normaliser: What a loss without a rule divides by: ``"sum"``, ``"mean"`` over axis 0, or
+            forward: For batches of another kind: ``forward(model, batch)`` returns output and
+                target.
+            normaliser: The divisor of a loss without a rule: ``"sum"``, ``"mean"`` over axis 0, or
                 a function of output and target.
             process_group: Processes that have a loader each, with a batch at least: the matrix is
                 that of all samples. All ask for products together, with the same vectors.
@@ -154,7 +154,7 @@ class DataOperator(LinearOperator):
             self._passes.one() as record,
             suspended(),
             without_autocast(),
-            uncompiled,  # what is compiled has one derivative
+            uncompiled,  # compiled functions can be differentiated once only
             explained(),
         ):
             for index, batch in enumerate(self._loader):
@@ -162,13 +162,13 @@ class DataOperator(LinearOperator):
                     at, products = of_batch(batch, index)
                 weight = 1.0 if at.normaliser is None else at.normaliser
                 if not weight or not len(at.output):
-                    continue  # no sample counts, and a mean over none is NaN
+                    continue  # without samples, a mean is NaN
                 record(at.loss * weight)
                 divisor += weight * (at.normaliser is not None)
                 parts = [at_least_single(product.detach()) * weight for product in products]
                 total = parts if total is None else _added(total, parts)
         assert total is not None
-        if self._group is not None:  # one all-reduce for the sum and what it is divided by
+        if self._group is not None:  # one all-reduce for the sum and its divisor
             flat = torch.cat([*map(torch.flatten, total), total[0].new_tensor([divisor])])
             distributed.all_reduce(flat, group=self._group)
             pieces = flat[:-1].split([part.numel() for part in total])

@@ -1,7 +1,7 @@
-"""Products of a vector with the block of a parameter, without the block.
+"""Products of vectors with the curvature block of a parameter, without forming the block.
 
-They are derivatives of the loss as a whole, taken from its graph when they are asked for: exact for
-every architecture that autograd can differentiate twice.
+They are second derivatives of the loss, computed from its graph at each product: exact for every
+architecture that autograd can differentiate twice.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ FUNCTION = Refused(
 
 
 class GraphBlock:
-    """What one parameter has in a matrix that is known by the graph of a backward pass.
+    """The block of one parameter in a matrix that is given by the graph of a backward pass.
 
-    It keeps that graph alive until it is deleted, or overwritten by the next pass.
+    It keeps the graph alive until it is deleted, or overwritten by the next pass.
 
     Attributes:
         whole: The matrix over all parameters of the pass, the same object on each.
@@ -50,7 +50,7 @@ class GraphBlock:
     field: ClassVar[str]
 
     def __init__(self, whole: Any, parameter: Tensor) -> None:
-        """Store both.
+        """Store the matrix and the parameter.
 
         Args:
             whole: The matrix over all parameters.
@@ -72,7 +72,7 @@ class GraphBlock:
         )
 
     def __repr__(self) -> str:
-        """What it multiplies with."""
+        """The kind of matrix and the parameter's shape."""
         return f"<block of {self.whole!r} for a parameter of shape {list(self._parameter.shape)}>"
 
 
@@ -105,7 +105,7 @@ class BlockProduct(GraphBlock):
 def of_one_or_several(
     function: Callable[[Tensor], Tensor], vectors: Tensor, shape: torch.Size
 ) -> Tensor:
-    """A function of vectors ``[V, *shape]``, of one or of several.
+    """Apply a function of vectors ``[V, *shape]`` to one vector or several.
 
     Raises:
         ShapeError: The vectors have another shape.
@@ -227,7 +227,7 @@ class PCHMP(ProductExtension):
 
 
 class CollectingReading(GraphReading):
-    """Keeps the losses of a pass, and what else it reached."""
+    """A reading that collects the losses of a pass, and the other calls that it reached."""
 
     def __init__(self, subsampling: tuple[int, ...] | None) -> None:
         self._subsampling = subsampling
@@ -235,7 +235,7 @@ class CollectingReading(GraphReading):
         self._others: list[View] = []
 
     def observe(self, view: View) -> None:
-        """Keep losses apart from layers."""
+        """Collect losses, and other calls."""
         if view.call.rule.is_loss:
             view.call.rule.check(view)
             self._losses.append(view.of_samples(self._subsampling))
@@ -250,7 +250,7 @@ class CollectingReading(GraphReading):
 
 
 class _OfOutputs(CollectingReading):
-    """For ``GGNMP``."""
+    """The reading of ``GGNMP``."""
 
     def results(self, graph: LossGraph) -> dict[Tensor, BlockProduct]:
         """One matrix, a block for each parameter."""
@@ -260,7 +260,7 @@ class _OfOutputs(CollectingReading):
 
 
 class OfLoss(CollectingReading):
-    """For ``HMP`` and ``DiagHMP``."""
+    """The reading of ``HMP`` and ``DiagHMP``."""
 
     def operator(self, graph: LossGraph) -> HessianOperator:
         """The Hessian of the losses, for the chosen samples."""
@@ -275,7 +275,7 @@ class OfLoss(CollectingReading):
 
 
 class _OfResiduals(CollectingReading):
-    """For ``PCHMP``."""
+    """The reading of ``PCHMP``."""
 
     def __init__(self, subsampling: tuple[int, ...] | None, modify: Literal["clip", "abs"]) -> None:
         super().__init__(subsampling)
@@ -283,7 +283,7 @@ class _OfResiduals(CollectingReading):
         self._terms: list[Term] = []
 
     def observe(self, view: View) -> None:
-        """Keep losses, and the residuals of nonlinear calls."""
+        """Collect losses, and the residuals of nonlinear calls."""
         super().observe(view)
         rule = view.call.rule
         if rule.mixes_samples(view):

@@ -1,4 +1,4 @@
-"""Square roots of the loss Hessian: what most second-order quantities send backwards."""
+"""Square roots of the loss Hessian, the columns of most second-order quantities."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def as_count(name: str, value: Any, otherwise: str = "") -> int:
     """Check that an argument is a positive integer, also of numpy or torch; return it as ``int``.
 
     Args:
-        name: The argument's.
-        value: What was given.
-        otherwise: What else it may be, for the message.
+        name: The name of the argument.
+        value: The value.
+        otherwise: What else is allowed, for the message.
 
     Raises:
         UsageError: It is not a positive integer.
@@ -61,7 +61,7 @@ class LossSqrt(ColumnPropagator):
     Attributes:
         samples: Number of Monte-Carlo samples; ``None`` for the exact root.
         subsampling: The samples of the batch that take part; ``None`` for all.
-        tolerance: What :func:`truncated` leaves out of the exact root.
+        tolerance: The share of the trace that :func:`truncated` may leave out of the exact root.
     """
 
     needs_gradient: ClassVar[bool] = False
@@ -126,16 +126,16 @@ class MixedSqrt(LossSqrt):
         is_rooted: bool = False,
     ) -> tuple[Columns, Iterable[Columns]]:
         """Send chunks on at a loss; with a narrow head, only behind that head."""
-        if rule is None:  # they come into being there, so none has a part elsewhere
+        if rule is None:  # their roots are new, so no column has a part elsewhere
             return quantity.cut(size)
         if rule.is_loss and not is_rooted:
-            found = at_head(view, quantity)
-            if found is not None:
-                return found, ()
+            marked = at_head(view, quantity)
+            if marked is not None:
+                return marked, ()
         return super().shed(rule, view, quantity, size, is_rooted)
 
     def propagate(self, rule: LayerRule, view: View, quantity: Columns) -> dict[int, Columns]:
-        """As in :class:`LossSqrt`, but columns at their head are left to :meth:`residual`."""
+        """The same as :class:`LossSqrt`, but columns at their head are left to :meth:`residual`."""
         if HeadRoot not in map(type, quantity.blocks):
             return super().propagate(rule, view, quantity)
         whole, rest = split_at_head(view, quantity)
@@ -147,9 +147,9 @@ class MixedSqrt(LossSqrt):
         return super().propagate(rule, view, rest) if rest.blocks else {}
 
     def residual(self, rule: LayerRule, view: View) -> dict[int, Columns]:
-        """Behind a head, the fewer columns that replace those at its output."""
-        found: dict[int, Columns] = view.call_cache.pop(_BEHIND_HEAD, {})
-        return found
+        """The fewer columns at the input of a head that replace those at its output."""
+        condensed: dict[int, Columns] = view.call_cache.pop(_BEHIND_HEAD, {})
+        return condensed
 
 
 def truncated(root: Tensor, tolerance: float) -> Tensor:

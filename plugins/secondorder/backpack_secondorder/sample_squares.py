@@ -13,7 +13,7 @@ from backpack_products.rows import Rows, whole
 
 @for_weights(per_sample_square_sum)
 def per_sample_square_sum_affine(product: AffineProduct, inp: Rows) -> Tensor:
-    """By :func:`contracted`."""
+    """See :func:`contracted`."""
     return product.to_parameter(contracted(*product.factors(inp)))
 
 

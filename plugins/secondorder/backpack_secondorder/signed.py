@@ -24,7 +24,7 @@ def signed_square_sum(product: SampleProduct, signs: Tensor, per_sample: bool = 
 
     Args:
         product: ``M``.
-        signs: Their signs ``σ``. Shape ``[V, N]``.
+        signs: The signs ``σ`` of the columns. Shape ``[V, N]``.
         per_sample: Leave out the sum over samples.
 
     Returns:

@@ -54,8 +54,8 @@ class SignedSqrt(Propagator):
 
     Attributes:
         subsampling: The samples that take part; ``None`` for all.
-        leaves_out: Whether what is refused where no sample has a part concerns the parameters
-            behind it alone (:class:`Missing`), rather than all.
+        leaves_out: Whether a part that cannot be computed without samples is missing only for the
+            parameters behind it (:class:`Missing`), instead of raising for all.
     """
 
     keeps_apart = True
@@ -64,7 +64,7 @@ class SignedSqrt(Propagator):
 
     @property
     def _of_columns(self) -> LossSqrt:
-        """What does with columns what is done with columns of any kind."""
+        """The propagator of plain columns, for operations on columns of any kind."""
         return LossSqrt(subsampling=self.subsampling)
 
     def start(self, rule: LossRule, view: View) -> Hessian:
@@ -81,13 +81,13 @@ class SignedSqrt(Propagator):
             except UnsupportedError:  # negative weights, or a negative factor after the loss
                 pass
         eye = unit_vectors(view.input)
-        found = rule.hessian_mat_prod(view, eye)
-        return Hessian(eigen_columns("loss", found, view.is_measured))
+        hessian = rule.hessian_mat_prod(view, eye)
+        return Hessian(eigen_columns("loss", hessian, view.is_measured))
 
     def arrive(self, rule: LayerRule, view: View, waiting: Hessian | None) -> Hessian | None:
         """Cast to the dtype of the gradient: under autocast, neighbouring layers differ."""
-        found: Hessian | None = super().arrive(rule, view, waiting)
-        return None if found is None else found.with_rows_formed().to(view.dtype)
+        hessian: Hessian | None = super().arrive(rule, view, waiting)
+        return None if hessian is None else hessian.with_rows_formed().to(view.dtype)
 
     def propagate(self, rule: LayerRule, view: View, quantity: Hessian) -> dict[int, Hessian]:
         """``J_xᵀ H J_x``; for several inputs only as columns, which keep the mixed terms."""
@@ -116,10 +116,10 @@ class SignedSqrt(Propagator):
 
     def residual(self, rule: LayerRule, view: View) -> dict[int, Hessian]:
         """``Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²`` of a nonlinear call."""
-        found = self._residual_of_rows(rule, view)
+        residuals = self._residual_of_rows(rule, view)
         if view.positions == 1:
-            return found
-        return {place: self._of_samples(view, quantity) for place, quantity in found.items()}
+            return residuals
+        return {place: self._of_samples(view, quantity) for place, quantity in residuals.items()}
 
     def _of_samples(self, view: View, quantity: Hessian) -> Hessian:
         """The Hessian of each row as that of each sample: those of one get columns of their own.
@@ -130,13 +130,13 @@ class SignedSqrt(Propagator):
         samples = view.samples if chosen is None or not view.positions else len(chosen)
         if owners is None:
             owners = torch.arange(samples, device="cpu").repeat_interleave(view.positions)
-        found = self.split_positions(quantity.as_columns(), owners, samples).columns
-        if found is not None and chosen is not None and not view.positions:
-            found = found.repeated([n % samples for n in chosen])
-        return self.rooted(Hessian(found))
+        columns = self.split_positions(quantity.as_columns(), owners, samples).columns
+        if columns is not None and chosen is not None and not view.positions:
+            columns = columns.repeated([n % samples for n in chosen])
+        return self.rooted(Hessian(columns))
 
     def _residual_of_rows(self, rule: LayerRule, view: View) -> dict[int, Hessian]:
-        """The same, with a sample for each entry of axis 0."""
+        """The residual with a sample for each entry of axis 0."""
         live = live_inputs(view)
         if second_order(rule).hessian_is_zero or not live:
             return {}
@@ -166,7 +166,7 @@ class SignedSqrt(Propagator):
         return first.merge(second)
 
     def rooted(self, quantity: Hessian) -> Hessian:
-        """Everything as columns, marked as branched, so no block is made of them again."""
+        """The Hessian as columns, marked as branched, so that no block is made of them again."""
         formed = quantity.as_columns()
         roots = () if formed.columns is None else formed.columns.blocks
         return replace(formed, branched=quantity.branched.union(roots))
@@ -179,7 +179,7 @@ class SignedSqrt(Propagator):
         size: int,
         is_rooted: bool = False,
     ) -> tuple[Hessian, Iterable[Hessian]]:
-        """Send on in chunks: at a loss its columns, elsewhere residuals too large as columns."""
+        """Split off chunks: of the columns at a loss, elsewhere of residuals that are too large."""
         if rule is not None and rule.is_loss:
             if quantity.columns is None or quantity.formed <= size:
                 return quantity, ()
@@ -245,7 +245,7 @@ class SignedSqrt(Propagator):
         return add_residual(node, sent, there, self.subsampling) if there.grads else sent
 
     def _nothing(self, node: Node, position: int, there: Crossing, root: Root) -> Hessian:
-        """Zero, at an operand of an operation; columns, where the root has something to say."""
+        """A zero Hessian at an operand; as columns, if the root marks missing parts."""
         is_apart, count = position in there.apart, 0
         if isinstance(root, Missing):
             count = most_often([n % there.batch_size for n in self.subsampling or (0,)])
@@ -259,25 +259,25 @@ class SignedSqrt(Propagator):
         return Hessian(kind({root: zeros}), branched=frozenset([root] if count else []))
 
     def take_apart(self, quantity: Hessian, positions: int | Tensor) -> Hessian:
-        """As columns."""
+        """Take the Hessian apart by sample, as columns."""
         formed = quantity.as_columns()
         if formed.columns is None:
             return formed
         return replace(formed, columns=self._of_columns.take_apart(formed.columns, positions))
 
     def put_together(self, quantity: Hessian, positions: int | Tensor) -> Hessian:
-        """The sum, where no sample reaches another one."""
+        """Join the columns of all samples; raises if a sample reaches the entries of another."""
         if quantity.columns is None:
             return quantity
         return replace(quantity, columns=self._of_columns.put_together(quantity.columns, positions))
 
     def split_positions(self, quantity: Hessian, owners: Tensor | None, samples: int) -> Hessian:
-        """Each position of a sample in turn, zeros at the others."""
+        """Give several positions of one sample columns of their own."""
         assert quantity.columns is not None
         return Hessian(split_positions(quantity.columns, owners, samples))
 
     def widen(self, quantity: Hessian, size: int, entries: Sequence[int] | None = None) -> Hessian:
-        """Zeros for the samples that were left out."""
+        """The Hessian for the whole batch, with zeros for samples that were left out."""
         if self.subsampling is None or quantity.as_columns().columns is None:
             return quantity
         formed = quantity.as_columns()
@@ -328,7 +328,7 @@ def _prefers_block(quantity: Hessian, view: View, position: int) -> bool:
 
 
 def _has_samples(view: View) -> bool:
-    """Whether it is known which rows of a call are whose."""
+    """Whether the sample of each row of a call is known."""
     return bool(view.positions) or view.owners is not None
 
 

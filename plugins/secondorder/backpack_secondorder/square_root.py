@@ -1,4 +1,4 @@
-"""Base classes for extensions of the loss Hessian's square root: settings and their checks."""
+"""Base classes for extensions of the loss Hessian's square root, with their settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Third derivatives of normalisations, of which torch takes the statistics for constants.
+"""Third derivatives of normalisations, in which torch treats the statistics as constants.
 
 A net that contains a derivative of a normalisation (a penalty on gradients, a residual of a
 differential equation) has a node that differentiates twice. Second derivatives of its loss are
@@ -49,7 +49,7 @@ def of_batch_norm(node: Any, *arrived: Tensor | None) -> Grads:
 
 
 def _again(node: Any, arrived: Grads, normalise: Normalise) -> Grads:
-    """What is sent to the gradient, the input and the gain of a normalisation's derivative."""
+    """The gradients at the arguments of a normalisation's derivative: gradient, input, gain."""
     # Nodes of their own: the gradient depends on the input, too, and that is not asked for.
     grad_out, x = (t.view_as(t) for t in (node._saved_grad_out, node._saved_input))
     gain = node._saved_weight

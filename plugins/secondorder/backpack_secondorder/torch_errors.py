@@ -1,4 +1,4 @@
-"""What errors of torch's mean where a graph is differentiated twice."""
+"""Explains torch's errors when a graph is differentiated twice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from backpack_core.errors import OverwrittenInputError, UnsupportedError, UsageE
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """Say what torch's own errors mean here."""
+    """Re-raise torch's errors with an explanation."""
     try:
         yield
     except RuntimeError as error:

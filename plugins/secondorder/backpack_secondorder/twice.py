@@ -1,4 +1,4 @@
-"""Gradients that can be differentiated again, also where torch's second is wrong or missing.
+"""Gradients that can be differentiated again, also where torch's derivative is wrong or missing.
 
 ``docs/checks.md`` says which operations were compared with differences. Of those that are wrong and
 that nets have, the gradient is computed by a formula here, instead of autograd's.
@@ -47,7 +47,7 @@ def gradients(
     """
     formulas = FORMULAS | OF_VECTORS if in_vectors else FORMULAS
     with _by_formula(outputs, formulas) if create_graph else nullcontext():
-        found = torch.autograd.grad(
+        grads = torch.autograd.grad(
             outputs,  # type: ignore[arg-type] # tensors and edges may be mixed
             inputs,  # type: ignore[arg-type]
             vectors,
@@ -55,12 +55,12 @@ def gradients(
             retain_graph=retain_graph,
             materialize_grads=True,
         )
-    return [*found]
+    return [*grads]
 
 
 @contextmanager
 def _by_formula(outputs: Sequence[Place], formulas: Formulas) -> Iterator[None]:
-    """Has nodes behind some outputs return what the formulas give, inside the block."""
+    """A block in which nodes behind some outputs return the results of formulas."""
     starts = [o.grad_fn if isinstance(o, Tensor) else o.node for o in outputs]
     nodes = {*behind(starts), *filter(None, starts)}
     known = ((node, formulas.get(node.name())) for node in nodes)
@@ -73,11 +73,11 @@ def _by_formula(outputs: Sequence[Place], formulas: Formulas) -> Iterator[None]:
 
 
 def _replaced(node: Node, formula: Callable[..., Grads]) -> tuple[RemovableHandle, RemovableHandle]:
-    """Hooks around a node, which returns what its formula sends to inputs that want a gradient."""
+    """Hooks around a node, which then returns the results of its formula."""
     sent: list[Grads] = []
 
     def before(arrived: Grads) -> None:
-        # A checkpoint gives what the node has saved once more, but only as long as it has it.
+        # A checkpoint returns the node's saved tensors again, but only while it holds them.
         with unpacking_again(node):
             sent.append(formula(node, *arrived))
 

@@ -28,7 +28,7 @@ from backpack_core.record.view import View
 
 @dataclass(frozen=True, eq=False)
 class LossGraph:
-    """What a backward pass was called on, with its graph.
+    """The tensors that a backward pass was called on, with their graph.
 
     Attributes:
         roots: The tensors that ``backward()`` was called on.
@@ -46,7 +46,7 @@ class LossGraph:
 
 
 class GraphReading(ABC):
-    """What a graph extension gathers in one backward pass.
+    """The data that a graph extension collects in one backward pass.
 
     To write:
         ``results(graph)``: the value of each parameter. Optional: ``observe(view)``.
@@ -76,7 +76,7 @@ class WholeLoss(Propagator):
         return self.subsampling is not None
 
     def start(self, rule: Any, view: View) -> Any:
-        """Never called, as the others: the loss is read as a whole."""
+        """Never called: the loss is differentiated as a whole."""
         raise AssertionError("nothing travels")
 
     def propagate(self, rule: LayerRule, view: View, quantity: Any) -> dict[int, Any]:
@@ -145,7 +145,7 @@ class GraphExtension(Extension):
         return _Attending(self, reading, run.survey)
 
     def read(self, product: Any) -> Any:
-        """Never called: nothing is read off parameter by parameter."""
+        """Never called: results come from the graph."""
         raise AssertionError("a graph extension reads no products")
 
 
@@ -158,7 +158,7 @@ class _Attending(Observer):
         self._extension, self._reading, self._survey = extension, reading, survey
 
     def after(self, view: View) -> None:
-        """Show the visit."""
+        """Pass a visit to the reading."""
         try:
             self._reading.observe(view)
         except Exception as error:
@@ -166,7 +166,7 @@ class _Attending(Observer):
             raise
 
     def results(self, run: BackwardPass) -> Iterator[tuple[Extension, Mapping[Tensor, Any]]]:
-        """What the reading makes of the graph."""
+        """The results of the reading."""
         kind, watch = type(self._extension), run.context.watch
         roots, gradients = tuple(run.arguments.roots), tuple(run.arguments.gradients)
         parameters = tuple(self._survey.parameters().values())

@@ -1,8 +1,8 @@
-"""Where the Hessian is carried to tensors that no sample has a part in, and where it is not.
+"""Decides whether the Hessian can be carried to tensors without samples.
 
-A table of positions, or a parameter that a function uses, gets columns of every sample apart. On
-the way there, what is nonlinear couples operands: what that adds to a block of the diagonal is
-nothing, where the operation is a product and its factors have no parameter in common.
+At a table of positions, or a parameter that a function uses, columns are kept apart by sample. On
+the way there, nonlinear operations couple their operands. This adds nothing to a diagonal block if
+the operation is a product whose factors have no parameter in common.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _INSTEAD = (
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Missing(Root):
-    """The root of a column of zeros. It says of which parameters a part has been left out.
+    """The root of a column of zeros, which marks parameters of which a part was left out.
 
     Attributes:
-        why: What the error says.
-        parameters: Which they are, by ``id``.
+        why: The error message.
+        parameters: The parameters, by ``id``.
     """
 
     why: str = ""
@@ -41,15 +41,15 @@ class Missing(Root):
 
     @classmethod
     def of(cls, error: UnsupportedError, leaves: Iterable[Node]) -> Missing:
-        """For the parameters of some leaves of the graph."""
+        """The root for the parameters of some leaves."""
         parameters = frozenset(id(leaf.variable) for leaf in leaves)  # type: ignore[attr-defined]
         return cls("missing", why=str(error), parameters=parameters)
 
     def beside(self, quantity: Hessian) -> Hessian:
-        """The quantity, at a call where it is columns, with the column of zeros.
+        """Add the column of zeros to a quantity at a call.
 
         Raises:
-            UnsupportedError: There are no columns beside which it could travel.
+            UnsupportedError: The quantity has no columns.
         """
         if quantity.columns is None:
             raise UnsupportedError(self.why)
@@ -60,10 +60,10 @@ class Missing(Root):
 
 
 def coupled(node: Node) -> set[Node]:
-    """The leaves in two of which an operation has a second derivative, as far as is known.
+    """The leaves in which an operation may have a second derivative.
 
-    For a product, those that both factors depend on, and none if one is a constant. For a quotient,
-    those of the denominator; for any other operation, all behind it.
+    For a product, these are the leaves on which both factors depend, and none if one factor is
+    constant. For a quotient, the leaves of the denominator; otherwise all leaves behind it.
     """
     operation, behind = nodes.operation_of(node), [child for child, _ in node.next_functions]
     positions = nodes.FACTORS.get(operation)
@@ -81,18 +81,18 @@ def leaves_behind(view: View) -> list[Node]:
 
 
 def couples_nothing(node: Node, there: Crossing, is_apart: bool) -> bool:
-    """Whether an operation adds nothing to a block of the diagonal, as far as samples are apart.
+    """Whether an operation adds nothing to a diagonal block, where columns are kept apart.
 
     Args:
         node: The operation.
         there: Where samples lie.
-        is_apart: Whether what arrives is that of every sample apart.
+        is_apart: Whether the arriving columns are kept apart by sample.
 
     Returns:
-        False where nothing is apart, and the residual is as everywhere.
+        False if nothing is kept apart, so that the usual residual applies.
 
     Raises:
-        BridgeError: It is nonlinear, and no product of tensors without a parameter in common.
+        BridgeError: It is nonlinear, and not a product of factors without a common parameter.
     """
     if not (is_apart or there.apart):
         return False
@@ -122,11 +122,11 @@ def couples_nothing(node: Node, there: Crossing, is_apart: bool) -> bool:
 
 
 def _leaves(starts: list[Node]) -> list[Node]:
-    return [found for found in reached(starts, children_of) if is_leaf(found)]
+    return [node for node in reached(starts, children_of) if is_leaf(node)]
 
 
 def needs_samples(view: View, what: str) -> UnsupportedError:
-    """The error where a call has no samples on axis 0, or not one after the other."""
+    """The error for a call without samples on axis 0, or with samples in another order."""
     return UnsupportedError(
         f"The Hessian at {view.path} needs samples on axis 0, one after the other, where {what}: "
         "keep positions as an extra dimension, [N, T, D], and leave samples=... of backpack(...) "

@@ -1,4 +1,4 @@
-"""Which module of an extended model owns a parameter that an operation uses."""
+"""Finds the module of an extended model that owns a parameter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from backpack_core.record.owner import MODELS, OWNER_ATTRIBUTE, SUBSTITUTES, own
 
 
 def name_of_parameter(modules: Iterable[Module], parameter: Tensor) -> str | None:
-    """The name of a parameter in the extended models that some modules are part of."""
+    """The name of a parameter in the extended models to which some modules belong."""
     for model in owners_of(modules):
         for name, own in model.named_parameters():
             if own is parameter:
@@ -20,7 +20,7 @@ def name_of_parameter(modules: Iterable[Module], parameter: Tensor) -> str | Non
 
 
 def owned_by_models() -> dict[int, tuple[Module, str]]:
-    """Parameters of all extended models, by ``id``: the module that owns each, and its name there.
+    """The owning module and the name there of each parameter of all extended models, by ``id``.
 
     If no module of a model is called (``F.linear(x, model.weight)``), nothing else connects its
     parameters with it.

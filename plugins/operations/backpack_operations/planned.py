@@ -1,6 +1,7 @@
-"""What is known of a graph, with numbers of its walk instead of nodes, calls and parameters.
+"""What a plan keeps about operations: numbers in the order of a walk instead of nodes and calls.
 
-So it can be used instead of those of another graph with the same key.
+Another graph of the same structure has other nodes in the same order, so that its survey can be
+filled in without a walk.
 """
 
 from __future__ import annotations
@@ -8,16 +9,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from itertools import chain
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from backpack_core._torch import Node
+from backpack_core.graph.nodes import is_leaf
 from backpack_core.graph.survey import Use
 from backpack_core.plan.plan import model_of, trained_by
 from backpack_core.plan.structure import Structure, Unplanned
+from backpack_core.record.call import Site
 from backpack_core.record.owner import owner_of
-from backpack_operations import faults
-from backpack_operations.owned import owned_by_models
+from backpack_operations import faults, nodes
+from backpack_operations.parameter_owners import owned_by_models
 from backpack_operations.paths import inside
 from backpack_operations.survey import Bare, GraphSurvey
 
@@ -38,12 +42,32 @@ class ByValue:
     __hash__ = None  # type: ignore[assignment]
 
 
+Inside = tuple[tuple[Any, ...], ...]  # of each node: its type, shapes, settings, and edges
+
+
+def inside_of(site: Site) -> Inside:
+    """What tells the operations inside of a call from others.
+
+    They are not in the key. Torch chooses them by how tensors lie in memory, too: of a linear map,
+    if the input is contiguous.
+    """
+    return tuple([_told_of(node) for node in inside(site)])
+
+
+def _told_of(node: Node) -> tuple[Any, ...]:
+    if is_leaf(node):
+        return (type(node),)
+    shapes = [tuple(metadata.shape) for metadata in node._input_metadata]
+    ends = [child is None for child, _ in node.next_functions]
+    return type(node), *shapes, *nodes.settings_of(node), *ends
+
+
 class Walked:
-    """A graph in the order of walks: that of its structure, then inside of calls that are opened.
+    """A graph in the order of walks: that of its structure, then the inside of opened calls.
 
     Attributes:
-        nodes: The nodes between calls, and inside of opened ones, with their numbers.
-        places: Outputs of calls and of nodes, with their numbers.
+        nodes: The nodes between calls and inside of opened ones, with their numbers.
+        places: The outputs of calls and of nodes, with their numbers.
     """
 
     def __init__(self, survey: GraphSurvey, structure: Structure) -> None:
@@ -58,15 +82,15 @@ def _numbered(items: Iterable[T]) -> dict[T, int]:
     return {item: number for number, item in enumerate(dict.fromkeys(items))}
 
 
-class Numbered(NamedTuple):
-    """Where samples lie, with numbers instead of nodes; see :class:`Alignment`.
+class PlannedAlignment(NamedTuple):
+    """An :class:`Alignment` with numbers instead of nodes.
 
     Attributes:
-        owned: Which entries each sample has, where they are in no order.
-        numbers: The sample of each entry, where quantities are kept apart at outputs of calls.
-        are_moved: Whether rows of anything may be other samples than rows of the model's input.
-        received: How many rows each output's call received.
-        unusual: Outputs of calls that received data, or have modules inside.
+        owned: The masks of entries by sample, where entries are in no order.
+        sample_ids: The sample of each entry, at outputs of calls where columns are kept apart.
+        are_moved: Whether rows may be in another order than those of the model's input.
+        received: See :class:`GraphSurvey`, as ``unusual``.
+        unusual: Outputs of calls that received data, or contain modules.
         tables: Those among them that are tables.
     """
 
@@ -74,7 +98,7 @@ class Numbered(NamedTuple):
     before: frozenset[int]
     apart: frozenset[int]
     owned: tuple[tuple[int, ByValue], ...]
-    numbers: tuple[tuple[int, ByValue], ...]
+    sample_ids: tuple[tuple[int, ByValue], ...]
     are_moved: bool
     starts: tuple[int, ...]
     faults: tuple[int, ...]
@@ -83,30 +107,30 @@ class Numbered(NamedTuple):
     tables: tuple[int, ...]
 
     @classmethod
-    def of(cls, survey: GraphSurvey, structure: Structure) -> Numbered:
-        """The numbers.
+    def of(cls, survey: GraphSurvey, structure: Structure) -> PlannedAlignment:
+        """The alignment of a survey, with numbers.
 
         Raises:
-            Unplanned: They do not tell everything.
+            Unplanned: It depends on more than the structure.
         """
-        found, walked = survey.alignment, Walked(survey, structure)
+        alignment, walked = survey.alignment, Walked(survey, structure)
         places = walked.places
         number = {site: n for n, site in enumerate(structure.sites)}
         unusual = [(number[site[:2]], site.edge.node in survey.tables) for site in survey.unusual]
-        if found.beside:
+        if alignment.beside:
             raise Unplanned("the loss depends on a parameter without any sample")
         at_sites = (site.edge[:2] for site in survey.sites.values())
-        apart = {place: survey.numbers.get(place) for place in at_sites if place in found.apart}
+        ids = {o: survey.sample_ids.get(o) for o in at_sites if o in alignment.apart}
         try:
             return cls(
-                tuple([(places[place], count) for place, count in found.positions.items()]),
-                frozenset([places[place] for place in found.before]),
-                frozenset([places[place] for place in found.apart]),
-                tuple([(places[place], ByValue(own)) for place, own in found.owned.items()]),
-                tuple([(places[p], ByValue(own)) for p, own in apart.items() if own is not None]),
+                tuple([(places[place], count) for place, count in alignment.positions.items()]),
+                frozenset([places[place] for place in alignment.before]),
+                frozenset([places[place] for place in alignment.apart]),
+                tuple([(places[place], ByValue(own)) for place, own in alignment.owned.items()]),
+                tuple([(places[o], ByValue(own)) for o, own in ids.items() if own is not None]),
                 bool(survey.are_moved),
-                tuple([walked.nodes[node] for node in found.starts]),
-                tuple([number[site] for site in found.faults]),
+                tuple([walked.nodes[node] for node in alignment.starts]),
+                tuple([number[site] for site in alignment.faults]),
                 tuple([(number[site], rows) for site, rows in survey.received.items()]),
                 tuple([n for n, _ in unusual]),
                 tuple([n for n, is_table in unusual if is_table]),
@@ -115,32 +139,30 @@ class Numbered(NamedTuple):
             raise Unplanned("samples lie at a place that was not walked to") from error
 
     def fill(self, survey: GraphSurvey, structure: Structure) -> None:
-        """The reverse."""
+        """Fill in the alignment of another graph of the same structure."""
         walked = Walked(survey, structure)
-        found, places, between = survey.alignment, [*walked.places], [*walked.nodes]
+        alignment, places, between = survey.alignment, [*walked.places], [*walked.nodes]
         sites, keys = [*structure.sites.values()], [*structure.sites]
-        found.positions = {places[n]: count for n, count in self.positions}
-        found.before, found.apart = (
-            {places[n] for n in self.before},
-            {places[n] for n in self.apart},
-        )
-        found.owned = {places[n]: t for n, kept in self.owned if (t := kept.tensor) is not None}
-        survey.numbers = {places[n]: kept.tensor for n, kept in self.numbers}
-        found.starts = dict.fromkeys([between[n] for n in self.starts])
-        # Nobody is refused: all that counts is where they are.
-        found.faults = {keys[n]: faults.elsewhere() for n in self.faults}
+        alignment.positions = {places[n]: count for n, count in self.positions}
+        alignment.before = {places[n] for n in self.before}
+        alignment.apart = {places[n] for n in self.apart}
+        alignment.owned = {places[n]: t for n, own in self.owned if (t := own.tensor) is not None}
+        survey.sample_ids = {places[n]: own.tensor for n, own in self.sample_ids}
+        alignment.starts = dict.fromkeys([between[n] for n in self.starts])
+        # The errors are never raised: the first graph was not refused.
+        alignment.faults = {keys[n]: faults.elsewhere() for n in self.faults}
         survey.received = {keys[n]: rows for n, rows in self.received}
         survey.axes = dict.fromkeys(keys, 0)
         survey.unusual, survey.are_moved = [sites[n] for n in self.unusual], self.are_moved
         survey.tables = set().union(*(inside(sites[n]) for n in self.tables))
 
 
-class Loose(NamedTuple):
-    """Parameters that operations use, with numbers instead of nodes; see :class:`GraphSurvey`.
+class PlannedUses(NamedTuple):
+    """How operations use parameters, with numbers instead of nodes; see :class:`GraphSurvey`.
 
     Attributes:
-        uses: Of each parameter the call, its name there, and how often it is read at calls, used by
-            modules without a rule, and whether it is wanted.
+        uses: For each parameter its number, the call, its name there, how often calls read it, how
+            often modules without a rule use it, and whether it is wanted.
     """
 
     leaves: tuple[tuple[int, int], ...]
@@ -150,11 +172,11 @@ class Loose(NamedTuple):
     uses: tuple[tuple[int, int, str, int, int, bool], ...]
 
     @classmethod
-    def of(cls, survey: GraphSurvey, structure: Structure) -> Loose | None:
-        """The numbers; ``None`` if modules with rules own all parameters.
+    def of(cls, survey: GraphSurvey, structure: Structure) -> PlannedUses | None:
+        """The uses in a survey, with numbers; ``None`` if modules with rules use all parameters.
 
         Raises:
-            Unplanned: They do not tell everything.
+            Unplanned: They depend on more than the structure.
         """
         if not (survey.bare or survey.leaves or survey.freed):
             return None
@@ -167,34 +189,24 @@ class Loose(NamedTuple):
         if any(key not in owners or owner_of(owners[key][0]) is not model for key in survey.bare):
             raise Unplanned("operations use parameters of another model, or of none")
         try:
-            return cls(
-                tuple([(place[at], number[id(p)]) for at, p in survey.alignment.leaves.items()]),
-                tuple(
-                    [
-                        (number[key], node[bare.node], tuple([(node[n], i) for n, i in bare.edges]))
-                        for key, bare in survey.bare.items()
-                    ]
-                ),
-                tuple(
-                    [(first[c], tuple([o.name for o in own])) for c, own in survey.freed.items()]
-                ),
-                frozenset([number[key] for key in survey.outside & number.keys()]),
-                tuple(
-                    [
-                        (
-                            *(number[key], first[use.call], use.name),
-                            *(use.count - at_leaves[key], use.unruled, use.is_wanted),
-                        )
-                        for key, use in survey.uses.items()
-                        if use.call in first
-                    ]
-                ),
-            )
+            leaves = [(place[at], number[id(p)]) for at, p in survey.alignment.leaves.items()]
+            freed = [(first[c], tuple([o.name for o in own])) for c, own in survey.freed.items()]
+            bare = [
+                (number[key], node[use.node], tuple([(node[n], i) for n, i in use.edges]))
+                for key, use in survey.bare.items()
+            ]
+            outside = frozenset([number[key] for key in survey.outside & number.keys()])
+            seen = [(number[k], k, use) for k, use in survey.uses.items() if use.call in first]
         except KeyError as error:
             raise Unplanned("a parameter is used where no walk by rules gets to") from error
+        uses = [
+            (n, first[u.call], u.name, u.count - at_leaves[key], u.unruled, u.is_wanted)
+            for n, key, u in seen
+        ]
+        return cls(tuple(leaves), tuple(bare), tuple(freed), outside, tuple(uses))
 
     def fill(self, survey: GraphSurvey, structure: Structure) -> None:
-        """The reverse."""
+        """Fill in the uses of another graph of the same structure."""
         walked = Walked(survey, structure)
         between, places = [*walked.nodes], [*walked.places]
         calls, parameters = [call for call, _ in structure.sites], structure.parameters

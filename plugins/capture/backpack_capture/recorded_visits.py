@@ -1,0 +1,194 @@
+"""Writes down the visits of a pass, which the engine makes."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from torch import Tensor
+
+from backpack_capture.code import pausing
+from backpack_capture.nested import Apart, HoldsCode
+from backpack_capture.program import Operation, Pause, numbers
+from backpack_capture.recorder import Recorder
+from backpack_capture.tidying import tidy
+from backpack_capture.unseen import seen_by, states_of_generators
+from backpack_capture.views import with_direct_views
+from backpack_capture.visited import (
+    Entry,
+    Recorded,
+    Result,
+    Slot,
+    Store,
+    Visit,
+    alike,
+    attributes_of,
+    finished,
+    is_same,
+    layout_of,
+    noted_at_visit,
+    turn_of,
+    world,
+)
+from backpack_core.contract.observer import Driver
+from backpack_core.engine.backward import BackwardPass
+from backpack_core.plan.structure import Structure
+from backpack_core.record.call import Site
+from backpack_products.recycled import drop
+
+LARGEST: Final = 2**21  # bytes of a result, of which there are two while it is compared
+
+
+class _VisitRecorder(Recorder):
+    """Writes down a pass, and where tensors were found that no operation had made."""
+
+    def __init__(self) -> None:
+        super().__init__((), (), lambda tensor: False)
+        self.site: Site | None = None
+        self.gradient: Tensor | None = None
+        self.slots: dict[int, tuple[int, Slot, tuple[Any, ...]]] = {}
+        self.visits = 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else torch imports its compiler, for seconds, which never sees a visit
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and write it down."""
+        return self.run(func, types, args, kwargs or {})
+
+    def number_of(self, tensor: Tensor) -> int | None:
+        """The number; of one that the visited call has, from now on."""
+        if tensor not in self._numbers:
+            slot = self._slot(tensor)
+            if slot is not None:
+                number = self._enter(tensor)
+                self.program.given.append(number)
+                self.slots[number] = self.visits, slot, layout_of(tensor)
+                self.note_geometry(number, tensor)
+        return super().number_of(tensor)
+
+    def _slot(self, tensor: Tensor) -> Slot | None:
+        if self.site is None or self.site.call.is_released:  # it is over, and its node is crossed
+            return None
+        if tensor is self.gradient:
+            return Slot("gradient")
+        call, _, (node, *_), _ = self.site
+        stored = call.stored
+        for what, tensors in (("inputs", stored.inputs), ("outputs", stored.outputs)):
+            for number, own in enumerate(tensors):
+                if own is tensor:
+                    return Slot(what, number)
+        for name, (own, _) in stored.owned.items():
+            if own is tensor:
+                return Slot("owned", name)
+        for name in filter(lambda name: name.startswith("_saved_"), dir(node)):
+            if is_same(getattr(node, name), tensor):
+                return Slot("saved", name)
+        return None
+
+
+class Recording(Driver):
+    """Has the engine visit calls, and writes down what is computed there."""
+
+    def __init__(self, run: BackwardPass, structure: Structure, entry: Entry) -> None:
+        self._entry, self._world, self._attributes = entry, world(), attributes_of(structure)
+        self._recorder, self._places = _VisitRecorder(), [*structure.sites]
+        self._extensions = {id(e): number for number, e in enumerate(run.context.extensions)}
+        self._parameters = {id(p): number for number, p in enumerate(structure.parameters)}
+        self._stores, self._order = list[list[Store]](), list[int]()
+        self._turns, self._alike = list[int](), list[tuple[int, ...]]()
+        self._drawn, run.sink.noted = states_of_generators(), []
+
+    def reach(self, run: BackwardPass, site: Site, grads: Any, others: Any) -> None:
+        """By the engine."""
+        recorder = self._recorder
+        recorder.site, recorder.gradient = site, grads[site.edge.output_nr]
+        if recorder.gradient is None:
+            recorder.refusal = "a gradient is undefined"
+        if self._turns and turn_of(site) > self._turns[-1]:
+            recorder.refusal = "calls are visited in another order than that of autograd"
+        self._turns.append(turn_of(site))
+        self._alike.append(alike(site.call))  # before it is released
+        drop()  # memory that only this pass could write to
+        with seen_by(recorder), recorder:
+            run.between.reach(run, site, grads, others)
+            self._note(noted_at_visit(run))
+        self._order.append(self._places.index((site.call, site.index)))
+        recorder.site, recorder.visits = None, recorder.visits + 1
+
+    def _note(self, results: list[Result]) -> None:
+        """Note what was stored at a visit, or at the end."""
+        recorder = self._recorder
+        stores, made = list[Store](), list[int | None]()
+        for extension, parameter, value in results:
+            try:
+                apart = Apart(value)
+            except (HoldsCode, RecursionError):
+                recorder.refusal = "a result holds code"
+                return
+            if any(tensor.nbytes > LARGEST for tensor in apart.tensors):
+                recorder.refusal = "results are so large that it does not matter what calls kernels"
+                return
+            who, number = self._extensions.get(id(extension)), self._parameters.get(id(parameter))
+            if who is None or number is None:
+                recorder.refusal = "a result is not stored on a parameter of the structure"
+                return
+            count = -1 if isinstance(value, Tensor) else len(apart.tensors)
+            stores.append(Store(who, number, apart, count))
+            made += [recorder.number_of(tensor) for tensor in apart.tensors]
+            apart.tensors.clear()  # a form is kept, and not what was stored
+        if recorder.refusal is None:
+            pause = Pause("pause", tuple(numbers(made)), recorder.visits)
+            recorder.program.steps.append(pause)
+            recorder.program.outs += numbers(made)
+            self._stores.append(stores)
+
+    def end(self, run: BackwardPass) -> None:
+        """Write the program, if one could be written down."""
+        recorder, entry = self._recorder, self._entry
+        program = recorder.program
+        if recorder.refusal is None and run.sink.deferred and not run.sink.noted:
+            with seen_by(recorder), recorder:
+                self._note(finished(run))
+        if recorder.refusal is not None:
+            entry.refusal = recorder.refusal
+            return
+        if states_of_generators() != self._drawn:
+            recorder.refusal = "it draws random numbers that are not torch's"
+        elif run.sink.noted:
+            recorder.refusal = "something is read where there is no call"
+        elif len({*program.outs}) < len(program.outs):
+            recorder.refusal = "two results are one tensor"
+        elif any(not isinstance(step, (Operation, Pause)) for step in program.steps):
+            recorder.refusal = "it reads values"
+        if recorder.refusal is not None:
+            entry.refusal = recorder.refusal
+            return
+        values, program.fields = [store for stores in self._stores for store in stores], []
+        place = 0
+        for store in values:
+            if store.size < 0:
+                program.fields.append(place)
+            place += abs(store.size)
+        try:
+            program = with_direct_views(tidy(program))
+            received, visits = self._received({n for s in program.steps for n in s.reads})
+            code = pausing(program, received)
+        except Exception as error:  # the pass itself is through, and right
+            entry.refusal = f"it could not be written ({type(error).__name__}: {error})"
+            return
+        last = [store for stores in self._stores[len(visits) :] for store in stores]
+        taken = self._world, self._attributes
+        entry.recorded = Recorded(visits, last, code, *taken, program.is_random)
+
+    def _received(self, used: set[int]) -> tuple[list[list[int]], list[Visit]]:
+        """What is sent at each visit, of what is used."""
+        received, visits = list[list[int]](), list[Visit]()
+        known = zip(self._order, self._stores, self._alike, strict=False)  # not what is at the end
+        for number, (place, stores, pattern) in enumerate(known):
+            own = {n: s for n, s in self._recorder.slots.items() if s[0] == number and n in used}
+            received.append([*own])
+            slots = [slot for _, slot, _ in own.values()]
+            layouts = [how for *_, how in own.values()]
+            visits.append(Visit(place, slots, layouts, stores, pattern))
+        return received, visits

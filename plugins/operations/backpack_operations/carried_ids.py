@@ -1,0 +1,318 @@
+"""Carries the ids of the samples from what models received to any tensor of a graph.
+
+Operations move rows: ``logits[mask]`` picks tokens, ``hidden.transpose(0, 1).flatten(0, 1)`` puts
+time first. Whose rows these are then follows from the operations themselves. Ids begin at data
+(``data.py``), go through operations (``sample_ids.py``), and past calls as their rules say.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from backpack_core._torch import Node, has_memory, memory_of
+from backpack_core.graph.nodes import is_leaf
+from backpack_core.record.call import Call, Edge, Site
+from backpack_core.record.owner import is_parameter, owner_of
+from backpack_core.record.run import Run
+from backpack_operations import nodes, sample_ids
+from backpack_operations.batch import declared_axis, is_doubtful
+from backpack_operations.data import of_data
+from backpack_operations.nodes import NodeOutput
+from backpack_operations.of_weights import Origins
+from backpack_operations.sample_ids import OperandIds, SampleIds, Shape, along, are_elsewhere
+from backpack_operations.survey import GraphSurvey, edges_behind
+from backpack_products.values import is_symbolic
+
+
+class CarriedIds:
+    """The sample of each entry of any tensor of a graph; each tensor is looked at once.
+
+    Attributes:
+        samples: ``[0, ..., N - 1]``.
+    """
+
+    def __init__(self, survey: GraphSurvey) -> None:
+        self._survey = survey
+        self._origins = Origins(survey)
+        self._inputs: dict[Call, SampleIds | None] = {}
+        self._entries: dict[Node, SampleIds | None] = {}
+
+    @cached_property
+    def samples(self) -> Tensor:
+        """The numbers of all samples, ``[N]``."""
+        return torch.arange(self._survey.batch_size, device="cpu")
+
+    @cached_property
+    def are_known(self) -> bool:
+        """Whether ids can be carried at all: not where tensors are symbolic."""
+        alive = (key for key in self._survey.sites if not key[0].is_released)
+        return not any(is_symbolic(call.stored.outputs[index]) for call, index in alive)
+
+    @property
+    def _input_rows(self) -> Tensor:
+        """The sample of each row that a model received: one row each, unless the user said so."""
+        told = self._survey.told
+        return self.samples if told is None else told.rows
+
+    def at(self, output: NodeOutput) -> SampleIds | None:
+        """The sample of each entry of an output of a node; ``None`` if that is unknown."""
+        known, todo = self._survey.sample_ids, [output]
+        if not self.are_known:
+            return None
+        while todo:
+            operands = {} if todo[-1] in known else self.operands(todo[-1])
+            if new := [operand for operand in operands.values() if operand not in known]:
+                todo += new
+                continue
+            this = todo.pop()
+            if this not in known:
+                operand_ids = {position: known[operand] for position, operand in operands.items()}
+                known[this] = self._or_told(this, self._derive(this, operand_ids))
+        return known[output]
+
+    def operands(self, output: NodeOutput) -> dict[int, NodeOutput]:
+        """The tensors with samples from which the ids at an output follow, by position.
+
+        These are the operands of the node; of a call that is stepped over, its first input.
+        """
+        site = self._call_keeping_samples(output)
+        if site is None:
+            edges = edges_behind(output[0])
+            return {i: edge[:2] for i, edge in edges if not self.is_without_samples(edge.node)}
+        first = (site.call.edges or (None,))[0]
+        return {} if first is None else {0: first[:2]}
+
+    def is_without_samples(self, node: Node) -> bool:
+        """Whether a node's output was made of parameters alone, or picked from such a tensor."""
+        while nodes.operation_of(node) in nodes.PICKS and node.next_functions[0][0] is not None:
+            if self._of_entry(node) is not None:
+                return False
+            node = node.next_functions[0][0]
+        if is_leaf(node):
+            leaf = node.variable  # type: ignore[attr-defined]
+            return is_parameter(leaf) or not leaf.dim() or id(leaf) in self._survey.uses
+        return self._origins.of_tables(node)
+
+    def axis_of(self, call: Call, index: int) -> int:
+        """The axis other than the first on which an output of a call has its samples; else 0."""
+        return declared_axis(call) or self._survey.axes.get((call, index), 0)
+
+    def _call_keeping_samples(self, output: NodeOutput) -> Site | None:
+        """The call that returned a tensor, if its rule says where samples are in the output.
+
+        A rule does not if samples came in on another axis, or if the length of axis 0 changed. The
+        nodes inside of the call tell it then.
+        """
+        site = self._site(output)
+        if site is not None and self._survey.received.get(site[:2]) == -1:
+            return None
+        ids = None if site is None else self._received(site.call)
+        if site is None or ids is None or not are_elsewhere(ids):
+            return site
+        return site if is_along(ids, self.axis_of(*site[:2])) else None
+
+    def _received(self, call: Call) -> SampleIds | None:
+        """The ids at the first input of a call, if they have been looked at."""
+        first = (call.edges or (None,))[0]
+        return None if first is None else self._survey.sample_ids.get(first[:2])
+
+    def _site(self, output: NodeOutput) -> Site | None:
+        """The call that returned a tensor, if it has a rule for propagation."""
+        site = self._survey.site_at(tuple.__new__(Edge, (*output, 0)))  # much faster than Edge(...)
+        return None if site is None or site.call.goes_inside else site
+
+    # Tensors --------------------------------------------------------------------------------------
+
+    def _derive(self, output: NodeOutput, operand_ids: OperandIds) -> SampleIds | None:
+        """The ids at an output, from those at its operands."""
+        node, output_nr = output
+        shape, rows = nodes.lengths_of(node, output_nr), self._survey.call_rows.get(node)
+        if rows is not None:
+            return along(rows.cpu(), 0, shape)
+        if (site := self._call_keeping_samples(output)) is not None:
+            return self._of_call(site, operand_ids.get(0), shape)
+        if is_leaf(node):
+            return self._of_leaf(node.variable, shape)  # type: ignore[attr-defined]
+        try:
+            ids = self._through_node(node, output_nr, operand_ids)
+        except RuntimeError as error:
+            if "second time" not in str(error):
+                raise
+            ids = None  # autograd has executed the node: it was walked to in the middle of a pass
+        if ids is None and (site := self._site(output)) is not None:
+            # No module is known to move samples to another axis.
+            ids = self._of_call(site, self._received(site.call), shape)
+        return ids
+
+    def _through_node(
+        self, node: Node, output_nr: int, operand_ids: OperandIds
+    ) -> SampleIds | None:
+        """The ids at an output of a node that is no call's."""
+        if not operand_ids and (ids := self._of_entry(node)) is not None:
+            return ids
+        rows, is_readable = self._input_rows, self._survey.is_readable
+        if nodes.operation_of(node) in nodes.INDEXED and operand_ids.get(0, rows) is None:
+            operand_ids[0] = self._in_order(node.next_functions[0])
+        # Constants and parameters whose samples are unknown go with what they meet.
+        unknown = {i: node.next_functions[i][0] for i, ids in operand_ids.items() if ids is None}
+        is_constant = self._origins.of_constants
+        beside = {i for i, child in unknown.items() if child is not None and is_constant(child)}
+        telling = {i: ids for i, ids in operand_ids.items() if i not in beside}
+        note = self._note_read
+        return sample_ids.through_node(node, output_nr, telling, rows, is_readable, note)
+
+    def _note_read(self) -> None:
+        self._survey.are_by_values = True
+
+    def _or_told(self, output: NodeOutput, ids: SampleIds | None) -> SampleIds | None:
+        """The ids, or else the rows of the user's index, if these are as many.
+
+        The index also replaces ids that are all the same, or incomplete, since rows of several
+        samples may have met there. The dye measures whether that is right.
+        """
+        node, output_nr = output
+        if not self._survey.is_told or nodes.is_stack_of_numbers(node):
+            return ids
+        if ids is not None and ids.numel() > 1 and bool((ids >= 0).all()):
+            return ids
+        shape = nodes.lengths_of(node, output_nr)
+        rows = None if self._origins.of_weights(node) else self.told_rows(shape)
+        return ids if rows is None else along(rows, 0, shape)
+
+    def told_rows(self, shape: Shape) -> Tensor | None:
+        """What the user said of so many rows, if the model received as many, or a fraction."""
+        told = self._survey.told
+        if told is None or told.is_usual or not shape or not len(told.rows):
+            return None
+        count, rest = divmod(shape[0], len(told.rows))
+        rest |= self._survey.is_declared and count > 1  # rows of one sample may not be in a row
+        return None if rest else told.rows.repeat_interleave(count)
+
+    def _in_order(self, operand: tuple[Node | None, int]) -> SampleIds | None:
+        """Ids one after the other, for an operand of an index of which nothing else is known.
+
+        The walk assumes the same. Without it, as many entries as samples would be taken for one of
+        each.
+        """
+        child, output_nr = operand
+        shape, survey = () if child is None else nodes.lengths_of(child, output_nr), self._survey
+        is_other = survey.is_declared or survey.is_told or survey.depth is not None
+        # While samples are still being counted, nothing is assumed.
+        if is_other or not shape or not survey.alignment.batch_size:
+            return None
+        count, rest = divmod(shape[0], survey.batch_size)
+        return None if rest else along(self.samples.repeat_interleave(count), 0, shape)
+
+    # Calls ----------------------------------------------------------------------------------------
+
+    def _of_call(self, site: Site, ids: SampleIds | None, shape: Shape) -> SampleIds | None:
+        """The ids at an output of a call, from those at its first input.
+
+        A module keeps rows where they are, or returns samples on the axis that its rule names.
+        """
+        call, axis = site.call, self._survey.axes.get((site.call, site.index), 0)
+        if call.is_released or call.rule.is_loss or not call.stored.inputs:
+            return None
+        received, declared = call.stored.inputs[0], declared_axis(call)
+        if ids is None and not any(call.edges[:1]):
+            ids = self.of_input(call)
+        if ids is None and not any(call.edges[:1]):
+            # One of several inputs may be as long as the batch by chance.
+            is_sure = call.receives_input > 1 or len(call.run.inputs) < 2
+            ids = self.by_length(tuple(received.shape), declared, is_sure)
+        if ids is None or ids.numel() != max(ids.shape, default=0):
+            return None
+        if ids.numel() == 1:
+            return along(ids.flatten(), 0, shape)  # all of it is of one sample
+        before = next((k for k, length in enumerate(ids.shape) if length > 1), declared)
+        is_same = before == declared or shape[: before + 1] == received.shape[: before + 1]
+        axis = axis or (before if is_same else 0)
+        is_there = axis >= before and shape[axis : axis + 1] == received.shape[before : before + 1]
+        return along(ids.flatten(), axis, shape) if is_there else None
+
+    def of_input(self, call: Call) -> SampleIds | None:
+        """The ids of data that a module received; ``None`` if usual, or unknown."""
+        if call not in self._inputs:
+            inputs, survey = call.stored.inputs, self._survey
+            is_other = declared_axis(call) or survey.told is not None or survey.depth is not None
+            is_first = call.receives_input > 1 and inputs[0].shape[:1] == self.samples.shape
+            is_usual = not inputs or (is_first and not is_other) or is_of_buffers(call)
+            self._inputs[call] = None if is_usual else self._of_tensor(inputs[0], call)
+        return self._inputs[call]
+
+    # Data -----------------------------------------------------------------------------------------
+
+    def _of_tensor(self, data: Tensor, call: Call | None = None) -> SampleIds | None:
+        """The ids of data that a call received, or that any run uses, by what models received."""
+        survey, rows = self._survey, self._input_rows
+        items = None if survey.told is None else survey.told.items
+        if call is not None:
+            ids = of_data(data, call.run, rows, survey.depth, items, call.is_readable)
+        else:
+            by_run = (of_data(data, run, rows, survey.depth, items) for run in self._runs)
+            ids = next((each for each in by_run if each is not None), None)
+        # That data are in the order of the model's input is not looked at again in later passes.
+        is_usual = ids is None or ids.equal(along(rows, 0, tuple(ids.shape)))
+        survey.are_by_values |= not is_usual
+        return ids
+
+    @property
+    def _runs(self) -> list[Run]:
+        return [*{id(call.run): call.run for call, _ in self._survey.received}.values()]
+
+    def _of_leaf(self, leaf: Tensor, shape: Shape) -> SampleIds | None:
+        """The ids of data that require a gradient."""
+        ids = self._of_tensor(leaf) if self._survey.is_readable else None
+        return self.by_length(shape, 0) if ids is None else ids
+
+    def _of_entry(self, node: Node) -> SampleIds | None:
+        """The ids where parameters meet data outside of modules, if the rows are the data's."""
+        if node not in self._entries:
+            is_entry = self._origins.of_constants(node) and not self._origins.has_own_rows(node)
+            self._entries[node] = self.of_data_at(node) if is_entry else None
+            if is_entry:
+                self._survey.looked_at[node] = self._entries[node]
+        return self._entries[node]
+
+    def of_data_at(self, node: Node) -> SampleIds | None:
+        """The ids of the data that an operation saved, as an index or a factor."""
+        survey, shape = self._survey, nodes.lengths_of(node, 0)
+        data, count = nodes.rows_of(node) if survey.is_readable else (None, 0)
+        data = data if data is not None and data.dim() and has_memory(data) else None
+        ids = None if data is None else self._of_tensor(data)
+        if ids is not None and ids.shape[count:].numel() == 1:
+            return ids.reshape(*ids.shape[:count], *[1] * (len(shape) - count))
+        is_table = nodes.operation_of(node) in nodes.GATHERS and count < 2
+        is_even = data is not None and (not data.dim() or bool((data == data[:1]).all()))
+        if is_table or is_even:
+            return None  # as long as the batch by chance, as an initial state of zeros may be
+        (axis, *others) = {run.axis for run in self._runs} or {0}
+        return None if others else self.by_length(shape, axis)
+
+    def by_length(self, shape: Shape, axis: int, is_sure: bool = False) -> SampleIds | None:
+        """Ids along the declared axis, if that is as long as what the model received.
+
+        Args:
+            shape: The shape of a tensor of which nothing else is known.
+            axis: The declared axis.
+            is_sure: Whether no other axis can be that of the samples.
+        """
+        rows = self._input_rows
+        is_clear = is_sure or axis or not is_doubtful(shape, len(rows))
+        if not is_clear or self._survey.depth is not None:
+            return None
+        return along(rows, axis, shape) if shape[axis : axis + 1] == (len(rows),) else None
+
+
+def is_along(ids: SampleIds, axis: int) -> bool:
+    """Whether ids differ along one axis only, which is not the first."""
+    return bool(axis) and ids.shape[axis : axis + 1] == (ids.numel(),)
+
+
+def is_of_buffers(call: Call) -> bool:
+    """Whether a call received only buffers of the model, as a net of coordinates does."""
+    memories = set(map(memory_of, filter(has_memory, owner_of(call.module).buffers())))
+    return bool(memories) and all(memory_of(t) in memories for t in call.stored.inputs)

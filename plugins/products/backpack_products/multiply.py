@@ -1,0 +1,85 @@
+"""Products of large matrices on a CPU, by the faster of the two libraries that torch has for them.
+
+``torch.mm`` takes MKL, which on processors of other makers than Intel leaves half of AVX-512 alone.
+Torch has oneDNN as well, for convolutions, and there it is twice as fast. Which one is faster is
+measured once in a process. ``torch.backends.mkldnn.flags(enabled=False)`` and
+``torch.use_deterministic_algorithms(True)`` leave all products to ``torch.mm``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from backpack_products._torch import is_at_hand, is_onednn_on, onednn_linear, without_modes
+from backpack_products.tuning import EACH, LARGER, WHOLE
+
+_SIZE, _RUNS = 256, 5  # of the matrices that are multiplied to compare, and how often
+
+
+def multiply(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right``, of matrices ``[M, K]`` and ``[K, N]``."""
+    if left.shape[0] * right.numel() < WHOLE or not _is_for_onednn(left, right):
+        return left @ right
+    return onednn_linear(left, right.T)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> None:
+    """``total.addmm_(left, right, beta=beta, alpha=alpha)``; with ``beta=0`` it is not read."""
+    if left.shape[0] * right.numel() < WHOLE or not _is_for_onednn(left, right):
+        total.addmm_(left, right, beta=beta, alpha=alpha)
+    elif beta:
+        total.mul_(beta).add_(onednn_linear(left, right.T), alpha=alpha)
+    else:
+        torch.mul(onednn_linear(left, right.T), alpha, out=total)
+
+
+def multiply_each(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
+    """``torch.bmm(left, right)``, of matrices ``[B, M, K]`` and ``[B, K, N]``.
+
+    Args:
+        left: The left matrices.
+        right: The right ones.
+        out: Is filled with the products, if given.
+    """
+    single = left.shape[1] * left.shape[2] * right.shape[2]
+    if single < EACH or not _is_for_onednn(left, right):
+        return torch.bmm(left, right, out=out)
+    found = left.new_empty(len(left), left.shape[1], right.shape[2]) if out is None else out
+    for target, one, other in zip(found, left, right.mT, strict=True):
+        target.copy_(onednn_linear(one, other))
+    return found
+
+
+def _is_for_onednn(left: Tensor, right: Tensor) -> bool:
+    is_plain = type(left) is Tensor and left.dtype is right.dtype is torch.float32
+    return is_plain and type(right) is Tensor and is_at_hand(left) and _is_wanted()
+
+
+def _is_wanted() -> bool:
+    return is_onednn_on() and not torch.are_deterministic_algorithms_enabled() and _is_faster()
+
+
+@cache
+def _is_faster() -> bool:
+    """Whether oneDNN takes clearly less time: a library must not win by chance."""
+    with without_modes():
+        some = torch.ones(_SIZE, _SIZE, dtype=torch.float32, device="cpu")
+        try:
+            theirs = _seconds(lambda: onednn_linear(some, some))
+        except (AttributeError, RuntimeError):  # not in this build of torch
+            return False
+        return _seconds(lambda: some @ some) > LARGER * theirs
+
+
+def _seconds(product: Callable[[], Tensor]) -> float:
+    found = []
+    for _ in range(_RUNS):
+        begun = time.perf_counter()
+        product()
+        found.append(time.perf_counter() - begun)
+    return min(found)

@@ -1,0 +1,114 @@
+"""Products of large matrices by another library of torch, where that is faster."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from backpack_products import multiply as module
+from backpack_products._torch import onednn_linear
+from backpack_products.multiply import add_product, multiply, multiply_each
+from backpack_products.tuning import EACH, WHOLE
+
+
+def large(*shape, dtype=torch.float32):
+    torch.manual_seed(0)
+    return torch.randn(*shape, dtype=dtype)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The shapes of what oneDNN is given; it counts as faster on any machine."""
+    found = []
+
+    def linear(rows, weight):
+        found.append((tuple(rows.shape), tuple(weight.shape)))
+        return onednn_linear(rows, weight)
+
+    try:
+        onednn_linear(large(1, 1), large(1, 1))
+    except (AttributeError, RuntimeError):
+        pytest.skip("this build of torch has no oneDNN")
+    monkeypatch.setattr(module, "onednn_linear", linear)
+    monkeypatch.setattr(module, "_is_faster", lambda: True)
+    return found
+
+
+def near(found, wanted) -> None:
+    assert found.dtype is torch.float32
+    assert torch.allclose(found.double(), wanted, rtol=1e-5, atol=1e-4)
+
+
+@torch.no_grad()
+def test_products_are_the_same(calls) -> None:
+    left, right = large(300, 128).T, large(300, 130)
+    assert left.shape[0] * right.numel() >= WHOLE
+    wanted = left.double() @ right.double()
+    near(multiply(left, right), wanted)
+    near(multiply(left, right.T.contiguous().T), wanted)
+    near(multiply(left[:, ::2], right[::2]), left[:, ::2].double() @ right[::2].double())
+    assert len(calls) == 2, "the last product is too small"
+    for beta in (0.0, 1.0, 0.5):
+        total = large(130, 128).T
+        before = total.double()
+        if not beta:
+            total.fill_(torch.nan)  # is not read
+            before.zero_()
+        add_product(total, left, right, beta, 0.25)
+        near(total, beta * before + 0.25 * wanted)
+    assert len(calls) == 5
+
+
+@torch.no_grad()
+def test_products_of_batches_are_the_same(calls) -> None:
+    left, right = large(2, 256, 128).mT, large(2, 256, 136)
+    assert left[0].shape[0] * right[0].numel() >= EACH
+    wanted = left.double() @ right.double()
+    near(multiply_each(left, right), wanted)
+    place = torch.empty(2, 128, 136, dtype=torch.float32)
+    assert multiply_each(left, right, place) is place
+    near(place, wanted)
+    assert len(calls) == 4
+    near(multiply_each(left[:, :3], right), wanted[:, :3])
+    assert len(calls) == 4
+
+
+def test_what_torch_multiplies_itself(calls) -> None:
+    left, right = large(256, 256), large(256, 256)
+    with torch.no_grad():
+        multiply(left.double(), right.double())
+        multiply(left.half(), right.half())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, about other settings
+            with torch.backends.mkldnn.flags(enabled=False):
+                multiply(left, right)
+        torch.use_deterministic_algorithms(True)
+        try:
+            multiply(left, right)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        torch.func.vmap(multiply)(left.expand(2, -1, -1), right.expand(2, -1, -1))
+        multiply(left.to("meta"), right.to("meta"))
+    left.requires_grad_()
+    multiply(left, right).sum().backward()
+    assert torch.allclose(left.grad, right.sum(1).expand(256, -1), atol=1e-3)
+    assert not calls
+    with torch.no_grad():
+        multiply(left, right)
+    assert len(calls) == 1
+
+
+def test_a_build_without_the_library(monkeypatch) -> None:
+    def missing(*args):
+        raise AttributeError("'mkldnn' has no '_linear_pointwise'")
+
+    monkeypatch.setattr(module, "onednn_linear", missing)
+    module._is_faster.cache_clear()
+    try:
+        left = large(256, 256)
+        with torch.no_grad():
+            assert torch.equal(multiply(left, left), left @ left)
+    finally:
+        module._is_faster.cache_clear()
