@@ -136,10 +136,8 @@ class _Data:
         self._received, self._run = data, run
         self._shape: Shape = tuple(data.shape)
         self._is_readable = is_readable and has_memory(data) and not is_symbolic(data)
-        self._samples, self._lists = (
-            samples,
-            list[list[ModelInput]](),
-        )  # lists of one sample per tensor
+        # Lists of tensors with one sample each.
+        self._samples, self._lists = samples, list[list[ModelInput]]()
         by_path = dict[tuple[int, ...], Tensor]()
         if items is not None and len(items) == len(run.inputs):
             self._lists = joinable(run)
