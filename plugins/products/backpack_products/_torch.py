@@ -38,20 +38,20 @@ def is_at_hand(tensor: Tensor) -> bool:
     )
 
 
-# A block in which no mode sees what is computed; without it, a mode may see a comparison of times.
+# A block without dispatch modes, so that none records a comparison of times.
 without_modes: Callable[[], Any] = getattr(_python_dispatch, "_disable_current_modes", nullcontext)
 # Whether ``torch.backends.mkldnn`` is switched on.
 is_onednn_on: Callable[[], bool] = getattr(torch._C, "_get_mkldnn_enabled", lambda: True)
 
 
 def onednn_linear(rows: Tensor, weight: Tensor) -> Tensor:
-    """``rows @ weight.T`` of matrices by oneDNN, as compiled models of torch have it.
+    """``rows @ weight.T`` of matrices by oneDNN, as compiled models of torch compute it.
 
     Raises:
-        AttributeError: This build of torch has none.
+        AttributeError: This build of torch lacks the operation.
     """
-    found: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
-    return found
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
+    return product
 
 
 def holders_of(tensor: Tensor) -> tuple[int, ...] | None:

@@ -1,7 +1,7 @@
-"""Products of large matrices on a CPU, by the faster of the two libraries that torch has for them.
+"""Products of large matrices on a CPU, by the faster of two libraries: MKL and oneDNN.
 
-``torch.mm`` takes MKL, which on processors of other makers than Intel leaves half of AVX-512 alone.
-Torch has oneDNN as well, for convolutions, and there it is twice as fast. Which one is faster is
+``torch.mm`` uses MKL, which does not use AVX-512 fully on processors that are not made by Intel.
+Torch also contains oneDNN, for convolutions, which is twice as fast there. The faster library is
 measured once in a process. ``torch.backends.mkldnn.flags(enabled=False)`` and
 ``torch.use_deterministic_algorithms(True)`` leave all products to ``torch.mm``.
 """
@@ -45,8 +45,8 @@ def multiply_each(left: Tensor, right: Tensor, out: Tensor | None = None) -> Ten
 
     Args:
         left: The left matrices.
-        right: The right ones.
-        out: Is filled with the products, if given.
+        right: The right matrices.
+        out: Where to write the products; default: a new tensor.
     """
     single = left.shape[1] * left.shape[2] * right.shape[2]
     if single < EACH or not _is_for_onednn(left, right):
@@ -69,12 +69,12 @@ def _is_wanted() -> bool:
 
 @cache
 def _is_faster() -> bool:
-    """Whether oneDNN takes clearly less time: a library must not win by chance."""
+    """Whether oneDNN takes clearly less time, so that it does not win by chance."""
     with without_modes():
         some = torch.ones(_SIZE, _SIZE, dtype=torch.float32, device="cpu")
         try:
             theirs = _seconds(lambda: onednn_linear(some, some))
-        except (AttributeError, RuntimeError):  # not in this build of torch
+        except (AttributeError, RuntimeError):  # this build of torch lacks it
             return False
         return _seconds(lambda: some @ some) > LARGER * theirs
 

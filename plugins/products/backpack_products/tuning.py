@@ -35,11 +35,11 @@ PADDED: Final = 2**17
 SYMMETRIC: Final = 384
 # The least number of positions in a band of a symmetric matrix of their inner products.
 BAND: Final = 32
-# From so many multiply-adds on, which of two libraries multiplies matters.
+# From this many multiply-adds on, the faster of two libraries is chosen.
 WHOLE: Final = 2**22
-# The same for each product of a batch, which then are computed one by one.
+# The same for each product of a batch; the products are then computed one by one.
 EACH: Final = 2**22
-# How much faster a library has to be to be taken.
+# How many times as fast a library has to be to be chosen.
 LARGER: Final = 1.4
 
 
