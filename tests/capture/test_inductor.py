@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from backpack_capture import CaptureWarning, capture, inductor
+from backpack_capture.graph import LOOKS
 from backpack_core import backpack, extend, memory_budget
 from backpack_core.errors import UsageError
 from backpack_products.tuning import CACHE, piece_size, unsplit
@@ -82,7 +83,7 @@ def test_compiled_code_that_is_slower_is_left(monkeypatch: pytest.MonkeyPatch) -
             return lambda *given: time.sleep(0.03) or graph.code.run(*given)
 
     pair.step._compiler = type(pair.step._compiler)(Slow)  # type: ignore[misc, arg-type]
-    for seed in range(14):
+    for seed in range(2 * LOOKS + 6):
         pair.run(seed)
     assert "times as long as recorded operations" in pair.step.report()
 
@@ -152,7 +153,7 @@ def test_compiled_code_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -
             return lambda *given: [t + 1 for t in graph.code.run(*given)]
 
     pair.step._compiler = type(pair.step._compiler)(Wrong)  # type: ignore[misc, arg-type]
-    for seed in range(11):
+    for seed in range(LOOKS + 7):
         pair.run(seed)
     assert "not compiled: its graph gave something else than the engine" in pair.step.report()
 

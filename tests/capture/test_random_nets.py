@@ -71,8 +71,8 @@ class Side:
         return loss
 
     def _engine(self, *inputs: Tensor) -> Tensor:
+        loss = self.function(*inputs)  # a net may differentiate parts of itself
         with backpack(*self.extensions):
-            loss = self.function(*inputs)
             loss.backward()
         return loss.detach()
 

@@ -50,7 +50,7 @@ def called(steps: list[Step]) -> Counter[str]:
         (1, "traversal.visit straight.arrive traversal.read carriers.find traversal.send"),
         (1, "column_propagator.propagate rules.jac_t_mat_prod linear._jac_t_mat_prod"),
         (1, "column_propagator.products parametric.param_products sink.note"),
-        (2, "parametric.arrangement diag_ggn.read untouched.owned sink.store"),
+        (2, "parametric.arrangement diag_ggn.read guards.unshared sink.store"),
     ],
 )
 def test_a_visit_does_each_thing_once(count: int, names: str) -> None:
