@@ -1,4 +1,4 @@
-"""Second derivatives at operations where torch's own are wrong: weight normalisation."""
+"""Second derivatives at operations where torch's own are wrong or rounded."""
 
 from __future__ import annotations
 
@@ -203,3 +203,29 @@ def _nodes(start: Any) -> list[Any]:
         found.append(node := todo.pop())
         todo += [child for child, _ in node.next_functions if child is not None]
     return found
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("is_weighted", [False, True])
+def test_binary_cross_entropy_of_small_probabilities(reduction: str, is_weighted: bool) -> None:
+    """Torch's second derivative adds 1e-12 to them."""
+    layer = extend(nn.Linear(2, 3).double())
+    with torch.no_grad():
+        layer.bias.sub_(14)
+    weight = torch.rand(4, 3).double() if is_weighted else torch.ones(4, 3).double()
+    given = weight if is_weighted else None
+    lossfunc = extend(nn.BCELoss(given, reduction=reduction))
+    x, y = torch.randn(4, 2).double(), torch.rand(4, 3).double()
+    p = layer(x).sigmoid()
+    terms = -weight * (y * p.log() + (1 - y) * torch.log1p(-p))
+    total = terms.sum() if reduction == "sum" else terms.mean()
+    parameters = list(layer.parameters())
+    gradients = torch.autograd.grad(total, parameters, create_graph=True)
+    with backpack(HMP()):
+        lossfunc(layer(x).sigmoid(), y).backward()
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        vector = torch.randn_like(parameter)
+        (expected,) = torch.autograd.grad(gradient, parameter, vector, retain_graph=True)
+        product = parameter.hmp(vector.unsqueeze(0)).squeeze(0)  # type: ignore[attr-defined]
+        size = float(expected.abs().max())
+        torch.testing.assert_close(product, expected, rtol=0, atol=1e-9 * size)

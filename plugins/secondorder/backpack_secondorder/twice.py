@@ -95,7 +95,19 @@ def _weight_norm(node: Any, arrived: Tensor | None, *others: Tensor | None) -> G
     return tuple([mat.squeeze(0) for mat in weight_norm(node, arrived.unsqueeze(0))])
 
 
+def _binary_cross_entropy(node: Any, arrived: Tensor | None) -> Grads:
+    """``∂ℓ/∂p = (p - t) / (p (1 - p))``, and ``∂ℓ/∂t``; torch's derivative of it adds 1e-12."""
+    if arrived is None:
+        return None, None
+    p, target, weight = node._saved_self, node._saved_target, node._saved_weight
+    scale = arrived if weight is None else arrived * weight
+    scale = scale / p.numel() if node._saved_reduction == 1 else scale
+    logs = [q.log().clamp(min=-100) for q in (1 - p, p)]
+    return scale * (p - target) / ((1 - p) * p).clamp(min=1e-12), scale * (logs[0] - logs[1])
+
+
 FORMULAS: Formulas = {
+    "BinaryCrossEntropyBackward0": _binary_cross_entropy,
     "WeightNormInterfaceBackward0": _weight_norm,
     "NativeLayerNormBackwardBackward0": of_layer_norm,
     "NativeBatchNormBackwardBackward0": of_batch_norm,
