@@ -303,20 +303,23 @@ class View:
         """The same call with some samples only, each with all of its entries of axis 0.
 
         Args:
-            samples: Indices of samples, which may be repeated; ``None`` for all.
+            samples: Indices of samples of the whole call, whichever are shown, which may be
+                repeated; ``None`` for those that are shown.
 
         Raises:
             UsageError: An index is out of range.
         """
-        is_entry = self.positions == 1 and self.samples in (0, self.batch_size)
-        if samples is None or is_entry:  # each entry of axis 0 is a sample
-            return self.subsample(samples)
-        self._require_within(samples, self.samples)
-        owners = self.owners
+        if samples is None:
+            return self
+        whole = self.full
+        if whole.positions == 1 and whole.samples in (0, whole.batch_size):
+            return whole.subsample(samples)  # each entry of axis 0 is a sample
+        whole._require_within(samples, whole.samples)
+        owners = whole.owners
         if owners is None:
-            owners = torch.arange(self.samples, device="cpu").repeat_interleave(self.positions)
-        entries = [(owners == n % self.samples).nonzero().flatten() for n in samples]
-        view = self._picked(tuple(torch.cat(entries).tolist()))
+            owners = torch.arange(whole.samples, device="cpu").repeat_interleave(whole.positions)
+        entries = [(owners == n % whole.samples).nonzero().flatten() for n in samples]
+        view = whole._picked(tuple(torch.cat(entries).tolist()))
         view.owners = torch.arange(len(samples), device="cpu").repeat_interleave(
             torch.tensor([*map(len, entries)], device="cpu")
         )

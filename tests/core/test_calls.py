@@ -261,6 +261,22 @@ def test_subsample_is_a_view_with_fewer_samples() -> None:
         view.subsample([4])
 
 
+@pytest.mark.parametrize("chosen", [[2, -4], [2, -4, 3, 3]])
+@pytest.mark.parametrize("positions", [1, 2])
+def test_samples_are_counted_in_the_whole_call(positions: int, chosen: list[int]) -> None:
+    module = extend(nn.Linear(3, 2))
+    (call,) = _calls_behind(module(torch.randn(4 * positions, 3)))
+    view = View(call, positions=positions, samples=4)
+    rows = view.input.reshape(4, positions, 3)
+    some = view.of_samples(chosen)
+    assert torch.equal(some.input, rows[chosen].flatten(0, 1))
+    again = some.of_samples([1, 3])
+    assert torch.equal(again.input, rows[[1, 3]].flatten(0, 1))
+    assert again.full is view
+    with pytest.raises(UsageError, match=r"sample 4, but Linear saw a batch of 4"):
+        some.of_samples([4])
+
+
 def test_overwritten_input_and_output() -> None:
     x = torch.randn(4, 3)
     module = extend(nn.Linear(3, 2))
