@@ -22,6 +22,7 @@ from torch.nn import Module
 from backpack_core import _hooks, _torch
 from backpack_core._hooks import hook_first
 from backpack_core._torch import parametrizations_of
+from backpack_core.engine.chain import between
 from backpack_core.engine.hooks import OutputHook
 from backpack_core.errors import UsageError
 from backpack_core.plugins.registry import FALLBACK, Resolved, registry
@@ -119,7 +120,7 @@ def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if owner is not None:
         if kwargs:
             kwargs = in_order(module, kwargs)
-        owner.begin((*args, *kwargs.values()) if is_recording() else None)
+        owner.begin((*args, *kwargs.values()) if is_recording() else None, between().run_of)
 
 
 @_Hook

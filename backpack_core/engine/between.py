@@ -8,7 +8,7 @@ library that knows operations provides another by the hook ``backpack_operation`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
@@ -17,7 +17,8 @@ from backpack_core._torch import Node
 from backpack_core.engine.active import Context
 from backpack_core.graph.survey import Survey
 from backpack_core.plan.structure import Structure
-from backpack_core.record.call import CallCaches, Edge, Site
+from backpack_core.record.call import Call, CallCaches, Edge, Site
+from backpack_core.record.run import Place, Run
 
 if TYPE_CHECKING:  # these files import this one
     from backpack_core.engine.backward import BackwardPass
@@ -50,6 +51,11 @@ class Between(ABC, Generic[S]):
         Raises:
             UsageError: It does not say which rows belong to which sample.
         """
+
+    @staticmethod
+    def run_of(placed: Sequence[tuple[Place, Tensor]], axis: int, is_distributed: bool) -> Run:
+        """What is noted of a forward pass of an extended model; see :class:`Run`."""
+        return Run(placed, axis, is_distributed)
 
     # Before anything is computed ------------------------------------------------------------------
 
@@ -94,6 +100,14 @@ class Between(ABC, Generic[S]):
         Raises:
             Unplanned: No plan can tell.
         """
+
+    def facts_of_data(self, call: Call, tensor: Tensor) -> Iterable[Any]:
+        """What decisions about data that a call received may depend on, besides its shape."""
+        return (call.run.receives((tensor,)),)
+
+    def facts_of_runs(self, runs: Iterable[Run]) -> Iterable[Any]:
+        """How what models received lies to each other; asked after all other facts."""
+        return ()
 
     @abstractmethod
     def numbered(self, structure: Structure) -> Any:

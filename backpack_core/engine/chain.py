@@ -170,7 +170,7 @@ class Chain(Between[Survey]):
         self._first = first
         if run is not first.run or (run is NO_RUN and call is not first):
             return f"received data, and so did {first.path}, in another call of a model or in none"
-        if run.sizes and (run.sizes != (rows,) or len(run.inputs) > 1):
+        if run.sizes and run.sizes != (rows,):
             return f"received {rows} rows, and its model {' and '.join(map(str, run.sizes))}"
         if run.sizes and call.receives_input < 2:
             return "received something else than its model did"

@@ -115,5 +115,5 @@ def _recognised(context: Context, between: Between[Any], roots: Sequence[Edge]) 
         raise Unplanned(f"{what}=... says something of this pass alone")
     if computed_substitutes():
         raise Unplanned("weights are handed over")
-    structure = Structure(roots, between.facts_of)
+    structure = Structure(roots, between)
     return structure if structure.sites else None

@@ -8,10 +8,10 @@ in place, or with hooks on saved tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import chain, product, repeat
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,11 +20,10 @@ from torch.nn import Parameter
 from backpack_core._torch import LeafNode, Node
 from backpack_core.record.call import SITES, VIEWED, Call, Edge, Site
 from backpack_core.record.owner import PATH_ATTRIBUTE, is_parameter
-from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run, rows_of, span_of
+from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run
 
 Place = tuple[Node, int]
 Region = tuple[Call, ...]  # calls that are gone through, each inside of the next
-FactsOf = Callable[[Node], Iterable[Any]]
 
 OVERWRITTEN = "a view was overwritten in place"
 _STRIDED = torch.strided
@@ -33,6 +32,19 @@ _PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 class Unplanned(Exception):
     """No plan can be made of a graph; the message says why."""
+
+
+class Knows(Protocol):
+    """Tells what decisions may depend on, besides shapes."""
+
+    def facts_of(self, node: Node) -> Iterable[Any]:
+        """What a decision about an operation may depend on."""
+
+    def facts_of_data(self, call: Call, tensor: Tensor) -> Iterable[Any]:
+        """What a decision about data that a call received may depend on."""
+
+    def facts_of_runs(self, runs: Iterable[Run]) -> Iterable[Any]:
+        """What depends on how runs of models lie to each other; asked last."""
 
 
 class Structure:
@@ -46,23 +58,22 @@ class Structure:
         key: The facts: equal for graphs of equal shapes about which the same is decided.
     """
 
-    def __init__(self, roots: Iterable[Edge], facts_of: FactsOf) -> None:
+    def __init__(self, roots: Iterable[Edge], between: Knows) -> None:
         """Walk the graph.
 
         Args:
             roots: What ``backward()`` is called on.
-            facts_of: Returns what a decision about an operation may depend on, besides its shapes.
+            between: Tells what decisions about operations and data depend on.
 
         Raises:
             Unplanned: The graph has no key.
         """
-        self._facts_of = facts_of
+        self._between = between
         self.sites: dict[tuple[Call, int], Site] = {}
         self.between: dict[Node, int] = {}
         self.parameters: list[Tensor] = []
         self._numbers: dict[int, int] = {}
         self._runs: dict[int, Run] = {}
-        self._rows: list[tuple[int, range]] = []  # of memories, that calls or models received
         self._regions: dict[Node, Region] = {}
         todo: list[tuple[Place, Region]] = [(edge[:2], ()) for edge in roots]
         self._facts: list[Any] = [len(todo)]
@@ -78,9 +89,7 @@ class Structure:
             else:
                 self.places[place] = len(self.places)
                 todo += self._enter(*place, region)
-        if len(self._runs) > 1:
-            self._rows += [run.rows for run in self._runs.values() if run.rows is not None]
-        self.key = (*self._facts, *_relations(self._rows))
+        self.key = (*self._facts, *between.facts_of_runs(self._runs.values()))
 
     @cached_property
     def lengths(self) -> dict[int, int]:
@@ -146,7 +155,11 @@ class Structure:
         for tensor, edge in zip(stored.inputs, call.edges, strict=True):
             facts.append(edge is None)
             if edge is None:
-                facts += is_parameter(tensor), tensor.requires_grad, *self._received(call, tensor)
+                facts += (
+                    is_parameter(tensor),
+                    tensor.requires_grad,
+                    *self._between.facts_of_data(call, tensor),
+                )
             elif edge.level:
                 raise Unplanned(OVERWRITTEN)
             else:
@@ -166,16 +179,6 @@ class Structure:
         if call.module._modules and not call.rule.transparent:  # rules may not cover all inside
             facts.append(tuple([p.requires_grad for p in call.module.parameters()]))
 
-    def _received(self, call: Call, tensor: Tensor) -> tuple[Any, ...]:
-        """Where the data that a call received lie in what its model received."""
-        run = call.run
-        if not run.memories:
-            rows = None if call.rule.is_loss else rows_of(tensor)
-            self._rows += () if rows is None else (rows,)
-            return (rows is None,)
-        given = () if len(run.inputs) < 2 else tuple([g.span for g in run.inputs])
-        return run.receives((tensor,)), *[span_of(tensor) == span for span in given]
-
     def _number_of(self, parameter: Tensor) -> int:
         """The number of a parameter, in the order of the walk."""
         if type(parameter) is not Parameter and not isinstance(parameter, Parameter):
@@ -191,10 +194,7 @@ class Structure:
             return int(run.is_distributed)
         if id(run) not in self._runs:
             self._runs[id(run)] = run
-            self._facts += run.axis, run.is_distributed, run.has_computed_input, len(run.inputs)
-            self._facts += torch.Size(run.sizes), run.rows is None
-            for given in run.inputs:
-                self._facts += given.path, given.dtype, torch.Size(given.shape)
+            self._facts += run.facts
         return 2 + [*self._runs].index(id(run)) if len(self._runs) > 1 else 2
 
     # Operations ----------------------------------------------------------------------------------
@@ -215,25 +215,13 @@ class Structure:
             if is_parameter(leaf):
                 facts.append(self._number_of(leaf))
             return []
-        own = self._facts_of(node)
+        own = self._between.facts_of(node)
         for metadata in node._input_metadata:
             facts += metadata.dtype, torch.Size(metadata.shape)
         facts += own
         edges = node.next_functions
         facts.append(tuple([child is None for child, _ in edges]))
         return [(child, number) for child, number in edges if child is not None]
-
-
-def _relations(rows: Iterable[tuple[int, range]]) -> Iterable[Any]:
-    """How rows of memories lie to each other: they may be parts of one batch."""
-    first: dict[int, int] = {}
-    for memory, some in rows:
-        first[memory] = min(some.start, first.get(memory, some.start))
-    numbers = {memory: number for number, memory in enumerate(first)}
-    for memory, some in rows:
-        start = first[memory]
-        yield numbers[memory]
-        yield torch.Size((some.start - start, some.stop - start, some.step))
 
 
 def _why_unreadable(call: Call) -> str:

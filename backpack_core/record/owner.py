@@ -19,7 +19,7 @@ from backpack_core import _torch
 from backpack_core._torch import Node, running_calls
 from backpack_core.errors import UsageError
 from backpack_core.record.nested import placed_tensors
-from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run, run_of
+from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run, RunOf
 
 OWNER_ATTRIBUTE: Final = "_backpack_owner"
 PATH_ATTRIBUTE: Final = "_backpack_path"  # the path of a submodule in its model
@@ -68,11 +68,12 @@ class Owner:
         if module is not None:
             MODELS[id(module)] = module
 
-    def begin(self, received: Sequence[Any] | None) -> None:
+    def begin(self, received: Sequence[Any] | None, run_of: RunOf) -> None:
         """Note that a forward pass of the model begins on this thread.
 
         Args:
             received: The arguments of the model; ``None`` if nothing is recorded.
+            run_of: Makes the run of the model.
 
         Raises:
             UsageError: No argument has the declared batch axis.

@@ -1,126 +1,66 @@
-"""What an extended model received in one forward pass: sizes, memory layout and rows of inputs."""
+"""What an extended model received in one forward pass."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Final, NamedTuple, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
-from backpack_core._torch import has_memory, hold_address, memory_of
+Place = tuple[int, ...]  # the index of an argument, and of the item at each level of containers
 
 
-class SampleLayout(NamedTuple):
-    """The memory layout of a tensor that has samples.
-
-    Attributes:
-        shape: Its shape.
-        strides: Its strides.
-        offset: Its storage offset.
-        axis: The axis of the samples; negative if it is unknown.
-    """
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    axis: int
-
-    @property
-    def ends(self) -> tuple[int, int]:
-        """The storage indices of the first and the last element."""
-        steps = zip(self.shape, self.strides, strict=True)
-        return self.offset, self.offset + sum((length - 1) * step for length, step in steps)
-
-    def axis_in(self, tensor: Tensor) -> int | None:
-        """The axis of a tensor in the same memory that has length and stride of the sample axis."""
-        if self.axis < 0:
-            return None
-        length, stride = self.shape[self.axis], self.strides[self.axis]
-        axes = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
-        return next((index for index, axis in axes if axis == (length, stride)), None)
-
-    def is_in_front(self, tensor: Tensor) -> bool:
-        """Whether axis 0 of a tensor in the same memory runs along the samples, or some of them."""
-        if self.axis < 0 or not tensor.dim():
-            return False
-        is_along = tensor.stride(0) == self.strides[self.axis]
-        return is_along and len(tensor) <= self.shape[self.axis]
-
-
-def layout_of(tensor: Tensor, axis: int) -> SampleLayout:
-    """The layout of a tensor that has samples on an axis."""
-    return SampleLayout(
-        tuple(tensor.shape), tensor.stride(), cast(int, tensor.storage_offset()), axis
-    )
-
-
-class ModelInput(NamedTuple):
-    """A tensor that an extended model received.
-
-    Attributes:
-        path: The index of the argument, and then of the item at each level of nested containers.
-        layout: Its memory layout.
-        memory: The number of its memory; see ``memory_of``.
-        tensor: A weak reference to it.
-        dtype: Its dtype.
-    """
-
-    path: tuple[int, ...]
-    layout: SampleLayout
-    memory: int
-    tensor: Callable[[], Tensor | None]
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Its shape."""
-        return self.layout.shape
-
-    @property
-    def span(self) -> tuple[int, int, int]:
-        """Its memory, and the storage indices of its first and last element."""
-        return self.memory, *self.layout.ends
-
-
-class Run(NamedTuple):
+class Run:
     """What an extended model received in one forward pass.
+
+    This class knows which tensors they are. A library that follows samples through other tensors
+    derives from it.
 
     Attributes:
         sizes: The lengths of the batch axis of its input tensors; one of them is the number of
             samples.
-        memories: The layout of input tensors, and of what layers made of them, by memory.
-        is_distributed: Whether it runs inside of DistributedDataParallel.
-        passed: References that keep the memories added by :meth:`pass_on` from being reused.
-        has_computed_input: Whether an input has a graph: parameters or another model computed it.
-        rows: Which rows of which memory its first input tensor is; see :func:`rows_of`.
-        inputs: Its input tensors.
         axis: Their declared batch axis.
+        is_distributed: Whether it runs inside of DistributedDataParallel.
+        has_computed_input: Whether an input has a graph: parameters or another model computed it.
+        inputs: What a library notes of each input tensor.
+        memories: What a library notes of each memory that has samples, by its number.
     """
 
-    sizes: tuple[int, ...]
-    memories: dict[int, SampleLayout]
-    is_distributed: bool
-    passed: list[object]
-    has_computed_input: bool = False
-    rows: tuple[int, range] | None = None
-    inputs: tuple[ModelInput, ...] = ()
-    axis: int = 0
+    inputs: Sequence[Any] = ()
+    memories: Mapping[int, Any] = MappingProxyType({})
+
+    def __init__(
+        self,
+        placed: Sequence[tuple[Place, Tensor]] = (),
+        axis: int = 0,
+        is_distributed: bool = False,
+    ) -> None:
+        """Note what the model received.
+
+        Args:
+            placed: The tensors, each with its path.
+            axis: Their declared batch axis.
+            is_distributed: Whether the model runs inside of DistributedDataParallel.
+        """
+        tensors = [tensor for _, tensor in placed]
+        self.axis, self.is_distributed = axis, is_distributed
+        with_axis = [t for t in tensors if t.dim() > axis and not t.is_nested]
+        self.sizes = tuple([tensor.shape[axis] for tensor in with_axis])
+        self.has_computed_input = any(tensor.grad_fn is not None for tensor in tensors)
+        self._given = [*map(weakref.ref, tensors)]
+
+    @property
+    def facts(self) -> Iterable[Any]:
+        """What decisions about the whole pass may depend on."""
+        return self.axis, self.is_distributed, self.has_computed_input, torch.Size(self.sizes)
 
     def receives(self, tensors: Iterable[Tensor]) -> int:
-        """Whether any tensor shares memory with the model's input: 1, or 2 if axis 0 holds samples.
-
-        Axis 0 holds samples if it has the stride of the input's batch axis. A transposed view does
-        not.
-        """
-        shared = self._sharing(tensors)
-        return bool(shared) + any(layout.is_in_front(t) for t, layout in shared)
-
-    def _sharing(self, tensors: Iterable[Tensor]) -> list[tuple[Tensor, SampleLayout]]:
-        """The tensors that share memory with the model's input, each with the layout of that."""
-        dense = [*filter(has_memory, tensors)] if self.memories else ()
-        return [(t, self.memories[m]) for t in dense if (m := memory_of(t)) in self.memories]
+        """Whether any tensor has the samples of an input: 1, or 2 if they are on axis 0."""
+        given = [reference() for reference in self._given]
+        return 2 * any(tensor is other for tensor in tensors for other in given)
 
     def pass_on(self, tensors: Iterable[Tensor], results: Iterable[Tensor]) -> None:
         """Treat results without a graph as inputs of the model, if a layer made them of its inputs.
@@ -128,71 +68,11 @@ class Run(NamedTuple):
         This is for modules with a layer rule, which keep samples in place. Other modules may not: a
         table of positions is made from the input as well.
         """
-        axes = [(t, layout.axis_in(t)) for t, layout in self._sharing(tensors)]
-        for tensor, axis in axes:
-            for result in results if axis is not None else ():
-                lead = slice(0, (axis or 0) + 1)
-                # If the result is a view of the input, its memory is in the table already.
-                if result.shape[lead] == tensor.shape[lead] and has_memory(result):
-                    self.memories.setdefault(memory_of(result), layout_of(result, axis or 0))
-                    self.passed.append(hold_address(result))
+        self._given += map(weakref.ref, results if self.receives(tensors) else ())
 
 
-def span_of(tensor: Tensor) -> tuple[int, int, int]:
-    """The memory of a tensor, and the storage indices of its first and last element."""
-    return memory_of(tensor), *layout_of(tensor, 0).ends
-
-
-def rows_of(tensor: Tensor) -> tuple[int, range] | None:
-    """The memory of a tensor, and which rows of its base it is: ``x[2:4]`` is rows 2 and 3.
-
-    ``None`` if axis 0 is not axis 0 of the base, as for ``x[t]``.
-    """
-    if not tensor.dim() or not has_memory(tensor):
-        return None
-    base, memory, count = tensor._base, memory_of(tensor), len(tensor)
-    if base is None:
-        return memory, range(count)
-    if base.dim() < min(2, tensor.dim()):
-        return None  # a flat base has no rows
-    row = base.stride(0)
-    step, rest = divmod(tensor.stride(0), row) if row and row == max(base.stride()) else (0, 1)
-    is_single = count == 1 and base.dim() != tensor.dim()
-    if rest or not step or (is_single and tensor.stride(0) == base.stride(1)):
-        return None
-    first = (tensor.storage_offset() - base.storage_offset()) // row
-    return memory, range(first, first + count * step, step)
-
-
-def run_of(
-    placed: Sequence[tuple[tuple[int, ...], Tensor]], axis: int, is_distributed: bool
-) -> Run:
-    """The run of a model that received some tensors.
-
-    Args:
-        placed: The tensors, each with its path.
-        axis: Their declared batch axis.
-        is_distributed: Whether it runs inside of DistributedDataParallel.
-    """
-    has_computed_input = False
-    sizes: list[int] = []
-    memories: dict[int, SampleLayout] = {}
-    inputs: list[ModelInput] = []
-    for path, tensor in placed:
-        has_computed_input = has_computed_input or tensor.grad_fn is not None
-        has_axis = tensor.dim() > axis and not tensor.is_nested
-        if has_axis:
-            sizes.append(tensor.shape[axis])
-        if has_memory(tensor):
-            memory, layout = memory_of(tensor), layout_of(tensor, axis)
-            if has_axis:
-                memories[memory] = layout
-            if not axis:
-                inputs.append(ModelInput(path, layout, memory, weakref.ref(tensor), tensor.dtype))
-    rows = rows_of(placed[0][1]) if placed and not axis else None
-    return Run(tuple(sizes), memories, is_distributed, [], has_computed_input, rows, tuple(inputs))
-
-
+# Makes the run of a model, from the arguments of :class:`Run`.
+RunOf = Callable[[Sequence[tuple[Place, Tensor]], int, bool], Run]
 # For calls outside of an extended model; the second, inside of DistributedDataParallel.
-NO_RUN: Final[Run] = Run((), {}, False, [])
-NO_RUN_OF_RANKS: Final[Run] = Run((), {}, True, [])
+NO_RUN: Final = Run()
+NO_RUN_OF_RANKS: Final = Run(is_distributed=True)

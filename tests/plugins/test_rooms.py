@@ -84,7 +84,7 @@ OPEN = {
     ),
     "backpack_operations": (
         "alignment bare bridge fused nodes operands order own_pass",
-        "_torch apart batch own_order owners paths refusals survey",
+        "_torch apart batch own_order owners paths received refusals survey",
     ),
     "backpack_checks": ("", "_torch trust"),
     "backpack_interplay": ("checkpoints compiled leaves shards", ""),

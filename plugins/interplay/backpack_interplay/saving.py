@@ -15,9 +15,10 @@ from torch.nn import Parameter
 from backpack_core._torch import has_memory, memory_of, version_of
 from backpack_core.record.call import Stored
 from backpack_core.record.nested import map_tensors
-from backpack_core.record.run import Run, layout_of
+from backpack_core.record.run import Run
 from backpack_core.record.storage import UnpackedTensors
 from backpack_interplay.checkpoints import SavedTensor, save, unpack
+from backpack_operations.received import ModelRun, layout_of
 
 
 def through_hooks(stored: Stored) -> Stored:
@@ -38,10 +39,12 @@ def through_hooks(stored: Stored) -> Stored:
 
 def shown_by(run: Run, tensors: Sequence[Tensor], stand_ins: Iterable[Tensor]) -> Run:
     """The run of a model, with the memories of stand-ins instead of those of a call's tensors."""
+    if not isinstance(run, ModelRun):
+        return run
     received = run.receives(tensors)
     given = [t for t in stand_ins if t.dim() and has_memory(t)] if received else ()
     axis = 0 if received > 1 else -1
-    return run._replace(memories={memory_of(t): layout_of(t, axis) for t in given})
+    return run.seen_as({memory_of(t): layout_of(t, axis) for t in given})
 
 
 class Unpacked(UnpackedTensors):

@@ -17,9 +17,10 @@ from torch.nn import Module
 from backpack_core._torch import Node
 from backpack_core.record.call import Call
 from backpack_core.record.owner import OWNER_ATTRIBUTE, PATH_ATTRIBUTE, Owner
-from backpack_core.record.run import NO_RUN, rows_of
+from backpack_core.record.run import NO_RUN
 from backpack_operations import nodes
 from backpack_operations.of_weights import Origins
+from backpack_operations.received import ModelRun, rows_of
 from backpack_operations.survey import GraphSurvey, edges_behind
 
 
@@ -100,7 +101,8 @@ def some_rows(survey: GraphSurvey) -> tuple[int, dict[Node, Tensor]]:
     turned = {id(call.run) for (call, index), _ in received if survey.axes[call, index]}
     for (call, index), size in received:
         run, is_first = call.run, call.run.receives(call.stored.inputs)
-        view = None if id(run) in turned else run.rows  # a memory, and the rows of it
+        # A memory, and the rows of it.
+        view = run.rows if isinstance(run, ModelRun) and id(run) not in turned else None
         if run is NO_RUN and not (any(call.edges) or survey.axes[call, index]):
             view, is_first = rows_of(call.stored.inputs[0]), True
         if view is not None:

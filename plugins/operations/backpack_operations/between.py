@@ -5,7 +5,7 @@ Core asks one :class:`Operations` in each pass, in the order of the sections bel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -19,6 +19,7 @@ from backpack_core.engine.schedule import Schedule, when_reached
 from backpack_core.engine.sink import FieldSink
 from backpack_core.plan.structure import OVERWRITTEN, Structure, Unplanned
 from backpack_core.record.call import Call, CallCaches, Edge, Site
+from backpack_core.record.run import Run
 from backpack_operations import nodes, refusals
 from backpack_operations._torch import CopyNode
 from backpack_operations.aligning import align
@@ -35,6 +36,7 @@ from backpack_operations.planned import (
     PlannedUses,
     inside_of,
 )
+from backpack_operations.received import ModelRun, Rows, relations, rows_of, span_of
 from backpack_operations.straight import StraightTraversal
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_behind
@@ -73,12 +75,14 @@ class Operations(Between[GraphSurvey]):
         )
         self._crossings = Crossings(self.survey)
         self._edges: list[Edge] = []
+        self._rows: list[Rows] = []  # of memories, that calls received outside of models
         self._is_first = True
         self._with_hooks: tuple[set[Node], set[Node], set[Node]] = set(), set(), set()
         self._visited_views: set[Call] = set()
         self._visited_modules: dict[Module, None] = {}
 
     told = staticmethod(told)
+    run_of = ModelRun
 
     # Before anything is computed ------------------------------------------------------------------
 
@@ -129,6 +133,21 @@ class Operations(Between[GraphSurvey]):
             is_copy = type(node) is CopyNode
             raise Unplanned(OVERWRITTEN if is_copy else "there are nested tensors")
         return nodes.settings_of(node)
+
+    def facts_of_data(self, call: Call, tensor: Tensor) -> Iterable[Any]:
+        """Where data of a call lie in what its model received."""
+        run = call.run
+        if not run.memories:
+            rows = None if call.rule.is_loss else rows_of(tensor)
+            self._rows += () if rows is None else (rows,)
+            return (rows is None,)
+        given = () if len(run.inputs) < 2 else tuple([each.span for each in run.inputs])
+        return run.receives((tensor,)), *[span_of(tensor) == span for span in given]
+
+    def facts_of_runs(self, runs: Iterable[Run]) -> Iterable[Any]:
+        """How rows that calls and models received lie to each other in memory."""
+        received = [run.rows for run in runs if isinstance(run, ModelRun) and run.rows is not None]
+        return relations([*self._rows, *(received if len(received) > 1 else ())])
 
     def numbered(self, structure: Structure) -> PlannedFacts | None:
         """Where samples lie, and how operations use parameters, for a plan."""

@@ -10,7 +10,8 @@ from collections import defaultdict
 from torch.nn.utils.rnn import PackedSequence
 
 from backpack_core.record.call import Call
-from backpack_core.record.run import ModelInput, Run
+from backpack_core.record.run import Run
+from backpack_operations.received import ModelInput
 
 
 def lists(run: Run, depth: int) -> list[list[ModelInput]]:

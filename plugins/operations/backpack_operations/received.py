@@ -1,0 +1,201 @@
+"""What an extended model received in one forward pass: sizes, memory layout and rows of inputs."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from backpack_core._torch import has_memory, hold_address, memory_of
+from backpack_core.record.run import Place, Run
+
+Rows = tuple[int, range]  # a memory, and some rows of the tensor that owns it
+
+
+class SampleLayout(NamedTuple):
+    """The memory layout of a tensor that has samples.
+
+    Attributes:
+        shape: Its shape.
+        strides: Its strides.
+        offset: Its storage offset.
+        axis: The axis of the samples; negative if it is unknown.
+    """
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    axis: int
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """The storage indices of the first and the last element."""
+        steps = zip(self.shape, self.strides, strict=True)
+        return self.offset, self.offset + sum((length - 1) * step for length, step in steps)
+
+    def axis_in(self, tensor: Tensor) -> int | None:
+        """The axis of a tensor in the same memory that has length and stride of the sample axis."""
+        if self.axis < 0:
+            return None
+        length, stride = self.shape[self.axis], self.strides[self.axis]
+        axes = enumerate(zip(tensor.shape, tensor.stride(), strict=True))
+        return next((index for index, axis in axes if axis == (length, stride)), None)
+
+    def is_in_front(self, tensor: Tensor) -> bool:
+        """Whether axis 0 of a tensor in the same memory runs along the samples, or some of them."""
+        if self.axis < 0 or not tensor.dim():
+            return False
+        is_along = tensor.stride(0) == self.strides[self.axis]
+        return is_along and len(tensor) <= self.shape[self.axis]
+
+
+def layout_of(tensor: Tensor, axis: int) -> SampleLayout:
+    """The layout of a tensor that has samples on an axis."""
+    return SampleLayout(
+        tuple(tensor.shape), tensor.stride(), cast(int, tensor.storage_offset()), axis
+    )
+
+
+class ModelInput(NamedTuple):
+    """A tensor that an extended model received.
+
+    Attributes:
+        path: The index of the argument, and then of the item at each level of nested containers.
+        layout: Its memory layout.
+        memory: The number of its memory; see ``memory_of``.
+        tensor: A weak reference to it.
+        dtype: Its dtype.
+    """
+
+    path: Place
+    layout: SampleLayout
+    memory: int
+    tensor: Callable[[], Tensor | None]
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.layout.shape
+
+    @property
+    def span(self) -> tuple[int, int, int]:
+        """Its memory, and the storage indices of its first and last element."""
+        return self.memory, *self.layout.ends
+
+
+class ModelRun(Run):
+    """What an extended model received, with the memory of its inputs.
+
+    Attributes:
+        memories: The layout of input tensors, and of what layers made of them, by memory.
+        inputs: Its input tensors.
+        rows: Which rows of which memory its first input tensor is; see :func:`rows_of`.
+    """
+
+    memories: dict[int, SampleLayout]
+    inputs: list[ModelInput]
+
+    def __init__(
+        self, placed: Sequence[tuple[Place, Tensor]], axis: int, is_distributed: bool
+    ) -> None:
+        """Note what the model received; see :class:`Run`."""
+        self.axis, self.is_distributed, self.has_computed_input = axis, is_distributed, False
+        self.memories, self.inputs = {}, []
+        self._passed: list[object] = []  # keeps the memories of results from being reused
+        sizes: list[int] = []
+        for path, tensor in placed:
+            self.has_computed_input |= tensor.grad_fn is not None
+            has_axis = tensor.dim() > axis and not tensor.is_nested
+            if has_axis:
+                sizes.append(tensor.shape[axis])
+            if has_memory(tensor):
+                memory, layout = memory_of(tensor), layout_of(tensor, axis)
+                if has_axis:
+                    self.memories[memory] = layout
+                if not axis:
+                    reference = weakref.ref(tensor)
+                    self.inputs.append(ModelInput(path, layout, memory, reference, tensor.dtype))
+        self.sizes = tuple(sizes)
+        self.rows = rows_of(placed[0][1]) if placed and not axis else None
+
+    @property
+    def facts(self) -> Iterable[Any]:
+        """What decisions about the whole pass may depend on."""
+        yield from super().facts
+        yield from (len(self.inputs), self.rows is None)
+        for given in self.inputs:
+            yield from (given.path, given.dtype, torch.Size(given.shape))
+
+    def receives(self, tensors: Iterable[Tensor]) -> int:
+        """Whether any tensor shares memory with the model's input: 1, or 2 if axis 0 holds samples.
+
+        Axis 0 holds samples if it has the stride of the input's batch axis. A transposed view does
+        not.
+        """
+        shared = self._sharing(tensors)
+        return bool(shared) + any(layout.is_in_front(t) for t, layout in shared)
+
+    def _sharing(self, tensors: Iterable[Tensor]) -> list[tuple[Tensor, SampleLayout]]:
+        """The tensors that share memory with the model's input, each with the layout of that."""
+        dense = [*filter(has_memory, tensors)] if self.memories else ()
+        return [(t, self.memories[m]) for t in dense if (m := memory_of(t)) in self.memories]
+
+    def pass_on(self, tensors: Iterable[Tensor], results: Iterable[Tensor]) -> None:
+        """Treat results without a graph as inputs of the model; see :class:`Run`."""
+        axes = [(t, layout.axis_in(t)) for t, layout in self._sharing(tensors)]
+        for tensor, axis in axes:
+            for result in results if axis is not None else ():
+                lead = slice(0, (axis or 0) + 1)
+                # If the result is a view of the input, its memory is in the table already.
+                if result.shape[lead] == tensor.shape[lead] and has_memory(result):
+                    self.memories.setdefault(memory_of(result), layout_of(result, axis or 0))
+                    self._passed.append(hold_address(result))
+
+    def seen_as(self, memories: dict[int, SampleLayout]) -> ModelRun:
+        """The run as a call refers to it whose inputs have other memories."""
+        run = copy(self)
+        run.memories = memories
+        return run
+
+
+def span_of(tensor: Tensor) -> tuple[int, int, int]:
+    """The memory of a tensor, and the storage indices of its first and last element."""
+    return memory_of(tensor), *layout_of(tensor, 0).ends
+
+
+def rows_of(tensor: Tensor) -> Rows | None:
+    """The memory of a tensor, and which rows of its base it is: ``x[2:4]`` is rows 2 and 3.
+
+    ``None`` if axis 0 is not axis 0 of the base, as for ``x[t]``.
+    """
+    if not tensor.dim() or not has_memory(tensor):
+        return None
+    base, memory, count = tensor._base, memory_of(tensor), len(tensor)
+    if base is None:
+        return memory, range(count)
+    if base.dim() < min(2, tensor.dim()):
+        return None  # a flat base has no rows
+    row = base.stride(0)
+    step, rest = divmod(tensor.stride(0), row) if row and row == max(base.stride()) else (0, 1)
+    is_single = count == 1 and base.dim() != tensor.dim()
+    if rest or not step or (is_single and tensor.stride(0) == base.stride(1)):
+        return None
+    first = (tensor.storage_offset() - base.storage_offset()) // row
+    return memory, range(first, first + count * step, step)
+
+
+def relations(rows: Iterable[Rows]) -> Iterator[Any]:
+    """How rows of memories lie to each other: they may be parts of one batch."""
+    rows, first = [*rows], dict[int, int]()
+    for memory, some in rows:
+        first[memory] = min(some.start, first.get(memory, some.start))
+    numbers = {memory: number for number, memory in enumerate(first)}
+    for memory, some in rows:
+        start = first[memory]
+        yield numbers[memory]
+        yield torch.Size((some.start - start, some.stop - start, some.step))
