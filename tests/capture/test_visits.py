@@ -9,7 +9,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -26,6 +26,8 @@ from backpack_core.engine import backward
 from backpack_core.errors import BackpackError, OverwrittenInputError, PluginCodeError
 from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC
 from backpack_core.record.call import live_calls
+from backpack_products import multiply
+from backpack_products._torch import onednn_linear
 from tests.capture.nets import NETS
 from tests.capture.test_random_nets import Side, differs, move
 from tests.forks import python
@@ -332,6 +334,34 @@ def test_results_are_there_when_a_gradient_is() -> None:
         ours.step(NETS["mlp"].draw(4), BatchGrad())
     assert ours.repeated
     assert all(there)
+
+
+@pytest.mark.parametrize("extension", ["BatchL2Grad", "SumGradSquared", "DiagGGNMC", "KFLR"])
+def test_kernels_that_are_chosen(extension: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the size of a product, and by the values of which a norm is taken."""
+    try:
+        onednn_linear(torch.ones(1, 1).float(), torch.ones(1, 1).float())
+        monkeypatch.setattr(multiply, "_is_faster", lambda: True)
+    except (AttributeError, RuntimeError):
+        pass  # this build of torch has one library
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(160, 256), nn.ReLU(), nn.Linear(256, 3)).float()
+    model, lossfunc, field = extend(net), extend(nn.CrossEntropyLoss()), ""
+    batches = [(torch.randn(512, 160).float(), torch.randint(3, (512,))) for _ in range(8)]
+    found, repeated = list[list[Tensor]](), 0
+    for is_ours in (True, False):
+        for x, y in batches:
+            torch.manual_seed(1)
+            loss = lossfunc(model(x), y)
+            quantity = getattr(known, extension)()
+            with nullcontext() if is_ours else by_the_engine(), backpack(quantity) as block:
+                loss.backward()
+            repeated, field = repeated + block._history["repeated a recording"], quantity.savefield
+            found.append([t for p in model.parameters() for t in Apart(getattr(p, field)).tensors])
+    assert repeated
+    for ours, right in zip(found[: len(batches)], found[len(batches) :], strict=True):
+        for one, other in zip(ours, right, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=float(other.abs().max()) * 1e-5)
 
 
 def test_settings() -> None:

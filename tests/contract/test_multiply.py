@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from backpack_products import multiply as module
-from backpack_products._torch import onednn_linear
+from backpack_products._torch import dense, onednn_linear
 from backpack_products.multiply import add_product, multiply, multiply_each
-from backpack_products.tuning import EACH, WHOLE
+from backpack_products.tuning import EACH, WHOLE, unsplit
 
 
 def large(*shape, dtype=torch.float32):
@@ -75,6 +75,20 @@ def test_products_of_batches_are_the_same(calls) -> None:
     assert len(calls) == 4
 
 
+@torch.no_grad()
+def test_parts_of_matrices(calls) -> None:
+    """The library would take a thousand times as long for a right matrix with gaps."""
+    left, right = large(128, 300)[:, :128], large(128, 300)
+    for part in (right[:, :260], right.T[:260].T, right[:, ::2].repeat(1, 2)[:, :260]):
+        near(multiply(left, part), left.double() @ part.double())
+        for matrix in (part, part.T):
+            assert dense(matrix).is_contiguous() or dense(matrix).mT.is_contiguous()
+            assert torch.equal(dense(matrix), matrix)
+    assert len(calls) == 3
+    assert dense(right) is right
+    assert dense(right.T).data_ptr() == right.data_ptr()
+
+
 def test_what_torch_multiplies_itself(calls) -> None:
     left, right = large(256, 256), large(256, 256)
     with torch.no_grad():
@@ -89,6 +103,8 @@ def test_what_torch_multiplies_itself(calls) -> None:
             multiply(left, right)
         finally:
             torch.use_deterministic_algorithms(False)
+        with unsplit():
+            multiply(left, right)
         torch.func.vmap(multiply)(left.expand(2, -1, -1), right.expand(2, -1, -1))
         multiply(left.to("meta"), right.to("meta"))
     left.requires_grad_()

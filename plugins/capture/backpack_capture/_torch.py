@@ -26,6 +26,10 @@ _peek_transform: Any = torch._C._functorch.peek_interpreter_stack
 _keys: Any = torch._C._dispatch_keys
 
 
+# Whether ``torch.backends.mkldnn`` is switched on.
+is_onednn_on: Callable[[], bool] = torch._C._get_mkldnn_enabled
+
+
 def modes() -> tuple[Any, ...]:
     """Whatever changes what operations of torch do, on this thread."""
     return (
@@ -37,7 +41,7 @@ def modes() -> tuple[Any, ...]:
         torch.get_autocast_dtype("cuda"),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
-        torch._C._get_mkldnn_enabled(),
+        is_onednn_on(),
         torch._C._get_cudnn_enabled(),
         torch._C._get_cudnn_allow_tf32(),
         torch.get_float32_matmul_precision(),
@@ -103,7 +107,7 @@ def recorded_as_operations(is_recurrent: bool) -> Iterator[None]:
         is_recurrent: Whether there are recurrent layers, of which mkldnn and cuDNN would make one
             operation each, with buffers that are not tensors.
     """
-    libraries = torch._C._get_mkldnn_enabled(), torch._C._get_cudnn_enabled()
+    libraries = is_onednn_on(), torch._C._get_cudnn_enabled()
     if is_recurrent:
         torch._C._set_mkldnn_enabled(False)
         torch._C._set_cudnn_enabled(False)

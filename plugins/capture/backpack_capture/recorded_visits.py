@@ -35,11 +35,13 @@ from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Site
 from backpack_products.recycled import drop
 
-LARGEST: Final = 2**21  # bytes of a result, of which there are two while it is compared
+LARGEST: Final = 2**23  # bytes of a result, of which there are two while it is compared
 
 
 class _VisitRecorder(Recorder):
     """Writes down a pass, and where tensors were found that no operation had made."""
+
+    reads_are_assumptions = False  # a pass cannot begin anew when one of them turns out wrong
 
     def __init__(self) -> None:
         super().__init__((), (), lambda tensor: False)

@@ -36,6 +36,8 @@ LIFTED = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 _WRITING = {aten.native_batch_norm.default: (3, 4), aten.cudnn_batch_norm.default: (3, 4)}
 # What they do to a tensor cannot be told by values.
 _REFUSED = {"set_", "resize_", "resize_as_", "resize", "_resize_output_", "as_strided_"}
+# Operations beside torch's own that depend on nothing but their arguments, and change none.
+_FUNCTIONS = {"mkldnn::_linear_pointwise"}
 _FILLING = {f"aten::{name}" for name in ("ones_like", "zeros_like", "new_zeros", "new_ones")}
 _LARGEST = 2**12  # numbers of one that is kept
 # They can write into memory that is there.
@@ -61,9 +63,11 @@ class Recorder(TorchDispatchMode):
         drawn: The states of torch's generators, behind what was drawn last.
         is_lifting: Whether a tensor is made of Python numbers that are known to be no tensor's.
         reads_are_assumptions: Says that a value may be looked at: a replay looks again.
+        runs_kernels: Says that operations run as they are, so that any kernel may be called.
     """
 
-    reads_are_assumptions: Final = True
+    reads_are_assumptions = True
+    runs_kernels: Final = True
 
     def __init__(
         self,
@@ -147,7 +151,7 @@ class Recorder(TorchDispatchMode):
         number: int | None = self._numbers.get(tensor)
         if number is None:
             if not self._is_known(tensor):
-                self.refusal = self._unknown(tensor)
+                self.refusal = self.refusal or self._unknown(tensor)
                 return None
             number = self._enter(tensor)
             self.program.known[number] = tensor
@@ -271,7 +275,7 @@ def _reason_against(func: Any, types: Any) -> str | None:
     other = [kind for kind in types if kind not in (Tensor, torch.nn.Parameter)]
     if other:
         return f"it has a tensor of type {other[0].__name__}"
-    if not name.startswith("aten::"):
+    if not (name.startswith("aten::") or name in _FUNCTIONS):
         return f"it calls {name}, of which only its author knows what it does"
     if name == "aten::mkldnn_rnn_layer":
         return (

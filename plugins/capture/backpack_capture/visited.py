@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack_capture._torch import keys_of
+from backpack_capture._torch import is_onednn_on, keys_of
 from backpack_core import memory_budget
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.backward import BackwardPass
@@ -133,8 +133,8 @@ def attributes_of(structure: Structure) -> dict[int, dict[str, Any]]:
 
 def world() -> tuple[Any, ...]:
     """What decides which operations run, besides modules, extensions and shapes."""
-    is_strict = torch.are_deterministic_algorithms_enabled()
-    return memory_budget(), torch.get_num_threads(), torch.get_default_dtype(), is_strict
+    kernels = torch.are_deterministic_algorithms_enabled(), is_onednn_on()
+    return memory_budget(), torch.get_num_threads(), torch.get_default_dtype(), kernels
 
 
 def given_to(recorded: Recorded, structure: Structure) -> list[list[Tensor | None]] | None:

@@ -21,21 +21,32 @@ def is_symbolic(tensor: Tensor) -> bool:
     return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
-def is_at_hand(tensor: Tensor) -> bool:
-    """Whether reading a tensor's values is free: they are on the host, and nothing records reads.
+def is_on_host(tensor: Tensor, allowed: str = "runs_kernels") -> bool:
+    """Whether operations without a graph run at once on a tensor that has values on the host.
 
-    Modes that record operations do not allow it, except for modes with ``reads_are_assumptions``:
-    these take the values that are read for constants.
+    Args:
+        tensor: The tensor.
+        allowed: The attribute of modes that do not stand in the way: others record operations, and
+            may know no kernels.
     """
     mode = _get_current_dispatch_mode()
     return (
         not torch.compiler.is_compiling()
         and tensor.is_cpu
         and not torch.is_grad_enabled()
-        and (mode is None or getattr(mode, "reads_are_assumptions", False))
+        and (mode is None or getattr(mode, allowed, False))
         and peek_transform() is None
         and not is_symbolic(tensor)
     )
+
+
+def is_at_hand(tensor: Tensor) -> bool:
+    """Whether reading a tensor's values is free: they are on the host, and nothing records reads.
+
+    Modes that record operations do not allow it, except for modes with ``reads_are_assumptions``:
+    these take the values that are read for constants.
+    """
+    return is_on_host(tensor, "reads_are_assumptions")
 
 
 # A block without dispatch modes, so that none records a comparison of times.
@@ -50,8 +61,18 @@ def onednn_linear(rows: Tensor, weight: Tensor) -> Tensor:
     Raises:
         AttributeError: This build of torch lacks the operation.
     """
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, None, "none", [], "")
+    product: Tensor
+    product = torch.ops.mkldnn._linear_pointwise(rows, dense(weight), None, "none", [], "")
     return product
+
+
+def dense(matrix: Tensor) -> Tensor:
+    """A matrix without gaps in memory, by rows or by columns: itself if it is one.
+
+    For a weight with gaps, as a part of the columns of another, oneDNN takes a thousand times as
+    long.
+    """
+    return matrix if matrix.is_contiguous() or matrix.mT.is_contiguous() else matrix.contiguous()
 
 
 def holders_of(tensor: Tensor) -> tuple[int, ...] | None:

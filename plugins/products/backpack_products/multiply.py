@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from backpack_products._torch import is_at_hand, is_onednn_on, onednn_linear, without_modes
-from backpack_products.tuning import EACH, LARGER, WHOLE
+from backpack_products._torch import is_on_host, is_onednn_on, onednn_linear, without_modes
+from backpack_products.tuning import EACH, LARGER, WHOLE, is_unsplit
 
 _PLAIN = (Tensor, Parameter)  # other classes have products of their own
 _SIZE, _RUNS = 256, 5  # of the matrices that are multiplied to compare, and how often
@@ -60,7 +60,7 @@ def multiply_each(left: Tensor, right: Tensor, out: Tensor | None = None) -> Ten
 def _is_for_onednn(left: Tensor, right: Tensor) -> bool:
     is_plain = type(left) in _PLAIN and type(right) in _PLAIN
     is_single = left.dtype is right.dtype is torch.float32
-    return is_plain and is_single and is_at_hand(left) and _is_wanted()
+    return is_plain and is_single and is_on_host(left) and not is_unsplit() and _is_wanted()
 
 
 def _is_wanted() -> bool:
