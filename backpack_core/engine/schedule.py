@@ -50,13 +50,15 @@ class Schedule(ABC):
         at_nodes: What waits at nodes, by lane and by the number of the node's output.
         chunks: Sends columns that do not fit into memory in chunks, if a library has set it.
         task: Autograd's graph task, once it has begun; -1 in an order of our own.
+        cross: Carries what waits at a node through it: :meth:`Between.cross`, unless a driver has
+            put something around it.
     """
 
     chunks: Any = None
     task: int = -1
 
     def __init__(self, between: Between[Any], groups: Sequence[Group]) -> None:
-        self.between = between
+        self.between, self.cross = between, between.cross
         self.survey: Survey = between.survey
         self.groups = groups
         self._at_sites: dict[tuple[Call, int, int], Waiting] = {}
@@ -162,7 +164,7 @@ class HookSchedule(Schedule):
 
     def reach(self, grads: Any) -> None:
         """Autograd is at a node: cross it."""
-        self.between.cross(self, _torch.current_node(), grads)
+        self.cross(self, _torch.current_node(), grads)
 
 
 def when_reached(

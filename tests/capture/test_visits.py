@@ -112,8 +112,9 @@ def test_repeated_passes(net: str, extension: str) -> None:
     except BackpackError:
         pytest.skip("it does not exist for this net")
     repeated = compare(model, batches + lengths, EXTENSIONS[extension])
-    if net in ("mlp", "cnn", "dropout", "frozen", "batch_norm"):
-        assert repeated
+    is_hidden = net in ("slopes", "lstm") or (net, extension) == ("tied", "KFAC")
+    is_inside = net == "encoder" and not repeated  # read where autograd is at a node inside
+    assert repeated or is_hidden or (is_inside and not EXTENSIONS[extension]().propagator.travels)
 
 
 @pytest.mark.parametrize("seeds", [range(20), range(40, 60)], ids=str)
@@ -462,7 +463,7 @@ from torch import nn
 from backpack_core import backpack, extend
 from backpack_core.extensions import BatchGrad
 model, lossfunc = extend(nn.Linear(4, 3)), extend(nn.MSELoss())
-for _ in range(10):
+for _ in range(20):
     loss = lossfunc(model(torch.rand(8, 4)), torch.rand(8, 3))
     with backpack(BatchGrad()) as block:
         loss.backward()

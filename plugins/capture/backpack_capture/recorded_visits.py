@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from torch import Tensor
@@ -23,14 +24,17 @@ from backpack_capture.visited import (
     alike,
     attributes_of,
     finished,
+    inside,
     is_same,
     layout_of,
     noted_at_visit,
     turn_of,
     world,
 )
+from backpack_core._torch import Node
 from backpack_core.contract.observer import Driver
 from backpack_core.engine.backward import BackwardPass
+from backpack_core.engine.schedule import Schedule
 from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Site
 from backpack_products.recycled import drop
@@ -46,6 +50,8 @@ class _VisitRecorder(Recorder):
     def __init__(self) -> None:
         super().__init__((), (), lambda tensor: False)
         self.site: Site | None = None
+        self.node: Node | None = None  # between calls
+        self.between: dict[Node, int] = {}
         self.gradient: Tensor | None = None
         self.slots: dict[int, tuple[int, Slot, tuple[Any, ...]]] = {}
         self.visits = 0
@@ -65,16 +71,20 @@ class _VisitRecorder(Recorder):
             if slot is not None:
                 number = self._enter(tensor)
                 self.program.given.append(number)
-                self.slots[number] = self.visits, slot, layout_of(tensor)
+                # What a node has saved is read at the visit before autograd gets there.
+                visit = self.visits if self.node is None else self.visits - 1
+                self.slots[number] = visit, slot, layout_of(tensor)
                 self.note_geometry(number, tensor)
         return super().number_of(tensor)
 
     def _slot(self, tensor: Tensor) -> Slot | None:
+        if self.node is not None:
+            return _saved("between", {self.node: self.between.get(self.node, -1)}, tensor)
         if self.site is None or self.site.call.is_released:  # it is over, and its node is crossed
             return None
         if tensor is self.gradient:
             return Slot("gradient")
-        call, _, (node, *_), _ = self.site
+        call = self.site.call
         stored = call.stored
         for what, tensors in (("inputs", stored.inputs), ("outputs", stored.outputs)):
             for number, own in enumerate(tensors):
@@ -83,10 +93,16 @@ class _VisitRecorder(Recorder):
         for name, (own, _) in stored.owned.items():
             if own is tensor:
                 return Slot("owned", name)
+        return _saved("inside", {n: number for number, n in enumerate(inside(self.site))}, tensor)
+
+
+def _saved(where: str, nodes: Mapping[Node, int], tensor: Tensor) -> Slot | None:
+    """Where a node has saved a tensor; ``None`` if none of them has."""
+    for node, number in nodes.items():
         for name in filter(lambda name: name.startswith("_saved_"), dir(node)):
-            if is_same(getattr(node, name), tensor):
-                return Slot("saved", name)
-        return None
+            if number >= 0 and is_same(getattr(node, name), tensor):
+                return Slot(where, (number, name, type(node), tensor.shape))
+    return None
 
 
 class Recording(Driver):
@@ -100,10 +116,13 @@ class Recording(Driver):
         self._stores, self._order = list[list[Store]](), list[int]()
         self._turns, self._alike = list[int](), list[tuple[int, ...]]()
         self._drawn, run.sink.noted = states_of_generators(), []
+        self._recorder.between, self._pause = structure.between, list[Pause]()
+        self._cross, run.schedule.cross = run.schedule.cross, self.cross
 
     def reach(self, run: BackwardPass, site: Site, grads: Any, others: Any) -> None:
         """By the engine."""
         recorder = self._recorder
+        self._write_pause()
         recorder.site, recorder.gradient = site, grads[site.edge.output_nr]
         if recorder.gradient is None:
             recorder.refusal = "a gradient is undefined"
@@ -117,6 +136,20 @@ class Recording(Driver):
             self._note(noted_at_visit(run))
         self._order.append(self._places.index((site.call, site.index)))
         recorder.site, recorder.visits = None, recorder.visits + 1
+
+    def cross(self, schedule: Schedule, node: Node, grads: Any = ()) -> None:
+        """By the engine. A replay crosses a node at the visit before autograd gets there."""
+        recorder = self._recorder
+        if not recorder.visits:
+            recorder.refusal = "a quantity begins between calls"
+        recorder.node = node
+        with seen_by(recorder), recorder:
+            self._cross(schedule, node, grads)
+        recorder.node = None
+
+    def _write_pause(self) -> None:
+        self._recorder.program.steps += self._pause
+        self._pause.clear()
 
     def _note(self, results: list[Result]) -> None:
         """Note what was stored at a visit, or at the end."""
@@ -141,7 +174,7 @@ class Recording(Driver):
             apart.tensors.clear()  # a form is kept, and not what was stored
         if recorder.refusal is None:
             pause = Pause("pause", tuple(numbers(made)), recorder.visits)
-            recorder.program.steps.append(pause)
+            self._pause.append(pause)
             recorder.program.outs += numbers(made)
             self._stores.append(stores)
 
@@ -149,9 +182,11 @@ class Recording(Driver):
         """Write the program, if one could be written down."""
         recorder, entry = self._recorder, self._entry
         program = recorder.program
+        self._write_pause()
         if recorder.refusal is None and run.sink.deferred and not run.sink.noted:
             with seen_by(recorder), recorder:
                 self._note(finished(run))
+            self._write_pause()
         if recorder.refusal is not None:
             entry.refusal = recorder.refusal
             return

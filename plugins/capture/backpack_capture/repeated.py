@@ -17,9 +17,11 @@ from backpack_capture.visited import (
     Result,
     Store,
     finished,
+    inside,
     is_changed,
     layout_of,
     noted_at_visit,
+    saved_by,
 )
 from backpack_core.contract.observer import Driver
 from backpack_core.engine.backward import BackwardPass
@@ -42,6 +44,7 @@ class Repeated(Driver):
         assert entry.recorded is not None
         self._recorded, self._entry, self._given = entry.recorded, entry, given
         self._parameters, self._next = structure.parameters, 0
+        self._between = [*structure.between]
         places = [*structure.sites]
         self._order = {places[v.place]: number for number, v in enumerate(entry.recorded.visits)}
         self.outputs = self._order
@@ -73,13 +76,18 @@ class Repeated(Driver):
                 given[place] = _laid_out(
                     grad, call.stored.outputs[site.index], visit.layouts[place]
                 )
-            elif slot.what == "saved":
-                given[place] = getattr(site.edge.node, slot.key)
-            elif is_changed(call, *slot):
+                continue
+            if slot.what in ("inside", "between"):
+                own = self._between if slot.what == "between" else inside(site)
+                given[place] = saved_by(own, *slot.key)
+                is_other = given[place] is None
+            else:
+                is_other = is_changed(call, *slot)
+            if is_other:
                 raise OverwrittenInputError(
-                    f"{call.path}: what it received, returned or owns was changed in place during "
-                    "the backward pass, so derivatives would be computed with other values. "
-                    "Change it afterwards."
+                    f"{call.path}: what it received, returned or owns, or what an operation has "
+                    "saved, was changed in place during the backward pass, so derivatives would "
+                    "be computed with other values. Change it afterwards."
                 )
         found = self._program.send(given) if given else next(self._program)
         return _put_together(visit.stores, found)

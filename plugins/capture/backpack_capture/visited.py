@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch.nn import Parameter
 
 from backpack_capture._torch import is_onednn_on, keys_of
 from backpack_core import memory_budget
+from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.plan.structure import Structure
@@ -24,16 +26,18 @@ if TYPE_CHECKING:  # what a recording needs is imported when there is one
 
 Result: TypeAlias = tuple[Extension, Tensor, Any]  # with the parameter that it is stored on
 _ONE: Final = (Tensor, Parameter)
-_AT_VISITS: Final = ("gradient", "saved")
+_INSIDE: Final = 100  # nodes of a call that are looked at
 
 
 class Slot(NamedTuple):
     """Where a tensor is found at a visit.
 
     Attributes:
-        what: ``"inputs"`` or ``"outputs"`` of the call, ``"owned"`` by the module, ``"saved"`` by
-            the node of the output, or the ``"gradient"`` there.
-        key: Its number or name among these.
+        what: ``"inputs"`` or ``"outputs"`` of the call, ``"owned"`` by the module, the
+            ``"gradient"`` at the output, or saved by a node ``"inside"`` the call or ``"between"``
+            calls.
+        key: Its number or name among these; of what a node has saved, what :func:`saved_by` takes:
+            the number of the node is that in :func:`inside`, or in the structure.
     """
 
     what: str
@@ -126,9 +130,16 @@ def attributes_of(structure: Structure) -> dict[int, dict[str, Any]]:
         table = call.module.__dict__
         known = {*MODULE_ATTRIBUTES, *OUR_ATTRIBUTES, *call.settings.names, "training"}
         if others := table.keys() - known:
-            values = [(name, table[name]) for name in others]
-            found[place] = {n: [*v] if isinstance(v, list) else v for n, v in values}
+            found[place] = {name: seen(table[name]) for name in others}
     return found
+
+
+def seen(value: Any) -> Any:
+    """An attribute in a form that can be compared: tensors of which it consists count as such."""
+    if isinstance(value, (list, tuple)):
+        return [*map(seen, value)]
+    tensor = value() if isinstance(value, ref) else value
+    return ("tensor", id(tensor)) if isinstance(tensor, Tensor) else value
 
 
 def world() -> tuple[Any, ...]:
@@ -144,9 +155,9 @@ def given_to(recorded: Recorded, structure: Structure) -> list[list[Tensor | Non
     calls, found = [call for call, _ in structure.sites], list[list[Tensor | None]]()
     for place, attributes in recorded.attributes.items():
         table = calls[place].module.__dict__
-        if any(table.get(name) != value for name, value in attributes.items()):
+        if any(seen(table.get(name)) != value for name, value in attributes.items()):
             return None
-    sites, last = [*structure.sites.values()], inf
+    sites, nodes, last = [*structure.sites.values()], [*structure.between], inf
     for place, slots, layouts, _, pattern in recorded.visits:
         call, tensors = calls[place], list[Tensor | None]()
         turn, before = turn_of(sites[place]), last
@@ -154,7 +165,13 @@ def given_to(recorded: Recorded, structure: Structure) -> list[list[Tensor | Non
         if turn > before or (pattern and pattern != alike(call)):
             return None
         for slot, layout in zip(slots, layouts, strict=True):
-            if slot[0] in _AT_VISITS:
+            what, key = slot
+            if what in ("gradient", "inside", "between"):  # which are taken at the visit
+                if what != "gradient":
+                    own = nodes if what == "between" else inside(sites[place])
+                    saved = saved_by(own, *key)
+                    if saved is None or layout_of(saved) != layout:
+                        return None
                 tensors.append(None)
                 continue
             tensor, version = _stored(call, *slot)
@@ -163,6 +180,33 @@ def given_to(recorded: Recorded, structure: Structure) -> list[list[Tensor | Non
             tensors.append(tensor)
         found.append(tensors)
     return found
+
+
+def inside(site: Site) -> list[Node]:
+    """The nodes inside of a call, from its output on; the first of them if there are many."""
+    ends = {edge.node for edge in site.call.edges if edge is not None}
+    found = dict.fromkeys([site.edge.node])
+    todo = [site.edge.node]
+    while todo and len(found) < _INSIDE:
+        for node, _ in todo.pop().next_functions:
+            if node is not None and node not in found and node not in ends:
+                found[node] = None
+                todo.append(node)
+    return [*found]
+
+
+def saved_by(
+    nodes: Sequence[Node], number: int, name: str, kind: type, shape: torch.Size
+) -> Tensor | None:
+    """What a node has saved; ``None`` if it was changed in place since, or is something else."""
+    node = nodes[number] if number < len(nodes) else None
+    if type(node) is not kind:
+        return None
+    try:
+        saved: Tensor = getattr(node, name)
+    except RuntimeError:  # of torch: it was changed, or freed
+        return None
+    return saved if isinstance(saved, Tensor) and saved.shape == shape else None
 
 
 def turn_of(site: Site) -> int:

@@ -23,7 +23,9 @@ from backpack_core.plan.plan import Planned, model_of, plans
 from backpack_core.plan.structure import Structure
 
 WIDEST: Final = 2**22  # bytes of a tensor; beyond, kernels take much longer than what calls them
-FIRST: Final = 2  # which pass by a plan is written down
+FIRST: Final = (
+    8  # which pass by a plan is written down, which takes as long as ten to twenty others
+)
 MOST: Final = 4  # settings of extensions for which there are recordings of one plan
 MOST_OF_MODEL: Final = 32  # recordings of one model; each takes as long as some passes
 
@@ -120,8 +122,10 @@ def _is_setting(value: Any) -> bool:
 
 
 def _is_settled(attributes: dict[str, Any]) -> bool:
-    """Whether attributes are numbers and words, or lists of them."""
-    return all(
-        is_plain(value) or (isinstance(value, (list, tuple)) and all(map(is_plain, value)))
-        for value in attributes.values()
-    )
+    """Whether attributes, in the form of :func:`seen`, are numbers and words, or lists of them."""
+    return all(map(_is_comparable, attributes.values()))
+
+
+def _is_comparable(value: Any) -> bool:
+    is_list = isinstance(value, (list, tuple))
+    return all(map(_is_comparable, value)) if is_list else is_plain(value)
