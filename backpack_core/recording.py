@@ -26,7 +26,7 @@ from backpack_core.engine.chain import between
 from backpack_core.engine.hooks import OutputHook
 from backpack_core.errors import UsageError
 from backpack_core.plugins.registry import FALLBACK, Resolved, registry
-from backpack_core.record.call import NOTHING, SITES, Call, record_at_base, to_stored
+from backpack_core.record.call import NOTHING, SITES, Call, to_stored
 from backpack_core.record.execution import (
     Execution,
     Received,
@@ -236,7 +236,7 @@ def _attach(call: Call, index: int, output: Tensor, node: Any, base: Tensor | No
     hook = OutputHook(call, index, output.output_nr)
     hook.hooks = weakref.ref(hook_first(output, node, hook))
     if base is not None:
-        record_at_base(call, index, output, base)
+        between().note_view(call, index, output, base)
 
 
 def _tensors(

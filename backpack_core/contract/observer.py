@@ -124,32 +124,3 @@ class Driver(ABC):
         Raises:
             InternalError: An output that it had to visit was not reached.
         """
-
-
-class Sharer(ABC):
-    """Takes the sums over samples of products that extensions read anyway.
-
-    Attributes:
-        needs: The operations that it calls on such a product.
-    """
-
-    needs: frozenset[Any]
-
-    @abstractmethod
-    def wants(self, extension: Any, parameter: Tensor) -> bool:
-        """Whether it takes the sum of a parameter's product, as an extension's group reads it.
-
-        Args:
-            extension: The first extension of the group.
-            parameter: The parameter.
-        """
-
-    @abstractmethod
-    def take(self, parameter: Tensor, whole: Any, is_reached: bool) -> None:
-        """Take the sum.
-
-        Args:
-            parameter: The parameter.
-            whole: The product, over all uses of the parameter.
-            is_reached: Whether a gradient arrives at the parameter.
-        """

@@ -57,6 +57,10 @@ class Between(ABC, Generic[S]):
         """What is noted of a forward pass of an extended model; see :class:`Run`."""
         return Run(placed, axis, is_distributed)
 
+    @staticmethod
+    def note_view(call: Call, index: int, output: Tensor, base: Tensor) -> None:
+        """Note that a call has returned a view of a tensor that its module made."""
+
     # Before anything is computed ------------------------------------------------------------------
 
     @abstractmethod

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import ChainMap, Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from reprlib import repr as abridged
 from typing import Any
 
@@ -17,7 +17,6 @@ from torch import Tensor
 from backpack_core import _torch
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.loss import Normaliser
-from backpack_core.contract.observer import Sharer
 from backpack_core.contract.reading import Reading
 from backpack_core.engine.carriers import tolerates, wants_unruled
 from backpack_core.engine.groups import Group
@@ -39,12 +38,14 @@ class Sink(ABC):
 
     Attributes:
         survey: What is known about the graph.
-        sharer: Takes sums of products as plain gradients, if a library has set one.
+        watcher: Called with a group, a parameter, its reading over all uses, and whether a gradient
+            arrives there, after the group has read it; if an observer has set it.
     """
+
+    watcher: Callable[[Group, Tensor, Any, bool], None] | None = None
 
     def __init__(self, survey: Survey) -> None:
         self.survey = survey
-        self.sharer: Sharer | None = None
         self._pending: dict[tuple[int, int], tuple[Group, View, Uses]] = {}
         self._memory: set[int] = set()  # of results
 
@@ -114,15 +115,9 @@ class Sink(ABC):
 
     def _complete(self, group: Group, view: View, complete: list[Uses]) -> None:
         """Have all extensions of a group read parameters, each with all of its uses."""
-        sharer, way, module, known = self.sharer, "rule", view.call.module, self.survey.uses
-        summed: list[tuple[Tensor, list[Reading], bool]] = []
-        for parameter, uses in complete:
-            if known[id(parameter)].unruled:
-                way = "autodiff"
-            if sharer is not None and sharer.wants(group.extensions[0], parameter):
-                summed.append((parameter, uses, len(uses) > 1 or view.is_reached))
-                for use in uses:  # the reading has to support the sharer's operations, too
-                    use.needs = sharer.needs
+        module, known = view.call.module, self.survey.uses
+        way = "autodiff" if any(known[id(p)].unruled for p, _ in complete) else "rule"
+        reached = [len(uses) > 1 or view.is_reached for _, uses in complete]
         try:
             for extension in group.extensions:
                 if (watch := group.watch) is None:
@@ -134,10 +129,9 @@ class Sink(ABC):
                     if value is not None:
                         value = unshared(extension.as_stored(value, parameter), view, self._memory)
                     self.store(extension, parameter, value)
-            extension = group.extensions[0]
-            if sharer is not None:
-                for parameter, uses, is_reached in summed:
-                    sharer.take(parameter, _whole(uses), is_reached)
+            if self.watcher is not None:
+                for (parameter, uses), is_reached in zip(complete, reached, strict=True):
+                    self.watcher(group, parameter, _whole(uses), is_reached)
         except Exception as error:
             place(error, view, extension)
             raise

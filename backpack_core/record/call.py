@@ -14,7 +14,6 @@ from sys import getrefcount
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -24,7 +23,8 @@ from backpack_core.record.owner import PATH_ATTRIBUTE
 from backpack_core.record.run import NO_RUN, Run
 from backpack_core.record.state import Settings
 
-# Keys in the metadata of autograd nodes: calls by output, and calls that returned views of one.
+# Keys in the metadata of autograd nodes: calls by output; and what a library notes of views of an
+# output: call, index, and layout.
 SITES: Final = "backpack_core.sites"
 VIEWED: Final = "backpack_core.viewed"
 
@@ -35,31 +35,13 @@ class Edge(NamedTuple):
     Attributes:
         node: The node.
         output_nr: The index of the output.
-        level: Which call is addressed, if several calls are recorded at one output. This happens if
-            modules returned views of the output, and the views were overwritten in place. Zero is
-            the view of all users of the output; ``n > 0`` is the ``n``-th of these calls, counted
-            from the innermost; ``INNER`` is below them; ``INSIDE`` is below the call that returned
-            the output itself.
+        level: Which call is addressed, if a library has recorded several at one output. Zero is the
+            one that all users of the output see.
     """
 
     node: Node
     output_nr: int
     level: int = 0
-
-
-class Layout(NamedTuple):
-    """The memory layout of a view, relative to its base (the tensor that it is a view of)."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-    base_size: torch.Size
-    base_stride: tuple[int, ...]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the view has as many elements as its base."""
-        return self.size.numel() == self.base_size.numel()
 
 
 NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
@@ -233,19 +215,14 @@ class Site(NamedTuple):
         call: The call.
         index: The index of the output.
         edge: The edge of the output.
-        layout: If the output is a view that was overwritten in place, its layout in the base, which
-            is the tensor at the edge; ``None`` if the output is the tensor at the edge.
+        layout: How the output lies in the tensor at the edge, as a library describes it; ``None``
+            if it is that tensor.
     """
 
     call: Call
     index: int  # type: ignore[assignment] # a tuple has a method of that name
     edge: Edge
-    layout: Layout | None = None
-
-
-# Levels of an edge below the calls recorded there; see :class:`Edge`.
-INNER: Final = -1
-INSIDE: Final = -2
+    layout: Any = None
 
 
 def edge_of(tensor: Tensor) -> Edge | None:
@@ -255,45 +232,15 @@ def edge_of(tensor: Tensor) -> Edge | None:
     return None if node is None else tuple.__new__(Edge, (node, tensor.output_nr, 0))
 
 
-def record_at_base(call: Call, index: int, output: Tensor, base: Tensor) -> None:
-    """Record a call at the base of its output as well; see :func:`viewed_at`."""
-    if output.dtype != base.dtype:
-        return  # a real view of complex numbers: quantities go through the operations instead
-    offset = int(output.storage_offset() - base.storage_offset())
-    layout = Layout(output.shape, output.stride(), offset, base.shape, base.stride())
-    node: Any = base.grad_fn
-    table = node.metadata.setdefault(VIEWED, {})
-    table.setdefault(base.output_nr, []).append((call, index, layout))
-
-
 def has_call(node: Node) -> bool:
-    """Whether a call is recorded at an output of a node, or at a view of one."""
+    """Whether a call is recorded at an output of a node."""
     metadata: Any = node.metadata
-    return SITES in metadata or VIEWED in metadata
+    return SITES in metadata
 
 
 def site_at(edge: Edge) -> Site | None:
     """The site at an edge; ``None`` if no call is recorded there."""
-    node, output_nr, level = edge
-    if level > 0:
-        call, index, layout = viewed_at(node, output_nr)[level - 1]
-        return Site(call, index, edge, layout)
-    table = None if level == INSIDE else node.metadata.get(SITES)  # type: ignore[attr-defined]
-    entry = None if table is None else table.get(output_nr)
+    table: Any = edge.node.metadata.get(SITES)  # type: ignore[attr-defined]
+    entry = None if table is None else table.get(edge.output_nr)
     # Much faster than Site(...).
     return None if entry is None else tuple.__new__(Site, (*entry, edge, None))
-
-
-def viewed_at(node: Node, output_nr: int) -> list[tuple[Call, int, Layout]]:
-    """The calls that returned views of a node's output, innermost first.
-
-    If a module returns a view (``Linear`` with three axes does), and the view is changed in place
-    later, autograd removes the view's own node from the graph, or some users bypass it. The
-    gradient of what the module returned then arrives at the base.
-
-    Returns:
-        For each call: the call, the index of its output, and the layout of the view.
-    """
-    table: Any = node.metadata.get(VIEWED)  # type: ignore[attr-defined]
-    calls: list[tuple[Call, int, Layout]] = [] if table is None else table.get(output_nr, [])
-    return calls

@@ -20,7 +20,7 @@ from backpack_checks._torch import hook_leaf_first
 from backpack_checks.trust import Trust, known_of
 from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
-from backpack_core.contract.observer import Observer, Options, Sharer
+from backpack_core.contract.observer import Observer, Options
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.groups import Group
 from backpack_core.errors import BackpackWarning, InternalError, UsageError, warn_once
@@ -49,13 +49,12 @@ class WithoutGradients(Observer):
         return without_gradients(run.survey, run.roots, given)
 
 
-class PlainGradient(Observer, Sharer):
+class PlainGradient(Observer):
     """The parameters of a pass that get the sum of their product as gradient, and these sums.
 
     A parameter is trusted after the sum has equalled autograd's gradient in an earlier pass.
 
     Attributes:
-        needs: The operations that a product must support for its sum to be taken.
         kept: What earlier passes of this structure have shown.
     """
 
@@ -63,7 +62,6 @@ class PlainGradient(Observer, Sharer):
     kept: Trust | None = None
 
     def __init__(self) -> None:
-        self.needs = frozenset({operations.batch_sum})
         self._first: Extension | None = None  # of the group of per-sample gradients
         self._sums: dict[int, Tensor] = {}
         self._summed: set[Hashable] = set()
@@ -88,7 +86,11 @@ class PlainGradient(Observer, Sharer):
             _say("create_graph=True asks for gradients with a graph")
             return {}
         self._decide(survey, group)
-        run.sink.sharer = self
+        lane = [each.first for each in run.groups].index(group.first)
+        own = run.groups[lane]  # to which a check may have been added
+        # Readings have to support the sum, too.
+        run.groups[lane] = own._replace(needs=own.needs | {operations.batch_sum})
+        run.sink.watcher = self.take
         if self._judged:
             run.context.seen.add("measured")
         return inputs_without(self._left, survey, leaves) if self._left else {}
@@ -99,7 +101,7 @@ class PlainGradient(Observer, Sharer):
         In the passes 1, 2, 4, 8, … of a structure it leaves out none, and all sums are compared
         with autograd's gradients.
         """
-        self._first, self.needs = group.extensions[0], group.needs | self.needs
+        self._first = group.first
         if self.kept is None or not survey.is_planned:
             self.kept = known_of(survey, group.needs)
         else:
@@ -118,21 +120,19 @@ class PlainGradient(Observer, Sharer):
             for parameter, _ in self._judged.values()
         ]
 
-    def wants(self, extension: Extension, parameter: Tensor) -> bool:
-        """Whether the sum of a parameter's product is wanted, as an extension reads it."""
-        if extension is not self._first:  # a check may be in the group as well
-            return False
-        return id(parameter) in self._left or id(parameter) in self._judged
-
-    def take(self, parameter: Tensor, whole: SampleProduct, is_reached: bool) -> None:
-        """Take the sum over samples of a product that the extensions have read.
+    def take(self, group: Group, parameter: Tensor, whole: SampleProduct, is_reached: bool) -> None:
+        """Take the sum over samples of a product that the extensions have read, if it is wanted.
 
         Args:
+            group: The group that has read it.
             parameter: The parameter.
             whole: The product of all uses.
             is_reached: Whether any gradient arrives; if not, autograd stores none.
         """
         key = id(parameter)
+        is_wanted = key in self._left or key in self._judged
+        if group.first is not self._first or not is_wanted:
+            return
         if key in self._judged and not operations.has_free_sum(whole):
             return
         if not is_reached:

@@ -21,7 +21,7 @@ from backpack_core.record.call import Call, Edge, Site
 from backpack_operations import faults, nodes
 from backpack_operations.apart import cross_apart, cross_columns
 from backpack_operations.nodes import NodeOutput
-from backpack_operations.viewed import look_through
+from backpack_operations.viewed import Layout, look_through
 from backpack_products.columns import ApartColumns, Columns
 
 
@@ -156,7 +156,8 @@ class Alignment:
             is_picked = count == 1 and edge is not None and self.owned_at(edge) is not None
             return max(2, received) if rest or is_picked else count  # all may belong to one sample
         output = (site.edge.node, site.edge.output_nr)
-        positions, layout = self.positions.get(output, 1), site.layout
+        positions: int = self.positions.get(output, 1)
+        layout: Layout | None = site.layout
         if layout is not None and output not in self.apart:
             # The alignment knows the base, which may be [1, N · C, L].
             if positions:

@@ -43,7 +43,7 @@ from backpack_operations.surveying import look_behind
 from backpack_operations.terms import refuse_other_terms, refuse_unknown_normaliser
 from backpack_operations.told import told
 from backpack_operations.unruled import ask_without_rule
-from backpack_operations.viewed import look_through
+from backpack_operations.viewed import look_through, record_at_base
 from backpack_operations.visits import GraphTraversal
 
 Grads = Sequence[Tensor | None]
@@ -83,6 +83,7 @@ class Operations(Between[GraphSurvey]):
 
     told = staticmethod(told)
     run_of = ModelRun
+    note_view = staticmethod(record_at_base)
 
     # Before anything is computed ------------------------------------------------------------------
 

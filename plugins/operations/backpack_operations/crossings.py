@@ -18,11 +18,12 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.location import place_between
 from backpack_core.engine.schedule import Schedule, add
 from backpack_core.graph.nodes import is_leaf
-from backpack_core.record.call import Edge, has_call
+from backpack_core.record.call import Edge
 from backpack_operations import nodes
 from backpack_operations.alignment import Crossing
 from backpack_operations.order import children_of
 from backpack_operations.survey import GraphSurvey, edges_behind
+from backpack_operations.viewed import has_call
 
 Sent = list[tuple[int, Any]]  # quantities, each with its position in ``node.next_functions``
 

@@ -16,7 +16,7 @@ from backpack_core._torch import Node
 from backpack_core.errors import BackpackError
 from backpack_core.graph.parameters import Trained, complex_parameter
 from backpack_core.graph.survey import Survey
-from backpack_core.record.call import Call, CallCaches, Edge, Layout, Site, site_at, viewed_at
+from backpack_core.record.call import Call, CallCaches, Edge, Site
 from backpack_core.record.owner import computed_substitutes
 from backpack_core.record.view import View
 from backpack_operations._torch import CopyNode
@@ -24,7 +24,7 @@ from backpack_operations.alignment import Alignment
 from backpack_operations.order import reached
 from backpack_operations.parameter_owners import owned_by_models
 from backpack_operations.told import Told
-from backpack_operations.viewed import below
+from backpack_operations.viewed import Layout, below, site_at, viewed_at
 
 # The calls around a node that are crossed node by node, innermost first.
 Region = tuple[Call, ...]
