@@ -365,6 +365,44 @@ def test_kernels_that_are_chosen(extension: str, monkeypatch: pytest.MonkeyPatch
             torch.testing.assert_close(one, other, rtol=1e-5, atol=float(other.abs().max()) * 1e-5)
 
 
+# Operations with a number that is read off the data: another one in each pass.
+NUMBERS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "factor": lambda h, number: number * h,
+    "quotient": lambda h, number: h / (1 + number),
+    "power": lambda h, number: (2 + h.square()) ** number,
+    "base": lambda h, number: (1 + number) ** h,
+    "weight": lambda h, number: torch.add(h, h.sin(), alpha=number),
+    "slope": lambda h, number: nn.functional.leaky_relu(h, number),
+    "bound": lambda h, number: h.clamp(-number, number),
+    "filled": lambda h, number: h.masked_fill(h > number, number),
+    "tensor": lambda h, number: h * torch.tensor(number),
+    "dropout": lambda h, number: nn.functional.dropout(h, min(number, 0.9)),
+    "way": lambda h, number: h.roll(int(10 * number), 1),
+}
+
+
+class Numbered(nn.Module):
+    """A net with such an operation between its layers."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.first, self.last, self.name = nn.Linear(5, 4), nn.Linear(4, 3), name
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.first(x))
+        return self.last(NUMBERS[self.name](h, float(x.abs().mean())))
+
+
+@pytest.mark.parametrize("extension", ["DiagGGNExact", "KFAC", "BatchL2Grad"])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_between_modules(name: str, extension: str) -> None:
+    torch.manual_seed(0)
+    sizes = [*[0.4] * 6, 0.9, 1.2, 0.4, 0.4, 0.9, 0.4, 0.2, 0.4, 0.9]
+    batches = [(torch.randn(6, 5).sign() * size, torch.randint(3, (6,))) for size in sizes]
+    repeated = compare(Numbered(name), batches, EXTENSIONS[extension])
+    assert repeated or name in ("way", "base")  # another structure each time; values are read
+
+
 def test_settings() -> None:
     ours, right = Twin(NETS["mlp"].make()), Twin(NETS["mlp"].make())
     right.model.load_state_dict(ours.model.state_dict())

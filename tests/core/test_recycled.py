@@ -54,7 +54,7 @@ def _warm(model: nn.Module, passes: int = 6, **options: Any) -> None:
 
 def test_memory_is_written_again() -> None:
     model = _model()
-    _warm(model)
+    _warm(model, 16)  # with the one that tries to write visits down
     before = _address(model)
     for _ in range(12):  # measured passes among them
         expected = _pass(model)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from backpack_capture.code import pausing
 from backpack_capture.nested import Apart, HoldsCode
@@ -27,7 +28,9 @@ from backpack_capture.visited import (
     inside,
     is_same,
     layout_of,
+    names_of,
     noted_at_visit,
+    setting_of,
     turn_of,
     world,
 )
@@ -36,7 +39,7 @@ from backpack_core.contract.observer import Driver
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.schedule import Schedule
 from backpack_core.plan.structure import Structure
-from backpack_core.record.call import Site
+from backpack_core.record.call import Call, Site
 from backpack_products.recycled import drop
 
 LARGEST: Final = 2**23  # bytes of a result, of which there are two while it is compared
@@ -80,26 +83,30 @@ class _VisitRecorder(Recorder):
     def _slot(self, tensor: Tensor) -> Slot | None:
         if self.node is not None:
             return _saved("between", {self.node: self.between.get(self.node, -1)}, tensor)
-        if self.site is None or self.site.call.is_released:  # it is over, and its node is crossed
+        if self.site is None:
             return None
         if tensor is self.gradient:
             return Slot("gradient")
-        call = self.site.call
-        stored = call.stored
-        for what, tensors in (("inputs", stored.inputs), ("outputs", stored.outputs)):
-            for number, own in enumerate(tensors):
-                if own is tensor:
-                    return Slot(what, number)
-        for name, (own, _) in stored.owned.items():
+        slot = None if self.site.call.is_released else _of_call(self.site.call, tensor)
+        return slot or _saved("inside", {n: k for k, n in enumerate(inside(self.site))}, tensor)
+
+
+def _of_call(call: Call, tensor: Tensor) -> Slot | None:
+    """Where a call has a tensor; ``None`` if it does not."""
+    stored = call.stored
+    for what, tensors in (("inputs", stored.inputs), ("outputs", stored.outputs)):
+        for number, own in enumerate(tensors):
             if own is tensor:
-                return Slot("owned", name)
-        return _saved("inside", {n: number for number, n in enumerate(inside(self.site))}, tensor)
+                return Slot(what, number)
+    names = (name for name, (own, _) in stored.owned.items() if own is tensor)
+    name = next(names, None)
+    return None if name is None else Slot("owned", name)
 
 
 def _saved(where: str, nodes: Mapping[Node, int], tensor: Tensor) -> Slot | None:
     """Where a node has saved a tensor; ``None`` if none of them has."""
     for node, number in nodes.items():
-        for name in filter(lambda name: name.startswith("_saved_"), dir(node)):
+        for name in names_of(node):
             if number >= 0 and is_same(getattr(node, name), tensor):
                 return Slot(where, (number, name, type(node), tensor.shape))
     return None
@@ -118,6 +125,7 @@ class Recording(Driver):
         self._drawn, run.sink.noted = states_of_generators(), []
         self._recorder.between, self._pause = structure.between, list[Pause]()
         self._cross, run.schedule.cross = run.schedule.cross, self.cross
+        self._settings = list[tuple[int, str, Any]]()
 
     def reach(self, run: BackwardPass, site: Site, grads: Any, others: Any) -> None:
         """By the engine."""
@@ -140,6 +148,17 @@ class Recording(Driver):
     def cross(self, schedule: Schedule, node: Node, grads: Any = ()) -> None:
         """By the engine. A replay crosses a node at the visit before autograd gets there."""
         recorder = self._recorder
+        if node not in schedule.at_nodes:  # nothing waits there
+            self._cross(schedule, node, grads)
+            return
+        number = recorder.between.get(node)
+        if number is None or issubclass(type(node), BackwardCFunction):
+            recorder.refusal = "it is crossed by code of the model, or where no plan knows"
+        else:
+            self._settings += [(number, name, setting_of(node, name)) for name in names_of(node)]
+        if recorder.site is not None:  # the node of the visited output
+            self._cross(schedule, node, grads)
+            return
         if not recorder.visits:
             recorder.refusal = "a quantity begins between calls"
         recorder.node = node
@@ -217,7 +236,9 @@ class Recording(Driver):
             entry.refusal = f"it could not be written ({type(error).__name__}: {error})"
             return
         last = [store for stores in self._stores[len(visits) :] for store in stores]
-        taken = self._world, self._attributes
+        sent = {slot.key[:2] for v in visits for slot in v.slots if slot.what == "between"}
+        settings = [s for s in self._settings if s[2] is not None and s[:2] not in sent]
+        taken = self._world, self._attributes, settings
         entry.recorded = Recorded(visits, last, code, *taken, program.is_random)
 
     def _received(self, used: set[int]) -> tuple[list[list[int]], list[Visit]]:

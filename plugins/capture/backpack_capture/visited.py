@@ -87,6 +87,8 @@ class Recorded(NamedTuple):
         code: A generator, which is sent the tensors of each, and yields results.
         world: What else it takes for granted.
         attributes: Those of modules that no structure knows, by the place of a call.
+        settings: Numbers that nodes between calls have saved: the number of the node, and the name
+            and the value. What is a number in the code of a model may be another one each time.
         is_random: Whether it draws random numbers.
     """
 
@@ -95,6 +97,7 @@ class Recorded(NamedTuple):
     code: Code
     world: tuple[Any, ...]
     attributes: dict[int, dict[str, Any]]
+    settings: list[tuple[int, str, Any]]
     is_random: bool
 
 
@@ -158,6 +161,8 @@ def given_to(recorded: Recorded, structure: Structure) -> list[list[Tensor | Non
         if any(seen(table.get(name)) != value for name, value in attributes.items()):
             return None
     sites, nodes, last = [*structure.sites.values()], [*structure.between], inf
+    if any(setting_of(nodes[number], name) != value for number, name, value in recorded.settings):
+        return None
     for place, slots, layouts, _, pattern in recorded.visits:
         call, tensors = calls[place], list[Tensor | None]()
         turn, before = turn_of(sites[place]), last
@@ -180,6 +185,24 @@ def given_to(recorded: Recorded, structure: Structure) -> list[list[Tensor | Non
             tensors.append(tensor)
         found.append(tensors)
     return found
+
+
+def names_of(node: Node) -> list[str]:
+    """The names of what a node has saved, but for shapes, which a structure has."""
+    return [name for name in dir(node) if name.startswith("_saved_") and "_sym_" not in name]
+
+
+def setting_of(node: Node, name: str) -> Any:
+    """A setting that a node has saved; of a tensor with a single number on the host, the number.
+
+    Torch saves a number as such a tensor, and hands it to a formula as a number. ``None`` stands
+    for other tensors.
+    """
+    value = getattr(node, name)
+    if isinstance(value, Tensor):
+        return value.item() if not value.dim() and value.is_cpu else None
+    is_list = isinstance(value, (list, tuple))
+    return tuple([None if isinstance(v, Tensor) else v for v in value]) if is_list else value
 
 
 def inside(site: Site) -> list[Node]:

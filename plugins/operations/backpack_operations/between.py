@@ -270,7 +270,7 @@ class Operations(Between[GraphSurvey]):
                 self.visit_views(run, node, {output_nr: grads[output_nr]})
             run.visit(site, grads[output_nr], changed_by)
         if run.schedule.at_nodes or survey.alignment.starts:  # a hook set now would be too late
-            self._crossings.cross(run.schedule, node, grads)
+            run.schedule.cross(run.schedule, node, grads)
 
     def visit_views(self, run: BackwardPass, node: Node, grads: dict[int, Tensor | None]) -> None:
         """Visit calls that returned views of a node's outputs which were overwritten in place."""
