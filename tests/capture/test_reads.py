@@ -165,3 +165,13 @@ def test_methods_are_put_back() -> None:
         raise KeyError
     assert before == {name: vars(Tensor).get(name) for name in before}
     assert torch.ones(2).tolist() == [1.0, 1.0]
+
+
+def test_numbers_in_the_place_of_tensors() -> None:
+    """Torch hands numbers that autograd has saved to operations that take tensors alone."""
+    aten, recorder = torch.ops.aten, Recorder((), (), lambda tensor: False)
+    assert recorder.run(aten._local_scalar_dense.default, (), (0.5,), {}) == 0.5
+    assert recorder.refusal is None
+    found = recorder.run(aten.expand.default, (), (0.5, [2]), {})
+    assert found.tolist() == [0.5, 0.5]
+    assert "needs a number of autograd's as a tensor" in str(recorder.refusal)

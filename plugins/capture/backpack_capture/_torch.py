@@ -30,6 +30,14 @@ _keys: Any = torch._C._dispatch_keys
 is_onednn_on: Callable[[], bool] = torch._C._get_mkldnn_enabled
 
 
+def takes_tensor(operation: Any, place: int) -> bool:
+    """Whether an argument of an operation has to be a tensor, for which no number may stand."""
+    schema = operation._schema
+    is_tensor = isinstance(schema.arguments[place].type, torch._C.TensorType)
+    name = schema.name.removeprefix("aten::")
+    return is_tensor and not torch._C._should_allow_numbers_as_tensors(name)
+
+
 def modes() -> tuple[Any, ...]:
     """Whatever changes what operations of torch do, on this thread."""
     return (

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from backpack_capture._torch import are_equal, generator_states, is_foreign
+from backpack_capture._torch import are_equal, generator_states, is_foreign, takes_tensor
 from backpack_capture.program import (
     BLANK,
     Assumption,
@@ -104,10 +104,13 @@ class Recorder(TorchDispatchMode):
 
     def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """The same, as a method of which torch knows nothing."""
-        if func is aten.expand.default and isinstance(args[0], float):
-            # Torch hands the number of a formula over as a number, where it was saved as a tensor.
-            self.refusal = self.refusal or "it expands a number that autograd has saved"
-            args = (torch.tensor(args[0], dtype=torch.float64), *args[1:])
+        # Torch hands the number of a formula over as a number, where it was saved as a tensor.
+        if func is aten._local_scalar_dense.default and not isinstance(args[0], Tensor):
+            return args[0]
+        if wanted := [n for n, a in enumerate(args) if type(a) is float and takes_tensor(func, n)]:
+            self.refusal = self.refusal or "an operation needs a number of autograd's as a tensor"
+            made = {n: torch.tensor(args[n], dtype=torch.float64) for n in wanted}
+            args = tuple([made.get(n, argument) for n, argument in enumerate(args)])
         if func._schema.name.startswith("profiler::"):
             return func(*args, **kwargs)  # a range that record_function names
         if self.refusal is None:
