@@ -28,6 +28,7 @@ from backpack_capture.visited import (
     inside,
     is_same,
     layout_of,
+    looked_up,
     names_of,
     noted_at_visit,
     setting_of,
@@ -107,7 +108,7 @@ def _saved(where: str, nodes: Mapping[Node, int], tensor: Tensor) -> Slot | None
     """Where a node has saved a tensor; ``None`` if none of them has."""
     for node, number in nodes.items():
         for name in names_of(node):
-            if number >= 0 and is_same(getattr(node, name), tensor):
+            if number >= 0 and is_same(looked_up(node, name), tensor):
                 return Slot(where, (number, name, type(node), tensor.shape))
     return None
 

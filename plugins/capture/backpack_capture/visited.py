@@ -187,6 +187,14 @@ def given_to(recorded: Recorded, structure: Structure) -> list[list[Tensor | Non
     return found
 
 
+def looked_up(node: Any, name: str) -> Any:
+    """Something that a node has saved; ``None`` if torch says that it was changed, or freed."""
+    try:
+        return getattr(node, name)
+    except RuntimeError:
+        return None
+
+
 def names_of(node: Node) -> list[str]:
     """The names of what a node has saved, but for shapes, which a structure has."""
     return [name for name in dir(node) if name.startswith("_saved_") and "_sym_" not in name]
@@ -198,7 +206,7 @@ def setting_of(node: Node, name: str) -> Any:
     Torch saves a number as such a tensor, and hands it to a formula as a number. ``None`` stands
     for other tensors.
     """
-    value = getattr(node, name)
+    value = looked_up(node, name)
     if isinstance(value, Tensor):
         return value.item() if not value.dim() and value.is_cpu else None
     is_list = isinstance(value, (list, tuple))
@@ -225,10 +233,7 @@ def saved_by(
     node = nodes[number] if number < len(nodes) else None
     if type(node) is not kind:
         return None
-    try:
-        saved: Tensor = getattr(node, name)
-    except RuntimeError:  # of torch: it was changed, or freed
-        return None
+    saved = looked_up(node, name)
     return saved if isinstance(saved, Tensor) and saved.shape == shape else None
 
 
