@@ -29,6 +29,8 @@ class Observer:
         needs_autograd: Whether autograd has to run, since gradients are looked at.
         needs_visits: Whether it looks at visits, or adds to them, in passes with a known plan, so
             that no driver may replace them.
+        needs_survey: Whether it asks the survey for more than sites, even where a driver replaces
+            the visits.
         kept: What the plan of the pass keeps for later observers of this class; ``None`` for
             nothing.
     """
@@ -36,6 +38,7 @@ class Observer:
     answers: frozenset[str] = frozenset()
     needs_autograd: bool = False
     needs_visits: bool = True
+    needs_survey: bool = False
     kept: Any = None
 
     def goes_by(self, kept: Any) -> bool:

@@ -169,11 +169,11 @@ class BackwardPass:
         drivers = [observer.drive(self, known, structure) for observer in self.observers]
         self.driver = next((driver for driver in drivers if driver is not None), None)
         self.driven = None if self.driver is None else self.driver.outputs
-        if self.driven is not None:
-            survey.is_planned, survey.sites = True, structure.sites
-            survey.batch_size = known.batch_size
-        else:
+        survey.is_planned, survey.sites = True, structure.sites
+        survey.batch_size = known.batch_size
+        if self.driven is None or any(observer.needs_survey for observer in self.observers):
             known.fill(survey, structure)
+        if self.driven is None:
             self.between.fill(known.plan.numbers, structure)
             self.between.attend(self)
         context.seen.update(["ran", "trained"])

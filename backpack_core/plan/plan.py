@@ -127,8 +127,6 @@ class Planned:
 
     def fill(self, survey: Survey, structure: Structure) -> None:
         """Fill a survey with what a walk would find, except for what lies between calls."""
-        survey.is_planned, survey.sites = True, structure.sites
-        survey.batch_size = self.batch_size
         trained, uses = survey.trained, survey.uses
         stored = [call.stored for call, _ in structure.sites]
         shown = chain.from_iterable([s.inputs + s.outputs for s in stored])

@@ -421,7 +421,7 @@ def test_settings() -> None:
         {"extension_hook": lambda module: None},
         {"observer": lambda view: None},
         {"check": "always"},
-        {"gradient": "none"},
+        {"gradient": "shared"},
         {"debug": True},
     ],
     ids=lambda options: next(iter(options)),
@@ -431,6 +431,20 @@ def test_what_the_engine_does(options: dict[str, Any]) -> None:
     for _ in range(PASSES):
         ours.step(NETS["mlp"].draw(4), BatchGrad(), **options)
     assert not ours.repeated
+
+
+@pytest.mark.parametrize("net", ["mlp", "cnn", "residual", "frozen"])
+def test_without_gradients(net: str) -> None:
+    ours, right = Twin(NETS[net].make()), Twin(NETS[net].make())
+    right.model.load_state_dict(ours.model.state_dict())
+    for _ in range(PASSES):
+        batch = NETS[net].draw(4)
+        found = ours.step(batch, known.ClippedSumGrad(0.1), gradient="none")
+        with by_the_engine():
+            expected = right.step(batch, known.ClippedSumGrad(0.1), gradient="none")
+        assert not differs(found, expected)
+        assert all(grad is None for grad, _ in found[-1])
+    assert ours.repeated
 
 
 class Looking(Observer):

@@ -43,6 +43,7 @@ class WithoutGradients(Observer):
     """Has autograd leave out the gradients of parameters with results (``gradient="none"``)."""
 
     answers = frozenset({"gradient"})
+    needs_visits, needs_survey = False, True
 
     def options(self, run: BackwardPass, given: Options) -> Options:
         """The ``inputs=`` of autograd's pass."""
