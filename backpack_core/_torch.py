@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize
@@ -185,11 +184,6 @@ def memory_of(tensor: Tensor) -> int:
 def memories_of(tensors: Iterable[Tensor]) -> set[int]:
     """The numbers of the memory of several tensors."""
     return {tensor.untyped_storage()._cdata for tensor in tensors}
-
-
-def hold_address(tensor: Tensor) -> object:
-    """An object that, while it lives, keeps :func:`memory_of` from reusing a number."""
-    return StorageWeakRef(tensor.untyped_storage())
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

@@ -52,11 +52,6 @@ def beside(home: Path, name: str) -> Path:
     return home / name if home.is_dir() else home.with_suffix(f".{name}")
 
 
-def text_of(provided: Any) -> str:
-    """The text of such a file: JSON that is sorted and indented, so that changes are readable."""
-    return json.dumps(provided, indent=1, sort_keys=True) + "\n"
-
-
 def declared_by(package: str) -> dict[str, str]:
     """What the file of a package declares; empty if there is no valid file."""
     home = home_of(package)

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 from numbers import Real
-from typing import Final
 
 from backpack_core.errors import UsageError
-
-# Bytes of columns that are propagated at once on a CPU, at the widest layer. The allocator maps
-# tensors above 32 MiB anew for every operation, and some operations need a bit more than a tensor.
-HEAP: Final = 26 * 2**20
 
 _budget = 64 * 2**20
 
@@ -35,8 +30,3 @@ def set_memory_budget(size: int) -> None:
     if isinstance(given, bool) or not isinstance(given, Real) or not size > 0:
         raise UsageError(f"The memory budget is a positive number of bytes. Got {size!r}.")
     _budget = size
-
-
-def column_budget(device: str) -> int:
-    """The number of bytes that columns at one tensor may take on a type of device."""
-    return min(HEAP, _budget) if device == "cpu" else _budget

@@ -29,6 +29,11 @@ FORMAT = 1
 Standing = Literal["certified", "other versions", "code changed", "no certificate", "unreadable"]
 
 
+def json_of(value: Any) -> str:
+    """JSON that is sorted and indented, so that changes are readable."""
+    return json.dumps(value, indent=1, sort_keys=True) + "\n"
+
+
 @dataclass(frozen=True)
 class Certificate:
     """What was checked, and with which versions.

@@ -23,6 +23,7 @@ from backpack_core.cli.certificate import (
     digest,
     digest_of,
     file_of,
+    json_of,
     read,
     version_of,
 )
@@ -128,14 +129,14 @@ def _certified(package: Project, entries: list[Any], provides: dict[str, Any]) -
         file_of(home).write_text(text_of(certificate), "utf-8")
         paths.append(file_of(home))
         if home.stem in provides:  # it is installed
-            text = provided.text_of(provides[home.stem])
+            text = json_of(provides[home.stem])
             provided.beside(home, provided.NAME).write_text(text, "utf-8")
     return paths
 
 
 def text_of(certificate: Certificate) -> str:
     """The text of a certificate's file."""
-    return provided.text_of(asdict(certificate))
+    return json_of(asdict(certificate))
 
 
 def _run(folder: Path, projects: list[Project], tests: list[str]) -> list[Any]:

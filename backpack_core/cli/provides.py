@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from backpack_core.cli.certificate import json_of
 from backpack_core.discovery import Claim, Plugin, qualified_name
 from backpack_core.plugins import ensure_loaded, known_plugins
 from backpack_core.plugins.registry import registry
-from backpack_core.provided import KNOWN, NAME, beside, declared_by, home_of, known, text_of
+from backpack_core.provided import KNOWN, NAME, beside, declared_by, home_of, known
 
 
 def provided_by(plugins: Iterable[Plugin]) -> dict[str, dict[str, str]]:
@@ -54,9 +55,9 @@ def files(distributions: Iterable[str]) -> dict[Path, str]:
         for package, provided in by_package.items():
             home = home_of(package)
             assert home is not None
-            texts[beside(home, NAME)] = text_of(provided)
+            texts[beside(home, NAME)] = json_of(provided)
         table[name] = sorted(name for provided in by_package.values() for name in provided)
-    return {**texts, KNOWN: text_of(table)}
+    return {**texts, KNOWN: json_of(table)}
 
 
 def main() -> None:

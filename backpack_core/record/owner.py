@@ -26,8 +26,6 @@ PATH_ATTRIBUTE: Final = "_backpack_path"  # the path of a submodule in its model
 
 # The runs of extended models by thread, outermost first.
 _running: dict[int, list[tuple[Owner, Run]]] = {}
-# The key in the metadata of autograd nodes for outputs that a model returned.
-_RETURNED: Final = "backpack_returned"
 # The extended models that are alive, by ``id``.
 MODELS: weakref.WeakValueDictionary[int, Module] = weakref.WeakValueDictionary()
 # Tensors that stood in for parameters, by ``id``: each with its module and its name there.
@@ -45,12 +43,6 @@ def _still_running() -> list[tuple[Owner, Run]]:
 def model_runs() -> bool:
     """Whether the forward pass of an extended model runs on this thread and is recorded."""
     return any(run is not NO_RUN for _, run in _still_running())
-
-
-def is_returned(node: Node, number: int) -> bool:
-    """Whether an output of a node is what an extended model returned for inputs without a graph."""
-    metadata: Any = node.metadata
-    return number in metadata.get(_RETURNED, ())
 
 
 class Owner:
@@ -120,11 +112,8 @@ class Owner:
         if indices:
             run = runs[indices[-1]][1]
             del runs[indices[-1] :]  # the others inside were left by an exception
-            is_from_outside = run.sizes and not (run.has_computed_input or self.axes)
-            for tensor in results if is_from_outside else ():
-                node: Any = tensor.grad_fn
-                if node is not None:
-                    node.metadata.setdefault(_RETURNED, set()).add(tensor.output_nr)
+            if not self.axes:
+                run.note_returned(results)
         if not runs:
             _running.pop(thread, None)
 

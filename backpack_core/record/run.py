@@ -70,6 +70,9 @@ class Run:
         """
         self._given += map(weakref.ref, results if self.receives(tensors) else ())
 
+    def note_returned(self, results: Iterable[Tensor]) -> None:
+        """Note what the model returned, if its samples are on axis 0. Default: nothing."""
+
 
 # Makes the run of a model, from the arguments of :class:`Run`.
 RunOf = Callable[[Sequence[tuple[Place, Tensor]], int, bool], Run]

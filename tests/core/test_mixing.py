@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from backpack_core import backpack, extend
-from backpack_core._torch import hold_address, memory_of
+from backpack_core._torch import memory_of
 from backpack_core.errors import SampleMixingError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
+from backpack_operations.received import hold_address
 from tests import oracle
 from tests.cases import Net
 

@@ -7,6 +7,7 @@ from typing import Any, Final
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 
 from backpack_capture.code import pausing
 from backpack_capture.nested import Apart, HoldsCode
@@ -35,7 +36,6 @@ from backpack_capture.visited import (
     turn_of,
     world,
 )
-from backpack_core._torch import Node
 from backpack_core.contract.observer import Driver
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.schedule import Schedule

@@ -9,11 +9,11 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack_capture._torch import is_onednn_on, keys_of
 from backpack_core import memory_budget
-from backpack_core._torch import Node
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.plan.structure import Structure

@@ -31,9 +31,10 @@ from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, CallCaches, Site
 from backpack_core.record.nested import iter_tensors
 from backpack_core.record.storage import storage
-from backpack_core.tuning import column_budget, memory_budget
+from backpack_core.tuning import memory_budget
 from backpack_operations.order import ranks
 from backpack_operations.straight import StraightTraversal
+from backpack_products.tuning import column_budget
 
 
 class OwnOrder(Schedule):

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from backpack_core.record.call import Call, Edge
-from backpack_core.record.owner import is_returned
 from backpack_core.record.run import Run
 from backpack_operations import faults, nodes, tensor_lists
 from backpack_operations.carried_ids import CarriedIds
 from backpack_operations.nodes import NodeOutput
 from backpack_operations.of_weights import Origins
+from backpack_operations.received import is_returned
 from backpack_operations.sample_ids import SampleIds, are_elsewhere
 from backpack_operations.survey import GraphSurvey, edges_behind
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from typing import Any, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from backpack_core._torch import has_memory, hold_address, memory_of
+from backpack_core._torch import Node, has_memory, memory_of
 from backpack_core.record.run import Place, Run
 
+# The key in the metadata of autograd nodes for outputs that a model returned.
+_RETURNED: Final = "backpack_returned"
 Rows = tuple[int, range]  # a memory, and some rows of the tensor that owns it
 
 
@@ -156,11 +159,31 @@ class ModelRun(Run):
                     self.memories.setdefault(memory_of(result), layout_of(result, axis or 0))
                     self._passed.append(hold_address(result))
 
+    def note_returned(self, results: Iterable[Tensor]) -> None:
+        """Note what the model returned for inputs without a graph; see :func:`is_returned`."""
+        if not self.sizes or self.has_computed_input:
+            return
+        for tensor in results:
+            node: Any = tensor.grad_fn
+            if node is not None:
+                node.metadata.setdefault(_RETURNED, set()).add(tensor.output_nr)
+
     def seen_as(self, memories: dict[int, SampleLayout]) -> ModelRun:
         """The run as a call refers to it whose inputs have other memories."""
         run = copy(self)
         run.memories = memories
         return run
+
+
+def is_returned(node: Node, number: int) -> bool:
+    """Whether an output of a node is what an extended model returned for inputs without a graph."""
+    metadata: Any = node.metadata
+    return number in metadata.get(_RETURNED, ())
+
+
+def hold_address(tensor: Tensor) -> object:
+    """An object that, while it lives, keeps ``memory_of`` from reusing a number."""
+    return StorageWeakRef(tensor.untyped_storage())
 
 
 def span_of(tensor: Tensor) -> tuple[int, int, int]:

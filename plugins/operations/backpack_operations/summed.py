@@ -15,13 +15,13 @@ from torch import Tensor
 from backpack_core._torch import Node
 from backpack_core.graph.nodes import is_leaf
 from backpack_core.record.call import Edge
-from backpack_core.record.owner import is_returned
 from backpack_operations import nodes
 from backpack_operations._torch import metadata_of
 from backpack_operations.bridge import push
 from backpack_operations.of_weights import Origins
 from backpack_operations.order import reached
 from backpack_operations.own_pass import beside_pass
+from backpack_operations.received import is_returned
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.told import Told
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from backpack_core._torch import Node
 from backpack_core.graph.nodes import is_leaf
 from backpack_core.record.call import Edge
-from backpack_core.record.owner import is_returned
 from backpack_operations import nodes
 from backpack_operations.nodes import NodeOutput
+from backpack_operations.received import is_returned
 from backpack_operations.survey import GraphSurvey, edges_behind
 
 

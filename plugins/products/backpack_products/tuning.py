@@ -43,6 +43,11 @@ EACH: Final = 2**22
 LARGER: Final = 1.4
 
 
+# Bytes of columns that are propagated at once on a CPU, at the widest layer. The allocator maps
+# tensors above 32 MiB anew for every operation, and some operations need a bit more than a tensor.
+HEAP: Final = 26 * 2**20
+
+
 _is_unsplit = ContextVar("is_unsplit", default=False)
 
 
@@ -77,3 +82,8 @@ def piece_size(cached: int) -> int:
 def even_size(count: int, most: int) -> int:
     """The size of about equal parts of ``count``, of at most ``most``."""
     return max(1, -(-count // max(1, -(-count // most))))
+
+
+def column_budget(device: str) -> int:
+    """The number of bytes that columns at one tensor may take on a type of device."""
+    return min(HEAP, memory_budget()) if device == "cpu" else memory_budget()

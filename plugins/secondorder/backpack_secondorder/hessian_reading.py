@@ -13,7 +13,6 @@ from torch.autograd.graph import Node
 from backpack_core import Reading, View
 from backpack_core.errors import UnsupportedError
 from backpack_core.graph.nodes import name_of
-from backpack_core.tuning import column_budget
 from backpack_interplay.leaves import nonlinear_between
 from backpack_operations.bare import BareRule
 from backpack_operations.order import behind
@@ -21,6 +20,7 @@ from backpack_products import AffineRule, Columns, ParametricRule
 from backpack_products.affine import AffineProduct
 from backpack_products.columns import ApartColumns, Root
 from backpack_products.product import ComputedProduct, SampleProduct, sum_of
+from backpack_products.tuning import column_budget
 from backpack_secondorder.hessian import Hessian, add
 from backpack_secondorder.position_pairs import diagonal, sample_diagonals
 from backpack_secondorder.signed import diagonal_square_sum, signed_square_sum
