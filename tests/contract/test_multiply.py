@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 
+from backpack_products import contractions
 from backpack_products import multiply as module
 from backpack_products._torch import onednn_linear
 from backpack_products.multiply import add_product, multiply, multiply_each
@@ -73,6 +74,18 @@ def test_products_of_batches_are_the_same(calls) -> None:
     assert len(calls) == 4
     near(multiply_each(left[:, :3], right), wanted[:, :3])
     assert len(calls) == 4
+
+
+@torch.no_grad()
+def test_columns_of_a_sample_are_joined(calls) -> None:
+    out, inp = large(6, 3, 24, 1, 128), large(3, 24, 1, 132)
+    assert out[:, 0].numel() * inp.shape[3] >= EACH > out[0, 0].numel() * inp.shape[3]
+    exact = out.double(), inp.double()
+    near(contractions.products(out, inp), torch.einsum("vnsgo,nsgi->vngoi", *exact))
+    assert len(calls) == 3
+    out, inp = large(4, 256, 2, 1, 64), large(256, 2, 1, 72)
+    near(contractions.sums(out, inp), torch.einsum("vnsgo,nsgi->vgoi", out.double(), inp.double()))
+    assert len(calls) == 3 + 4
 
 
 def test_what_torch_multiplies_itself(calls) -> None:
