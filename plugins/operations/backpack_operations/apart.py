@@ -119,7 +119,7 @@ def _run(node: Node, output_nr: int, columns: Columns, there: Crossing) -> int:
 
 
 def cross_columns(node: Node, quantities: Mapping[int, Columns]) -> list[tuple[int, Columns]]:
-    """Push columns of the whole batch through a node, one root after the other.
+    """Push columns of the whole batch through a node; of all roots at once, if outputs share them.
 
     Args:
         node: An autograd node that autograd has not executed yet.
@@ -131,6 +131,10 @@ def cross_columns(node: Node, quantities: Mapping[int, Columns]) -> list[tuple[i
     Raises:
         BridgeError: The node cannot be called for columns.
     """
+    first, *others = quantities.values()
+    if first.blocks and all([*c.blocks] == [*first.blocks] for c in others):
+        pushed = bridge.push(node, {nr: columns.mat for nr, columns in quantities.items()})
+        return [(position, first.split(product)) for position, product in pushed.items()]
     results: dict[int, dict[Root, Tensor]] = {}
     for root, present in _by_root(quantities):
         blocks = {nr: columns.blocks[root] for nr, columns in present.items()}

@@ -181,7 +181,8 @@ def _over_columns(formula: Formula, mats: list[Tensor]) -> Mats:
     """Call a formula for all columns: by vmap, or by a loop where torch cannot batch it."""
     columns = len(mats[0])
     if columns == 1:
-        return _one_by_one(formula, mats)
+        single = formula(*map(_alone, mats))
+        return {i: gradient.unsqueeze(0) for i, gradient in single.items()}
     if columns == 0:
         zeros = formula(*(m.new_zeros(m.shape[1:]) for m in mats))
         return {i: g.new_zeros(0, *g.shape) for i, g in zeros.items()}
@@ -228,9 +229,13 @@ def irregular_weights(shape: torch.Size, device: torch.device) -> Tensor:
 def _one_by_one(formula: Formula, mats: list[Tensor]) -> Mats:
     """Call a formula for each column."""
     singles = [formula(*[m[v].clone() for m in mats]) for v in range(len(mats[0]))]
-    if len(singles) == 1:
-        return {i: gradient.unsqueeze(0) for i, gradient in singles[0].items()}
     return {i: torch.stack([single[i] for single in singles]) for i in singles[0]}
+
+
+def _alone(mat: Tensor) -> Tensor:
+    """The only column, ``[1, *] → [*]``, at the beginning of its memory."""
+    is_usual = mat.is_contiguous() and not mat.storage_offset()
+    return mat[0] if is_usual else mat[0].clone(memory_format=torch.contiguous_format)
 
 
 def _weighted_sum(weights: Tensor, mat: Tensor) -> Tensor:
@@ -264,6 +269,8 @@ def agree(weights: Tensor, product: Tensor, expected: Tensor, size: Tensor) -> b
 def _fit(product: Tensor, node: Any, output_nr: int) -> Tensor:
     """Sum columns ``[V, *broadcast]`` to ``[V, *shape]`` of an operand, in its dtype."""
     target = metadata_of(node, output_nr)
+    if product.shape[1:] == target.shape and product.dtype is target.dtype:
+        return product
     shape = (len(product), *target.shape)
     surplus = product.dim() - len(shape)
     if surplus > 0:
