@@ -145,7 +145,7 @@ def pieces(out: Tensor, inp: Rows, limit: int = CACHE) -> Iterator[tuple[slice, 
     Yields:
         ``(columns, samples, piece)`` with a piece ``[n, G, v, O, I]``, samples outermost.
     """
-    columns, samples, _, groups, features = out.shape
+    columns, samples, positions, groups, features = out.shape
     size = inp.shape[3]
     if is_empty(out, inp):
         return
@@ -153,8 +153,9 @@ def pieces(out: Tensor, inp: Rows, limit: int = CACHE) -> Iterator[tuple[slice, 
     limit = piece_size(limit)
     most = max(1, min(columns, limit // single))
     if (direct := _direct(inp, most, out)) and isinstance(inp, DirectRows):
-        most = direct
-        few = even_size(samples, max(1, min(limit, piece_size(DIRECT)) // (single * most)))
+        most, copied = direct, size if direct == 1 else max(size, positions)  # columns, if several
+        fitting = min(limit, piece_size(DIRECT)) // (single // size * copied * most)
+        few = even_size(samples, max(1, fitting))
         for rows, some in product(slices(samples, few), slices(columns, most)):
             piece = inp.product(out[some, rows], rows)
             yield some, rows, piece.view(-1, groups, some.stop - some.start, features, size)
