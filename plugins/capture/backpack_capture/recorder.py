@@ -36,6 +36,8 @@ LIFTED = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
 _WRITING = {aten.native_batch_norm.default: (3, 4), aten.cudnn_batch_norm.default: (3, 4)}
 # What they do to a tensor cannot be told by values.
 _REFUSED = {"set_", "resize_", "resize_as_", "resize", "_resize_output_", "as_strided_"}
+# Torch's own, of another name: it makes a new tensor of its arguments.
+_PURE = frozenset({"mkldnn::_linear_pointwise"})
 _FILLING = {f"aten::{name}" for name in ("ones_like", "zeros_like", "new_zeros", "new_ones")}
 _LARGEST = 2**12  # numbers of one that is kept
 # They can write into memory that is there.
@@ -271,7 +273,7 @@ def _reason_against(func: Any, types: Any) -> str | None:
     other = [kind for kind in types if kind not in (Tensor, torch.nn.Parameter)]
     if other:
         return f"it has a tensor of type {other[0].__name__}"
-    if not name.startswith("aten::"):
+    if not name.startswith("aten::") and name not in _PURE:
         return f"it calls {name}, of which only its author knows what it does"
     if name == "aten::mkldnn_rnn_layer":
         return (
