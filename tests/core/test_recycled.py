@@ -154,6 +154,23 @@ def test_not_if_something_holds_it(kind: str) -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("kind", [kind for kind in HOLDERS if kind != "view"])
+def test_not_if_something_holds_a_transposed_result(kind: str) -> None:
+    gc.disable()
+    try:
+        model, lossfunc = _model(), extend(SumOutputs())
+        parameter: Any = model[0].weight
+        address, held = 0, None
+        for _ in range(7):
+            with backpack(Jacobians()):
+                lossfunc(model(torch.randn(SAMPLES, 3))).backward()
+            assert parameter.jacobians.data_ptr() != address
+            address, held = parameter.jacobians.data_ptr(), HOLDERS[kind](parameter.jacobians)
+        del held
+    finally:
+        gc.enable()
+
+
 def test_a_weak_reference_does_not_hold_it() -> None:
     model = _model()
     _warm(model)
