@@ -46,6 +46,24 @@ def test_an_operand_without_gradient() -> None:
     assert {*bridge.push(node, {0: torch.randn(3, *out.shape)})} == {0, 1}
 
 
+@pytest.mark.parametrize("columns", [1, 4])
+@pytest.mark.parametrize("alpha", [None, 1.0, -0.5])
+def test_one_factor_of_a_matrix_product(alpha: float | None, columns: int) -> None:
+    a, b = torch.randn(5, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    c = torch.randn(5, 4, requires_grad=True)
+    out = a.mm(b.T) if alpha is None else torch.addmm(c, a, b.T, alpha=alpha, beta=2)
+    node, position = out.grad_fn, 0 if alpha is None else 1
+    assert node is not None
+    mat = torch.randn(columns, 5, 4)
+    whole, one = bridge.push(node, {0: mat}), bridge.push(node, {0: mat}, {position})
+    assert {*one} == {position}
+    assert len(whole) > 1
+    assert_close(one[position], whole[position])
+    for others in ({*whole}, {max(whole)}):
+        found = bridge.push(node, {0: mat}, others)
+        assert_close(found[max(whole)], whole[max(whole)])
+
+
 def test_what_is_differentiated_again_is_left_to_torch() -> None:
     """The kernel has no second derivative, and says so."""
     q, k, v = (torch.randn(N, H, L, E, requires_grad=True) for _ in range(3))

@@ -43,9 +43,9 @@ def _fields(net: nn.Module, name: str) -> list[Tensor]:
 def _pushed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen, push = list[str](), bridge.push
 
-    def noting(node: Any, mats: Any) -> Any:
+    def noting(node: Any, *given: Any) -> Any:
         seen.append(node.name())
-        return push(node, mats)
+        return push(node, *given)
 
     monkeypatch.setattr(bridge, "push", noting)
     return seen

@@ -7,7 +7,7 @@ repeated here: it sums gradients to the shape of a broadcast operand, and casts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -29,12 +29,13 @@ Mats = dict[int, Tensor]  # columns [V, *shape], by output number or by position
 Formula: TypeAlias = Callable[..., Mats]
 
 
-def push(node: Node, mats: Mats) -> Mats:
+def push(node: Node, mats: Mats, wanted: Collection[int] | None = None) -> Mats:
     """Carry columns from a node's outputs to its operands.
 
     Args:
         node: An autograd node that autograd has not executed yet.
         mats: Columns ``[V, *shape]`` at the node's outputs, by output number.
+        wanted: The positions that are asked for, others may be missing; default: all.
 
     Returns:
         Columns by position in ``node.next_functions``; those that are zero may be missing.
@@ -49,7 +50,7 @@ def push(node: Node, mats: Mats) -> Mats:
         return mats
     return {
         position: _fit(product, *node.next_functions[position])
-        for position, product in push_unsummed(node, mats).items()
+        for position, product in push_unsummed(node, mats, wanted).items()
     }
 
 
@@ -79,7 +80,7 @@ def push_through(
     return mats
 
 
-def push_unsummed(node: Node, mats: Mats) -> Mats:
+def push_unsummed(node: Node, mats: Mats, wanted: Collection[int] | None = None) -> Mats:
     """The same as :func:`push`, before results are summed to the shapes of broadcast operands."""
     if nodes.is_compiled(node):
         raise refuse(
@@ -92,7 +93,7 @@ def push_unsummed(node: Node, mats: Mats) -> Mats:
     formula = _formula(node, list(mats))
     is_single = torch.is_grad_enabled() and nodes.loses_statistics(node)
     with storage().reading(node):  # autograd needs the saved tensors after us
-        at_once = fused_product(node, dict(zip(mats, columns, strict=True)))
+        at_once = fused_product(node, dict(zip(mats, columns, strict=True)), wanted)
         if at_once is not None:
             return at_once
         if is_single and len(columns[0]):

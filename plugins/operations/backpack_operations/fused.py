@@ -7,6 +7,7 @@ formula of few operations.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -18,24 +19,38 @@ from backpack_operations import nodes
 from backpack_products.contractions import slices
 
 
-def fused_product(node: Node, mats: dict[int, Tensor]) -> dict[int, Tensor] | None:
-    """The vector-Jacobian products of a fused kernel.
+def fused_product(
+    node: Node, mats: dict[int, Tensor], wanted: Collection[int] | None = None
+) -> dict[int, Tensor] | None:
+    """The vector-Jacobian products of a fused kernel, or of one factor of a matrix product.
 
     Args:
         node: An autograd node.
         mats: Columns ``[V, *shape]`` at its outputs, by output number.
+        wanted: The positions that are asked for; default: all.
 
     Returns:
         Columns by position in ``node.next_functions``; ``None`` for all other nodes, and if the
         result has to be differentiable, but the kernel is not.
     """
     operation = nodes.operation_of(node)
+    if wanted is not None and [*wanted] == [_FIRST_FACTORS.get(operation)]:
+        return _first_factor(node, mats[0], *wanted)
     if operation not in _KERNELS or [*mats] != [0]:
         return None
     sent = _KERNELS[operation](node, mats[0])
     if sent is None:
         return None
     return {i: mat for i, mat in enumerate(sent) if node.next_functions[i][0] is not None}
+
+
+def _first_factor(node: Any, mat: Tensor, position: int) -> dict[int, Tensor] | None:
+    """Columns at ``a`` from ``[V, N, O]`` at ``a b``; the node would also multiply for ``b``."""
+    other, alpha = node._saved_mat2, getattr(node, "_saved_alpha", 1)
+    if mat.is_complex() or other.layout is not torch.strided or other.dtype is not mat.dtype:
+        return None
+    product = mat @ other.mT
+    return {position: product if alpha == 1 else product * alpha}
 
 
 def weight_norm(node: Any, mat: Tensor) -> list[Tensor]:
@@ -82,3 +97,5 @@ _KERNELS = {
     "ScaledDotProductFlashAttentionForCpu": _attention,
     "WeightNormInterface": weight_norm,
 }
+# The position of ``a`` in ``a b``.
+_FIRST_FACTORS = {"Mm": 0, "Addmm": 1}
