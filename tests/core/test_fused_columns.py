@@ -64,6 +64,40 @@ def test_one_factor_of_a_matrix_product(alpha: float | None, columns: int) -> No
         assert_close(found[max(whole)], whole[max(whole)])
 
 
+PRODUCTS: dict[str, Any] = {
+    "bmm": (torch.bmm, (5, 2, 3), (5, 3, 4)),
+    "conv1d": (lambda x, w: F.conv1d(x, w, stride=2, padding=1), (3, 2, 6), (4, 2, 3)),
+    "groups": (lambda x, w: F.conv2d(x, w, groups=2, dilation=2), (3, 4, 5, 6), (6, 2, 2, 2)),
+    "one sample": (lambda x, w: F.conv2d(x, w, groups=2), (1, 4, 5, 4), (6, 2, 2, 1)),
+    "transposed": (
+        lambda x, w: F.conv_transpose2d(x, w, stride=2, output_padding=1, padding=1),
+        (3, 2, 4, 3),
+        (2, 5, 3, 3),
+    ),
+    "volume": (lambda x, w: F.conv3d(x, w), (2, 2, 3, 4, 3), (3, 2, 2, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("columns", [1, 4])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_one_factor_of_other_products(name: str, columns: int) -> None:
+    function, *shapes = PRODUCTS[name]
+    x, w = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    out = function(x, w)
+    mat = torch.randn(columns, *out.shape, requires_grad=True)
+    one = bridge.push(out.grad_fn, {0: mat}, {0})
+    assert {*one} == {0}
+    each = [torch.autograd.grad(out, x, g, create_graph=True)[0] for g in mat]
+    assert_close(one[0], torch.stack(each))
+    weights = torch.randn(columns, *x.shape)
+    again = [
+        torch.autograd.grad((weights * found).sum(), (mat, w), retain_graph=True)
+        for found in (one[0], torch.stack(each))
+    ]
+    for mine, right in zip(*again, strict=True):
+        assert_close(mine, right)
+
+
 def test_what_is_differentiated_again_is_left_to_torch() -> None:
     """The kernel has no second derivative, and says so."""
     q, k, v = (torch.randn(N, H, L, E, requires_grad=True) for _ in range(3))
