@@ -205,8 +205,11 @@ def of_tasks(tasks: int = 8, samples: int = 128) -> Iterator[Row]:
         outputs = model(x).unflatten(1, (tasks, 4))
         return [function(outputs[:, task], y[:, task]) for task in range(tasks)]
 
+    def total() -> Tensor:
+        return torch.stack(losses(net, lossfunc)).sum()
+
     def rows() -> list[Tensor]:
-        run(TaskGrad(), loss=lambda: torch.stack(losses(net, lossfunc)).sum(), gradient="none")
+        run(TaskGrad(), loss=total, gradient="skipped")
         return [p.grad_task for p in net.parameters()]
 
     def one_by_one() -> list[Tensor]:
@@ -217,7 +220,7 @@ def of_tasks(tasks: int = 8, samples: int = 128) -> Iterator[Row]:
         return [torch.stack(parts) for parts in zip(*found, strict=True)]
 
     def product() -> list[Tensor]:
-        run(TaskDotGrad(), loss=lambda: torch.stack(losses(net, lossfunc)).sum(), gradient="none")
+        run(TaskDotGrad(), loss=total, gradient="skipped")
         return [torch.stack([p.task_dot for p in net.parameters()]).sum(0)]
 
     def gram(parts: list[Tensor]) -> Tensor:
@@ -227,8 +230,7 @@ def of_tasks(tasks: int = 8, samples: int = 128) -> Iterator[Row]:
     def products() -> list[Tensor]:
         return [gram(one_by_one())]
 
-    step = capture(lambda: torch.stack(losses(net, lossfunc)).sum(), net, lossfunc,
-                   TaskGrad(), TaskDotGrad(), gradient="none")  # fmt: skip
+    step = capture(total, net, lossfunc, TaskGrad(), TaskDotGrad(), gradient="none")
 
     def captured() -> list[Tensor]:
         step()

@@ -172,14 +172,14 @@ class View:
     @property
     def args(self) -> tuple[Any, ...]:
         """The positional arguments, with the samples that are shown."""
-        args: tuple[Any, ...] = map_tensors(self.values.args, self._shown)
-        return args
+        args = self.values.args
+        return args if self._pick is None else map_tensors(args, self._shown)
 
     @property
     def kwargs(self) -> dict[str, Any]:
         """The keyword arguments, with the samples that are shown."""
-        kwargs: dict[str, Any] = map_tensors(self.values.kwargs, self._shown)
-        return kwargs
+        kwargs = self.values.kwargs
+        return kwargs if self._pick is None else map_tensors(kwargs, self._shown)
 
     def tensor_input(self, index: int) -> Tensor:
         """Input tensor ``index``, in the dtype of the gradient.

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 
+from backpack_products import contractions
 from backpack_products import multiply as module
 from backpack_products._torch import dense, onednn_linear
 from backpack_products.multiply import add_product, multiply, multiply_each
@@ -87,6 +88,18 @@ def test_parts_of_matrices(calls) -> None:
     assert len(calls) == 3
     assert dense(right) is right
     assert dense(right.T).data_ptr() == right.data_ptr()
+
+
+@torch.no_grad()
+def test_columns_of_a_sample_are_joined(calls) -> None:
+    out, inp = large(6, 3, 24, 1, 128), large(3, 24, 1, 132)
+    assert out[:, 0].numel() * inp.shape[3] >= EACH > out[0, 0].numel() * inp.shape[3]
+    exact = out.double(), inp.double()
+    near(contractions.products(out, inp), torch.einsum("vnsgo,nsgi->vngoi", *exact))
+    assert len(calls) == 3
+    out, inp = large(4, 256, 2, 1, 64), large(256, 2, 1, 72)
+    near(contractions.sums(out, inp), torch.einsum("vnsgo,nsgi->vgoi", out.double(), inp.double()))
+    assert len(calls) == 3 + 4
 
 
 def test_what_torch_multiplies_itself(calls) -> None:

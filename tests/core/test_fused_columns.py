@@ -46,6 +46,58 @@ def test_an_operand_without_gradient() -> None:
     assert {*bridge.push(node, {0: torch.randn(3, *out.shape)})} == {0, 1}
 
 
+@pytest.mark.parametrize("columns", [1, 4])
+@pytest.mark.parametrize("alpha", [None, 1.0, -0.5])
+def test_one_factor_of_a_matrix_product(alpha: float | None, columns: int) -> None:
+    a, b = torch.randn(5, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    c = torch.randn(5, 4, requires_grad=True)
+    out = a.mm(b.T) if alpha is None else torch.addmm(c, a, b.T, alpha=alpha, beta=2)
+    node, position = out.grad_fn, 0 if alpha is None else 1
+    assert node is not None
+    mat = torch.randn(columns, 5, 4)
+    whole, one = bridge.push(node, {0: mat}), bridge.push(node, {0: mat}, {position})
+    assert {*one} == {position}
+    assert len(whole) > 1
+    assert_close(one[position], whole[position])
+    for others in ({*whole}, {max(whole)}):
+        found = bridge.push(node, {0: mat}, others)
+        assert_close(found[max(whole)], whole[max(whole)])
+
+
+PRODUCTS: dict[str, Any] = {
+    "bmm": (torch.bmm, (5, 2, 3), (5, 3, 4)),
+    "conv1d": (lambda x, w: F.conv1d(x, w, stride=2, padding=1), (3, 2, 6), (4, 2, 3)),
+    "groups": (lambda x, w: F.conv2d(x, w, groups=2, dilation=2), (3, 4, 5, 6), (6, 2, 2, 2)),
+    "one sample": (lambda x, w: F.conv2d(x, w, groups=2), (1, 4, 5, 4), (6, 2, 2, 1)),
+    "transposed": (
+        lambda x, w: F.conv_transpose2d(x, w, stride=2, output_padding=1, padding=1),
+        (3, 2, 4, 3),
+        (2, 5, 3, 3),
+    ),
+    "volume": (lambda x, w: F.conv3d(x, w), (2, 2, 3, 4, 3), (3, 2, 2, 2, 2)),
+}
+
+
+@pytest.mark.parametrize("columns", [1, 4])
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_one_factor_of_other_products(name: str, columns: int) -> None:
+    function, *shapes = PRODUCTS[name]
+    x, w = (torch.randn(shape, requires_grad=True) for shape in shapes)
+    out = function(x, w)
+    mat = torch.randn(columns, *out.shape, requires_grad=True)
+    one = bridge.push(out.grad_fn, {0: mat}, {0})
+    assert {*one} == {0}
+    each = [torch.autograd.grad(out, x, g, create_graph=True)[0] for g in mat]
+    assert_close(one[0], torch.stack(each))
+    weights = torch.randn(columns, *x.shape)
+    again = [
+        torch.autograd.grad((weights * found).sum(), (mat, w), retain_graph=True)
+        for found in (one[0], torch.stack(each))
+    ]
+    for mine, right in zip(*again, strict=True):
+        assert_close(mine, right)
+
+
 def test_what_is_differentiated_again_is_left_to_torch() -> None:
     """The kernel has no second derivative, and says so."""
     q, k, v = (torch.randn(N, H, L, E, requires_grad=True) for _ in range(3))

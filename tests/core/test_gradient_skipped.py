@@ -22,6 +22,8 @@ from backpack_core.extensions import (
     DiagGGNMC,
     DiagHessian,
     SqrtGGNExact,
+    TaskDotGrad,
+    TaskGrad,
     Variance,
 )
 from backpack_core.record.nested import iter_tensors
@@ -132,10 +134,9 @@ def test_samples_that_mix_are_noticed() -> None:
         (lambda: [Variance(), KFAC()], {}),
         (lambda: [DiagHessian()], {}),
         (lambda: [KFRA()], {}),
-        (lambda: [KFAC()], {"loss": lambda loss: 2 * loss}),
         (lambda: [KFAC()], {"extension_hook": lambda module: None}),
     ],
-    ids=["first order", "residuals", "averages", "scaled", "hook"],
+    ids=["first order", "residuals", "averages", "hook"],
 )
 def test_autograd_goes_where_somebody_needs_it(extensions: Any, options: dict[str, Any]) -> None:
     seen = Seen(*_made("conv"))
@@ -159,6 +160,49 @@ def test_a_gradient_that_is_given_arrives_at_the_loss(asked: str) -> None:
         assert torch.equal(one, other)
     plain = seen.run(ASKED[asked]())
     assert not all(map(torch.equal, plain, wanted))
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("net", NETS)
+def test_operations_in_front_of_the_loss(net: str, asked: str) -> None:
+    seen = Seen(*_made(net))
+    ways: list[Callable[[Tensor], Tensor]] = [
+        lambda loss: 2 * loss,
+        lambda loss: (loss + 1) / 3,
+        lambda loss: torch.stack([loss, loss.detach(), 3 * loss]).mean(),
+    ]
+    for loss in ways:
+        wanted = seen.run(ASKED[asked](), gradient="none", loss=loss)
+        assert seen.count
+        found = seen.run(ASKED[asked](), loss=loss)
+        assert not seen.count
+        for one, other in zip(found, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("net", NETS)
+def test_several_losses(net: str, reduction: str) -> None:
+    make, shape = NETS[net]
+    model, x = extend(make().double()), torch.randn(N, *shape, dtype=torch.float64)
+    entropy = extend(nn.CrossEntropyLoss(reduction=reduction))
+    square, other = extend(nn.MSELoss(reduction=reduction)), torch.randn(N, 3).double()
+    visits: list[Tensor] = []
+    asked = [DiagGGNExact(), KFLR("expand"), TaskGrad(), TaskDotGrad()]
+    found: list[list[Tensor]] = []
+    for gradient in ("none", "skipped"):
+        outputs = model(x)
+        outputs.register_hook(visits.append)
+        losses = [entropy(outputs, torch.arange(N) % 3), square(outputs, other)]
+        losses.append(entropy(2 * outputs, torch.arange(N) % 2))
+        value = sum(weight * loss.sum() for weight, loss in enumerate(losses, start=1))
+        with backpack(*asked, gradient=gradient, check="never"):  # type: ignore[arg-type]
+            value.backward()  # type: ignore[union-attr]
+        fields = [getattr(p, e.savefield) for p in model.parameters() for e in asked]
+        found.append([*iter_tensors(fields)])
+    assert len(visits) == 1, "autograd goes once"
+    for one, two in zip(*found, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
 
 
 def test_another_root_gets_its_gradient() -> None:

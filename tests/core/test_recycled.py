@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from backpack_capture import recorded_visits
 from backpack_core import Extension, backpack, extend
-from backpack_core.extensions import BatchGrad, BatchL2Grad, SumGradSquared
+from backpack_core.extensions import BatchGrad, BatchL2Grad, Jacobians, SumGradSquared
 from backpack_products import recycled
+from backpack_secondorder.outputs import SumOutputs
 
 SAMPLES, WIDTH = 4, 160
 
@@ -60,6 +61,24 @@ def test_memory_is_written_again() -> None:
         expected = _pass(model)
         torch.testing.assert_close(model[0].weight.grad_batch, expected)  # type: ignore[union-attr]
         assert _address(model) == before
+
+
+def test_memory_of_transposed_results_is_written_again() -> None:
+    model, inputs = _model(), torch.randn(SAMPLES, 3)
+    lossfunc, weight = extend(SumOutputs()), model[0].weight
+    seen = set()
+    for _ in range(12):
+        outputs = model(inputs).flatten()
+        rows = [torch.autograd.grad(y, weight, retain_graph=True)[0] for y in outputs]
+        with backpack(Jacobians()):
+            lossfunc(model(inputs)).backward()
+        found: Any = weight.jacobians  # type: ignore[union-attr]
+        torch.testing.assert_close(found, torch.stack(rows).view_as(found))
+        assert not found.is_contiguous()
+        seen.add(found.data_ptr())
+        del found
+        inputs = torch.randn(SAMPLES, 3)
+    assert len(seen) <= 2
 
 
 def test_not_if_results_are_kept() -> None:
@@ -130,6 +149,23 @@ def test_not_if_something_holds_it(kind: str) -> None:
         held = HOLDERS[kind](parameter.grad_batch)
         _pass(model)
         assert parameter.grad_batch.data_ptr() != address
+        del held
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in HOLDERS if kind != "view"])
+def test_not_if_something_holds_a_transposed_result(kind: str) -> None:
+    gc.disable()
+    try:
+        model, lossfunc = _model(), extend(SumOutputs())
+        parameter: Any = model[0].weight
+        address, held = 0, None
+        for _ in range(7):
+            with backpack(Jacobians()):
+                lossfunc(model(torch.randn(SAMPLES, 3))).backward()
+            assert parameter.jacobians.data_ptr() != address
+            address, held = parameter.jacobians.data_ptr(), HOLDERS[kind](parameter.jacobians)
         del held
     finally:
         gc.enable()

@@ -128,7 +128,7 @@ DIRECT_CASES: list[tuple[int, dict[str, Any], int]] = [
     (16, {"kernel_size": 3, "padding": 1, "groups": 2}, 3),
     (16, {"kernel_size": 2, "groups": 16}, 1),
     (16, {"kernel_size": 3, "padding": 1, "padding_mode": "circular"}, 2),
-    (3, {"kernel_size": 3}, 12),
+    (3, {"kernel_size": 3}, 13),
     (1, {"kernel_size": 3, "padding": 1}, 12),
 ]
 
@@ -164,6 +164,21 @@ def test_grouped_kernel_agrees_with_patches(
                 torch.testing.assert_close(
                     sums / size, (exact.sum(1) / size).float(), atol=3e-6, rtol=0
                 )
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="a kernel of oneDNN")
+@pytest.mark.parametrize("groups", [1, 2])
+def test_grouped_kernel_takes_some_columns_at_a_time(groups: int) -> None:
+    x = torch.randn(3, 16, 9, 8).float()
+    view = record(nn.Conv2d(16, 16, 3, padding=1, groups=groups), x).view
+    out = ConvRule().affine_output(view, torch.randn(47, *view.output_shape).float())
+    inp = ConvRule().affine_input(view)
+    assert not inp.suits(47, out)
+    assert inp.suits(5, out)
+    exact = torch.einsum("vnsgo,nsgi->vngoi", out.double(), inp[:].double())
+    with torch.no_grad():
+        found = contractions.products(out, inp)
+    assert torch.allclose(found.double(), exact, atol=1e-6 * float(exact.abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize(("channels", "case", "columns"), DIRECT_CASES)

@@ -148,7 +148,7 @@ class _Writer:
             name = f"torch.{'Tensor.' if shown in _OF_TENSOR else ''}{shown}"
         else:
             overload = schema.overload_name or "default"
-            name = f"{schema.name.removeprefix('aten::')}_{overload}".replace("::", "_")
+            name = f"{schema.name.removeprefix('aten::').replace('::', '_')}_{overload}"
             self.known[name] = step.function._op
         given = [self._show(value) for value in step.args]
         given += [f"{key}={self._show(value)}" for key, value in step.kwargs.items()]

@@ -36,6 +36,8 @@ class LossGradients(ColumnPropagator):
         subsampling: The samples that take part; ``None`` for all.
     """
 
+    needs_gradient: ClassVar[bool] = False
+
     subsampling: tuple[int, ...] | None = None
 
     def start(self, rule: LossRule, view: View) -> Columns:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from backpack_core._torch import LeafNode, Node
+from backpack_core.autocast import without_autocast
 from backpack_core.contract.observer import Options
 from backpack_core.engine.backward import BackwardPass
 from backpack_interplay.gradient import WithoutGradients, leaves_to_narrow
-from backpack_operations.order import ranks
+from backpack_operations.bridge import push_through
+from backpack_operations.nodes import NodeOutput
+from backpack_operations.order import children_of, consumers_first, ranks
 from backpack_operations.own_order import visit_all
 
 
@@ -26,17 +30,18 @@ class Skipped(WithoutGradients):
     ) -> bool:
         """Visit every call without autograd, if that is possible; returns whether it was."""
         order = _order(run, given)
-        if order is not None:
-            visit_all(run, order, *gradients)
-        return order is not None
+        at_losses = None if order is None else _at_losses(run, gradients)
+        if order is not None and at_losses is not None:
+            visit_all(run, order, at_losses)
+        return at_losses is not None
 
 
 def _order(run: BackwardPass, options: Options) -> dict[Node, int] | None:
     """The number of every node in the order; ``None`` if autograd has to run.
 
     It has to run if something needs a gradient (a propagator, the dye, a parameter without
-    quantities, a hook that gathers shards), if anything but a single loss is differentiated, or if
-    the graph has Python functions: only autograd knows which gradients they leave undefined.
+    quantities, a hook that gathers shards), or if the graph has Python functions: only autograd
+    knows which gradients they leave undefined.
     """
     survey, context, groups = run.survey, run.context, run.groups
     if not run.is_outermost or not groups:
@@ -47,15 +52,31 @@ def _order(run: BackwardPass, options: Options) -> dict[Node, int] | None:
         return None
     if any(group.propagator.needs_gradient or group.has_overrides for group in groups):
         return None
-    site = survey.site_at(run.roots[0])
-    losses = [call for call, _ in survey.sites if call.rule.is_loss]
-    if site is None or len(run.roots) > 1 or losses != [site.call]:
-        return None
-    if site.call.stored.outputs[site.index].numel() != 1:
-        return None
     is_distributed = any(call.run.is_distributed for call in survey.trained)
     if is_distributed or leaves_to_narrow(survey, options, run.roots) is None:
         return None
-    order, parameters = ranks(site.edge.node), survey.parameters()
+    order, parameters = ranks(*[edge.node for edge in run.roots]), survey.parameters()
     leaves = (node for node in order if isinstance(node, LeafNode))
     return order if all(id(leaf.variable) in parameters for leaf in leaves) else None
+
+
+def _at_losses(
+    run: BackwardPass, gradients: Sequence[Tensor | None]
+) -> dict[NodeOutput, Tensor] | None:
+    """The gradient at each loss, through the operations in front of it; ``None`` if one has none.
+
+    Args:
+        run: The pass.
+        gradients: What comes in at the roots.
+    """
+    losses = {site.edge[:2] for site in run.survey.sites.values() if site.call.rule.is_loss}
+    ends, starts = {node for node, _ in losses}, dict[NodeOutput, Tensor]()
+    for (node, output_nr, _), gradient in zip(run.roots, gradients, strict=True):
+        if gradient is None or (node, output_nr) in starts:
+            return None
+        starts[node, output_nr] = gradient.unsqueeze(0)
+    roots = [edge.node for edge in run.roots]
+    before = consumers_first(roots, lambda node: [] if node in ends else children_of(node))
+    with torch.no_grad(), without_autocast():
+        found = push_through([node for node in before if node not in ends], starts, losses)
+    return {at: found[at].squeeze(0) for at in losses} if found.keys() == losses else None

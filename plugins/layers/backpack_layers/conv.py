@@ -167,13 +167,14 @@ class DirectPatches(Patches, DirectRows):
     """
 
     # The kernel is faster up to this many entries of a product per position; for images of one or
-    # three channels, from this many features on.
-    LARGEST, MANY = 300, 192
+    # three channels, from this many features on, if these are more than twice what they multiply.
+    LARGEST, MANY = 300, 64
 
     def suits(self, columns: int, out: Tensor) -> bool:
         """Whether oneDNN has a fast kernel, and products are small."""
         _, positions, groups, size = self.shape
         channels, features = self._conv.in_channels // groups, columns * out.shape[4]
+        are_many = features >= max(self.MANY, 2.5 * size)
         return (
             out.device.type == "cpu"
             and out.dtype == self._input.dtype == torch.float32
@@ -183,7 +184,7 @@ class DirectPatches(Patches, DirectRows):
             and features * size <= self.LARGEST * positions
             and (
                 channels % 8 == features % 8 == 0
-                or (channels in (1, 3) and features % 8 == 0 and features >= self.MANY)
+                or (channels in (1, 3) and features % 8 == 0 and are_many)
                 or channels == features == 1
             )
         )

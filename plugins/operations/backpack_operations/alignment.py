@@ -17,12 +17,13 @@ from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.errors import BackpackError
+from backpack_core.graph.nodes import is_leaf
 from backpack_core.record.call import Call, Edge, Site
 from backpack_operations import faults, nodes
 from backpack_operations.apart import cross_apart, cross_columns
 from backpack_operations.nodes import NodeOutput
 from backpack_operations.viewed import Layout, look_through
-from backpack_products.columns import ApartColumns, Columns
+from backpack_products.columns import ApartColumns, Columns, InRuns
 
 
 class Crossing(NamedTuple):
@@ -40,6 +41,9 @@ class Crossing(NamedTuple):
         apart_outputs: The outputs at which columns are kept apart.
         others: The outputs that neither have samples on axis 0 nor are kept apart.
         has_others: Whether there are operands at which columns are not kept apart.
+        runs: The length of runs of entries of one sample, at outputs where autograd's gradient
+            consists of such runs (see ``runs.py``).
+        in_runs: The positions of such operands.
         grads: The gradients at the outputs, if autograd has reached the node.
         size: Returns how many columns may travel at once; ``None`` for all.
         carry: Sends a chunk, given by position, through the rest of the net at once.
@@ -53,6 +57,8 @@ class Crossing(NamedTuple):
     apart_outputs: frozenset[int] = frozenset()
     others: frozenset[int] = frozenset()
     has_others: bool = True
+    runs: Mapping[int, int] = {}
+    in_runs: frozenset[int] = frozenset()
     grads: Sequence[Tensor | None] = ()
     size: Callable[[], int | None] = lambda: None
     carry: Callable[[list[tuple[int, Any]]], None] = lambda part: None
@@ -73,10 +79,25 @@ class Crossing(NamedTuple):
         Raises:
             BridgeError: The node cannot be called for columns.
         """
+        if not keeps_all and (self.runs or self.in_runs):
+            return self._push_gradients(node, quantities)
         are_apart = any(isinstance(columns, ApartColumns) for columns in quantities.values())
         if keeps_all and not self.apart and not are_apart:
             return cross_columns(node, quantities)
         return cross_apart(node, quantities, self, keeps_all)
+
+    def _push_gradients(
+        self, node: Node, quantities: Mapping[int, Columns]
+    ) -> list[tuple[int, Columns]]:
+        """Push gradients as columns, but not to where autograd's own gradient is in runs."""
+        there = self._replace(apart=self.apart - self.in_runs, runs={}, in_runs=frozenset())
+        if not there.apart and self.in_runs:
+            return []
+        given = {
+            nr: InRuns(columns, self.batch_size, self.runs[nr]) if nr in self.runs else columns
+            for nr, columns in quantities.items()
+        }
+        return cross_apart(node, given, there, keeps_all=False)
 
 
 @dataclass
@@ -95,6 +116,10 @@ class Alignment:
             becomes a single number.
         apart: Outputs of nodes at which columns are kept apart by sample.
         starts: Nodes with samples that send columns to such an output.
+        runs: The length of runs of entries of one sample (see ``runs.py``), at those outputs
+            ``apart`` that receive nothing else. Autograd's gradient there tells samples apart.
+        later: Nodes with such an output that send columns on to others: there, gradients begin
+            to be kept apart.
         leaves: Parameters that are read where operations use them, by the output of a node.
         beside: Parameters that the loss depends on by no sample, with an operation that uses them.
     """
@@ -106,6 +131,8 @@ class Alignment:
     before: set[NodeOutput] = field(default_factory=set)
     apart: set[NodeOutput] = field(default_factory=set)
     starts: dict[Node, None] = field(default_factory=dict)
+    runs: dict[NodeOutput, int] = field(default_factory=dict)
+    later: dict[Node, None] = field(default_factory=dict)
     leaves: dict[NodeOutput, Tensor] = field(default_factory=dict)
     beside: list[tuple[Tensor, Node]] = field(default_factory=list)
 
@@ -178,7 +205,23 @@ class Alignment:
         masks = {i: self.owned[operand] for i, operand in operands if operand in self.owned}
         entries: dict[int, int | Tensor] = {**behind, **masks}
         sides = owned, apart, apart_outputs, others, len(operands) > len(apart)
-        return Crossing(self.batch_size, outputs, entries, *sides)
+        there = Crossing(self.batch_size, outputs, entries, *sides)
+        if not self.runs:
+            return there
+        runs = {nr: self.runs[output] for nr, output in own if output in self.runs}
+        in_runs = frozenset([i for i, operand in operands if operand in self.runs])
+        return there._replace(runs=runs, in_runs=in_runs)
+
+    def note_later(self, is_announced: bool) -> None:
+        """Note where gradients begin to be kept apart after runs; nowhere if more may be found."""
+        if not is_announced:
+            self.runs.clear()
+        self.later = {node: None for node, _ in self.runs if self._sends_on(node)}
+
+    def _sends_on(self, node: Node) -> bool:
+        operands = [(child, nr) for child, nr in node.next_functions if child is not None]
+        others = [operand for operand in operands if operand not in self.runs]
+        return any(operand in self.apart or not is_leaf(operand[0]) for operand in others)
 
     def _at(self, tensors: list[tuple[int, NodeOutput]]) -> tuple[dict[int, int], frozenset[int]]:
         """Entries of axis 0 per sample, by number; and the numbers where columns are apart."""

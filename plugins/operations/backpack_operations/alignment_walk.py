@@ -8,6 +8,7 @@ second goes back and finds those among the others behind which something is read
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from math import prod
 
 import torch
 from torch import Tensor
@@ -17,9 +18,11 @@ from backpack_core.record.call import Edge
 from backpack_operations import nodes
 from backpack_operations.alignment import Alignment
 from backpack_operations.batch import declared_axis, is_doubtful
+from backpack_operations.nodes import NodeOutput
 from backpack_operations.of_weights import Origins
 from backpack_operations.order import consumers_first, reached
 from backpack_operations.owners import Owners
+from backpack_operations.runs import run_behind
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.tensors import Link, TensorFacts, Tensors
 
@@ -67,6 +70,7 @@ class Walk:
         alignment.owned.update((t.output, t.owned) for t in tensors if t.owned is not None)
         alignment.before = {tensor.output for tensor in tensors if tensor.is_before}
         self._find_apart(tensors)
+        self._find_runs(tensors)
         # At a tensor that is itself kept apart, columns arrive apart: none may begin there as well.
         begin = {tensor.node for tensor in tensors if tensor.is_settled() and not tensor.is_apart}
         for node in alignment.starts.keys() - begin:
@@ -83,6 +87,26 @@ class Walk:
                 for operand, _ in tensor.operands if tensor.is_apart else ():
                     if not operand.positions:
                         self._stay_apart(operand)
+
+    def _find_runs(self, tensors: list[TensorFacts]) -> None:
+        """Find the tensors kept apart each of whose entries belongs to one sample, in runs."""
+        runs, found = self._alignment.runs, dict[NodeOutput, set[int]]()
+        runs.clear()
+        for this in tensors if self._alignment.apart and self._size > 1 else ():
+            run = 0
+            if this.is_apart and this.site is None:
+                run, *others = found.get(this.output, {0})
+                if run and not others:
+                    runs[this.output] = run
+                run = runs.get(this.output, 0)
+            elif this.positions and not (this.is_apart or this.is_call):
+                is_in_order = this.length == this.positions * self._size
+                run = prod(this.shape) // self._size if is_in_order else 0
+            for operand, position in this.operands:
+                if operand.is_apart:
+                    way = *this.output, position, self._size, run
+                    behind = run_behind(*way) if run else 0
+                    found.setdefault(operand.output, set()).add(behind or 0)
 
     # From the loss to the inputs -----------------------------------------------------------------
 

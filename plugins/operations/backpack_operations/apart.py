@@ -56,7 +56,7 @@ def cross_apart(
     crossed: list[tuple[int, Columns]] = []
     if whole := (others - left | runs.keys()) & wanted:
         plain = {nr: c.plain if isinstance(c, InRuns) else c for nr, c in quantities.items()}
-        for position, columns in cross_columns(node, plain):
+        for position, columns in cross_columns(node, plain, whole):
             if position in there.apart & whole:
                 crossed.append((position, InRuns(columns, there.batch_size, runs[position])))
             elif position in whole:
@@ -118,12 +118,15 @@ def _run(node: Node, output_nr: int, columns: Columns, there: Crossing) -> int:
     return nodes.shape_of(node, output_nr).numel() // there.batch_size if is_in_order else 0
 
 
-def cross_columns(node: Node, quantities: Mapping[int, Columns]) -> list[tuple[int, Columns]]:
-    """Push columns of the whole batch through a node, one root after the other.
+def cross_columns(
+    node: Node, quantities: Mapping[int, Columns], wanted: Collection[int] | None = None
+) -> list[tuple[int, Columns]]:
+    """Push columns of the whole batch through a node; of all roots at once, if outputs share them.
 
     Args:
         node: An autograd node that autograd has not executed yet.
         quantities: Columns of the whole batch at the node's outputs, by output number.
+        wanted: The positions that are asked for, others may be missing; default: all.
 
     Returns:
         Pairs (position in ``node.next_functions``, columns there).
@@ -131,10 +134,14 @@ def cross_columns(node: Node, quantities: Mapping[int, Columns]) -> list[tuple[i
     Raises:
         BridgeError: The node cannot be called for columns.
     """
+    first, *others = quantities.values()
+    if first.blocks and all([*c.blocks] == [*first.blocks] for c in others):
+        pushed = bridge.push(node, {nr: columns.mat for nr, columns in quantities.items()}, wanted)
+        return [(position, first.split(product)) for position, product in pushed.items()]
     results: dict[int, dict[Root, Tensor]] = {}
     for root, present in _by_root(quantities):
         blocks = {nr: columns.blocks[root] for nr, columns in present.items()}
-        for position, product in bridge.push(node, blocks).items():
+        for position, product in bridge.push(node, blocks, wanted).items():
             results.setdefault(position, {})[root] = product
     return [(position, Columns(blocks)) for position, blocks in results.items()]
 

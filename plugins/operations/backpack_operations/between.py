@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import Node, current_node
+from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.active import Context
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.between import Between
@@ -235,13 +236,16 @@ class Operations(Between[GraphSurvey]):
         if not self._is_first:
             refuse_late_uses(survey, run.sink.stored)
         starts, leaves, viewed = self._with_hooks
-        for node in survey.alignment.starts.keys() - starts:
+        survey.alignment.note_later(run.is_announced)
+        supply = any(type(p).supply is not Propagator.supply for p in self.context.propagators)
+        begin = survey.alignment.starts | survey.alignment.later if supply else {}
+        for node in begin.keys() - starts:
             schedule.await_node(node)
         for node in {node for node, _ in survey.leaves} - leaves:
             when_reached(node, run, _reach_leaf, schedule)
         for node in {node for node, _ in survey.viewed} - viewed:
             when_reached(node, run, _reach_viewed, schedule)
-        starts.update(survey.alignment.starts)
+        starts.update(begin)
         leaves.update(node for node, _ in survey.leaves)
         viewed.update(node for node, _ in survey.viewed)
 

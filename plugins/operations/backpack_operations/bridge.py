@@ -7,7 +7,7 @@ repeated here: it sums gradients to the shape of a broadcast operand, and casts 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -29,12 +29,13 @@ Mats = dict[int, Tensor]  # columns [V, *shape], by output number or by position
 Formula: TypeAlias = Callable[..., Mats]
 
 
-def push(node: Node, mats: Mats) -> Mats:
+def push(node: Node, mats: Mats, wanted: Collection[int] | None = None) -> Mats:
     """Carry columns from a node's outputs to its operands.
 
     Args:
         node: An autograd node that autograd has not executed yet.
         mats: Columns ``[V, *shape]`` at the node's outputs, by output number.
+        wanted: The positions that are asked for, others may be missing; default: all.
 
     Returns:
         Columns by position in ``node.next_functions``; those that are zero may be missing.
@@ -49,7 +50,7 @@ def push(node: Node, mats: Mats) -> Mats:
         return mats
     return {
         position: _fit(product, *node.next_functions[position])
-        for position, product in push_unsummed(node, mats).items()
+        for position, product in push_unsummed(node, mats, wanted).items()
     }
 
 
@@ -79,7 +80,7 @@ def push_through(
     return mats
 
 
-def push_unsummed(node: Node, mats: Mats) -> Mats:
+def push_unsummed(node: Node, mats: Mats, wanted: Collection[int] | None = None) -> Mats:
     """The same as :func:`push`, before results are summed to the shapes of broadcast operands."""
     if nodes.is_compiled(node):
         raise refuse(
@@ -92,7 +93,7 @@ def push_unsummed(node: Node, mats: Mats) -> Mats:
     formula = _formula(node, list(mats))
     is_single = torch.is_grad_enabled() and nodes.loses_statistics(node)
     with storage().reading(node):  # autograd needs the saved tensors after us
-        at_once = fused_product(node, dict(zip(mats, columns, strict=True)))
+        at_once = fused_product(node, dict(zip(mats, columns, strict=True)), wanted)
         if at_once is not None:
             return at_once
         if is_single and len(columns[0]):
@@ -181,7 +182,8 @@ def _over_columns(formula: Formula, mats: list[Tensor]) -> Mats:
     """Call a formula for all columns: by vmap, or by a loop where torch cannot batch it."""
     columns = len(mats[0])
     if columns == 1:
-        return _one_by_one(formula, mats)
+        single = formula(*map(_alone, mats))
+        return {i: gradient.unsqueeze(0) for i, gradient in single.items()}
     if columns == 0:
         zeros = formula(*(m.new_zeros(m.shape[1:]) for m in mats))
         return {i: g.new_zeros(0, *g.shape) for i, g in zeros.items()}
@@ -228,9 +230,13 @@ def irregular_weights(shape: torch.Size, device: torch.device) -> Tensor:
 def _one_by_one(formula: Formula, mats: list[Tensor]) -> Mats:
     """Call a formula for each column."""
     singles = [formula(*[m[v].clone() for m in mats]) for v in range(len(mats[0]))]
-    if len(singles) == 1:
-        return {i: gradient.unsqueeze(0) for i, gradient in singles[0].items()}
     return {i: torch.stack([single[i] for single in singles]) for i in singles[0]}
+
+
+def _alone(mat: Tensor) -> Tensor:
+    """The only column, ``[1, *] → [*]``, at the beginning of its memory."""
+    is_usual = mat.is_contiguous() and not mat.storage_offset()
+    return mat[0] if is_usual else mat[0].clone(memory_format=torch.contiguous_format)
 
 
 def _weighted_sum(weights: Tensor, mat: Tensor) -> Tensor:
@@ -264,6 +270,8 @@ def agree(weights: Tensor, product: Tensor, expected: Tensor, size: Tensor) -> b
 def _fit(product: Tensor, node: Any, output_nr: int) -> Tensor:
     """Sum columns ``[V, *broadcast]`` to ``[V, *shape]`` of an operand, in its dtype."""
     target = metadata_of(node, output_nr)
+    if product.shape[1:] == target.shape and product.dtype is target.dtype:
+        return product
     shape = (len(product), *target.shape)
     surplus = product.dim() - len(shape)
     if surplus > 0:

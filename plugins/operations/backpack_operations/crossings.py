@@ -83,13 +83,15 @@ class Crossings:
     def cross(self, schedule: Schedule, node: Node, grads: Sequence[Tensor | None] = ()) -> None:
         """Carry what waits at a node through it, and send it on; see :meth:`Between.cross`."""
         waiting = schedule.at_nodes.pop(node, {})
-        if grads and node in self._alignment.starts and node not in self._started:
+        alignment = self._alignment
+        is_start = node in alignment.starts or node in alignment.later
+        if grads and is_start and node not in self._started:
             self._started.add(node)
             waiting = {lane: waiting.get(lane, {}) for lane in range(len(schedule.groups))}
             grads = nodes.filled(node, grads)
         if not waiting:
             return
-        there = self._alignment.crossing(node)
+        there = alignment.crossing(node)
         for lane, quantities in waiting.items():
             group = schedule.groups[lane]
             try:

@@ -7,6 +7,7 @@ formula of few operations.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -18,24 +19,55 @@ from backpack_operations import nodes
 from backpack_products.contractions import slices
 
 
-def fused_product(node: Node, mats: dict[int, Tensor]) -> dict[int, Tensor] | None:
-    """The vector-Jacobian products of a fused kernel.
+def fused_product(
+    node: Node, mats: dict[int, Tensor], wanted: Collection[int] | None = None
+) -> dict[int, Tensor] | None:
+    """The vector-Jacobian products of a fused kernel, or those at one factor of a product.
 
     Args:
         node: An autograd node.
         mats: Columns ``[V, *shape]`` at its outputs, by output number.
+        wanted: The positions that are asked for; default: all.
 
     Returns:
         Columns by position in ``node.next_functions``; ``None`` for all other nodes, and if the
         result has to be differentiable, but the kernel is not.
     """
     operation = nodes.operation_of(node)
+    if wanted is not None and operation in _FIRST_FACTORS:
+        position, formula = _FIRST_FACTORS[operation]
+        product = formula(node, mats[0]) if [*wanted] == [position] else None
+        return None if product is None else {position: product}
     if operation not in _KERNELS or [*mats] != [0]:
         return None
     sent = _KERNELS[operation](node, mats[0])
     if sent is None:
         return None
     return {i: mat for i, mat in enumerate(sent) if node.next_functions[i][0] is not None}
+
+
+def _of_matrices(node: Any, mat: Tensor) -> Tensor | None:
+    """Columns at ``a`` from ``[V, *, N, O]`` at ``a b``; the node would also multiply for ``b``."""
+    other, alpha = node._saved_mat2, getattr(node, "_saved_alpha", 1)
+    if mat.is_complex() or other.layout is not torch.strided or other.dtype is not mat.dtype:
+        return None
+    product: Tensor = mat @ other.mT
+    return product if alpha == 1 else product * alpha
+
+
+def _of_convolution(node: Any, mat: Tensor) -> Tensor | None:
+    """Columns at the input, with columns as further samples; not at the kernel as well."""
+    x, weight = node._saved_input, node._saved_weight
+    if mat.is_complex() or x.is_mkldnn or not mat.numel():
+        return None
+    folded = mat.flatten(0, 1)
+    blank = x.new_empty(1).expand(len(folded), *x.shape[1:])  # only its shape counts
+    names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
+    settings = [getattr(node, f"_saved_{name}") for name in names]
+    backward = torch.ops.aten.convolution_backward
+    found = backward(folded, blank, weight, None, *settings, [True, False, False])[0]
+    product: Tensor = found.unflatten(0, mat.shape[:2])
+    return product
 
 
 def weight_norm(node: Any, mat: Tensor) -> list[Tensor]:
@@ -81,4 +113,11 @@ def _by_kernel(node: Any, mat: Tensor) -> list[Tensor]:
 _KERNELS = {
     "ScaledDotProductFlashAttentionForCpu": _attention,
     "WeightNormInterface": weight_norm,
+}
+# The position of an operand that has the samples as a rule, and columns there alone.
+_FIRST_FACTORS: dict[str, tuple[int, Callable[[Any, Tensor], Tensor | None]]] = {
+    "Mm": (0, _of_matrices),
+    "Bmm": (0, _of_matrices),
+    "Addmm": (1, _of_matrices),
+    "Convolution": (0, _of_convolution),
 }

@@ -11,7 +11,7 @@ Otherwise autograd drives a pass: its hooks call ``engine/schedule.py``.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +32,7 @@ from backpack_core.record.call import Call, CallCaches, Site
 from backpack_core.record.nested import iter_tensors
 from backpack_core.record.storage import storage
 from backpack_core.tuning import memory_budget
+from backpack_operations.nodes import NodeOutput
 from backpack_operations.order import ranks
 from backpack_operations.straight import StraightTraversal
 from backpack_products.tuning import column_budget
@@ -77,13 +78,15 @@ class OwnOrder(Schedule):
 # Passes without autograd -------------------------------------------------------------------------
 
 
-def visit_all(run: BackwardPass, order: dict[Node, int], gradient: Tensor | None) -> None:
+def visit_all(
+    run: BackwardPass, order: dict[Node, int], gradients: Mapping[NodeOutput, Tensor]
+) -> None:
     """Visit every call of a pass without running autograd.
 
     Args:
         run: The pass, before autograd has begun.
         order: The number of every node in the order.
-        gradient: The gradient at the loss.
+        gradients: The gradient at each loss.
     """
     run.is_running = run.is_alone = True
     schedule: Any = OwnOrder(run.between, run.groups, order)
@@ -91,7 +94,7 @@ def visit_all(run: BackwardPass, order: dict[Node, int], gradient: Tensor | None
     run.schedule = run.traversal.schedule = schedule
 
     def visit(site: Site) -> None:
-        run.visit(site, gradient if site.call.rule.is_loss else None, None)
+        run.visit(site, gradients.get(site.edge[:2]), None)
 
     with torch.no_grad(), without_autocast():
         for site in run.survey.sites.values():  # a call to which nothing is sent is an error

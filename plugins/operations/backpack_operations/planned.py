@@ -101,6 +101,7 @@ class PlannedAlignment(NamedTuple):
     sample_ids: tuple[tuple[int, ByValue], ...]
     are_moved: bool
     starts: tuple[int, ...]
+    runs: tuple[tuple[int, int], ...]
     faults: tuple[int, ...]
     received: tuple[tuple[int, int], ...]
     unusual: tuple[int, ...]
@@ -130,6 +131,7 @@ class PlannedAlignment(NamedTuple):
                 tuple([(places[o], ByValue(own)) for o, own in ids.items() if own is not None]),
                 bool(survey.are_moved),
                 tuple([walked.nodes[node] for node in alignment.starts]),
+                tuple([(places[place], run) for place, run in alignment.runs.items()]),
                 tuple([number[site] for site in alignment.faults]),
                 tuple([(number[site], rows) for site, rows in survey.received.items()]),
                 tuple([n for n, _ in unusual]),
@@ -149,6 +151,7 @@ class PlannedAlignment(NamedTuple):
         alignment.owned = {places[n]: t for n, own in self.owned if (t := own.tensor) is not None}
         survey.sample_ids = {places[n]: own.tensor for n, own in self.sample_ids}
         alignment.starts = dict.fromkeys([between[n] for n in self.starts])
+        alignment.runs = {places[n]: run for n, run in self.runs}
         # The errors are never raised: the first graph was not refused.
         alignment.faults = {keys[n]: faults.elsewhere() for n in self.faults}
         survey.received = {keys[n]: rows for n, rows in self.received}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.tuning import memory_budget
-from backpack_products.multiply import multiply, multiply_each
+from backpack_products.multiply import are_one_by_one, multiply, multiply_each
 from backpack_products.recycled import take
 from backpack_products.rows import DirectRows, Rows, whole
 from backpack_products.tuning import CACHE, DIRECT, LARGE, even_size, piece_size
@@ -60,10 +60,10 @@ def is_column(inp: Rows, out: Tensor) -> TypeGuard[Tensor]:
 def form(out: Tensor, inp: Rows, result: Tensor) -> Iterator[tuple[Tensor, int, slice]]:
     """Form ``M`` in a tensor; yields each finished part: its column, the number, the samples."""
     features, size = result.shape[3:]
-    if len(out) == 1 and _is_direct(inp, 1, out):
-        for _, rows, piece in pieces(out, inp):
-            result[0, rows] = piece.squeeze(2)
-            yield result[0], 0, rows
+    if _joins_columns(out, inp):
+        for some, rows, piece in pieces(out, inp):
+            result[some, rows] = piece.permute(2, 0, 1, 3, 4)
+            yield from ((result[column], column, rows) for column in range(some.start, some.stop))
         return
     for rows in row_steps(inp, out.element_size()):
         right = _right(inp[rows])
@@ -128,7 +128,8 @@ def sums(out: Tensor, inp: Rows) -> Tensor:
         else:
             left = out[:, rows].permute(3, 0, 4, 1, 2).reshape(groups, columns * features, -1)
             right = inp[rows].permute(2, 0, 1, 3).reshape(groups, -1, size)
-        total = torch.bmm(left, right) if total is None else torch.baddbmm(total, left, right)
+        found = multiply_each(left, right)
+        total = found if total is None else total + found
     assert total is not None
     if groups == 1:
         return total.unsqueeze(1)
@@ -144,15 +145,17 @@ def pieces(out: Tensor, inp: Rows, limit: int = CACHE) -> Iterator[tuple[slice, 
     Yields:
         ``(columns, samples, piece)`` with a piece ``[n, G, v, O, I]``, samples outermost.
     """
-    columns, samples, _, groups, features = out.shape
+    columns, samples, positions, groups, features = out.shape
     size = inp.shape[3]
     if is_empty(out, inp):
         return
     single = groups * features * size * out.element_size()
     limit = piece_size(limit)
     most = max(1, min(columns, limit // single))
-    if _is_direct(inp, most, out):
-        few = even_size(samples, max(1, min(limit, piece_size(DIRECT)) // (single * columns)))
+    if (direct := _direct(inp, most, out)) and isinstance(inp, DirectRows):
+        most, copied = direct, size if direct == 1 else max(size, positions)  # columns, if several
+        fitting = min(limit, piece_size(DIRECT)) // (single // size * copied * most)
+        few = even_size(samples, max(1, fitting))
         for rows, some in product(slices(samples, few), slices(columns, most)):
             piece = inp.product(out[some, rows], rows)
             yield some, rows, piece.view(-1, groups, some.stop - some.start, features, size)
@@ -196,9 +199,20 @@ def slices(count: int, step: int) -> Iterator[slice]:
         yield slice(start, min(start + step, count))
 
 
-def _is_direct(inp: Rows, columns: int, out: Tensor) -> TypeGuard[DirectRows]:
+def _joins_columns(out: Tensor, inp: Rows) -> bool:
+    """Whether one product of several columns of a sample is faster than one for each column."""
+    columns, _, positions, _, features = out.shape
+    single = columns * positions * features * inp.shape[3]
+    return bool(_direct(inp, columns, out)) or (columns > 1 and are_one_by_one(single, out))
+
+
+def _direct(inp: Rows, columns: int, out: Tensor) -> int:
+    """For how many of the columns at a time a kernel suits; zero without one."""
     # The kernel is not differentiable.
-    return isinstance(inp, DirectRows) and not torch.is_grad_enabled() and inp.suits(columns, out)
+    if not isinstance(inp, DirectRows) or torch.is_grad_enabled():
+        return 0
+    halves = [columns >> n for n in range(columns.bit_length())]
+    return next((some for some in halves if inp.suits(some, out)), 0)
 
 
 def _right(inp: Tensor) -> Tensor:

@@ -49,7 +49,7 @@ def multiply_each(left: Tensor, right: Tensor, out: Tensor | None = None) -> Ten
         out: Where to write the products; default: a new tensor.
     """
     single = left.shape[1] * left.shape[2] * right.shape[2]
-    if single < EACH or not _is_for_onednn(left, right):
+    if not are_one_by_one(single, left, right):
         return torch.bmm(left, right, out=out)
     found = left.new_empty(len(left), left.shape[1], right.shape[2]) if out is None else out
     for target, one, other in zip(found, left, right.mT, strict=True):
@@ -57,10 +57,14 @@ def multiply_each(left: Tensor, right: Tensor, out: Tensor | None = None) -> Ten
     return found
 
 
-def _is_for_onednn(left: Tensor, right: Tensor) -> bool:
-    is_plain = type(left) in _PLAIN and type(right) in _PLAIN
-    is_single = left.dtype is right.dtype is torch.float32
-    return is_plain and is_single and is_on_host(left) and not is_unsplit() and _is_wanted()
+def are_one_by_one(single: int, *factors: Tensor) -> bool:
+    """Whether products of a batch, of ``single`` multiply-adds each, are computed one by one."""
+    return single >= EACH and _is_for_onednn(*factors)
+
+
+def _is_for_onednn(*factors: Tensor) -> bool:
+    are_plain = all(type(f) in _PLAIN and f.dtype is torch.float32 for f in factors)
+    return are_plain and is_on_host(factors[0]) and not is_unsplit() and _is_wanted()
 
 
 def _is_wanted() -> bool:

@@ -38,7 +38,7 @@ BAND: Final = 32
 # From this many multiply-adds on, the faster of two libraries is chosen.
 WHOLE: Final = 2**22
 # The same for each product of a batch; the products are then computed one by one.
-EACH: Final = 2**22
+EACH: Final = 2**21
 # How many times as fast a library has to be to be chosen.
 LARGER: Final = 1.4
 
