@@ -73,4 +73,7 @@ def test_replays_are_what_the_engine_computes(faster: bool, compile: Any) -> Non
         for ours, right in zip(found, _found(model), strict=True):
             torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-5)
     assert re.search(r"[1-9]\d* replays", step.report()), step.report()
-    assert ("mkldnn__linear_pointwise_default(" in step.code) == faster
+    # Inductor knows the operation for weights that are constants alone.
+    is_called = faster and compile is None
+    assert ("mkldnn__linear_pointwise_default(" in step.code) == is_called
+    assert compile is None or "Inductor failed" not in step.report()

@@ -69,8 +69,7 @@ def module_of(request: Request) -> torch.fx.GraphModule:
         return value
 
     for call in request.calls:
-        space, _, name = call.name.rpartition("::")
-        function = getattr(getattr(getattr(torch.ops, space or "aten"), name), call.overload)
+        function = getattr(getattr(torch.ops.aten, call.name), call.overload)
         kwargs = {name: shown(value) for name, value in call.kwargs.items()}
         result = graph.call_function(function, tuple(shown(call.args)), kwargs)
         for place, number in enumerate(call.outs):
