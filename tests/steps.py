@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from backpack_core.engine.schedule import Schedule
 from backpack_core.engine.sink import Sink
 from backpack_core.record.call import Edge
+from backpack_operations.operands import FactoredColumns
 from backpack_products.columns import ApartColumns, Columns
 
 
@@ -36,9 +38,24 @@ def _verified_leave(
 ) -> None:
     for quantity, see in ((wide, _see_wide), (own, _see_own)):
         if isinstance(quantity, Columns) and not edge.level:
-            for mat in quantity.blocks.values():
+            for mat in _blocks(quantity).values():
                 see(schedule, edge, mat, isinstance(quantity, ApartColumns))
     _leave(schedule, lane, edge, wide, own)
+
+
+def _blocks(quantity: Columns) -> Mapping[Any, Tensor]:
+    """The columns; formed for this look alone, or no parameter would be read in factors."""
+    if not isinstance(quantity, FactoredColumns) or "blocks" in vars(quantity):
+        return quantity.blocks
+    products = [p for some in quantity.products.values() for p in some]
+    products += [part for p in products for part in getattr(p, "parts", ())]
+    before = [{*p.results} for p in products]
+    blocks = quantity.blocks
+    del vars(quantity)["blocks"]
+    for product, known in zip(products, before, strict=True):
+        for key in product.results.keys() - known:
+            del product.results[key]
+    return blocks
 
 
 def _see(is_right: bool, *what: object) -> None:

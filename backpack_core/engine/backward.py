@@ -156,9 +156,9 @@ class BackwardPass:
         if context.check == "first" and not answers(self.observers, "check"):
             warn_unmeasured(self.between)
             survey.is_measured = not survey.is_planned  # values may be looked at, all the same
+        planning.make()  # of what the walk has found, and not of what observers look at besides
         for observer in self.observers:
             observer.begin(self)
-        planning.make()
 
     def _take_plan(self, planning: Planning) -> bool:
         """Go by the plan of an earlier pass; returns whether there is one."""

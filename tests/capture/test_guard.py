@@ -478,6 +478,13 @@ def test_changed(name: str) -> None:
     assert now.run() or name == "plugins_changed"  # the graph is still there
 
 
+@pytest.mark.parametrize("name", ["parameter_replaced", "buffer_replaced", "module_replaced"])
+def test_what_was_replaced_is_recorded_again(name: str) -> None:
+    now = Situation()
+    CHANGES[name](now)
+    assert [now.run() for _ in range(8)][-1]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_modes_alternate() -> None:
     """Each has its graph."""

@@ -85,3 +85,19 @@ def test_data_that_go_backwards(read: str, lengths: list[int], kind: Any) -> Non
     for k, p in enumerate(parameters):
         expected = torch.stack([gradient[k] for gradient in gradients])
         torch.testing.assert_close(p.grad_batch, expected)  # type: ignore[attr-defined]
+
+
+def test_a_state_of_zeros_goes_with_sorted_rows() -> None:
+    """With frozen recurrent weights, nothing tells zeros from data: they are as long as a batch."""
+    net: Any = Net(classify, recurrent=nn.LSTM(2, 3, batch_first=True), head=nn.Linear(3, 2))
+    net.double().recurrent.weight_hh_l0.requires_grad_(False)
+    net.read, net.is_raw = "last state", True
+    x, lengths = torch.randn(3, 4, 2).double(), [1, 1, 4]
+    parameters = [p for p in net.parameters() if p.requires_grad]
+    losses = [net(x[n : n + 1], lengths[n : n + 1]).square().sum() for n in range(3)]
+    rows = [torch.autograd.grad(loss, parameters) for loss in losses]
+    extend(net)
+    with backpack(BatchGrad()):
+        net(x, lengths).square().sum().backward()
+    for p, each in zip(parameters, zip(*rows, strict=True), strict=True):
+        torch.testing.assert_close(p.grad_batch, torch.stack(each))

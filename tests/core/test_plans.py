@@ -660,3 +660,27 @@ def test_other_operations_inside_of_a_layer() -> None:
         ]
         for p, rows in zip(model.parameters(), zip(*each, strict=True), strict=True):
             torch.testing.assert_close(p.grad_batch, torch.stack(rows))  # type: ignore[attr-defined]
+
+
+class Mixed(nn.Module):
+    """A gate, and a tensor with the weights of all experts, which data meet outside of layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 3), nn.Parameter(torch.randn(3, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        each = torch.einsum("nd,kdi->nki", x, self.experts)
+        return torch.einsum("nk,nki->ni", self.gate(x).softmax(1), each)
+
+
+def test_what_a_measurement_looks_at_is_no_part_of_a_plan() -> None:
+    """The first plan for other extensions is made in a pass that is not measured."""
+    model = extend(Mixed())
+    for extension in (BatchGrad, SumGradSquared):
+        for _ in range(6):
+            _step(model, extension())
+    assert _step(model, check="always")[0] == "planned"
+    for _ in range(20):
+        _, inputs = _step(model)
+        _see_right(model, inputs)

@@ -59,6 +59,14 @@ def _time_first(x: Tensor) -> Tensor:
     )
 
 
+def _heads_of_data(net: Any, x: Tensor) -> Tensor:
+    """Data meet a table before any layer, and the layer behind computes several heads."""
+    h = net.a(x[:, None] + net.table(torch.arange(2)))
+    query, value = h.view(len(x), 2, 2, 3).permute(2, 0, 1, 3)
+    result: Tensor = net.b((query * value.sin()).mean(1))
+    return result
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3)),
     "convolution": lambda: nn.Sequential(
@@ -82,6 +90,9 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     ),
     "splits": lambda: Net(
         lambda net, x: net.b(OPERATIONS["splits"](net.a(x))), a=nn.Linear(3, 4), b=nn.Linear(4, 3)
+    ),
+    "heads_of_data": lambda: Net(
+        _heads_of_data, table=nn.Embedding(2, 3), a=nn.Linear(3, 6), b=nn.Linear(3, 3)
     ),
     "no_rule": lambda: nn.Sequential(nn.Linear(3, 4), Scaled(), nn.Linear(4, 3)),
     "container": lambda: nn.Sequential(nn.Linear(3, 4), Shift(), nn.Linear(4, 3)),

@@ -186,6 +186,37 @@ def test_projections_are_one_linear_map(net: str, kind: Any) -> None:
             close(p.grad_batch.project(projection, name), one.flatten(1) @ matrix)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_vector_that_rows_are_multiplied_with(kind: Any) -> None:
+    """Its entries are inputs, and not outputs, of the product."""
+    net, vector = nn.Linear(4, 6), nn.Parameter(torch.randn(6))
+    model = extend(
+        Net(
+            lambda net, x: torch.einsum("ntd,d->nt", net.first(x).tanh(), net.v),
+            first=net,
+            v=vector,
+        )
+    )
+    x, queries = torch.randn(5, 3, 4), {"v": torch.randn(2, 6)}
+    queries |= {name: torch.randn(2, *p.shape) for name, p in net.named_parameters("first")}
+    inner = GradInner(queries, blocks={"v": (0, 3)})
+    halves = {
+        name: (torch.full(q.shape[1:2], 2.0), torch.ones(q[0, 0].numel()))
+        for name, q in queries.items()
+    }
+    halved = ProjectedGrad(9, kind, divisors=halves, savefield="halved")
+    for extension in (ProjectedGrad(9, kind), inner, halved):
+        with backpack(extension, check="never"):
+            model(x).square().sum().backward()
+    hidden = net(x).tanh().detach()
+    expected = 2 * ((hidden @ vector.detach())[..., None] * hidden).sum(1)
+    matrix = map_of(Projection(9, kind), "v", vector.shape)
+    close(vector.projected_grad, expected @ matrix)  # type: ignore[attr-defined]
+    close(vector.halved, expected @ matrix / 2)  # type: ignore[attr-defined]
+    each = torch.einsum("nbi,mbi->nmb", expected.view(5, 3, 2), queries["v"].view(2, 3, 2))
+    close(vector.grad_inner, each)  # type: ignore[attr-defined]
+
+
 def map_of(projection: Projection, name: str, shape: torch.Size) -> Tensor:
     """The matrix ``[θ, dim]`` of a projection."""
     units = torch.eye(shape.numel()).reshape(-1, *shape)

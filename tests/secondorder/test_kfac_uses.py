@@ -194,3 +194,24 @@ def test_a_use_below_two_losses_counts_once(way: str, chunk_size: int | None) ->
     scale = 2 + 2 / 12
     outer = scale * 4 * torch.eye(3)
     oracle.assert_close(found.kflr[0], 4 * outer if way == "steps" else outer)
+
+
+@pytest.mark.parametrize("setting", ["kfc", "expand", "reduce"])
+@pytest.mark.parametrize("is_einsum", [True, False])
+def test_a_vector_that_rows_are_multiplied_with_has_its_block(
+    is_einsum: bool, setting: Any
+) -> None:
+    def forward(net: Any, x: Tensor) -> Tensor:
+        hidden = net.a(x).tanh()
+        weights = torch.einsum("ntd,d->nt", hidden, net.v) if is_einsum else hidden @ net.v
+        result: Tensor = net.b((weights.softmax(1).unsqueeze(1) @ hidden)[:, 0])
+        return result
+
+    parts = {"a": nn.Linear(3, 4), "b": nn.Linear(4, 3), "v": nn.Parameter(torch.randn(4))}
+    problem = classification(Net(forward, **parts), (3, 3))
+    place = [name for name, _ in problem.model.named_parameters()].index("v")
+    expected = problem.expected(oracle.ggn)[place].sum(0)
+    problem.run(KFLR(setting), EKFAC(None, setting))
+    vector = problem.model.v
+    oracle.assert_close(vector.kflr.dense(), expected)
+    oracle.assert_close(vector.ekfac.dense(), expected)

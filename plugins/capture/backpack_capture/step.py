@@ -74,7 +74,6 @@ class CapturedStep:
     ) -> None:
         self._function, self._modules, self._asked = function, modules, asked
         self._compiler = compiler
-        self._watch = self._new_watch()
         self._forms: OrderedDict[Hashable, list[_Form]] = OrderedDict()
         self._lock = threading.RLock()
         self._has_warned = False
@@ -124,12 +123,11 @@ class CapturedStep:
         """A step by the engine, perhaps a recorded one."""
         self._new += form is None
         if form is None:
-            if self._watch.is_outdated():
-                self._watch = self._new_watch()
-            form = _Form(self._watch, shown_of(given))
+            watch = self._new_watch()  # modules, parameters and functions may be others by now
+            form = _Form(watch, shown_of(given))
             form.reason = (
                 reason_against(self._asked, given)
-                or self._watch.reason_against(self._asked.gradient)
+                or watch.reason_against(self._asked.gradient)
                 or ""
             )
             self._keep(key, form)

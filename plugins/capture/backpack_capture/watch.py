@@ -50,17 +50,13 @@ class Watch:
         called = [function, *others]
         functions, _ = code_behind(called)
         found = [self.bound, *[value for f in functions for value in _referred(f)]]
-        self._roots = roots = [*modules, *[m for m in found if isinstance(m, Module)]]
+        roots = [*modules, *[m for m in found if isinstance(m, Module)]]
         self.modules = _modules_of(roots)
         self.functions, self.classes = code_behind([*called, *self.modules])
         self.tensors = _named_tensors(roots)
         self.parameters = [t for t in self.tensors.values() if isinstance(t, torch.nn.Parameter)]
         self.extensions = extensions
         self.outside: dict[int, Tensor] = {}
-
-    def is_outdated(self) -> bool:
-        """Whether other modules are inside now."""
-        return [*map(id, _modules_of(self._roots))] != [*map(id, self.modules)]
 
     def refers_to(self, tensor: Tensor) -> bool:
         """Whether a tensor lies where it would be noticed if it were replaced; watch it, if so."""

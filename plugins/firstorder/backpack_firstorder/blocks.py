@@ -81,7 +81,7 @@ def _of_block(term: SampleProduct, axis: int, some: slice, shape: torch.Size) ->
     """A term restricted to some entries of an axis; in factors, if one of them has the axis."""
     if isinstance(term, LookupProduct) and axis == 1:
         return LookupProduct(term.out[..., some], term.row, shape)
-    if isinstance(term, AffineProduct) and term.arrange is None and term.inp is not None:
+    if isinstance(term, AffineProduct) and term.inp is not None and term.has_rows:
         if term.sizes[0] == 1 and axis == 0:
             return AffineProduct(term.out[..., some], term.inp, shape)
         if term.sizes[0] == 1 and len(shape) == 2:

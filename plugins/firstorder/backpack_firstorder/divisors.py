@@ -58,8 +58,7 @@ def _divided(term: SampleProduct, *parts: Tensor) -> SampleProduct:
         if isinstance(term, LookupProduct):
             out = term.out / rows[term.row].unsqueeze(-1) / columns
             return LookupProduct(out, term.row, term.shape)
-        is_weight = isinstance(term, AffineProduct) and term.arrange is None
-        if is_weight and isinstance(term, AffineProduct) and term.inp is not None:
+        if isinstance(term, AffineProduct) and term.inp is not None and term.has_rows:
             out = term.out / rows.view(term.out.shape[3:])
             return AffineProduct(out, whole(term.inp) / columns, term.shape)
     by = parts[0] if len(parts) == 1 else torch.outer(*parts).reshape(term.shape)

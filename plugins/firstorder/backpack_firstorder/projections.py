@@ -89,9 +89,8 @@ class Projection:
 def _of_term(sketch: Sketch, term: SampleProduct) -> Tensor:
     if isinstance(term, LookupProduct):
         return sketch.lookup(term)
-    if isinstance(term, AffineProduct) and term.inp is not None and term.arrange is None:
-        groups = term.sizes[0]
-        if sketch.is_cheaper_by_factors(term.positions, groups):
+    if isinstance(term, AffineProduct) and term.inp is not None and term.has_rows:
+        if sketch.is_cheaper_by_factors(term.positions, term.sizes[0]):
             return sketch.affine(term.out[0], term.inp)
         return _by_features(sketch, term)
     if isinstance(term, DenseProduct) and term.values is not None:

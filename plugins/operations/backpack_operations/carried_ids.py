@@ -39,6 +39,8 @@ class CarriedIds:
         self._origins = Origins(survey)
         self._inputs: dict[Call, SampleIds | None] = {}
         self._entries: dict[Node, SampleIds | None] = {}
+        self._by_length: set[Node] = set()  # entries of which lengths alone tell the ids
+        self._guessed: set[NodeOutput] = set()  # what follows from these alone
 
     @cached_property
     def samples(self) -> Tensor:
@@ -152,6 +154,7 @@ class CarriedIds:
     ) -> SampleIds | None:
         """The ids at an output of a node that is no call's."""
         if not operand_ids and (ids := self._of_entry(node)) is not None:
+            self._guessed |= {(node, output_nr)} if node in self._by_length else set()
             return ids
         rows, is_readable = self._input_rows, self._survey.is_readable
         if nodes.operation_of(node) in nodes.INDEXED and operand_ids.get(0, rows) is None:
@@ -160,9 +163,23 @@ class CarriedIds:
         unknown = {i: node.next_functions[i][0] for i, ids in operand_ids.items() if ids is None}
         is_constant = self._origins.of_constants
         beside = {i for i, child in unknown.items() if child is not None and is_constant(child)}
+        beside |= self._overruled(node, output_nr, operand_ids)
         telling = {i: ids for i, ids in operand_ids.items() if i not in beside}
         note = self._note_read
         return sample_ids.through_node(node, output_nr, telling, rows, is_readable, note)
+
+    def _overruled(self, node: Node, output_nr: int, operand_ids: OperandIds) -> set[int]:
+        """Operands of which lengths alone tell the ids, where others with as many rows know them.
+
+        A state of zeros is in no order: it goes with rows that were sorted.
+        """
+        known = {i: ids for i, ids in operand_ids.items() if ids is not None}
+        guessed = {i: ids for i, ids in known.items() if node.next_functions[i] in self._guessed}
+        told = [ids.shape for i, ids in known.items() if i not in guessed]
+        if guessed and not told:
+            self._guessed.add((node, output_nr))
+        is_alike = nodes.operation_of(node) in nodes.ELEMENTWISE
+        return {i for i, ids in guessed.items() if is_alike and ids.shape in told}
 
     def _note_read(self) -> None:
         self._survey.are_by_values = True
@@ -290,6 +307,7 @@ class CarriedIds:
         if is_table or is_even:
             return None  # as long as the batch by chance, as an initial state of zeros may be
         (axis, *others) = {run.axis for run in self._runs} or {0}
+        self._by_length.add(node)
         return None if others else self.by_length(shape, axis)
 
     def by_length(self, shape: Shape, axis: int, is_sure: bool = False) -> SampleIds | None:

@@ -223,7 +223,8 @@ class GraphTraversal(StraightTraversal):
                 own, wide = (None, arriving) if is_wide else (arriving, None)
                 self.schedule.deliver(lane, edge, wide=wide, own=own)
             elif not view.positions and not propagator.travels:  # only to check that they fit
-                propagator.put_together(arriving, self._alignment.entries_at(edge))
+                wide = self._widened(visit, arriving)
+                propagator.put_together(wide, self._alignment.entries_at(edge))
 
     def _check_apart(self, view: View, propagator: Propagator, quantity: Any) -> None:
         """Check that columns kept apart by sample fit an axis of the samples.
@@ -241,8 +242,9 @@ class GraphTraversal(StraightTraversal):
         edge = self.survey.sites[call, view.index].edge
         if samples == 1 or quantity is None or not self._alignment.is_apart(edge):
             return
+        quantity = propagator.widen(quantity, samples)
         owned = self._alignment.owned_of(self.survey.sites[call, view.index])
-        if owned is not None and propagator.subsampling is None:
+        if owned is not None:
             propagator.put_together(quantity, owned)
             return
         ids = self.survey.sample_ids.get(edge[:2])
@@ -253,8 +255,7 @@ class GraphTraversal(StraightTraversal):
         if ids is not None and (is_behind or is_told):
             shape = ids.movedim(view.axis, 0).shape if view.axis else ids.shape
             axes = [axis for axis, length in enumerate(shape) if length == ids.numel() > 1]
-            chosen = range(samples) if propagator.subsampling is None else propagator.subsampling
-            shown = torch.tensor([n % samples for n in chosen], device="cpu").unsqueeze(1)
+            shown = torch.arange(samples, device="cpu").unsqueeze(1)
             positions = (ids.flatten() == shown) | (ids.flatten() < 0)
         elif not call.receives_input:
             return

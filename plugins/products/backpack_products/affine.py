@@ -84,6 +84,15 @@ class AffineProduct(FactorProduct):
         width = () if self.inp is None else (self.inp.shape[3],)
         return (*self.out.shape[3:], *width)
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether outputs are rows of the parameter, and inputs its columns.
+
+        Of a vector that rows are multiplied with (``x @ v``), the entries are inputs.
+        """
+        is_weight = self.inp is not None and self.arrange is None
+        return is_weight and self.sizes[0] * self.sizes[1] == self.shape[:1].numel()
+
     def factors(self, inp: Rows) -> tuple[Tensor, Rows]:
         """``out`` and ``inp``; as one group if all groups multiply the same input."""
         is_free = self.out.shape[3] > 1 and self.arrange is None

@@ -105,8 +105,9 @@ def _why_bare(product: SampleProduct) -> str:
 def kronecker_factors_affine(
     product: AffineProduct, sharing: WeightSharing = "kfc"
 ) -> KroneckerFactors:
-    """``[B, A]`` for a weight, the exact block for a bias."""
-    if product.inp is None and not _is_ordered(product):
+    """``[B, A]`` for a weight; the exact block for a bias, or a vector that rows multiply."""
+    is_vector = product.inp is not None and len(product.shape) < 2
+    if is_vector or (product.inp is None and not _is_ordered(product)):
         return KroneckerFactors([block(product)], ParameterOrder.of(product))
     # With one position, weight and bias share the factor B.
     expanded = sharing == "expand" and product.inp is not None and product.positions > 1
@@ -137,9 +138,9 @@ def corrected_eigenbasis(
 def corrected_eigenbasis_affine(
     product: AffineProduct, sharing: WeightSharing = "kfc"
 ) -> KroneckerEigenbasis:
-    """The basis for a weight; the exact block of a bias needs no correction."""
+    """The basis for a weight; the exact block of a vector needs no correction."""
     basis = kronecker_factors(product, sharing).decomposed(product.is_measured)
-    if product.inp is None:
+    if len(basis.vectors) == 1:
         return basis
     return corrected(basis, eigenvalues_in_affine(product, basis))
 
