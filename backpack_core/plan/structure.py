@@ -126,8 +126,8 @@ class Structure:
         self.sites[found] = Site(call, index, Edge(node, number))
         further = self._note(call, index)
         if call.rule.transparent:
+            further = self._pass(node, region)  # the output's own node is met from outside
             region = (call, *region)
-            further = self._pass(node, region)
         return zip(further, repeat(region))
 
     # Calls ---------------------------------------------------------------------------------------

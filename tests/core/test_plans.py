@@ -19,8 +19,10 @@ from backpack_core import (
     backpack,
     extend,
     memory_budget,
+    register,
     set_memory_budget,
     unextend,
+    unregister,
 )
 from backpack_core.errors import BackpackError, InternalError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
@@ -32,6 +34,7 @@ from backpack_operations.between import Operations
 from backpack_operations.own_order import Chunks
 from backpack_operations.straight import StraightTraversal
 from backpack_operations.visits import GraphTraversal
+from backpack_transformers.gain import GainRule
 
 pytestmark = pytest.mark.plans
 SAMPLES = 3
@@ -472,6 +475,60 @@ def test_parameters_that_operations_use(samples: int) -> None:
     how, inputs = _step(model, samples=samples)
     assert how == "planned"
     _see_right(model, inputs)
+
+
+class Norm(nn.Module):
+    """A normalisation of somebody's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-3))
+
+
+class NormRule(GainRule):
+    """Goes through the operations inside."""
+
+    module_types = (Norm,)
+
+
+class Heads(nn.Module):
+    """What the normalisation returns goes to several layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(4, 4), Norm()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h: Tensor = self.norm(self.first(x))
+        return h + self.left(h) * torch.tanh(self.right(h))
+
+
+@pytest.mark.filterwarnings("ignore:.*has no layer rule")
+@pytest.mark.parametrize("has_rule", [True, False])
+def test_outputs_of_opened_modules_that_go_to_several(has_rule: bool) -> None:
+    if has_rule:
+        register(NormRule)
+    try:
+        model = extend(Heads())
+        found, extensions = [], (BatchGrad(), DiagGGNExact())
+        for _ in range(BEFORE + 14):
+            how, inputs = _step(model, *extensions)
+            found.append(how)
+            _see_right(model, inputs)
+        assert found[-2:] == ["planned before"] * 2
+        planned = [p.diag_ggn_exact for p in model.parameters()]
+        loss = extend(nn.MSELoss(reduction="sum"))(model(inputs), torch.zeros(SAMPLES, 4))
+        with backpack(*extensions, check="always"):
+            loss.backward()
+        for here, parameter in zip(planned, model.parameters(), strict=True):
+            torch.testing.assert_close(here, parameter.diag_ggn_exact)
+    finally:
+        if has_rule:
+            unregister(NormRule)
 
 
 def test_other_extensions_have_plans_of_their_own() -> None:

@@ -132,6 +132,17 @@ class Program:
         self.roots.append(number if root is None else root)
         return number
 
+    def is_constant(self, number: int) -> bool:
+        """Whether a value is the same in every step: it is made of nothing that comes from outside.
+
+        Whatever was written to, or drawn, counts as made of that.
+        """
+        varying = {self.roots[n] for n in (*self.given, *self.known)}
+        for step in self.operations:
+            if step.is_random or not varying.isdisjoint([self.roots[n] for n in step.reads]):
+                varying.update([self.roots[n] for n in (*step.made, *step.writes)])
+        return self.roots[number] not in varying
+
     @property
     def operations(self) -> list[Operation]:
         """The operations."""

@@ -183,9 +183,9 @@ class Recorder(TorchDispatchMode):
 
     def assume(self, what: Any, tensors: Sequence[Tensor], answer: Any) -> Any:
         """Note that something was read off values."""
-        found = [self.number_of(tensor) for tensor in tensors]
-        if self.refusal is None:
-            self.program.steps.append(Assumption(what, tuple(numbers(found)), answer))
+        found = numbers([self.number_of(tensor) for tensor in tensors])
+        if self.refusal is None and not all(map(self.program.is_constant, found)):
+            self.program.steps.append(Assumption(what, tuple(found), answer))
         return answer
 
     def _enter(self, tensor: Tensor, root: int | None = None) -> int:

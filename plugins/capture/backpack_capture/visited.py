@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from types import BuiltinFunctionType, FunctionType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from backpack_capture._torch import is_onednn_on, keys_of
+from backpack_capture.nested import is_plain
 from backpack_core import memory_budget
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.backward import BackwardPass
@@ -26,6 +28,7 @@ if TYPE_CHECKING:  # what a recording needs is imported when there is one
 
 Result: TypeAlias = tuple[Extension, Tensor, Any]  # with the parameter that it is stored on
 _ONE: Final = (Tensor, Parameter)
+_DEEPEST: Final = 4  # how deep lists and objects are looked into
 _INSIDE: Final = 100  # nodes of a call that are looked at
 
 
@@ -127,7 +130,11 @@ class Entry:
 
 
 def attributes_of(structure: Structure) -> dict[int, dict[str, Any]]:
-    """What modules have besides settings, by the place of a call; most have nothing."""
+    """What modules have besides settings, by the place of a call; most have nothing.
+
+    Raises:
+        Opaque: It cannot be compared.
+    """
     found = dict[int, dict[str, Any]]()
     for place, (call, _) in enumerate(structure.sites):
         table = call.module.__dict__
@@ -137,12 +144,32 @@ def attributes_of(structure: Structure) -> dict[int, dict[str, Any]]:
     return found
 
 
-def seen(value: Any) -> Any:
-    """An attribute in a form that can be compared: tensors of which it consists count as such."""
-    if isinstance(value, (list, tuple)):
-        return [*map(seen, value)]
-    tensor = value() if isinstance(value, ref) else value
-    return ("tensor", id(tensor)) if isinstance(tensor, Tensor) else value
+class Opaque(Exception):
+    """An attribute cannot be compared."""
+
+
+def seen(value: Any, depth: int = 0) -> Any:
+    """An attribute in a form that can be compared by value; tensors of which it consists count.
+
+    Functions and classes are what they are. Of other objects, as configurations are, the attributes
+    are compared.
+
+    Raises:
+        Opaque: It holds something of which nobody knows whether it changes.
+    """
+    if is_plain(value) or isinstance(value, (FunctionType, BuiltinFunctionType, type)):
+        return value
+    if isinstance(value, (list, tuple)) and depth < _DEEPEST:
+        return [seen(item, depth + 1) for item in value]
+    if isinstance(value, dict) and depth < _DEEPEST:
+        return {key: seen(item, depth + 1) for key, item in value.items()}
+    whole = value() if isinstance(value, ref) else value
+    if isinstance(whole, Tensor):
+        return "tensor", id(whole)
+    own = getattr(whole, "__dict__", None)
+    if own is None or isinstance(whole, Module) or depth >= _DEEPEST:
+        raise Opaque
+    return type(whole), {name: seen(item, depth + 1) for name, item in own.items()}
 
 
 def world() -> tuple[Any, ...]:
@@ -158,7 +185,7 @@ def given_to(recorded: Recorded, structure: Structure) -> list[list[Tensor | Non
     calls, found = [call for call, _ in structure.sites], list[list[Tensor | None]]()
     for place, attributes in recorded.attributes.items():
         table = calls[place].module.__dict__
-        if any(seen(table.get(name)) != value for name, value in attributes.items()):
+        if not are_alike(table, attributes):
             return None
     sites, nodes, last = [*structure.sites.values()], [*structure.between], inf
     if any(setting_of(nodes[number], name) != value for number, name, value in recorded.settings):
@@ -235,6 +262,14 @@ def saved_by(
         return None
     saved = looked_up(node, name)
     return saved if isinstance(saved, Tensor) and saved.shape == shape else None
+
+
+def are_alike(table: dict[str, Any], attributes: dict[str, Any]) -> bool:
+    """Whether attributes of a module are what they were."""
+    try:
+        return all(seen(table.get(name)) == value for name, value in attributes.items())
+    except Opaque:
+        return False
 
 
 def turn_of(site: Site) -> int:

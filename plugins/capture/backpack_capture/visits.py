@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from backpack_capture._torch import is_ordinary
 from backpack_capture.nested import is_plain
-from backpack_capture.visited import Entry, attributes_of, given_to
+from backpack_capture.visited import Entry, Opaque, attributes_of, given_to
 from backpack_core.contract.bases import only_computes
 from backpack_core.contract.observer import Driver, Observer
 from backpack_core.contract.operation import Operation
@@ -100,7 +100,7 @@ def _may_record(entry: Entry, run: BackwardPass, structure: Structure) -> bool:
         entry.refusal = "changes of inference tensors are not noted"
     elif max(t.nbytes for t in tensors) > WIDEST:
         entry.refusal = "kernels take longer than what calls them"
-    elif not all(map(_is_settled, attributes_of(structure).values())):
+    elif not _is_settled(structure):
         entry.refusal = "a module has an attribute that cannot be compared"
     elif recorded[0] == MOST_OF_MODEL:
         entry.refusal = "there are recordings of other shapes"
@@ -121,11 +121,10 @@ def _is_setting(value: Any) -> bool:
     return is_plain(value) or isinstance(value, (Propagator, Operation))
 
 
-def _is_settled(attributes: dict[str, Any]) -> bool:
-    """Whether attributes, in the form of :func:`seen`, are numbers and words, or lists of them."""
-    return all(map(_is_comparable, attributes.values()))
-
-
-def _is_comparable(value: Any) -> bool:
-    is_list = isinstance(value, (list, tuple))
-    return all(map(_is_comparable, value)) if is_list else is_plain(value)
+def _is_settled(structure: Structure) -> bool:
+    """Whether all attributes of modules can be compared."""
+    try:
+        attributes_of(structure)
+    except Opaque:
+        return False
+    return True

@@ -134,9 +134,7 @@ class GraphSurvey(Survey):
             "a view was overwritten in place": bool(self.viewed or self.at_base),
             "parameters are sharded": bool(self.shards),
             "a loss has no rule": bool(self.unruled_losses),
-            "a quantity does not exist everywhere": bool(
-                self.faults or self.uses_inside or self.beside
-            ),
+            "a quantity does not exist everywhere": bool(self.faults or self.beside),
         }
         return next((why for why, is_so in reasons.items() if is_so), "")
 
