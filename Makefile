@@ -80,7 +80,7 @@ BENCH_PEERS := backpack-for-pytorch unfoldNd opacus curvlinops-for-pytorch einco
 BENCH_NEEDS := hatchling matplotlib lazy-importer opt-einsum scipy jaxtyping tqdm accelerate \
 	pytest hypothesis
 BENCH_DISTRIBUTIONS := . plugins/products plugins/operations plugins/checks plugins/interplay \
-	plugins/layers plugins/firstorder plugins/secondorder plugins/privacy data
+	plugins/layers plugins/firstorder plugins/secondorder plugins/capture plugins/privacy data
 BENCH_STAMP := .venv-bench/.installed
 BENCH_INSTALL := .venv-bench/bin/python -m pip install --quiet --disable-pip-version-check \
 	--constraint constraints.txt
