@@ -167,6 +167,25 @@ def test_methods_are_put_back() -> None:
     assert torch.ones(2).tolist() == [1.0, 1.0]
 
 
+def test_what_is_made_of_nothing_is_no_assumption() -> None:
+    x = torch.rand(3)
+    recorder = Recorder([x], [], lambda tensor: False)
+    with seen_by(recorder), recorder:
+        order = torch.arange(3).flip(0)
+        assert order.tolist() == [2, 1, 0]
+        assert not torch.equal(order, torch.arange(3))
+        assert not recorder.program.assumptions
+        counts = [0]
+        for read in (
+            lambda: bool((x * order).sum() > 0),  # of what is given
+            lambda: order[:1].copy_(x[:1]) is None or order.tolist(),  # which was overwritten
+            lambda: torch.rand(2).tolist(),  # drawn
+        ):
+            read()
+            counts.append(len(recorder.program.assumptions))
+    assert counts == sorted({*counts})
+
+
 def test_numbers_in_the_place_of_tensors() -> None:
     """Torch hands numbers that autograd has saved to operations that take tensors alone."""
     aten, recorder = torch.ops.aten, Recorder((), (), lambda tensor: False)

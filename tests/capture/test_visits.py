@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -401,6 +402,28 @@ def test_numbers_between_modules(name: str, extension: str) -> None:
     batches = [(torch.randn(6, 5).sign() * size, torch.randint(3, (6,))) for size in sizes]
     repeated = compare(Numbered(name), batches, EXTENSIONS[extension])
     assert repeated or name in ("way", "base")  # another structure each time; values are read
+
+
+def test_objects_among_attributes_are_compared() -> None:
+    net = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+    net[0].config = config = SimpleNamespace(width=4, names=["a"], table={"b": (1.0, None)})
+    ours = Twin(net)
+    draw_batch = NETS["mlp"].draw
+    for _ in range(PASSES):
+        ours.step(draw_batch(4), DiagGGNExact())
+    assert (before := ours.repeated)
+    config.table["b"] = (2.0, None)
+    ours.step(draw_batch(4), DiagGGNExact())
+    assert ours.repeated == before
+    config.table["b"] = (1.0, None)
+    for _ in range(4):  # some of them are compared
+        ours.step(draw_batch(4), DiagGGNExact())
+    assert ours.repeated > before
+    unknown = Twin(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)))
+    unknown.model[0].state = iter([1])  # type: ignore[index]
+    for _ in range(PASSES):
+        unknown.step(draw_batch(4), DiagGGNExact())
+    assert not unknown.repeated
 
 
 def test_settings() -> None:
