@@ -518,7 +518,11 @@ def test_what_was_overwritten_raises() -> None:
 
 
 def test_nothing_is_kept() -> None:
+    def own(net: Any) -> Any:
+        return lambda: net
+
     ours, before = Twin(NETS["mlp"].make()), live_calls()
+    ours.model[0].own = own(ours.model), SimpleNamespace(function=own(ours.model))  # type: ignore[index]
     for _ in range(PASSES):
         ours.step(NETS["mlp"].draw(4), BatchGrad())
     held = [weakref.ref(p.grad_batch) for p in ours.model.parameters()]
@@ -526,6 +530,7 @@ def test_nothing_is_kept() -> None:
         del parameter.grad_batch
     assert [reference() for reference in held] == [None] * len(held)
     assert live_calls() == before
+    assert ours.repeated
     model = weakref.ref(ours.model)
     del ours, parameter
     gc.collect()

@@ -149,27 +149,27 @@ class Opaque(Exception):
 
 
 def seen(value: Any, depth: int = 0) -> Any:
-    """An attribute in a form that can be compared by value; tensors of which it consists count.
+    """An attribute in a form that can be compared, and that holds nothing.
 
-    Functions and classes are what they are. Of other objects, as configurations are, the attributes
-    are compared.
+    Of tensors, functions and classes, it counts which they are; of other objects, as configurations
+    are, the attributes.
 
     Raises:
         Opaque: It holds something of which nobody knows whether it changes.
     """
-    if is_plain(value) or isinstance(value, (FunctionType, BuiltinFunctionType, type)):
+    if is_plain(value):
         return value
     if isinstance(value, (list, tuple)) and depth < _DEEPEST:
         return [seen(item, depth + 1) for item in value]
     if isinstance(value, dict) and depth < _DEEPEST:
         return {key: seen(item, depth + 1) for key, item in value.items()}
     whole = value() if isinstance(value, ref) else value
-    if isinstance(whole, Tensor):
-        return "tensor", id(whole)
+    if isinstance(whole, (Tensor, FunctionType, BuiltinFunctionType, type)):
+        return type(whole).__name__, id(whole)
     own = getattr(whole, "__dict__", None)
     if own is None or isinstance(whole, Module) or depth >= _DEEPEST:
         raise Opaque
-    return type(whole), {name: seen(item, depth + 1) for name, item in own.items()}
+    return id(type(whole)), {name: seen(item, depth + 1) for name, item in own.items()}
 
 
 def world() -> tuple[Any, ...]:
