@@ -70,7 +70,7 @@ class Trace:
             yield ENTRIES[steps[0].entry], steps
 
 
-REPEATED = 6  # a pass that repeats what an earlier one computed
+REPEATED = 12  # a pass that repeats what an earlier one computed
 
 # Functions of ours, and what begins with each.
 ENTRIES = {
