@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as torch_module
 
+from backpack_products.values import is_onednn_on
+
 # Where steps are recorded.
 DEVICES: Final = ("cpu", "cuda")
 
@@ -24,10 +26,6 @@ _saved_tensor_hooks: Any = getattr(
 )
 _peek_transform: Any = torch._C._functorch.peek_interpreter_stack
 _keys: Any = torch._C._dispatch_keys
-
-
-# Whether ``torch.backends.mkldnn`` is switched on.
-is_onednn_on: Callable[[], bool] = torch._C._get_mkldnn_enabled
 
 
 def takes_tensor(operation: Any, place: int) -> bool:

@@ -83,7 +83,7 @@ class _VisitRecorder(Recorder):
 
     def _slot(self, tensor: Tensor) -> Slot | None:
         if self.node is not None:
-            return _saved("between", {self.node: self.between.get(self.node, -1)}, tensor)
+            return _saved("between", {self.node: self.between[self.node]}, tensor)
         if self.site is None:
             return None
         if tensor is self.gradient:
@@ -108,7 +108,7 @@ def _saved(where: str, nodes: Mapping[Node, int], tensor: Tensor) -> Slot | None
     """Where a node has saved a tensor; ``None`` if none of them has."""
     for node, number in nodes.items():
         for name in names_of(node):
-            if number >= 0 and is_same(looked_up(node, name), tensor):
+            if is_same(looked_up(node, name), tensor):
                 return Slot(where, (number, name, type(node), tensor.shape))
     return None
 
@@ -155,8 +155,9 @@ class Recording(Driver):
         number = recorder.between.get(node)
         if number is None or issubclass(type(node), BackwardCFunction):
             recorder.refusal = "it is crossed by code of the model, or where no plan knows"
-        else:
-            self._settings += [(number, name, setting_of(node, name)) for name in names_of(node)]
+            self._cross(schedule, node, grads)
+            return
+        self._settings += [(number, name, setting_of(node, name)) for name in names_of(node)]
         if recorder.site is not None:  # the node of the visited output
             self._cross(schedule, node, grads)
             return

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Module, Parameter
 
-from backpack_capture._torch import is_onednn_on, keys_of
+from backpack_capture._torch import keys_of
 from backpack_capture.nested import is_plain
 from backpack_core import memory_budget
 from backpack_core.contract.extension import Extension
@@ -21,6 +21,7 @@ from backpack_core.engine.backward import BackwardPass
 from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Call, Site
 from backpack_core.record.state import MODULE_ATTRIBUTES, OUR_ATTRIBUTES
+from backpack_products.values import is_onednn_on
 
 if TYPE_CHECKING:  # what a recording needs is imported when there is one
     from backpack_capture.code import Code
