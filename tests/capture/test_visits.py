@@ -446,9 +446,10 @@ def test_settings() -> None:
         {"observer": lambda view: None},
         {"check": "always"},
         {"gradient": "shared"},
+        {"gradient": "skipped"},
         {"debug": True},
     ],
-    ids=lambda options: next(iter(options)),
+    ids=lambda options: next((f"{k}-{v}" for k, v in options.items() if not callable(v)), ""),
 )
 def test_what_the_engine_does(options: dict[str, Any]) -> None:
     ours = Twin(NETS["mlp"].make())

@@ -23,9 +23,7 @@ from backpack_core.plan.plan import Planned, model_of, plans
 from backpack_core.plan.structure import Structure
 
 WIDEST: Final = 2**22  # bytes of a tensor; beyond, kernels take much longer than what calls them
-FIRST: Final = (
-    8  # which pass by a plan is written down, which takes as long as ten to twenty others
-)
+FIRST: Final = 8  # which pass by a plan is written down; that takes as long as ten or twenty
 MOST: Final = 4  # settings of extensions for which there are recordings of one plan
 MOST_OF_MODEL: Final = 32  # recordings of one model; each takes as long as some passes
 

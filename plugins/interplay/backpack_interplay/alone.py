@@ -25,6 +25,8 @@ from backpack_operations.own_order import visit_all
 class Skipped(WithoutGradients):
     """Visits every call in an order of our own, if nothing needs a gradient."""
 
+    needs_visits = True  # which it makes itself, without autograd
+
     def instead(
         self, run: BackwardPass, given: Options, gradients: Sequence[Tensor | None]
     ) -> bool:
