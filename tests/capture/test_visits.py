@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -420,11 +421,12 @@ def test_objects_among_attributes_are_compared() -> None:
     for _ in range(4):  # some of them are compared
         ours.step(draw_batch(4), DiagGGNExact())
     assert ours.repeated > before
-    unknown = Twin(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)))
-    unknown.model[0].state = iter([1])  # type: ignore[index]
-    for _ in range(PASSES):
-        unknown.step(draw_batch(4), DiagGGNExact())
-    assert not unknown.repeated
+    for value in (iter([1]), partial(torch.add, alpha=2), Looking([]).before):
+        unknown = Twin(nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)))
+        unknown.model[0].own = value  # type: ignore[index]
+        for _ in range(PASSES):
+            unknown.step(draw_batch(4), DiagGGNExact())
+        assert not unknown.repeated, value
 
 
 def test_settings() -> None:

@@ -11,7 +11,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.nn import Module, Parameter
+from torch.nn import Parameter
 
 from backpack_capture._torch import keys_of
 from backpack_capture.nested import is_plain
@@ -168,7 +168,8 @@ def seen(value: Any, depth: int = 0) -> Any:
     if isinstance(whole, (Tensor, FunctionType, BuiltinFunctionType, type)):
         return type(whole).__name__, id(whole)
     own = getattr(whole, "__dict__", None)
-    if own is None or isinstance(whole, Module) or depth >= _DEEPEST:
+    # What is called, as a method or functools.partial, has more than its attributes.
+    if own is None or callable(whole) or depth >= _DEEPEST:
         raise Opaque
     return id(type(whole)), {name: seen(item, depth + 1) for name, item in own.items()}
 
