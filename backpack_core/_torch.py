@@ -7,7 +7,7 @@ what it uses: something slower or more careful, but never another meaning.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from threading import Lock, local
 from types import FrameType
 from typing import Any
@@ -189,6 +189,28 @@ def memories_of(tensors: Iterable[Tensor]) -> set[int]:
 def base_of(tensor: Tensor) -> Tensor | None:
     """The base of a view; ``None`` for other tensors."""
     return tensor._base if tensor._is_view() else None
+
+
+def kernels_of(tensor: Tensor) -> int:
+    """A number for device, layout, and what else of a tensor decides which kernels run."""
+    found: int = torch._C._dispatch_keys(tensor).raw_repr()
+    return found
+
+
+def look_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A function that tells, by one look, whether other tensors are of the same kinds.
+
+    That is class, data type, device, kernels, shape, strides, and whether they require a gradient.
+    It may say no where they are; if torch has no such function, it always does.
+    """
+    try:
+        guards = torch._C._dynamo.guards.TensorGuards
+        check: Callable[..., bool] = guards(
+            *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
+        ).check
+    except (AttributeError, TypeError):
+        return lambda *tensors: False
+    return check if tensors else lambda *tensors: not tensors
 
 
 def is_scripting() -> bool:

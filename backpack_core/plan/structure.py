@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cached_property
-from itertools import chain, product, repeat
+from itertools import chain, product
 from typing import Any, Protocol
 
 import torch
@@ -18,20 +18,15 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from backpack_core._torch import LeafNode, Node
+from backpack_core.plan.noted import Noted, Unplanned, noted_of
 from backpack_core.record.call import SITES, VIEWED, Call, Edge, Site
-from backpack_core.record.owner import PATH_ATTRIBUTE, is_parameter
+from backpack_core.record.owner import is_parameter
 from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run
 
 Place = tuple[Node, int]
 Region = tuple[Call, ...]  # calls that are gone through, each inside of the next
 
 OVERWRITTEN = "a view was overwritten in place"
-_STRIDED = torch.strided
-_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
-
-
-class Unplanned(Exception):
-    """No plan can be made of a graph; the message says why."""
 
 
 class Knows(Protocol):
@@ -73,28 +68,51 @@ class Structure:
         self.between: dict[Node, int] = {}
         self.parameters: list[Tensor] = []
         self._numbers: dict[int, int] = {}
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[Run, int] = {}
         self._regions: dict[Node, Region] = {}
-        todo: list[tuple[Place, Region]] = [(edge[:2], ()) for edge in roots]
-        self._facts: list[Any] = [len(todo)]
         self.places: dict[Place, int] = {}
+        todo: list[tuple[Node, int, Region]] = [(*edge[:2], ()) for edge in roots]
+        self._facts: list[Any] = [len(todo)]
+        sites, places, facts = self.sites, self.places, self._facts
         while todo:
-            place, region = todo.pop()
+            node, number, region = todo.pop()
+            place = node, number
             while region and any(e and e[:2] == place for e in region[0].edges):
                 region = region[1:]  # an input of the call: the walk leaves its inside
-            if place in self.places:
-                self._facts.append(self.places[place])
-                if place[0] in self.between and self._regions.get(place[0], ()) != region:
+            if place in places:
+                facts.append(places[place])
+                if node in self.between and self._regions.get(node, ()) != region:
                     raise Unplanned("an operation is reached from inside of a module and outside")
+                continue
+            places[place] = len(places)
+            noted: Any = node.metadata
+            found = noted[SITES].get(number) if SITES in noted else None
+            if VIEWED in noted:
+                for call, _, layout in noted[VIEWED].get(number, ()):
+                    if layout.is_whole and call not in region:
+                        raise Unplanned(OVERWRITTEN)
+            if found is None:
+                further = self._pass(node, region)
             else:
-                self.places[place] = len(self.places)
-                todo += self._enter(*place, region)
-        self.key = (*self._facts, *between.facts_of_runs(self._runs.values()))
+                sites[found] = Site(*found, Edge(node, number))
+                further = self._note(*found)
+                if found[0].rule.transparent:
+                    further = self._pass(node, region)  # the output's own node is met from outside
+                    region = (found[0], *region)
+            for edge in further:
+                todo.append((edge[0], edge[1], region))
+        self.key = (*facts, *between.facts_of_runs(self._runs))
+
+    @property
+    def _flat(self) -> Iterable[Any]:
+        """The facts one by one, without how tensors lie in memory."""
+        for fact in self.key:
+            yield from fact.facts if type(fact) is Noted else (fact,)
 
     @cached_property
     def lengths(self) -> dict[int, int]:
         """The lengths of axes, each with the number that stands for it in :attr:`form`."""
-        shapes = (fact for fact in self.key if type(fact) is torch.Size)
+        shapes = (fact for fact in self._flat if type(fact) is torch.Size)
         found = dict.fromkeys((0, 1, *chain(*shapes)))
         return {length: number for number, length in enumerate(found)}
 
@@ -107,7 +125,7 @@ class Structure:
         """
         known, lengths = self.lengths.__getitem__, [*self.lengths]
         facts: list[Any]
-        facts = [tuple(map(known, f)) if type(f) is torch.Size else f for f in self.key]
+        facts = [tuple(map(known, f)) if type(f) is torch.Size else f for f in self._flat]
         facts += sorted(range(len(lengths)), key=lengths.__getitem__)
         facts += [n % m == 0 for n, m in product(lengths, lengths[2:])]
         return tuple(facts)
@@ -132,26 +150,19 @@ class Structure:
 
     # Calls ---------------------------------------------------------------------------------------
 
-    def _note(self, call: Call, index: int) -> list[Place]:
+    def _note(self, call: Call, index: int) -> list[Edge]:
         """Note the facts about a call; returns where the walk goes on."""
         if call.is_released or call.is_rewired or not call.is_readable:
             raise Unplanned(_why_unreadable(call))
-        stored, facts, rule, module = call.stored, self._facts, call.rule, call.module
-        # Rules live as long as the process, so their id does.
-        facts += type(module), id(rule), module.__dict__.get(PATH_ATTRIBUTE), index, call.training
-        if not rule.transparent:
-            facts.append(call.settings)
-        facts += len(stored.inputs), len(stored.outputs)
-        for tensor in (*stored.inputs, *stored.outputs):
-            if tensor.layout is not _STRIDED or tensor.is_nested:
-                raise Unplanned(f"{call.path} has nested or sparse tensors")
-            facts += tensor.dtype, tensor.shape
-        if stored.kwargs or stored.args is not stored.inputs:
-            facts.append(_form((stored.args, stored.kwargs)))
-        if stored.owned:
-            self._note_parameters(call)
-        facts.append(self._belongs_to(call.run))
-        further: list[Place] = []
+        stored, facts, run = call.stored, self._facts, call.run
+        facts += noted_of(call), index
+        for name in stored.parameters:
+            if name in stored.computed:
+                facts += map(self._number_of, stored.computed[name])
+            else:
+                facts.append(self._number_of(stored.owned[name][0]))
+        facts.append(self._runs.get(run) or self._belongs_to(run))
+        further: list[Edge] = []
         for tensor, edge in zip(stored.inputs, call.edges, strict=True):
             facts.append(edge is None)
             if edge is None:
@@ -163,43 +174,30 @@ class Structure:
             elif edge.level:
                 raise Unplanned(OVERWRITTEN)
             else:
-                further.append(edge[:2])
+                further.append(edge)
         return further
-
-    def _note_parameters(self, call: Call) -> None:
-        """Note which parameters a call used, and which of them require a gradient."""
-        stored, facts = call.stored, self._facts
-        facts += stored.parameters, tuple(stored.owned), tuple(stored.frozen)
-        for name in stored.parameters:
-            tensor, _ = stored.owned[name]
-            facts += tensor.requires_grad, tensor.dtype
-            if stored.computed:
-                facts.append(name in stored.computed)
-            facts += map(self._number_of, stored.computed.get(name, (tensor,)))
-        if call.module._modules and not call.rule.transparent:  # rules may not cover all inside
-            facts.append(tuple([p.requires_grad for p in call.module.parameters()]))
 
     def _number_of(self, parameter: Tensor) -> int:
         """The number of a parameter, in the order of the walk."""
-        if type(parameter) is not Parameter and not isinstance(parameter, Parameter):
-            raise Unplanned("weights are handed over")
-        number = self._numbers.setdefault(id(parameter), len(self._numbers))
-        if number == len(self.parameters):
+        number = self._numbers.get(id(parameter))
+        if number is None:
+            if type(parameter) is not Parameter and not isinstance(parameter, Parameter):
+                raise Unplanned("weights are handed over")
+            number = self._numbers[id(parameter)] = len(self.parameters)
             self.parameters.append(parameter)
         return number
 
     def _belongs_to(self, run: Run) -> int:
-        """A number for the run of a model that a call belongs to; 0 or 1 for none."""
+        """A number for a run of a model that the walk meets; 0 or 1 for none."""
         if run is NO_RUN or run is NO_RUN_OF_RANKS:
             return int(run.is_distributed)
-        if id(run) not in self._runs:
-            self._runs[id(run)] = run
-            self._facts += run.facts
-        return 2 + [*self._runs].index(id(run)) if len(self._runs) > 1 else 2
+        number = self._runs[run] = 2 + len(self._runs)
+        self._facts += run.facts
+        return number
 
     # Operations ----------------------------------------------------------------------------------
 
-    def _pass(self, node: Node, region: Region) -> list[Place]:
+    def _pass(self, node: Node, region: Region) -> Iterable[Any]:
         """Note an operation; returns where the walk goes on."""
         kind, facts = type(node), self._facts
         if node in self.between:
@@ -230,20 +228,3 @@ def _why_unreadable(call: Call) -> str:
     if call.is_released:
         return "a part of the graph was freed"
     return "hooks take what autograd saves, as those of a checkpoint do"
-
-
-def _form(value: Any) -> Any:
-    """Arguments with a placeholder for each tensor.
-
-    Raises:
-        Unplanned: They hold an object that cannot be compared by value.
-    """
-    if isinstance(value, Tensor):
-        return Tensor
-    if type(value) in _PLAIN:
-        return value
-    if isinstance(value, dict):
-        return dict, tuple([(key, _form(item)) for key, item in value.items()])
-    if type(value) in (tuple, list):
-        return type(value), tuple(map(_form, value))
-    raise Unplanned(f"a module received a {type(value).__name__}")

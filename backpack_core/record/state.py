@@ -142,11 +142,13 @@ class Traits:
         resolved: The layer rule of the module, with its provenance.
         generation: The generation of the registry that resolved the rule.
         is_whole: Whether no covered parameter is a plain attribute, as computed ones are.
+        noted: What plans have noted of its last calls.
     """
 
     def __init__(self, module: Module, resolved: Any, generation: int) -> None:
         attributes = module.__dict__
         self.resolved, self.generation = resolved, generation
+        self.noted: list[Any] = []
         settings = NO_SETTINGS if resolved.is_fallback else settings_of(module)
         self.settings = settings
         names, values = settings

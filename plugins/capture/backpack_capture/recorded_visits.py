@@ -57,7 +57,7 @@ class _VisitRecorder(Recorder):
         self.node: Node | None = None  # between calls
         self.between: dict[Node, int] = {}
         self.gradient: Tensor | None = None
-        self.slots: dict[int, tuple[int, Slot, tuple[Any, ...]]] = {}
+        self.slots: dict[int, tuple[int, Slot]] = {}
         self.visits = 0
 
     @classmethod
@@ -77,7 +77,7 @@ class _VisitRecorder(Recorder):
                 self.program.given.append(number)
                 # What a node has saved is read at the visit before autograd gets there.
                 visit = self.visits if self.node is None else self.visits - 1
-                self.slots[number] = visit, slot, layout_of(tensor)
+                self.slots[number] = visit, slot._replace(layout=layout_of(tensor))
                 self.note_geometry(number, tensor)
         return super().number_of(tensor)
 
@@ -238,7 +238,7 @@ class Recording(Driver):
             entry.refusal = f"it could not be written ({type(error).__name__}: {error})"
             return
         last = [store for stores in self._stores[len(visits) :] for store in stores]
-        sent = {slot.key[:2] for v in visits for slot in v.slots if slot.what == "between"}
+        sent = {slot.key[:2] for v in visits for slot in v.late if slot.what == "between"}
         settings = [s for s in self._settings if s[2] is not None and s[:2] not in sent]
         taken = self._world, self._attributes, settings
         entry.recorded = Recorded(visits, last, code, *taken, program.is_random)
@@ -246,11 +246,12 @@ class Recording(Driver):
     def _received(self, used: set[int]) -> tuple[list[list[int]], list[Visit]]:
         """What is sent at each visit, of what is used."""
         received, visits = list[list[int]](), list[Visit]()
-        known = zip(self._order, self._stores, self._alike, strict=False)  # not what is at the end
-        for number, (place, stores, pattern) in enumerate(known):
-            own = {n: s for n, s in self._recorder.slots.items() if s[0] == number and n in used}
-            received.append([*own])
-            slots = [slot for _, slot, _ in own.values()]
-            layouts = [how for *_, how in own.values()]
-            visits.append(Visit(place, slots, layouts, stores, pattern))
+        seen = zip(self._order, self._stores, self._alike, strict=False)  # not what is at the end
+        for number, (place, stores, pattern) in enumerate(seen):
+            known = self._recorder.slots.items()
+            own = [(n, slot) for n, (at, slot) in known if at == number and n in used]
+            own.sort(key=lambda sent: sent[1].is_late)
+            received.append([n for n, _ in own])
+            slots = [[s for _, s in own if s.is_late is late] for late in (False, True)]
+            visits.append(Visit(place, *slots, stores, pattern))
         return received, visits

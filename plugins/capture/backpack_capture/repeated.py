@@ -16,9 +16,9 @@ from backpack_capture.visited import (
     Entry,
     Result,
     Store,
+    Stored,
     finished,
     inside,
-    is_changed,
     layout_of,
     noted_at_visit,
     saved_by,
@@ -28,7 +28,7 @@ from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.losses import changed_gradient
 from backpack_core.errors import InternalError, OverwrittenInputError, PluginCodeError
 from backpack_core.plan.structure import Structure
-from backpack_core.record.call import Site
+from backpack_core.record.call import Call, Site
 
 
 class Repeated(Driver):
@@ -39,7 +39,7 @@ class Repeated(Driver):
         entry: Entry,
         run: BackwardPass,
         structure: Structure,
-        given: list[list[Tensor | None]],
+        given: list[list[Stored]],
     ) -> None:
         assert entry.recorded is not None
         self._recorded, self._entry, self._given = entry.recorded, entry, given
@@ -69,27 +69,21 @@ class Repeated(Driver):
         if self._order.get((call, site.index)) != number:
             raise InternalError(f"{call.path} was visited in another order than before.")
         self._next += 1
-        given, visit = self._given[number], self._recorded.visits[number]
+        given, visit, sent = self._given[number], self._recorded.visits[number], list[Tensor]()
         self._given[number] = []
-        for place, slot in enumerate(visit.slots):
-            if slot.what == "gradient":
-                given[place] = _laid_out(
-                    grad, call.stored.outputs[site.index], visit.layouts[place]
-                )
+        for tensor, version in given:
+            if tensor._version != version:
+                raise _changed(call)
+            sent.append(tensor)
+        for what, key, layout in visit.late:
+            if what == "gradient":
+                sent.append(_laid_out(grad, call.stored.outputs[site.index], layout))
                 continue
-            if slot.what in ("inside", "between"):
-                own = self._between if slot.what == "between" else inside(site)
-                given[place] = saved_by(own, *slot.key)
-                is_other = given[place] is None
-            else:
-                is_other = is_changed(call, *slot)
-            if is_other:
-                raise OverwrittenInputError(
-                    f"{call.path}: what it received, returned or owns, or what an operation has "
-                    "saved, was changed in place during the backward pass, so derivatives would "
-                    "be computed with other values. Change it afterwards."
-                )
-        found = self._program.send(given) if given else next(self._program)
+            saved = saved_by(self._between if what == "between" else inside(site), *key)
+            if saved is None:
+                raise _changed(call)
+            sent.append(saved)
+        found = self._program.send(sent) if sent else next(self._program)
         return _put_together(visit.stores, found)
 
     def end(self, run: BackwardPass) -> None:
@@ -165,6 +159,14 @@ class Compared(Repeated):
             )
 
 
+def _changed(call: Call) -> OverwrittenInputError:
+    return OverwrittenInputError(
+        f"{call.path}: what it received, returned or owns, or what an operation has saved, was "
+        "changed in place during the backward pass, so derivatives would be computed with other "
+        "values. Change it afterwards."
+    )
+
+
 def _put_together(stores: list[Store], found: Any) -> list[tuple[Store, Any]]:
     """Results, each made of some of the tensors that a program has yielded."""
     place, values = 0, list[tuple[Store, Any]]()
@@ -178,7 +180,7 @@ def _put_together(stores: list[Store], found: Any) -> list[tuple[Store, Any]]:
     return values
 
 
-def _laid_out(grad: Tensor | None, output: Tensor, layout: tuple[Any, ...]) -> Tensor:
+def _laid_out(grad: Tensor | None, output: Tensor, layout: Any) -> Tensor:
     """A gradient, as the recorded one lay in memory."""
     grad = torch.zeros_like(output) if grad is None else grad
     if layout_of(grad) == layout:

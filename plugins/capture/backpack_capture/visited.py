@@ -28,6 +28,8 @@ if TYPE_CHECKING:  # what a recording needs is imported when there is one
     from backpack_capture.nested import Apart
 
 Result: TypeAlias = tuple[Extension, Tensor, Any]  # with the parameter that it is stored on
+# A tensor of a call, and how often it had been changed in place when it was stored.
+Stored: TypeAlias = tuple[Tensor, int]
 _ONE: Final = (Tensor, Parameter)
 _DEEPEST: Final = 4  # how deep lists and objects are looked into
 _INSIDE: Final = 100  # nodes of a call that are looked at
@@ -42,10 +44,17 @@ class Slot(NamedTuple):
             calls.
         key: Its number or name among these; of what a node has saved, what :func:`saved_by` takes:
             the number of the node is that in :func:`inside`, or in the structure.
+        layout: How it lies in memory, and what it is.
     """
 
     what: str
     key: Any = None
+    layout: tuple[Any, ...] | None = None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the tensor is taken at the visit, and not when the pass begins."""
+        return self.what in ("gradient", "inside", "between")
 
 
 class Store(NamedTuple):
@@ -69,15 +78,15 @@ class Visit(NamedTuple):
 
     Attributes:
         place: The number of the output in the walk.
-        slots: The tensors that are sent to the program.
-        layouts: How each of them lies in memory, and what it is.
+        stored: The tensors of the call that are sent to the program.
+        late: Those that are sent behind them: what the visit brings, and what nodes have saved.
         stores: Its results.
         alike: Which tensors that the call received are one; see :func:`alike`.
     """
 
     place: int
-    slots: list[Slot]
-    layouts: list[tuple[Any, ...]]
+    stored: list[Slot]
+    late: list[Slot]
     stores: list[Store]
     alike: tuple[int, ...]
 
@@ -180,39 +189,32 @@ def world() -> tuple[Any, ...]:
     return memory_budget(), torch.get_num_threads(), torch.get_default_dtype(), kernels
 
 
-def given_to(recorded: Recorded, structure: Structure) -> list[list[Tensor | None]] | None:
-    """The tensors for each visit, but gradients; ``None`` if something is another thing now."""
+def given_to(recorded: Recorded, structure: Structure) -> list[list[Stored]] | None:
+    """What calls have stored for each visit; ``None`` if something is another thing now.
+
+    How the tensors of calls lie in memory is a part of the structure.
+    """
     if recorded.world != world():
         return None
-    calls, found = [call for call, _ in structure.sites], list[list[Tensor | None]]()
+    sites, nodes, before = [*structure.sites.values()], [*structure.between], inf
     for place, attributes in recorded.attributes.items():
-        table = calls[place].module.__dict__
-        if not are_alike(table, attributes):
+        if not are_alike(sites[place].call.module.__dict__, attributes):
             return None
-    sites, nodes, last = [*structure.sites.values()], [*structure.between], inf
     if any(setting_of(nodes[number], name) != value for number, name, value in recorded.settings):
         return None
-    for place, slots, layouts, _, pattern in recorded.visits:
-        call, tensors = calls[place], list[Tensor | None]()
-        turn, before = turn_of(sites[place]), last
-        last = turn
+    found = list[list[Stored]]()
+    for place, stored, late, _, pattern in recorded.visits:
+        site = sites[place]
+        call, turn = site.call, turn_of(site)
         if turn > before or (pattern and pattern != alike(call)):
             return None
-        for slot, layout in zip(slots, layouts, strict=True):
-            what, key = slot
-            if what in ("gradient", "inside", "between"):  # which are taken at the visit
-                if what != "gradient":
-                    own = nodes if what == "between" else inside(sites[place])
-                    saved = saved_by(own, *key)
-                    if saved is None or layout_of(saved) != layout:
-                        return None
-                tensors.append(None)
-                continue
-            tensor, version = _stored(call, *slot)
-            if layout_of(tensor) != layout or tensor._version != version:
-                return None
-            tensors.append(tensor)
-        found.append(tensors)
+        before = turn
+        for what, key, layout in late:
+            if what != "gradient":
+                saved = saved_by(nodes if what == "between" else inside(site), *key)
+                if saved is None or layout_of(saved) != layout:
+                    return None
+        found.append([stored_at(call, what, key) for what, key, _ in stored])
     return found
 
 
@@ -293,19 +295,13 @@ def layout_of(tensor: Tensor) -> tuple[Any, ...]:
     return type(tensor) in _ONE, tensor.stride(), tensor.device, keys_of(tensor)
 
 
-def _stored(call: Call, what: str, key: Any) -> tuple[Tensor, int]:
-    """A tensor of a call, and how often it had been changed in place when it was stored."""
+def stored_at(call: Call, what: str, key: Any) -> Stored:
+    """A tensor of a call."""
     stored = call.stored
     if what == "owned":
         return stored.owned[key]
     first = len(stored.inputs) if what == "outputs" else 0
     return getattr(stored, what)[key], stored.versions[first + key]
-
-
-def is_changed(call: Call, what: str, key: Any) -> bool:
-    """Whether a tensor of a call was changed in place since it was stored."""
-    tensor, version = _stored(call, what, key)
-    return tensor._version != version
 
 
 def is_same(saved: Any, tensor: Tensor) -> bool:

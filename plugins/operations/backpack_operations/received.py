@@ -129,10 +129,10 @@ class ModelRun(Run):
     @property
     def facts(self) -> Iterable[Any]:
         """What decisions about the whole pass may depend on."""
-        yield from super().facts
-        yield from (len(self.inputs), self.rows is None)
-        for given in self.inputs:
-            yield from (given.path, given.dtype, torch.Size(given.shape))
+        facts = [*super().facts, len(self.inputs), self.rows is None]
+        for path, layout, _, _, dtype in self.inputs:
+            facts += path, dtype, torch.Size(layout.shape)
+        return facts
 
     def receives(self, tensors: Iterable[Tensor]) -> int:
         """Whether any tensor shares memory with the model's input: 1, or 2 if axis 0 holds samples.

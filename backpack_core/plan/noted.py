@@ -1,0 +1,140 @@
+"""What is noted of a call, as one object: equal for calls about which the same is decided.
+
+A training loop makes the same calls in every pass. So each module remembers what was noted of its
+last calls, and one look at all tensors of a call tells whether it holds again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from backpack_core._torch import kernels_of, look_of
+from backpack_core.record.call import Call
+from backpack_core.record.owner import PATH_ATTRIBUTE
+from backpack_core.record.state import TRAITS_ATTRIBUTE, Traits
+
+MOST: Final = 4  # calls that a module remembers: train and eval mode, a last batch that is smaller
+_STRIDED = torch.strided
+_PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
+
+
+class Unplanned(Exception):
+    """No plan can be made of a graph; the message says why."""
+
+
+class Noted:
+    """What is noted of a call.
+
+    Attributes:
+        facts: What a decision may depend on.
+        layouts: How each tensor lies in memory, and what else decides which kernels run. Recorded
+            passes depend on it, plans do not.
+    """
+
+    __slots__ = ("_hash", "_holds", "_names", "_seen", "facts", "layouts")
+
+    def __init__(self, call: Call) -> None:
+        """Note a call.
+
+        Raises:
+            Unplanned: Something that it received, or is, cannot be compared.
+        """
+        stored, rule, module = call.stored, call.rule, call.module
+        # Rules live as long as the process, so their id does.
+        facts = [type(module), id(rule), module.__dict__.get(PATH_ATTRIBUTE), call.training]
+        if not rule.transparent:
+            facts.append(call.settings)
+        facts += len(stored.inputs), len(stored.outputs)
+        for tensor in (*stored.inputs, *stored.outputs):
+            if tensor.layout is not _STRIDED or tensor.is_nested:
+                raise Unplanned(f"{call.path} has nested or sparse tensors")
+            facts += tensor.dtype, tensor.shape
+        if stored.kwargs or stored.args is not stored.inputs:
+            facts.append(_form((stored.args, stored.kwargs)))
+        if stored.owned:
+            facts += stored.parameters, tuple(stored.owned), tuple(stored.frozen)
+            for name in stored.parameters:
+                tensor, _ = stored.owned[name]
+                facts += tensor.requires_grad, tensor.dtype, name in stored.computed
+                facts.append(len(stored.computed.get(name, (tensor,))))
+            if module._modules and not rule.transparent:  # rules may not cover all inside
+                facts.append(tuple([p.requires_grad for p in module.parameters()]))
+        tensors = _tensors(call)
+        self.facts, self.layouts = tuple(facts), tuple(map(_layout_of, tensors))
+        self._hash = hash((self.facts, self.layouts))
+        self._names, self._seen = tuple(stored.owned), (id(rule), call.settings, call.training)
+        self._holds = look_of(tensors)
+
+    def holds(self, call: Call) -> bool:
+        """Whether the same would be noted of another call of the module, as far as one look tells.
+
+        No is a safe answer.
+        """
+        stored = call.stored
+        return (
+            self._seen == (id(call.rule), call.settings, call.training)
+            and call.module.__dict__.get(PATH_ATTRIBUTE) == self.facts[2]
+            and stored.args is stored.inputs
+            and tuple(stored.owned) == self._names
+            and not (stored.kwargs or stored.computed or call.module._modules)
+            and self._holds(*_tensors(call))
+        )
+
+    def __hash__(self) -> int:
+        """That of the facts."""
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        """Whether the same was noted of two calls, perhaps of two modules."""
+        return self is other or (
+            type(other) is Noted
+            and self._hash == other._hash
+            and self.facts == other.facts
+            and self.layouts == other.layouts
+        )
+
+
+def noted_of(call: Call) -> Noted:
+    """What is noted of a call.
+
+    Raises:
+        Unplanned: Something that it received, or is, cannot be compared.
+    """
+    traits: Traits | None = call.module.__dict__.get(TRAITS_ATTRIBUTE)
+    known: list[Noted] = [] if traits is None else traits.noted
+    for noted in known:
+        if noted.holds(call):
+            return noted
+    noted = Noted(call)
+    known.insert(0, noted)
+    del known[MOST:]
+    return noted
+
+
+def _tensors(call: Call) -> list[Tensor]:
+    stored = call.stored
+    return [*stored.inputs, *stored.outputs, *[tensor for tensor, _ in stored.owned.values()]]
+
+
+def _layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    return type(tensor), tensor.stride(), tensor.device, kernels_of(tensor)
+
+
+def _form(value: Any) -> Any:
+    """Arguments with a placeholder for each tensor.
+
+    Raises:
+        Unplanned: They hold an object that cannot be compared by value.
+    """
+    if isinstance(value, Tensor):
+        return Tensor
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, dict):
+        return dict, tuple([(key, _form(item)) for key, item in value.items()])
+    if type(value) in (tuple, list):
+        return type(value), tuple(map(_form, value))
+    raise Unplanned(f"a module received a {type(value).__name__}")
