@@ -25,7 +25,7 @@ from backpack_core.engine.groups import group
 from backpack_core.engine.hooks import entry
 from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
 from backpack_core.plugins.loading import ensure_loaded, missing
-from backpack_core.plugins.registration import hooks
+from backpack_core.plugins.manager import answer
 from backpack_core.record.call import edge_of
 from backpack_core.record.storage import storage
 from backpack_core.record.switch import is_disabled
@@ -148,8 +148,8 @@ class backpack:
 
     def _watched(self) -> Any:
         """What measures this block; ``None`` if nothing does."""
-        if self._watch is None:
-            self._watch = hooks.backpack_watch()
+        if self._watch is None and (kind := answer("backpack_watch")) is not None:
+            self._watch = kind()
         return self._watch
 
     def __repr__(self) -> str:

@@ -322,8 +322,9 @@ class BackwardPass:
         replaced.drop()
         for hook in self.schedule.hooks:
             hook.remove()
-        for task in [t for t, p in self.context.passes.items() if p is self]:
-            del self.context.passes[task]
+        passes, task = self.context.passes, self.schedule.task
+        if passes.get(task) is self:
+            del passes[task]
 
     def finish(self) -> None:
         """Autograd is through: store the results that had to wait for that."""

@@ -8,7 +8,6 @@ errors name where it is missing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 from backpack_core._torch import Node, has_memory
@@ -23,8 +22,7 @@ from backpack_core.graph.nodes import described, is_leaf
 from backpack_core.graph.survey import Survey
 from backpack_core.plan.structure import Structure
 from backpack_core.plugins.loading import missing
-from backpack_core.plugins.manager import hooks
-from backpack_core.plugins.registry import registry
+from backpack_core.plugins.manager import answer
 from backpack_core.record.call import Call, CallCaches, Edge, Site, has_call, site_at
 from backpack_core.record.owner import OWNER_ATTRIBUTE, computed_substitutes, is_parameter
 from backpack_core.record.run import NO_RUN
@@ -33,14 +31,7 @@ from backpack_core.record.view import View
 
 def between() -> type[Between[Any]]:
     """The class of the library; :class:`Chain` if no library is installed."""
-    return _between(registry.generation)
-
-
-@lru_cache(maxsize=1)
-def _between(generation: int) -> type[Between[Any]]:
-    """The class, asked for again when plugins have changed."""
-    found: type[Between[Any]] | None = hooks.backpack_operation()
-    return Chain if found is None else found
+    return answer("backpack_operation") or Chain
 
 
 def needs_operations(what: str) -> MissingPluginError:

@@ -53,16 +53,16 @@ def group(
     Raises:
         PluginConflictError: Several plugins provide a propagator of one name.
     """
-    groups: dict[object, Group] = {}
+    together: dict[tuple[Propagator, int | None], list[Extension]] = {}
     for extension in extensions:
-        if extension.is_whole:
-            continue
-        registry.refuse_rivals(type(extension.propagator))
-        alone = bool(extension.carriers) or registry.has_overrides(type(extension))
-        key = (extension.propagator, id(extension) if alone else None)
-        known = groups.get(key, Group(extension.propagator, has_overrides=alone, watch=watch))
-        groups[key] = known._replace(
-            extensions=(*known.extensions, extension), needs=known.needs.union(extension.needs)
-        )
-    found = [g._replace(propagator=g.propagator.serving(g.extensions)) for g in groups.values()]
-    return tuple(found), tuple(e for e in extensions if e.is_whole)
+        if not extension.is_whole:
+            registry.refuse_rivals(type(extension.propagator))
+            is_alone = bool(extension.carriers) or registry.has_overrides(type(extension))
+            key = extension.propagator, id(extension) if is_alone else None
+            together.setdefault(key, []).append(extension)
+    groups = []
+    for (propagator, alone), group in together.items():
+        needs = frozenset().union(*[extension.needs for extension in group])
+        serving = propagator.serving(tuple(group))
+        groups.append(Group(serving, tuple(group), needs, alone is not None, watch))
+    return tuple(groups), tuple([e for e in extensions if e.is_whole])

@@ -74,10 +74,11 @@ def backpack_run(run: Any) -> Observer | None:
 
 @hookspec(firstresult=True)
 def backpack_watch() -> Any:
-    """Return an object through which a block calls functions whose time is to be measured.
+    """Return a class through whose instances blocks call functions whose time is to be measured.
 
-    It is called with a module, a class, a word for the phase, a function and its arguments. Its
-    method ``summary(history)`` makes what ``block.summary()`` returns.
+    Each block has one. It is called with a module, a class, a word for the phase, a function and
+    its arguments. Its method ``summary(history)`` makes what ``block.summary()`` returns. The hook
+    is called when plugins change.
     """
 
 

@@ -233,7 +233,7 @@ def test_backpack_watch() -> None:
             return "a summary"
 
     def backpack_watch():
-        return Watch()
+        return Watch
 
     plugins.ensure_loaded()  # the last that was registered is asked first
     block = backpack(Count())

@@ -45,9 +45,11 @@ def offer(owner: dict[str, Any], name: str, is_wanted: bool = True) -> None:
     value = owner.pop(name, None)
     if not is_wanted or type(value) is not Tensor or value.nbytes < SMALLEST or not value.is_cpu:
         return
-    is_whole = value.nbytes == value.untyped_storage().nbytes()  # its axes may be in any order
-    if value.requires_grad or not is_whole or value.untyped_storage().is_shared():
+    storage = value.untyped_storage()
+    is_whole = value.nbytes == storage.nbytes()  # its axes may be in any order
+    if value.requires_grad or not is_whole or storage.is_shared():
         return
+    del storage
     holders = holders_of(value)
     if holders is not None and holders == _unheld(value._base is not None):
         memory = value.detach().as_strided((value.numel(),), (1,), 0)
