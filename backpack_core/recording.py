@@ -26,7 +26,7 @@ from backpack_core.engine.chain import between
 from backpack_core.engine.hooks import OutputHook
 from backpack_core.errors import UsageError
 from backpack_core.plugins.registry import FALLBACK, Resolved, registry
-from backpack_core.record.call import NOTHING, SITES, Call, to_stored
+from backpack_core.record.call import NOTHING, SITES, Call, Stored
 from backpack_core.record.execution import (
     Execution,
     Received,
@@ -206,20 +206,18 @@ def _call(
     else:
         owned, parameters, computed = _tensors(module, resolved, of)
     detached = tuple(map(Tensor.detach, outputs))
-    counts, frozen = versions_and_frozen(detached, owned)
-    before = received.versions
-    noted: Any  # ``to_stored`` in ``record/call.py`` takes this tuple apart
-    noted = args, kwargs, inputs, detached, before, counts, owned, parameters, computed, frozen
+    versions, frozen = versions_and_frozen(received.versions, detached, owned)
+    stored = Stored(args, kwargs, inputs, detached, versions, owned, parameters, computed, frozen)
     thread, is_readable = get_ident(), _torch.saving_hooks() is None
     run, unpacks_twice = run_of_model(module, thread), is_readable
     if not is_readable:
-        noted, run, unpacks_twice = storage().keep(to_stored(noted), run)
+        stored, run, unpacks_twice = storage().keep(stored, run)
     return Call(
         module,
         resolved.rule,
         resolved.provenance,
         received.edges,
-        noted,
+        stored,
         thread,
         module.training,
         traits.settings,

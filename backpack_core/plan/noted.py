@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import kernels_of, look_of
-from backpack_core.record.call import Call
+from backpack_core.record.call import Call, Stored
 from backpack_core.record.owner import PATH_ATTRIBUTE
 from backpack_core.record.state import TRAITS_ATTRIBUTE, Traits
 
@@ -32,9 +32,10 @@ class Noted:
         facts: What a decision may depend on.
         layouts: How each tensor lies in memory, and what else decides which kernels run. Recorded
             passes depend on it, plans do not.
+        parameters: The names of the parameters that it used.
     """
 
-    __slots__ = ("_hash", "_holds", "_names", "_seen", "facts", "layouts")
+    __slots__ = ("_hash", "_holds", "_seen", "facts", "layouts", "parameters")
 
     def __init__(self, call: Call) -> None:
         """Note a call.
@@ -54,18 +55,20 @@ class Noted:
             facts += tensor.dtype, tensor.shape
         if stored.kwargs or stored.args is not stored.inputs:
             facts.append(_form((stored.args, stored.kwargs)))
-        if stored.owned:
-            facts += stored.parameters, tuple(stored.owned), tuple(stored.frozen)
-            for name in stored.parameters:
-                tensor, _ = stored.owned[name]
+        if stored.tensors:
+            own, names = stored.owned, stored.parameters
+            facts += names, tuple(own), tuple(stored.frozen)
+            for name in names:
+                tensor, _ = own[name]
                 facts += tensor.requires_grad, tensor.dtype, name in stored.computed
                 facts.append(len(stored.computed.get(name, (tensor,))))
             if module._modules and not rule.transparent:  # rules may not cover all inside
                 facts.append(tuple([p.requires_grad for p in module.parameters()]))
-        tensors = _tensors(call)
+        present, tensors = _present(stored)
         self.facts, self.layouts = tuple(facts), tuple(map(_layout_of, tensors))
+        self.parameters = stored.parameters
         self._hash = hash((self.facts, self.layouts))
-        self._names, self._seen = tuple(stored.owned), (id(rule), call.settings, call.training)
+        self._seen = id(rule), call.settings, call.training, stored.named, present
         self._holds = look_of(tensors)
 
     def holds(self, call: Call) -> bool:
@@ -74,13 +77,13 @@ class Noted:
         No is a safe answer.
         """
         stored = call.stored
+        present, tensors = _present(stored)
         return (
-            self._seen == (id(call.rule), call.settings, call.training)
+            self._seen == (id(call.rule), call.settings, call.training, stored.named, present)
             and call.module.__dict__.get(PATH_ATTRIBUTE) == self.facts[2]
             and stored.args is stored.inputs
-            and tuple(stored.owned) == self._names
             and not (stored.kwargs or stored.computed or call.module._modules)
-            and self._holds(*_tensors(call))
+            and self._holds(*tensors)
         )
 
     def __hash__(self) -> int:
@@ -114,9 +117,10 @@ def noted_of(call: Call) -> Noted:
     return noted
 
 
-def _tensors(call: Call) -> list[Tensor]:
-    stored = call.stored
-    return [*stored.inputs, *stored.outputs, *[tensor for tensor, _ in stored.owned.values()]]
+def _present(stored: Stored) -> tuple[tuple[str, ...], list[Tensor]]:
+    """The names of a module's own tensors, and all tensors of a call."""
+    own = {name: tensor for name, tensor in stored.tensors.items() if tensor is not None}
+    return (*own,), [*stored.inputs, *stored.outputs, *own.values()]
 
 
 def _layout_of(tensor: Tensor) -> tuple[Any, ...]:

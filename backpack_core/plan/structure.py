@@ -130,24 +130,6 @@ class Structure:
         facts += [n % m == 0 for n, m in product(lengths, lengths[2:])]
         return tuple(facts)
 
-    def _enter(self, node: Node, number: int, region: Region) -> Iterable[tuple[Place, Region]]:
-        """Note a call, or an operation; returns where the walk goes on."""
-        noted: Any = node.metadata
-        if VIEWED in noted:
-            for call, _, layout in noted[VIEWED].get(number, ()):
-                if layout.is_whole and call not in region:
-                    raise Unplanned(OVERWRITTEN)
-        found = noted[SITES].get(number) if SITES in noted else None
-        if found is None:
-            return zip(self._pass(node, region), repeat(region))
-        call, index = found
-        self.sites[found] = Site(call, index, Edge(node, number))
-        further = self._note(call, index)
-        if call.rule.transparent:
-            further = self._pass(node, region)  # the output's own node is met from outside
-            region = (call, *region)
-        return zip(further, repeat(region))
-
     # Calls ---------------------------------------------------------------------------------------
 
     def _note(self, call: Call, index: int) -> list[Edge]:
@@ -155,12 +137,13 @@ class Structure:
         if call.is_released or call.is_rewired or not call.is_readable:
             raise Unplanned(_why_unreadable(call))
         stored, facts, run = call.stored, self._facts, call.run
-        facts += noted_of(call), index
-        for name in stored.parameters:
+        noted = noted_of(call)
+        facts += noted, index
+        for name in noted.parameters:
             if name in stored.computed:
                 facts += map(self._number_of, stored.computed[name])
             else:
-                facts.append(self._number_of(stored.owned[name][0]))
+                facts.append(self._number_of(stored.tensors[name]))
         facts.append(self._runs.get(run) or self._belongs_to(run))
         further: list[Edge] = []
         for tensor, edge in zip(stored.inputs, call.edges, strict=True):

@@ -47,55 +47,54 @@ class Edge(NamedTuple):
 NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 
 
-class Stored(NamedTuple):
-    """The tensors of a call.
+@dataclass(slots=True, eq=False, repr=False)
+class Stored:
+    """The tensors of a call, as the forward hook left them.
 
     Attributes:
         args: Positional arguments, as passed.
         kwargs: Keyword arguments, in the order in which ``forward`` declares them.
         inputs: Every tensor among the arguments, positional ones first.
         outputs: Every tensor in the return value, detached.
-        versions: The version counters of inputs and outputs when they were stored.
-        owned: Parameters and buffers of the module by name, each with its version counter. If the
-            module may have to be run again, those of its submodules are included.
-        parameters: The names in ``owned`` that are parameters.
+        versions: The version counters of inputs, outputs, and ``tensors``, when they were stored.
+        tensors: Parameters and buffers of the module by name; ``None`` for one that it lacks. If
+            the module may have to be run again, those of its submodules are included.
+        named: The names in ``tensors`` that are parameters; or their number, if they come first.
         computed: For each parameter that the module computes (by a parametrization), the leaf
             tensors that it is computed from.
+        frozen: The names in ``tensors`` that required no gradient.
         saved: What saved-tensor hooks packed, by slot (inputs first), with ``None`` for tensors
             that they left alone. In these slots, the tensors above are stand-ins that have a shape
             and no values. Empty if there are no such hooks.
-        frozen: The names in ``owned`` that required no gradient.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
-    versions: tuple[int, ...]
-    owned: dict[str, tuple[Tensor, int]]
-    parameters: tuple[str, ...]
-    computed: Mapping[str, tuple[Tensor, ...]] = NOTHING
-    saved: tuple[Any, ...] = ()
+    versions: Sequence[int]
+    tensors: Mapping[str, Tensor | None]
+    named: int | tuple[str, ...]
+    computed: Mapping[str, tuple[Tensor, ...]] = field(default_factory=lambda: NOTHING)
     frozen: Sequence[str] = ()
+    saved: tuple[Any, ...] = ()
+    _owned: dict[str, tuple[Tensor, int]] | None = field(default=None, init=False)
 
+    @property
+    def owned(self) -> dict[str, tuple[Tensor, int]]:
+        """The parameters and buffers that are there, by name, each with its version counter."""
+        if self._owned is None:
+            present = [(name, t) for name, t in self.tensors.items() if t is not None]
+            counts = self.versions[len(self.inputs) + len(self.outputs) :]
+            self._owned = {n: (t, v) for (n, t), v in zip(present, counts, strict=True)}
+        return self._owned
 
-def to_stored(noted: Any) -> Stored:
-    """Build the stored form of a call from the raw tuple that the forward hook left.
-
-    The hook only collects references, since it runs in every forward pass; see ``_call`` in
-    ``recording.py`` for the tuple.
-    """
-    args, kwargs, inputs, outputs, received, counts, owned, parameters, computed, frozen = noted
-    versions = (*received, *counts[: len(outputs)])
-    if not owned:
-        return Stored(args, kwargs, inputs, outputs, versions, {}, (), computed, (), frozen)
-    if isinstance(parameters, int):  # their number: they come first in ``owned``
-        parameters = tuple(owned)[:parameters]
-    count = iter(counts[len(outputs) :])
-    present = {name: (tensor, next(count)) for name, tensor in owned.items() if tensor is not None}
-    # A parameter may be ``None``, as the bias of a layer without one.
-    names = parameters if len(present) == len(owned) else tuple(filter(present.get, parameters))
-    return Stored(args, kwargs, inputs, outputs, versions, present, names, computed, (), frozen)
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The names of the parameters that are there."""
+        named, tensors = self.named, self.tensors
+        names = tuple(tensors)[:named] if isinstance(named, int) else named
+        return tuple([name for name in names if tensors[name] is not None])
 
 
 # Every call refers to this object, so its reference count is the number of calls.
@@ -119,7 +118,6 @@ class Call:
         rule: The layer rule of the module; a ``NoRule`` if there is none.
         provenance: The plugin that provided the rule.
         edges: The edge of each input before the forward ran; ``None`` for constants and leaves.
-        noted: The stored form, or the raw tuple that it is built from when it is first needed.
         thread: The thread that ran the forward pass.
         training: Whether the module was in train mode.
         settings: Names and values of the module's plain attributes (``eps``, ``p``, ``stride``).
@@ -139,7 +137,7 @@ class Call:
     rule: Any  # a LayerRule; importing that would be a cycle
     provenance: Any
     edges: tuple[Edge | None, ...]
-    noted: Any
+    stored: Stored
     thread: int
     training: bool
     settings: Settings
@@ -148,7 +146,6 @@ class Call:
     is_readable: bool = True
     unpacks_twice: bool = True
     is_released: bool = False
-    stored: Stored = field(init=False)
     _alive: object = _ALIVE
 
     @property
@@ -159,19 +156,13 @@ class Call:
     def release(self) -> None:
         """Free the tensors; asking for them later raises :class:`ReleasedIOError`."""
         if not self.is_released:
-            if self.noted is None:
-                del self.stored
-            self.noted, self.is_released = None, True
+            del self.stored
+            self.is_released = True
 
     def __getattr__(self, name: str) -> Any:
         # Python calls this for missing attributes only, so access to existing ones costs nothing.
         if name != "stored":
             raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
-        noted = self.noted
-        if noted is not None:
-            self.stored = noted if isinstance(noted, Stored) else to_stored(noted)
-            self.noted = None
-            return self.stored
         raise ReleasedIOError(
             f"{self.path}: the inputs and outputs of this forward pass were freed by an earlier "
             "backward pass. Pass retain_graph=True to backward() in every backward pass but the "

@@ -65,12 +65,18 @@ def tensors_of(
 
 
 def versions_and_frozen(
-    outputs: tuple[Tensor, ...], owned: dict[str, Tensor | None]
-) -> tuple[list[int], Sequence[str]]:
-    """Version counters of outputs and of a module's tensors, and names of those that are frozen."""
+    received: Sequence[int], outputs: tuple[Tensor, ...], owned: dict[str, Tensor | None]
+) -> tuple[Sequence[int], Sequence[str]]:
+    """Version counters of a call's tensors, and the names of those of its module that are frozen.
+
+    Args:
+        received: The version counters of the inputs, before the module ran.
+        outputs: What it returned.
+        owned: Its own tensors.
+    """
     frozen: list[str] = []
     try:
-        versions = [output._version for output in outputs]
+        versions = [*received, *[output._version for output in outputs]]
         for name, tensor in owned.items():
             if tensor is not None:
                 versions.append(tensor._version)
@@ -78,7 +84,7 @@ def versions_and_frozen(
                     frozen.append(name)
     except RuntimeError:  # of an inference tensor
         frozen = [n for n, t in owned.items() if t is not None and not t.requires_grad]
-        versions = versions_of((*outputs, *owned.values()))
+        versions = [*received, *versions_of((*outputs, *owned.values()))]
     return versions, frozen or ()  # the garbage collector does not track an empty tuple
 
 

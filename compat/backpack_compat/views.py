@@ -47,9 +47,9 @@ def made_view(
         kwargs={},
         inputs=inputs,
         outputs=outputs,
-        versions=tuple(version_of(t) for t in (*inputs, *outputs)),
-        owned={name: (tensor, version_of(tensor)) for name, tensor in owned.items()},
-        parameters=tuple(parameters),
+        versions=tuple(version_of(t) for t in (*inputs, *outputs, *owned.values())),
+        tensors=owned,
+        named=len(parameters),
     )
     call = Call(
         module,

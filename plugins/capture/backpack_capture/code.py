@@ -17,9 +17,22 @@ from backpack_products.recycled import take
 _OF_TORCH: Final = (
     *("mm", "bmm", "addmm", "baddbmm", "mul", "add", "sub", "div", "sum", "mean", "t", "unsqueeze"),
     *("transpose", "permute", "squeeze", "select", "relu", "sigmoid", "tanh", "exp", "log", "sqrt"),
-    *("rsqrt", "square", "pow", "clone", "abs", "neg", "reciprocal", "where", "cat", "stack", "clamp"),
+    *(
+        "rsqrt",
+        "square",
+        "pow",
+        "clone",
+        "abs",
+        "neg",
+        "reciprocal",
+        "where",
+        "cat",
+        "stack",
+        "clamp",
+    ),
     *(
         "as_strided",
+        "clone",
         "maximum",
         "minimum",
         "eq",

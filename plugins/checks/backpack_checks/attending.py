@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 from backpack_checks.dyed import Question
@@ -24,19 +25,22 @@ class Checks(Observer):
     kept: Trust | None = None
 
     def __init__(self, run: BackwardPass) -> None:
-        context = run.context
-        of_losses = bool(context.of_losses)
-        self._question = Question(context.is_per_sample, context.is_curvature, of_losses)
-        self._is_always = context.check == "always"
+        self._context, self._is_always = run.context, run.context.check == "always"
         self._measurement: Measurement | None = None
         self._sums: SumCheck | None = None
+
+    @cached_property
+    def _question(self) -> Question:
+        context = self._context
+        of_losses = bool(context.of_losses)
+        return Question(context.is_per_sample, context.is_curvature, of_losses)
 
     def goes_by(self, kept: Trust | None) -> bool:
         """Whether earlier passes have shown enough, so that a plan may be used."""
         self.kept = kept
-        if not any(self._question):
+        if kept is not None and not self._is_always and kept.is_enough(0):
             return True
-        return kept is not None and not self._is_always and kept.is_enough(0)
+        return not any(self._question)
 
     def begin(self, run: BackwardPass) -> None:
         """Add the dye to the quantities of the pass, if a measurement is due."""

@@ -7,6 +7,7 @@ shapes, dtypes and devices. The values are unpacked when a rule reads them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ def through_hooks(stored: Stored) -> Stored:
     if not packed:
         return stored
     saved = tuple([packed.get(id(tensor)) for tensor in (*stored.inputs, *stored.outputs)])
-    return _replaced(stored, stand_ins)._replace(saved=saved)
+    return replace(_replaced(stored, stand_ins), saved=saved)
 
 
 def shown_by(run: Run, tensors: Sequence[Tensor], stand_ins: Iterable[Tensor]) -> Run:
@@ -84,7 +85,8 @@ def _replaced(stored: Stored, by: dict[int, Tensor]) -> Stored:
     def other(tensor: Tensor) -> Tensor:
         return by.get(id(tensor), tensor)
 
-    return stored._replace(
+    return replace(
+        stored,
         args=map_tensors(stored.args, other),
         kwargs=map_tensors(stored.kwargs, other),
         inputs=tuple(map(other, stored.inputs)),

@@ -65,9 +65,9 @@ def bare_call(module: Module, name: str, parameter: Tensor, provenance: object) 
         parameter: The parameter.
         provenance: The provider of the rule in messages.
     """
-    owned = {name: (parameter, version_of(parameter))}
     value = parameter.detach()
-    stored = Stored((), {}, (), (value,), (version_of(value),), owned, (name,))
+    versions = version_of(value), version_of(parameter)
+    stored = Stored((), {}, (), (value,), versions, {name: parameter}, 1)
     thread, training = threading.get_ident(), module.training
     return Call(module, _RULE, provenance, (), stored, thread, training, NO_SETTINGS)
 
