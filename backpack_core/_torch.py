@@ -201,16 +201,22 @@ def look_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A function that tells, by one look, whether other tensors are of the same kinds.
 
     That is class, data type, device, kernels, shape, strides, and whether they require a gradient.
-    It may say no where they are; if torch has no such function, it always does.
+    It says no, too, where a mode or a transform stands between the tensors and their kernels.
     """
     try:
-        guards = torch._C._dynamo.guards.TensorGuards
+        guards: Any = torch._C._dynamo.guards.TensorGuards
         check: Callable[..., bool] = guards(
             *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
         ).check
-    except (AttributeError, TypeError):
-        return lambda *tensors: False
-    return check if tensors else lambda *tensors: not tensors
+    except (AttributeError, TypeError):  # there is none, or not for these arguments
+        known = [*map(_kind_of, tensors)]
+        return lambda *others: [*map(_kind_of, others)] == known
+    return check
+
+
+def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
+    layout = tensor.shape, tensor.stride(), tensor.device, kernels_of(tensor)
+    return type(tensor), tensor.dtype, tensor.requires_grad, *layout
 
 
 def is_scripting() -> bool:

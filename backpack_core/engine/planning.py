@@ -13,8 +13,9 @@ from backpack_core.contract.observer import Observer
 from backpack_core.engine.active import Context
 from backpack_core.engine.between import Between
 from backpack_core.errors import InternalError
+from backpack_core.plan.noted import Unplanned
 from backpack_core.plan.plan import Plan, Planned, plans
-from backpack_core.plan.structure import Structure, Unplanned
+from backpack_core.plan.structure import Structure
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge
 from backpack_core.record.owner import computed_substitutes

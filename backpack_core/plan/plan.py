@@ -19,7 +19,8 @@ from torch.nn import Module
 
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey, Use
-from backpack_core.plan.structure import Structure, Unplanned
+from backpack_core.plan.noted import Unplanned
+from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Call
 from backpack_core.record.owner import owner_of
 

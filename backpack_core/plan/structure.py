@@ -94,11 +94,12 @@ class Structure:
             if found is None:
                 further = self._pass(node, region)
             else:
-                sites[found] = Site(*found, Edge(node, number))
-                further = self._note(*found)
-                if found[0].rule.transparent:
+                call, index = found
+                sites[found] = Site(call, index, Edge(node, number))
+                further = self._note(call, index)
+                if call.rule.transparent:
                     further = self._pass(node, region)  # the output's own node is met from outside
-                    region = (found[0], *region)
+                    region = (call, *region)
             for edge in further:
                 todo.append((edge[0], edge[1], region))
         self.key = (*facts, *between.facts_of_runs(self._runs))
@@ -160,11 +161,11 @@ class Structure:
                 further.append(edge)
         return further
 
-    def _number_of(self, parameter: Tensor) -> int:
+    def _number_of(self, parameter: Tensor | None) -> int:
         """The number of a parameter, in the order of the walk."""
         number = self._numbers.get(id(parameter))
         if number is None:
-            if type(parameter) is not Parameter and not isinstance(parameter, Parameter):
+            if not isinstance(parameter, Parameter):
                 raise Unplanned("weights are handed over")
             number = self._numbers[id(parameter)] = len(self.parameters)
             self.parameters.append(parameter)

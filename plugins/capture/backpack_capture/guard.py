@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +21,7 @@ from backpack_capture.watch import DEEPEST, HOOKS, OF_ALL, Watch, is_compiler, i
 from backpack_core import memory_budget
 from backpack_core.plugins.registry import registry
 from backpack_core.record.switch import is_disabled
+from backpack_products.values import look_of
 
 _OF_CLASSES = {"__dict__", "__weakref__", "__annotations__", "__doc__", "_abc_impl"}
 
@@ -33,16 +34,16 @@ class Guard:
     """
 
     def __init__(self, watch: Watch) -> None:
-        self._known: dict[str, Any] = {"form": _form, "same": _same, "keys": _torch.keys_of}
+        self._known: dict[str, Any] = {"form": _form, "same": _same}
         self._names: dict[int, str] = {}
         self._lines: list[str] = []
         self._note_world()
         for module in watch.modules:
             self._note_module(module)
+        self._note_tensors([*watch.tensors.values(), *watch.outside.values()])
         for tensor in watch.tensors.values():
-            self._note_tensor(tensor, is_parameter=tensor.is_leaf)
-        for tensor in watch.outside.values():
-            self._note_tensor(tensor, is_parameter=False)
+            if tensor.is_leaf:
+                self._note_hooks(tensor)
         for extension in watch.extensions:
             self._note_attributes(extension)
         # Of an object, its functions read what they name: a trainer may count its steps.
@@ -100,19 +101,14 @@ class Guard:
             terms.append(f"{place}.keys() == {self._name(keys)}" if keys else f"not {place}")
         self._require(*terms)
 
-    def _note_tensor(self, tensor: Tensor, is_parameter: bool) -> None:
-        name = self._name(tensor)
-        terms = [
-            f"{name}.shape == {self._name(tensor.shape)}",
-            f"{name}.stride() == {tensor.stride()}",
-            f"{name}.dtype is {self._name(tensor.dtype)}",
-            f"keys({name}) == {_torch.keys_of(tensor)}",
-            f"{name}.requires_grad is {tensor.requires_grad}",
-        ]
-        if is_parameter:
-            for key in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-                terms.append(f"{'' if getattr(tensor, key) else 'not '}{name}.{key}")
-        self._require(*terms)
+    def _note_tensors(self, tensors: Sequence[Tensor]) -> None:
+        names = ", ".join(map(self._name, tensors))
+        self._require(f"{self._name(look_of(tensors))}({names})")
+
+    def _note_hooks(self, parameter: Tensor) -> None:
+        name = self._name(parameter)
+        for key in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            self._require(f"{'' if getattr(parameter, key) else 'not '}{name}.{key}")
 
     def _note_attributes(self, value: object) -> None:
         table = vars(value)

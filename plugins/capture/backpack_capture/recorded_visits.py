@@ -252,6 +252,6 @@ class Recording(Driver):
             own = [(n, slot) for n, (at, slot) in known if at == number and n in used]
             own.sort(key=lambda sent: sent[1].is_late)
             received.append([n for n, _ in own])
-            slots = [[s for _, s in own if s.is_late is late] for late in (False, True)]
-            visits.append(Visit(place, *slots, stores, pattern))
+            stored, late = [[s for _, s in own if s.is_late is it] for it in (False, True)]
+            visits.append(Visit(place, stored, late, stores, pattern))
         return received, visits

@@ -18,7 +18,8 @@ from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.between import Between
 from backpack_core.engine.schedule import Schedule, when_reached
 from backpack_core.engine.sink import FieldSink
-from backpack_core.plan.structure import OVERWRITTEN, Structure, Unplanned
+from backpack_core.plan.noted import Unplanned
+from backpack_core.plan.structure import OVERWRITTEN, Structure
 from backpack_core.record.call import Call, CallCaches, Edge, Site
 from backpack_core.record.run import Run
 from backpack_operations import nodes, refusals

@@ -16,8 +16,9 @@ from torch import Tensor
 from backpack_core._torch import Node
 from backpack_core.graph.nodes import is_leaf
 from backpack_core.graph.survey import Use
+from backpack_core.plan.noted import Unplanned
 from backpack_core.plan.plan import model_of, trained_by
-from backpack_core.plan.structure import Structure, Unplanned
+from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Site
 from backpack_core.record.owner import owner_of
 from backpack_operations import faults, nodes
