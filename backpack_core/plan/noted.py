@@ -6,13 +6,15 @@ last calls, and one look at all tensors of a call tells whether it holds again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Final
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from backpack_core._torch import kernels_of, look_of
-from backpack_core.record.call import Call, Stored
+from backpack_core.record.call import Call
 from backpack_core.record.owner import PATH_ATTRIBUTE
 from backpack_core.record.state import TRAITS_ATTRIBUTE, Traits
 
@@ -26,7 +28,7 @@ class Unplanned(Exception):
 
 
 class Noted:
-    """What is noted of a call.
+    """What is noted of a call; where the same is noted of two calls, it is one object.
 
     Attributes:
         facts: What a decision may depend on.
@@ -35,10 +37,14 @@ class Noted:
         parameters: The names of the parameters that it used.
     """
 
-    __slots__ = ("_hash", "_holds", "_seen", "facts", "layouts", "parameters")
+    __slots__ = ("__weakref__", "facts", "layouts", "parameters")
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, tensors: Iterable[Tensor]) -> None:
         """Note a call.
+
+        Args:
+            call: The call.
+            tensors: What it received, returned and owns.
 
         Raises:
             Unplanned: Something that it received, or is, cannot be compared.
@@ -64,40 +70,11 @@ class Noted:
                 facts.append(len(stored.computed.get(name, (tensor,))))
             if module._modules and not rule.transparent:  # rules may not cover all inside
                 facts.append(tuple([p.requires_grad for p in module.parameters()]))
-        present, tensors = _present(stored)
-        self.facts, self.layouts = tuple(facts), tuple(map(_layout_of, tensors))
-        self.parameters = stored.parameters
-        self._hash = hash((self.facts, self.layouts))
-        self._seen = id(rule), call.settings, call.training, stored.named, present
-        self._holds = look_of(tensors)
+        self.facts, self.parameters = tuple(facts), stored.parameters
+        self.layouts = tuple(map(_layout_of, tensors))
 
-    def holds(self, call: Call) -> bool:
-        """Whether the same would be noted of another call of the module, as far as one look tells.
 
-        No is a safe answer.
-        """
-        stored = call.stored
-        present, tensors = _present(stored)
-        return (
-            self._seen == (id(call.rule), call.settings, call.training, stored.named, present)
-            and call.module.__dict__.get(PATH_ATTRIBUTE) == self.facts[2]
-            and stored.args is stored.inputs
-            and not (stored.kwargs or stored.computed or call.module._modules)
-            and self._holds(*tensors)
-        )
-
-    def __hash__(self) -> int:
-        """That of the facts."""
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        """Whether the same was noted of two calls, perhaps of two modules."""
-        return self is other or (
-            type(other) is Noted
-            and self._hash == other._hash
-            and self.facts == other.facts
-            and self.layouts == other.layouts
-        )
+_all: WeakValueDictionary[tuple[Any, ...], Noted] = WeakValueDictionary()
 
 
 def noted_of(call: Call) -> Noted:
@@ -106,21 +83,27 @@ def noted_of(call: Call) -> Noted:
     Raises:
         Unplanned: Something that it received, or is, cannot be compared.
     """
-    traits: Traits | None = call.module.__dict__.get(TRAITS_ATTRIBUTE)
-    known: list[Noted] = [] if traits is None else traits.noted
-    for noted in known:
-        if noted.holds(call):
+    stored, module = call.stored, call.module
+    own = {name: tensor for name, tensor in stored.tensors.items() if tensor is not None}
+    tensors = [*stored.inputs, *stored.outputs, *own.values()]
+    traits: Traits | None = module.__dict__.get(TRAITS_ATTRIBUTE)
+    is_simple = stored.args is stored.inputs and not (stored.kwargs or module._modules)
+    if traits is None or not is_simple or stored.computed:
+        return _noted(call, tensors)
+    about = id(call.rule), call.settings, call.training, module.__dict__.get(PATH_ATTRIBUTE)
+    seen = *about, stored.named, *own, *stored.frozen
+    for before, look, noted in traits.noted:
+        if before == seen and look(*tensors):
             return noted
-    noted = Noted(call)
-    known.insert(0, noted)
-    del known[MOST:]
+    noted = _noted(call, tensors)
+    traits.noted.insert(0, (seen, look_of(tensors), noted))
+    del traits.noted[MOST:]
     return noted
 
 
-def _present(stored: Stored) -> tuple[tuple[str, ...], list[Tensor]]:
-    """The names of a module's own tensors, and all tensors of a call."""
-    own = {name: tensor for name, tensor in stored.tensors.items() if tensor is not None}
-    return (*own,), [*stored.inputs, *stored.outputs, *own.values()]
+def _noted(call: Call, tensors: Iterable[Tensor]) -> Noted:
+    noted = Noted(call, tensors)
+    return _all.setdefault((noted.facts, noted.layouts), noted)
 
 
 def _layout_of(tensor: Tensor) -> tuple[Any, ...]:

@@ -6,7 +6,7 @@ pass. What is the same in all calls of a module is cached in ``Traits``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter, itemgetter
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -148,13 +148,13 @@ class Traits:
         resolved: The layer rule of the module, with its provenance.
         generation: The generation of the registry that resolved the rule.
         is_whole: Whether no covered parameter is a plain attribute, as computed ones are.
-        noted: What plans have noted of its last calls.
+        noted: What a plan notes of its last calls, see ``plan/noted.py``.
     """
 
     def __init__(self, module: Module, resolved: Any, generation: int) -> None:
         attributes = module.__dict__
         self.resolved, self.generation = resolved, generation
-        self.noted: list[Any] = []
+        self.noted: list[tuple[Any, Callable[..., bool], Any]] = []
         settings = NO_SETTINGS if resolved.is_fallback else settings_of(module)
         self.settings = settings
         names, values = settings

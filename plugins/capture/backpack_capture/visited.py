@@ -208,13 +208,21 @@ def given_to(recorded: Recorded, structure: Structure) -> list[list[Stored]] | N
         call, turn = site.call, turn_of(site)
         if turn > before or (pattern and pattern != alike(call)):
             return None
-        before = turn
+        own, before = call.stored, turn
         for what, key, layout in late:
             if what != "gradient":
                 saved = saved_by(nodes if what == "between" else inside(site), *key)
                 if saved is None or layout_of(saved) != layout:
                     return None
-        found.append([stored_at(call, what, key) for what, key, _ in stored])
+        given = list[Stored]()
+        for what, key, _ in stored:
+            if what == "owned":
+                given.append(own.owned[key])
+            elif what == "inputs":
+                given.append((own.inputs[key], own.versions[key]))
+            else:
+                given.append((own.outputs[key], own.versions[len(own.inputs) + key]))
+        found.append(given)
     return found
 
 
@@ -293,15 +301,6 @@ def alike(call: Call) -> tuple[int, ...]:
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:
     """How a tensor lies in its memory, and what decides which kernels run; not its shape."""
     return type(tensor) in _ONE, tensor.stride(), tensor.device, keys_of(tensor)
-
-
-def stored_at(call: Call, what: str, key: Any) -> Stored:
-    """A tensor of a call."""
-    stored = call.stored
-    if what == "owned":
-        return stored.owned[key]
-    first = len(stored.inputs) if what == "outputs" else 0
-    return getattr(stored, what)[key], stored.versions[first + key]
 
 
 def is_same(saved: Any, tensor: Tensor) -> bool:
