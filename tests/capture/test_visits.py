@@ -120,12 +120,6 @@ def test_repeated_passes(net: str, extension: str) -> None:
     assert repeated or is_hidden or is_inside
 
 
-def test_large_results_of_operations_that_make_them_themselves() -> None:
-    model, x = nn.Linear(2, 2**12), torch.rand(16, 2)
-    batches = [(x, torch.randint(0, 2, (16,))) for _ in range(PASSES)]
-    assert compare(model, batches, BatchGrad)  # that of the bias is a copy of the gradient
-
-
 @pytest.mark.parametrize("seeds", [range(20), range(40, 60)], ids=str)
 def test_random_nets_repeat(seeds: range, monkeypatch: pytest.MonkeyPatch) -> None:
     nets = set[int]()

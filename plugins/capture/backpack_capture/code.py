@@ -48,7 +48,6 @@ _OF_TORCH: Final = (
     ),
 )
 _OF_TENSOR: Final = ("view", "expand")
-_WITHOUT_OUT: Final = ("aten::clone", "aten::relu")  # these bindings make their results themselves
 _BINDINGS: Final[dict[str, Callable[..., Any]]] = {
     **{f"aten::{name}": getattr(torch, name) for name in _OF_TORCH},
     **{f"aten::{name}": getattr(Tensor, name) for name in _OF_TENSOR},
@@ -166,7 +165,7 @@ class _Writer:
             self.known[name] = step.function._op
         given = [self._show(value) for value in step.args]
         given += [f"{key}={self._show(value)}" for key, value in step.kwargs.items()]
-        if is_plain and schema.name not in _WITHOUT_OUT and (shape := self._large(step)):
+        if is_plain and (shape := self._large(step)):
             given.append(f"out=take({given[0]}, {shape})")
         call, made = f"{name}({', '.join(given)})", {*step.made}
         if not made:
