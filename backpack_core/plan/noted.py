@@ -6,7 +6,7 @@ last calls, and one look at all tensors of a call tells whether it holds again.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 from weakref import WeakValueDictionary
 
@@ -92,12 +92,13 @@ def noted_of(call: Call) -> Noted:
         return _noted(call, tensors)
     about = id(call.rule), call.settings, call.training, module.__dict__.get(PATH_ATTRIBUTE)
     seen = *about, stored.named, *own, *stored.frozen
-    for before, look, noted in traits.noted:
+    known: list[tuple[Any, Callable[..., bool], Noted]] = traits.noted
+    for before, look, noted in known:
         if before == seen and look(*tensors):
             return noted
     noted = _noted(call, tensors)
-    traits.noted.insert(0, (seen, look_of(tensors), noted))
-    del traits.noted[MOST:]
+    known.insert(0, (seen, look_of(tensors), noted))
+    del known[MOST:]
     return noted
 
 

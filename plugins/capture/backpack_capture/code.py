@@ -14,44 +14,16 @@ from backpack_capture.program import Assumption, Operation, Program, Ref, Step
 from backpack_products.recycled import take
 
 # Torch's own bindings parse arguments faster than overloads do. Names that mean the same there.
-_OF_TORCH: Final = (
-    *("mm", "bmm", "addmm", "baddbmm", "mul", "add", "sub", "div", "sum", "mean", "t", "unsqueeze"),
-    *("transpose", "permute", "squeeze", "select", "relu", "sigmoid", "tanh", "exp", "log", "sqrt"),
-    *(
-        "rsqrt",
-        "square",
-        "pow",
-        "clone",
-        "abs",
-        "neg",
-        "reciprocal",
-        "where",
-        "cat",
-        "stack",
-        "clamp",
-    ),
-    *(
-        "as_strided",
-        "clone",
-        "maximum",
-        "minimum",
-        "eq",
-        "ne",
-        "gt",
-        "lt",
-        "ge",
-        "le",
-        "amax",
-        "amin",
-        "sin",
-        "cos",
-    ),
-)
-_OF_TENSOR: Final = ("view", "expand")
-_BINDINGS: Final[dict[str, Callable[..., Any]]] = {
-    **{f"aten::{name}": getattr(torch, name) for name in _OF_TORCH},
-    **{f"aten::{name}": getattr(Tensor, name) for name in _OF_TENSOR},
-    "aten::_unsafe_view": Tensor.view,
+_OF_TORCH: Final = """
+    mm bmm addmm baddbmm mul add sub div sum mean t unsqueeze transpose permute squeeze select clone
+    as_strided relu sigmoid tanh exp log sqrt rsqrt square pow abs neg reciprocal sin cos where cat
+    stack clamp maximum minimum eq ne gt lt ge le amax amin _log_softmax
+"""
+_BINDINGS: Final = {
+    **{f"aten::{name}": f"torch.{name}" for name in _OF_TORCH.split()},
+    **{f"aten::{name}": f"torch.Tensor.{name}" for name in ("view", "expand")},
+    "aten::_unsafe_view": "torch.Tensor.view",
+    "aten::linalg_vector_norm": "torch.linalg.vector_norm",
 }
 
 
@@ -154,12 +126,9 @@ class _Writer:
 
     def _write(self, step: Operation) -> None:
         schema = step.function._schema
-        function = _BINDINGS.get(schema.name)
-        is_plain = function is not None and _is_positional(step)
-        if is_plain:
-            shown = schema.name.removeprefix("aten::").removeprefix("_unsafe_")
-            name = f"torch.{'Tensor.' if shown in _OF_TENSOR else ''}{shown}"
-        else:
+        name = _BINDINGS.get(schema.name, "")
+        is_plain = bool(name) and _takes_the_same(step)
+        if not is_plain:
             overload = schema.overload_name or "default"
             name = f"{schema.name.removeprefix('aten::').replace('::', '_')}_{overload}"
             self.known[name] = step.function._op
@@ -239,8 +208,10 @@ def _of(step: Step) -> list[int]:
     return step.reads if isinstance(step, Assumption) else [*step.reads, *step.made]
 
 
-def _is_positional(step: Operation) -> bool:
+def _takes_the_same(step: Operation) -> bool:
     """Whether the binding takes the arguments as the operation has them."""
     arguments = step.function._schema.arguments
-    has_default = any(a.kwarg_only for a in arguments[: len(step.args)])
-    return not step.kwargs and not has_default and isinstance(step.args[0], (Ref, list))
+    is_positional = not any(a.kwarg_only for a in arguments[: len(step.args)])
+    return (
+        is_positional and step.kwargs.keys() <= {"dtype"} and isinstance(step.args[0], (Ref, list))
+    )

@@ -94,15 +94,20 @@ def products_with(
     return result, Moments(total, None, None)
 
 
-def norm(out: Tensor, inp: Rows) -> Norm:
+def norm(out: Tensor, inp: Rows, left: Norm | None = None) -> Norm:
     """``‖M[v, n]‖``, by Gram matrices over positions where they are cheaper. Shape ``[V, N]``.
 
     Not finite where an entry of a factor is not.
+
+    Args:
+        out: Columns at the output.
+        inp: What the weight multiplies.
+        left: The norms of the columns by group, ``[V, N, G]``, if they are known.
     """
     if is_empty(out, inp):
         return Norm(out.new_zeros(out.shape[:2]))
     if out.shape[2] == 1:
-        left = vector_norm(out.squeeze(2), 3)  # [V, N, G]
+        left = vector_norm(out.squeeze(2), 3) if left is None else left
         return left.times(vector_norm(whole(inp).squeeze(1), 2)).total(2)
     if is_gram_cheaper(out, inp):
         return norm_by_gram(out, inp)

@@ -112,7 +112,7 @@ def norm_affine(product: AffineProduct) -> Norm:
     """By :func:`contractions.norm`, or along with what else is needed."""
     inp = product.inp
     if inp is None and product.positions == 1 and not is_formed(product):
-        return vector_norm(product.out.squeeze(2), 2)
+        return _norm_of_columns(product).total(2)
     along: Norm | None = None
     if inp is None or reads_formed(product):
         formed, along = as_formed(product), product.results.get((norm,))
@@ -120,7 +120,20 @@ def norm_affine(product: AffineProduct) -> Norm:
     if squared_norm in product.needs:
         together: Mapping[Any, Any] = read_together(product)
         along = together.get(norm)
-    return contractions.norm(*product.factors(inp)) if along is None else along
+    if along is not None:
+        return along
+    out, rows = product.factors(inp)
+    is_shared = out is product.out and product.positions == 1
+    return contractions.norm(out, rows, _norm_of_columns(product) if is_shared else None)
+
+
+def _norm_of_columns(product: AffineProduct) -> Norm:
+    """Of a single position, by group: weight and bias have the same. Shape ``[V, N, G]``."""
+    known: tuple[Tensor, Norm] | None = product.column_cache.get(norm)
+    if known is None or known[0] is not product.out:
+        known = product.out, vector_norm(product.out.squeeze(2), 3)
+        product.column_cache[norm] = known
+    return known[1]
 
 
 @norm.register
