@@ -198,7 +198,7 @@ def kernels_of(tensor: Tensor) -> int:
 
 
 def look_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A function that tells, by one look, whether other tensors are of the same kinds.
+    """A function that tells, by one look, whether as many other tensors are of the same kinds.
 
     That is class, data type, device, kernels, shape, strides, and whether they require a gradient.
     It says no, too, where a mode or a transform stands between the tensors and their kernels.

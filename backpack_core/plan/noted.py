@@ -91,7 +91,8 @@ def noted_of(call: Call) -> Noted:
     if traits is None or not is_simple or stored.computed:
         return _noted(call, tensors)
     about = id(call.rule), call.settings, call.training, module.__dict__.get(PATH_ATTRIBUTE)
-    seen = *about, stored.named, *own, *stored.frozen
+    count = len(stored.inputs), len(tensors)
+    seen = *about, *count, stored.named, *own, *stored.frozen
     known: list[tuple[Any, Callable[..., bool], Noted]] = traits.noted
     for before, look, noted in known:
         if before == seen and look(*tensors):

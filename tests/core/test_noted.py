@@ -106,6 +106,13 @@ def test_equal_calls_are_one_object() -> None:
     assert len({noted_of(call_of(linear[0](x[:n]))) for n in (1, 2, 3)}) == 3
 
 
+def test_other_numbers_of_inputs() -> None:
+    cell, x = extend(nn.RNNCell(2, 2)), torch.rand(3, 2)
+    calls = [call_of(cell(*inputs)) for inputs in ((x,), (x, x), (x,))]
+    assert [noted_of(c) for c in calls] == [noted_of(c) for c in (calls[0], calls[1], calls[0])]
+    assert len({*map(noted_of, calls)}) == 2
+
+
 def test_few_are_remembered() -> None:
     linear = extend(nn.Linear(2, 2))
     for n in range(1, 2 * MOST):
