@@ -23,7 +23,7 @@ from backpack_core.record.run import Place, Run
 if TYPE_CHECKING:  # these files import this one
     from backpack_core.engine.backward import BackwardPass
     from backpack_core.engine.schedule import Schedule
-    from backpack_core.engine.sink import FieldSink
+    from backpack_core.engine.sink import Sink
     from backpack_core.engine.traversal import Traversal
 
 S = TypeVar("S", bound=Survey)
@@ -138,7 +138,17 @@ class Between(ABC, Generic[S]):
     # Visits ---------------------------------------------------------------------------------------
 
     @abstractmethod
-    def traversal(self, schedule: Schedule, sink: FieldSink, kept: CallCaches) -> Traversal:
+    def sink(self, outer: Sink | None, is_part: bool) -> Sink:
+        """Where results go.
+
+        Args:
+            outer: That of the pass that this one was begun inside of.
+            is_part: Whether this pass belongs to that one. Otherwise, parameters that the outer one
+                has stored results on are left alone.
+        """
+
+    @abstractmethod
+    def traversal(self, schedule: Schedule, sink: Sink, kept: CallCaches) -> Traversal:
         """What happens at visits of this graph.
 
         Args:

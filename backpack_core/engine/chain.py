@@ -16,7 +16,7 @@ from backpack_core.engine.active import Context
 from backpack_core.engine.between import Between
 from backpack_core.engine.losses import nothing_arrived
 from backpack_core.engine.schedule import Schedule
-from backpack_core.engine.sink import FieldSink
+from backpack_core.engine.sink import Sink
 from backpack_core.engine.traversal import Traversal
 from backpack_core.errors import BackpackError, MissingPluginError, SampleMixingError
 from backpack_core.graph.nodes import described, is_leaf
@@ -86,13 +86,11 @@ class Chain(Between[Survey]):
             raise needs_operations("backpack(beside=[...]) leaves out a part of the graph")
         if computed_substitutes():
             raise needs_operations("Weights are handed over, as by torch.func.functional_call")
-        is_late, todo = bool(self.survey.sites), self._below(edges)
+        todo = self._below(edges)
         while todo:
             site = todo.pop()
             if (site.call, site.index) not in self.survey.sites and not site.call.is_released:
                 todo += self._enter(site)
-        if is_late and self.survey.is_shared:
-            raise needs_operations("Parameters have uses that came up after others were read")
 
     def _below(self, roots: list[Edge]) -> list[Site]:
         """The last calls: those behind the roots that no other call follows."""
@@ -130,6 +128,8 @@ class Chain(Between[Survey]):
         survey.structure = None
         survey.sites[call, site.index] = site
         survey.note_uses(call)
+        if survey.is_shared:
+            raise needs_operations(f"{call.path} has a parameter that is used more than once")
         if why := self._why_other(call, site.index):
             raise needs_operations(f"{call.path} {why}")
         stored = call.stored
@@ -206,7 +206,11 @@ class Chain(Between[Survey]):
         """Do nothing."""
         return
 
-    def traversal(self, schedule: Schedule, sink: FieldSink, kept: CallCaches) -> Traversal:
+    def sink(self, outer: Sink | None, is_part: bool) -> Sink:
+        """Core's own, which stores at once what was read."""
+        return Sink(self.survey)
+
+    def traversal(self, schedule: Schedule, sink: Sink, kept: CallCaches) -> Traversal:
         """Core's own, which sends all columns at once."""
         return Traversal(schedule, sink)
 

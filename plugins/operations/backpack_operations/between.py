@@ -17,7 +17,7 @@ from backpack_core.engine.active import Context
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.between import Between
 from backpack_core.engine.schedule import Schedule, when_reached
-from backpack_core.engine.sink import FieldSink
+from backpack_core.engine.sink import Sink
 from backpack_core.plan.structure import OVERWRITTEN, Structure, Unplanned
 from backpack_core.record.call import Call, CallCaches, Edge, Site
 from backpack_core.record.run import Run
@@ -38,6 +38,7 @@ from backpack_operations.planned import (
     inside_of,
 )
 from backpack_operations.received import ModelRun, Rows, relations, rows_of, span_of
+from backpack_operations.sink import GraphSink
 from backpack_operations.straight import StraightTraversal
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_behind
@@ -203,10 +204,16 @@ class Operations(Between[GraphSurvey]):
 
     # Visits ---------------------------------------------------------------------------------------
 
-    def traversal(self, schedule: Schedule, sink: FieldSink, kept: CallCaches) -> StraightTraversal:
+    def sink(self, outer: Sink | None, is_part: bool) -> GraphSink:
+        """One in which readings of a parameter wait for its other uses."""
+        assert outer is None or isinstance(outer, GraphSink)
+        self._sink = GraphSink(self.survey, outer, is_part)
+        return self._sink
+
+    def traversal(self, schedule: Schedule, sink: Sink, kept: CallCaches) -> StraightTraversal:
         """The visits, which send columns in chunks if they do not fit into memory."""
         kind = StraightTraversal if self.survey.is_straight else GraphTraversal
-        schedule.chunks = Chunks(self, schedule.groups, kept, sink.partial, kind)
+        schedule.chunks = Chunks(self, schedule.groups, kept, self._sink.partial, kind)
         return kind(schedule, sink)
 
     @property
@@ -234,7 +241,7 @@ class Operations(Between[GraphSurvey]):
         """Have autograd call back at parameters, where columns become apart, at bases of views."""
         survey, schedule = self.survey, run.schedule
         if not self._is_first:
-            refuse_late_uses(survey, run.sink.stored)
+            refuse_late_uses(survey, self._sink.stored)
         starts, leaves, viewed = self._with_hooks
         survey.alignment.note_later(run.is_announced)
         supply = any(type(p).supply is not Propagator.supply for p in self.context.propagators)
@@ -268,7 +275,7 @@ class Operations(Between[GraphSurvey]):
         if key not in survey.sites and run.is_announced and self.context.propagators:
             refuse_unmet(site.call, self.context.extensions[0])
         if survey.leaves:  # which uses autograd does not reach is only known during its pass
-            run.sink.look_ahead()
+            self._sink.look_ahead()
         if not (survey.at_base and key in survey.at_base and key in survey.sites):
             if survey.viewed and (node, output_nr) in survey.viewed:
                 self.visit_views(run, node, {output_nr: grads[output_nr]})
@@ -285,7 +292,7 @@ class Operations(Between[GraphSurvey]):
                 if grad is not None:
                     grad = look_through(layout, grad.unsqueeze(0)).squeeze(0)
                 if self.survey.leaves:
-                    run.sink.look_ahead()
+                    self._sink.look_ahead()
                 run.visit(site, grad, None)
 
     def visit_leaf(
@@ -297,11 +304,11 @@ class Operations(Between[GraphSurvey]):
             return
         (own,) = self.survey.trained[site.call]
         sent = run.schedule.waiting_at(site)
-        if sent or run.sink.waits_for(own.parameter):
+        if sent or self._sink.waits_for(own.parameter):
             view = run.view(site, gradient)
             for lane in sent:
                 run.traversal.visit(lane, site, view)
-            run.sink.end(view, own.parameter)  # nothing else is sent to it
+            self._sink.end(view, own.parameter)  # nothing else is sent to it
             run.visiting = None
             self._visited_modules[site.call.module] = None
 

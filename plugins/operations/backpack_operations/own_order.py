@@ -21,12 +21,10 @@ from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.autocast import without_autocast
-from backpack_core.contract.extension import Extension
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.between import Between
 from backpack_core.engine.groups import Group
 from backpack_core.engine.schedule import Schedule
-from backpack_core.engine.sink import Sink, Values, combined
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, CallCaches, Site
 from backpack_core.record.nested import iter_tensors
@@ -34,6 +32,7 @@ from backpack_core.record.storage import storage
 from backpack_core.tuning import memory_budget
 from backpack_operations.nodes import NodeOutput
 from backpack_operations.order import ranks
+from backpack_operations.sink import ChunkSink, Values
 from backpack_operations.straight import StraightTraversal
 from backpack_products.tuning import column_budget
 
@@ -103,29 +102,6 @@ def visit_all(
 
 
 # Chunks of columns -------------------------------------------------------------------------------
-
-
-class ChunkSink(Sink):
-    """Collects the values of one chunk of columns.
-
-    A chunk may reach only some uses of a parameter. They are read when the chunk is through.
-    """
-
-    def __init__(self, survey: Survey) -> None:
-        super().__init__(survey)
-        self._values: Values = {}
-
-    def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
-        """Collect a value of one parameter."""
-        self._values[extension, id(parameter)] = value
-
-    def add_to(self, partial: Values) -> None:
-        """Read parameters that wait for further uses; combine all values into ``partial``."""
-        for group, view, uses in self._pending.values():
-            self._complete(group, view, [uses])
-        self._pending.clear()
-        for key, value in self._values.items():
-            partial[key] = combined(partial, key, value)
 
 
 @dataclass(eq=False)
