@@ -15,6 +15,7 @@ from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.engine.active import Context
+from backpack_core.engine.groups import Group
 from backpack_core.graph.survey import Survey
 from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Call, CallCaches, Edge, Site
@@ -91,19 +92,21 @@ class Between(ABC, Generic[S]):
             BackpackError: A quantity would miss a term, or what a loss divides by is not known.
         """
 
-    @abstractmethod
     def nonlinear(self) -> list[Node]:
-        """The operations that depend on parameters and are not known to be linear."""
+        """The operations that depend on parameters and may be nonlinear. Default: none."""
+        return []
 
     # Plans ----------------------------------------------------------------------------------------
 
-    @abstractmethod
     def facts_of(self, node: Node) -> Sequence[Any]:
         """What decisions about an operation may depend on, besides its type and shapes.
+
+        Default: nothing.
 
         Raises:
             Unplanned: No plan can tell.
         """
+        return ()
 
     def facts_of_data(self, call: Call, tensor: Tensor) -> Iterable[Any]:
         """What decisions about data that a call received may depend on, besides its shape."""
@@ -113,13 +116,13 @@ class Between(ABC, Generic[S]):
         """How what models received lies to each other; asked after all other facts."""
         return ()
 
-    @abstractmethod
     def numbered(self, structure: Structure) -> Any:
-        """What a plan keeps: findings with numbers in the place of nodes; ``None`` for nothing.
+        """What a plan keeps: findings with numbers in the place of nodes. Default: nothing.
 
         Raises:
             Unplanned: A finding cannot be expressed so.
         """
+        return None
 
     def holds(self, numbers: Any, batch_size: int, structure: Structure) -> bool:
         """Whether a plan holds for a graph of its structure. Default: it does.
@@ -131,11 +134,15 @@ class Between(ABC, Generic[S]):
         """
         return True
 
-    @abstractmethod
     def fill(self, numbers: Any, structure: Structure) -> None:
         """Take over what :meth:`numbered` returned for another graph of the same structure."""
+        return
 
     # Visits ---------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def schedule(self, groups: Sequence[Group]) -> Schedule:
+        """Where quantities of some groups wait, in autograd's order."""
 
     @abstractmethod
     def sink(self, outer: Sink | None, is_part: bool) -> Sink:
@@ -204,13 +211,3 @@ class Between(ABC, Generic[S]):
     @abstractmethod
     def leave(self, schedule: Schedule, lane: int, edge: Edge, wide: Any, own: Any) -> None:
         """Take what was sent to an edge at which there is no call; see :meth:`Schedule.leave`."""
-
-    @abstractmethod
-    def cross(self, schedule: Schedule, node: Node, grads: Sequence[Tensor | None] = ()) -> None:
-        """Carry what waits at a node through it, and send it on.
-
-        Args:
-            schedule: Where it waits.
-            node: The node.
-            grads: The gradients at its outputs, if autograd is at the node.
-        """

@@ -14,6 +14,7 @@ from typing import Any
 from backpack_core._torch import Node, has_memory
 from backpack_core.engine.active import Context
 from backpack_core.engine.between import Between
+from backpack_core.engine.groups import Group
 from backpack_core.engine.losses import nothing_arrived
 from backpack_core.engine.schedule import Schedule
 from backpack_core.engine.sink import Sink
@@ -21,7 +22,6 @@ from backpack_core.engine.traversal import Traversal
 from backpack_core.errors import BackpackError, MissingPluginError, SampleMixingError
 from backpack_core.graph.nodes import described, is_leaf
 from backpack_core.graph.survey import Survey
-from backpack_core.plan.structure import Structure
 from backpack_core.plugins.loading import missing
 from backpack_core.plugins.manager import hooks
 from backpack_core.plugins.registry import registry
@@ -190,21 +190,9 @@ class Chain(Between[Survey]):
                 if not site.call.rule.is_loss:
                     raise nothing_arrived(View(site.call, site.index), name)
 
-    def nonlinear(self) -> list[Node]:
-        """None: quantities go through no operation."""
-        return []
-
-    def facts_of(self, node: Node) -> Sequence[Any]:
-        """None: no decision depends on functions behind the last calls."""
-        return ()
-
-    def numbered(self, structure: Structure) -> Any:
-        """Nothing: there are only calls."""
-        return
-
-    def fill(self, numbers: Any, structure: Structure) -> None:
-        """Do nothing."""
-        return
+    def schedule(self, groups: Sequence[Group]) -> Schedule:
+        """Core's own, where quantities wait at calls only."""
+        return Schedule(self, groups)
 
     def sink(self, outer: Sink | None, is_part: bool) -> Sink:
         """Core's own, which stores at once what was read."""
@@ -223,10 +211,6 @@ class Chain(Between[Survey]):
         raise needs_operations(
             f"A quantity came to the operation {described(edge.node)!r}{self._after(edge.node)}"
         )
-
-    def cross(self, schedule: Schedule, node: Node, grads: Sequence[Any] = ()) -> None:
-        """Do nothing: no quantity waits at a node."""
-        return
 
 
 def _is_declared(call: Call) -> bool:

@@ -6,7 +6,7 @@ Core asks one :class:`Operations` in each pass, in the order of the sections bel
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 from torch.nn import Module
@@ -16,7 +16,7 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.active import Context
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.between import Between
-from backpack_core.engine.schedule import Schedule, when_reached
+from backpack_core.engine.groups import Group
 from backpack_core.engine.sink import Sink
 from backpack_core.plan.structure import OVERWRITTEN, Structure, Unplanned
 from backpack_core.record.call import Call, CallCaches, Edge, Site
@@ -38,6 +38,7 @@ from backpack_operations.planned import (
     inside_of,
 )
 from backpack_operations.received import ModelRun, Rows, relations, rows_of, span_of
+from backpack_operations.schedule import HookSchedule, NodeSchedule, when_reached
 from backpack_operations.sink import GraphSink
 from backpack_operations.straight import StraightTraversal
 from backpack_operations.survey import GraphSurvey
@@ -204,13 +205,17 @@ class Operations(Between[GraphSurvey]):
 
     # Visits ---------------------------------------------------------------------------------------
 
+    def schedule(self, groups: Sequence[Group]) -> HookSchedule:
+        """One in which quantities wait at operations, too."""
+        return HookSchedule(self, groups, self.context.passes)
+
     def sink(self, outer: Sink | None, is_part: bool) -> GraphSink:
         """One in which readings of a parameter wait for its other uses."""
         assert outer is None or isinstance(outer, GraphSink)
         self._sink = GraphSink(self.survey, outer, is_part)
         return self._sink
 
-    def traversal(self, schedule: Schedule, sink: Sink, kept: CallCaches) -> StraightTraversal:
+    def traversal(self, schedule: Any, sink: Sink, kept: CallCaches) -> StraightTraversal:
         """The visits, which send columns in chunks if they do not fit into memory."""
         kind = StraightTraversal if self.survey.is_straight else GraphTraversal
         schedule.chunks = Chunks(self, schedule.groups, kept, self._sink.partial, kind)
@@ -240,6 +245,7 @@ class Operations(Between[GraphSurvey]):
     def attend(self, run: BackwardPass) -> None:
         """Have autograd call back at parameters, where columns become apart, at bases of views."""
         survey, schedule = self.survey, run.schedule
+        assert isinstance(schedule, HookSchedule)
         if not self._is_first:
             refuse_late_uses(survey, self._sink.stored)
         starts, leaves, viewed = self._with_hooks
@@ -280,8 +286,9 @@ class Operations(Between[GraphSurvey]):
             if survey.viewed and (node, output_nr) in survey.viewed:
                 self.visit_views(run, node, {output_nr: grads[output_nr]})
             run.visit(site, grads[output_nr], changed_by)
-        if run.schedule.at_nodes or survey.alignment.starts:  # a hook set now would be too late
-            run.schedule.cross(run.schedule, node, grads)
+        schedule: Any = run.schedule
+        if schedule.at_nodes or survey.alignment.starts:  # a hook set now would be too late
+            schedule.cross(schedule, node, grads)
 
     def visit_views(self, run: BackwardPass, node: Node, grads: dict[int, Tensor | None]) -> None:
         """Visit calls that returned views of a node's outputs which were overwritten in place."""
@@ -303,7 +310,7 @@ class Operations(Between[GraphSurvey]):
         if site is None:
             return
         (own,) = self.survey.trained[site.call]
-        sent = run.schedule.waiting_at(site)
+        sent = cast("NodeSchedule", run.schedule).waiting_at(site)
         if sent or self._sink.waits_for(own.parameter):
             view = run.view(site, gradient)
             for lane in sent:
@@ -320,12 +327,18 @@ class Operations(Between[GraphSurvey]):
             for module in self._visited_modules:
                 self.context.extension_hook(module)
 
-    def leave(self, schedule: Schedule, lane: int, edge: Edge, wide: Any, own: Any) -> None:
+    def leave(self, schedule: Any, lane: int, edge: Edge, wide: Any, own: Any) -> None:
         """Have a quantity wait at the node that it was sent to."""
         self._crossings.leave(schedule, lane, edge, wide, own)
 
-    def cross(self, schedule: Schedule, node: Node, grads: Grads = ()) -> None:
-        """Carry what waits at a node through it, and send it on."""
+    def cross(self, schedule: NodeSchedule, node: Node, grads: Grads = ()) -> None:
+        """Carry what waits at a node through it, and send it on.
+
+        Args:
+            schedule: Where it waits.
+            node: The node.
+            grads: The gradients at its outputs, if autograd is at the node.
+        """
         self._crossings.cross(schedule, node, grads)
 
 
@@ -340,4 +353,4 @@ def _reach_viewed(run: BackwardPass, grads: Grads) -> None:
     between = run.between
     assert isinstance(between, Operations)
     between.visit_views(run, current_node(), dict(enumerate(grads)))
-    run.schedule.reach(grads)
+    cast("HookSchedule", run.schedule).reach(grads)

@@ -34,9 +34,7 @@ class SharedSink(Sink):
     A chunk may reach only some uses of a parameter, so none is the last.
     """
 
-    def __init__(self, survey: Survey) -> None:
-        super().__init__(survey)
-        self._pending: dict[tuple[int, int], tuple[Group, View, Uses]] = {}
+    _pending: dict[tuple[int, int], tuple[Group, View, Uses]]
 
     def is_last(self, parameter: Tensor, seen: int, uses: int) -> bool:
         """Whether a parameter with several uses has no further use in this pass. Default: no.
@@ -85,6 +83,7 @@ class ChunkSink(SharedSink):
 
     def __init__(self, survey: Survey) -> None:
         super().__init__(survey)
+        self._pending = {}
         self._values: Values = {}
 
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
@@ -117,6 +116,7 @@ class GraphSink(SharedSink):
                 one has stored results on are left alone.
         """
         super().__init__(survey)
+        self._pending = {}
         self.partial: Values = {}
         self._owners: dict[int, object] = {}
         self._outside: Mapping[int, object] = {}
