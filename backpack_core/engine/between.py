@@ -12,8 +12,9 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
+from torch.nn import Module, Parameter
 
-from backpack_core._torch import Node
+from backpack_core._torch import Node, is_distributed
 from backpack_core.engine.active import Context
 from backpack_core.engine.groups import Group
 from backpack_core.graph.survey import Survey
@@ -54,9 +55,14 @@ class Between(ABC, Generic[S]):
         """
 
     @staticmethod
-    def run_of(placed: Sequence[tuple[Place, Tensor]], axis: int, is_distributed: bool) -> Run:
+    def run_of(model: Module | None, placed: Sequence[tuple[Place, Tensor]], axis: int) -> Run:
         """What is noted of a forward pass of an extended model; see :class:`Run`."""
-        return Run(placed, axis, is_distributed)
+        return Run(placed, axis, is_distributed(model))
+
+    @staticmethod
+    def is_parameter(tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter, or stands in for one."""
+        return isinstance(tensor, Parameter)
 
     @staticmethod
     def note_view(call: Call, index: int, output: Tensor, base: Tensor) -> None:

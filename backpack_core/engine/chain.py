@@ -26,7 +26,7 @@ from backpack_core.plugins.loading import missing
 from backpack_core.plugins.manager import hooks
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, CallCaches, Edge, Site, has_call, site_at
-from backpack_core.record.owner import OWNER_ATTRIBUTE, computed_substitutes, is_parameter
+from backpack_core.record.owner import OWNER_ATTRIBUTE
 from backpack_core.record.run import NO_RUN
 from backpack_core.record.view import View
 
@@ -84,8 +84,6 @@ class Chain(Between[Survey]):
         """Walk from call to call."""
         if self.context.beside:
             raise needs_operations("backpack(beside=[...]) leaves out a part of the graph")
-        if computed_substitutes():
-            raise needs_operations("Weights are handed over, as by torch.func.functional_call")
         todo = self._below(edges)
         while todo:
             site = todo.pop()
@@ -101,7 +99,7 @@ class Chain(Between[Survey]):
             node: Any = edge.node
             if has_call(node):
                 found.append(self._site_at(edge, user))
-            elif is_leaf(node) and is_parameter(node.variable):
+            elif is_leaf(node) and self.is_parameter(node.variable):
                 raise needs_operations(f"{user} uses a parameter of shape {[*node.variable.shape]}")
             elif node not in seen:
                 seen.add(node)
@@ -146,8 +144,10 @@ class Chain(Between[Survey]):
             return "has no layer rule, so that what it does are operations"
         if call in survey.freed:
             return f"has a parameter {survey.freed[call][0].name!r} that its layer rule leaves out"
-        if stored.computed or any(map(is_parameter, stored.inputs)):
-            return "has parameters that are computed, or given as arguments"
+        if any(map(self.is_parameter, stored.inputs)) or any(
+            tensor.grad_fn is not None for tensor, _ in stored.owned.values()
+        ):
+            return "has parameters that are computed, or given (as by functional_call)"
         if call.is_rewired or call.module._modules:
             return "changed a view in place" if call.is_rewired else "has modules inside"
         if not call.edges or not all(map(has_memory, (*stored.inputs, *stored.outputs))):

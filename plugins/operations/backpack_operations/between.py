@@ -37,7 +37,7 @@ from backpack_operations.planned import (
     PlannedUses,
     inside_of,
 )
-from backpack_operations.received import ModelRun, Rows, relations, rows_of, span_of
+from backpack_operations.received import ModelRun, Rows, relations, rows_of, run_of, span_of
 from backpack_operations.schedule import HookSchedule, NodeSchedule, when_reached
 from backpack_operations.sink import GraphSink
 from backpack_operations.straight import StraightTraversal
@@ -48,6 +48,7 @@ from backpack_operations.told import told
 from backpack_operations.unruled import ask_without_rule
 from backpack_operations.viewed import look_through, record_at_base
 from backpack_operations.visits import GraphTraversal
+from backpack_products.substitutes import computed_substitutes, is_parameter
 
 Grads = Sequence[Tensor | None]
 
@@ -85,7 +86,8 @@ class Operations(Between[GraphSurvey]):
         self._visited_modules: dict[Module, None] = {}
 
     told = staticmethod(told)
-    run_of = ModelRun
+    run_of = staticmethod(run_of)
+    is_parameter = staticmethod(is_parameter)
     note_view = staticmethod(record_at_base)
 
     # Before anything is computed ------------------------------------------------------------------
@@ -150,6 +152,8 @@ class Operations(Between[GraphSurvey]):
 
     def facts_of_runs(self, runs: Iterable[Run]) -> Iterable[Any]:
         """How rows that calls and models received lie to each other in memory."""
+        if computed_substitutes():
+            raise Unplanned("weights are handed over")
         received = [run.rows for run in runs if isinstance(run, ModelRun) and run.rows is not None]
         return relations([*self._rows, *(received if len(received) > 1 else ())])
 
