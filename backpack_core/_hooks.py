@@ -6,7 +6,6 @@ before the forward, and our hook first after it. Imports ``_torch`` only.
 
 from __future__ import annotations
 
-from itertools import count
 from typing import Any
 
 from torch import Tensor
@@ -20,8 +19,6 @@ from backpack_core._torch import Node
 KEY = -1
 # The key of the hooks of an extended model, besides those of it as a module.
 MODEL_KEY = -2
-# Our keys among global hooks, which share a table of options with the hooks of single modules.
-_keys_of_all = count(-3, -1)
 # The global forward hooks, which torch runs before those of each module.
 HOOKS_OF_ALL: Any = torch_module._global_forward_hooks
 
@@ -112,23 +109,3 @@ def take_places(module: Module) -> bool:
         if last != KEY:
             before.move_to_end(KEY)
     return True
-
-
-class PlaceOfAll:
-    """Keeps a hook before all global forward hooks, for as long as this object lives.
-
-    It belongs to an execution. If an exception ends the execution, the object is freed with it, and
-    the hook is removed.
-    """
-
-    __slots__ = ("_key",)
-
-    def __init__(self, hook: Any) -> None:
-        self._key = next(_keys_of_all)
-        torch_module._global_forward_hooks_with_kwargs[self._key] = True
-        HOOKS_OF_ALL[self._key] = hook
-        HOOKS_OF_ALL.move_to_end(self._key, last=False)
-
-    def __del__(self) -> None:
-        HOOKS_OF_ALL.pop(self._key, None)
-        torch_module._global_forward_hooks_with_kwargs.pop(self._key, None)

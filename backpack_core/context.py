@@ -14,7 +14,6 @@ from types import TracebackType
 from typing import Any, get_args
 
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointError
 
 from backpack_core._torch import Node
 from backpack_core.contract.bases import vet
@@ -23,7 +22,7 @@ from backpack_core.engine.active import Check, Context, ExtensionHook, Gradient,
 from backpack_core.engine.chain import between
 from backpack_core.engine.groups import group
 from backpack_core.engine.hooks import entry
-from backpack_core.errors import BridgeError, NotAnExtensionError, NotExtendedError, UsageError
+from backpack_core.errors import NotAnExtensionError, NotExtendedError, UsageError
 from backpack_core.plugins.loading import ensure_loaded, missing
 from backpack_core.plugins.manager import answer
 from backpack_core.record.call import edge_of
@@ -164,7 +163,7 @@ class backpack:
             UsageError: The thread is inside ``disable()``, or inside a compiled function.
         """
         ensure_loaded()
-        block = storage().block()
+        block = storage().block(bool(self._extensions))
         if is_disabled():
             raise UsageError(
                 "backpack(...) was entered inside disable(): nothing is recorded there, so no "
@@ -192,19 +191,11 @@ class backpack:
             NotExtendedError: Extensions were given, but no extended module took part in a backward
                 pass of this block.
             UsageError: Some took part, but none of their parameters wants a gradient.
-            BridgeError: A checkpoint could not give a saved tensor to us and to autograd.
         """
         context = self._entered.pop()
         pop(context)
         entry.__exit__(exc_type, exc, traceback)
         self._around.pop().__exit__(exc_type, exc, traceback)
-        if isinstance(exc, CheckpointError) and context.extensions:
-            raise BridgeError(
-                "A quantity was carried through an operation inside checkpoint("
-                "use_reentrant=False) that no module covers, and a checkpoint gives each saved "
-                "tensor only once. Move the operation into a module and give it a layer rule, or "
-                "leave the checkpoint out."
-            ) from exc
         if exc_type is None and context.extensions:
             _refuse_nothing(context)
 

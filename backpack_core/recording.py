@@ -78,7 +78,7 @@ def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return None
     execution = Execution(kwargs, tensors_in(args, in_order(module, kwargs) if kwargs else kwargs))
     if _hooks.HOOKS_OF_ALL:
-        execution.place = _hooks.PlaceOfAll(before_hooks_of_all)
+        execution.place = storage().before_hooks_of_all(after_forward)
     if module._modules and parametrizations_of(module):
         storage().begin(module, execution)
     return args, execution
@@ -105,13 +105,6 @@ def after_forward(
     # A hook of the user's may keep the keyword arguments, which must not keep the graph alive.
     kwargs.tensors, kwargs.edges, kwargs.place = (), (), None
     return replaced
-
-
-def before_hooks_of_all(
-    module: Module, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> Any:
-    """The same, before global forward hooks, which may change what the module returned."""
-    return after_forward(module, args, kwargs, result) if type(kwargs) is Execution else None
 
 
 def before_model(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from backpack_core.engine.schedule import Schedule
-from backpack_core.engine.sink import Sink
 from backpack_core.record.call import Edge
 from backpack_operations.operands import FactoredColumns
+from backpack_operations.sink import SharedSink
 from backpack_products.columns import ApartColumns, Columns
 
 
@@ -19,18 +19,18 @@ class NotAsItHasToBe(BaseException):
     """Something that was sent or read is wrong; no handler takes it for an error of a plugin's."""
 
 
-_leave, _note = Schedule.leave, Sink.note
+_leave, _note = Schedule.leave, SharedSink.note
 
 
 def switch_on() -> None:
     """Verify in all passes of this process from now on."""
     Schedule.leave = _verified_leave  # type: ignore[method-assign]
-    Sink.note = _verified_note  # type: ignore[method-assign]
+    SharedSink.note = _verified_note  # type: ignore[method-assign]
 
 
 def switch_off() -> None:
     """Verify nothing, as where calls of functions are counted."""
-    Schedule.leave, Sink.note = _leave, _note  # type: ignore[method-assign]
+    Schedule.leave, SharedSink.note = _leave, _note  # type: ignore[method-assign]
 
 
 def _verified_leave(
@@ -83,7 +83,7 @@ def _see_own(schedule: Schedule, edge: Edge, mat: Tensor, is_apart: bool) -> Non
 
 
 def _verified_note(
-    sink: Sink, lane: int, group: Any, view: Any, trained: Any, readings: Any
+    sink: SharedSink, lane: int, group: Any, view: Any, trained: Any, readings: Any
 ) -> None:
     """A reading is of the parameter's shape, and of a parameter that the survey knows."""
     for own, reading in zip(trained, readings, strict=True):

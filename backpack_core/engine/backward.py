@@ -32,8 +32,8 @@ from backpack_core.engine.fields import clear, hand_over
 from backpack_core.engine.location import place, place_between
 from backpack_core.engine.losses import changed_gradient
 from backpack_core.engine.planning import Planning
-from backpack_core.engine.schedule import HookSchedule
-from backpack_core.engine.sink import FieldSink
+from backpack_core.engine.schedule import Schedule
+from backpack_core.engine.sink import Sink
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, CallCaches, Edge, Site, edge_of
 from backpack_core.record.view import View
@@ -125,8 +125,8 @@ class BackwardPass:
         self.between = between()(context)
         self.survey: Survey = self.between.survey
         self.groups = [*context.groups]
-        self.schedule = HookSchedule(self.between, self.groups, context.passes)
-        self.sink: FieldSink = FieldSink(self.survey, outer.sink if outer else None, is_part)
+        self.schedule: Schedule = self.between.schedule(self.groups)
+        self.sink: Sink = self.between.sink(outer.sink if outer else None, is_part)
         self.observers = own_observers(context, self.survey)
         self._kept: CallCaches = {}
         self._release_last: list[Call] = []

@@ -12,9 +12,11 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
+from torch.nn import Module, Parameter
 
-from backpack_core._torch import Node
+from backpack_core._torch import Node, is_distributed
 from backpack_core.engine.active import Context
+from backpack_core.engine.groups import Group
 from backpack_core.graph.survey import Survey
 from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Call, CallCaches, Edge, Site
@@ -23,7 +25,7 @@ from backpack_core.record.run import Place, Run
 if TYPE_CHECKING:  # these files import this one
     from backpack_core.engine.backward import BackwardPass
     from backpack_core.engine.schedule import Schedule
-    from backpack_core.engine.sink import FieldSink
+    from backpack_core.engine.sink import Sink
     from backpack_core.engine.traversal import Traversal
 
 S = TypeVar("S", bound=Survey)
@@ -53,9 +55,14 @@ class Between(ABC, Generic[S]):
         """
 
     @staticmethod
-    def run_of(placed: Sequence[tuple[Place, Tensor]], axis: int, is_distributed: bool) -> Run:
+    def run_of(model: Module | None, placed: Sequence[tuple[Place, Tensor]], axis: int) -> Run:
         """What is noted of a forward pass of an extended model; see :class:`Run`."""
-        return Run(placed, axis, is_distributed)
+        return Run(placed, axis, is_distributed(model))
+
+    @staticmethod
+    def is_parameter(tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter, or stands in for one."""
+        return isinstance(tensor, Parameter)
 
     @staticmethod
     def note_view(call: Call, index: int, output: Tensor, base: Tensor) -> None:
@@ -91,19 +98,21 @@ class Between(ABC, Generic[S]):
             BackpackError: A quantity would miss a term, or what a loss divides by is not known.
         """
 
-    @abstractmethod
     def nonlinear(self) -> list[Node]:
-        """The operations that depend on parameters and are not known to be linear."""
+        """The operations that depend on parameters and may be nonlinear. Default: none."""
+        return []
 
     # Plans ----------------------------------------------------------------------------------------
 
-    @abstractmethod
     def facts_of(self, node: Node) -> Sequence[Any]:
         """What decisions about an operation may depend on, besides its type and shapes.
+
+        Default: nothing.
 
         Raises:
             Unplanned: No plan can tell.
         """
+        return ()
 
     def facts_of_data(self, call: Call, tensor: Tensor) -> Iterable[Any]:
         """What decisions about data that a call received may depend on, besides its shape."""
@@ -113,13 +122,13 @@ class Between(ABC, Generic[S]):
         """How what models received lies to each other; asked after all other facts."""
         return ()
 
-    @abstractmethod
     def numbered(self, structure: Structure) -> Any:
-        """What a plan keeps: findings with numbers in the place of nodes; ``None`` for nothing.
+        """What a plan keeps: findings with numbers in the place of nodes. Default: nothing.
 
         Raises:
             Unplanned: A finding cannot be expressed so.
         """
+        return None
 
     def holds(self, numbers: Any, batch_size: int, structure: Structure) -> bool:
         """Whether a plan holds for a graph of its structure. Default: it does.
@@ -131,14 +140,28 @@ class Between(ABC, Generic[S]):
         """
         return True
 
-    @abstractmethod
     def fill(self, numbers: Any, structure: Structure) -> None:
         """Take over what :meth:`numbered` returned for another graph of the same structure."""
+        return
 
     # Visits ---------------------------------------------------------------------------------------
 
     @abstractmethod
-    def traversal(self, schedule: Schedule, sink: FieldSink, kept: CallCaches) -> Traversal:
+    def schedule(self, groups: Sequence[Group]) -> Schedule:
+        """Where quantities of some groups wait, in autograd's order."""
+
+    @abstractmethod
+    def sink(self, outer: Sink | None, is_part: bool) -> Sink:
+        """Where results go.
+
+        Args:
+            outer: That of the pass that this one was begun inside of.
+            is_part: Whether this pass belongs to that one. Otherwise, parameters that the outer one
+                has stored results on are left alone.
+        """
+
+    @abstractmethod
+    def traversal(self, schedule: Schedule, sink: Sink, kept: CallCaches) -> Traversal:
         """What happens at visits of this graph.
 
         Args:
@@ -194,13 +217,3 @@ class Between(ABC, Generic[S]):
     @abstractmethod
     def leave(self, schedule: Schedule, lane: int, edge: Edge, wide: Any, own: Any) -> None:
         """Take what was sent to an edge at which there is no call; see :meth:`Schedule.leave`."""
-
-    @abstractmethod
-    def cross(self, schedule: Schedule, node: Node, grads: Sequence[Tensor | None] = ()) -> None:
-        """Carry what waits at a node through it, and send it on.
-
-        Args:
-            schedule: Where it waits.
-            node: The node.
-            grads: The gradients at its outputs, if autograd is at the node.
-        """

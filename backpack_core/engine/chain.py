@@ -13,18 +13,18 @@ from typing import Any
 from backpack_core._torch import Node, has_memory
 from backpack_core.engine.active import Context
 from backpack_core.engine.between import Between
+from backpack_core.engine.groups import Group
 from backpack_core.engine.losses import nothing_arrived
 from backpack_core.engine.schedule import Schedule
-from backpack_core.engine.sink import FieldSink
+from backpack_core.engine.sink import Sink
 from backpack_core.engine.traversal import Traversal
 from backpack_core.errors import BackpackError, MissingPluginError, SampleMixingError
 from backpack_core.graph.nodes import described, is_leaf
 from backpack_core.graph.survey import Survey
-from backpack_core.plan.structure import Structure
 from backpack_core.plugins.loading import missing
 from backpack_core.plugins.manager import answer
 from backpack_core.record.call import Call, CallCaches, Edge, Site, has_call, site_at
-from backpack_core.record.owner import OWNER_ATTRIBUTE, computed_substitutes, is_parameter
+from backpack_core.record.owner import OWNER_ATTRIBUTE
 from backpack_core.record.run import NO_RUN
 from backpack_core.record.view import View
 
@@ -75,15 +75,11 @@ class Chain(Between[Survey]):
         """Walk from call to call."""
         if self.context.beside:
             raise needs_operations("backpack(beside=[...]) leaves out a part of the graph")
-        if computed_substitutes():
-            raise needs_operations("Weights are handed over, as by torch.func.functional_call")
-        is_late, todo = bool(self.survey.sites), self._below(edges)
+        todo = self._below(edges)
         while todo:
             site = todo.pop()
             if (site.call, site.index) not in self.survey.sites and not site.call.is_released:
                 todo += self._enter(site)
-        if is_late and self.survey.is_shared:
-            raise needs_operations("Parameters have uses that came up after others were read")
 
     def _below(self, roots: list[Edge]) -> list[Site]:
         """The last calls: those behind the roots that no other call follows."""
@@ -94,7 +90,7 @@ class Chain(Between[Survey]):
             node: Any = edge.node
             if has_call(node):
                 found.append(self._site_at(edge, user))
-            elif is_leaf(node) and is_parameter(node.variable):
+            elif is_leaf(node) and self.is_parameter(node.variable):
                 raise needs_operations(f"{user} uses a parameter of shape {[*node.variable.shape]}")
             elif node not in seen:
                 seen.add(node)
@@ -121,6 +117,8 @@ class Chain(Between[Survey]):
         survey.structure = None
         survey.sites[call, site.index] = site
         survey.note_uses(call)
+        if survey.is_shared:
+            raise needs_operations(f"{call.path} has a parameter that is used more than once")
         if why := self._why_other(call, site.index):
             raise needs_operations(f"{call.path} {why}")
         stored = call.stored
@@ -137,8 +135,10 @@ class Chain(Between[Survey]):
             return "has no layer rule, so that what it does are operations"
         if call in survey.freed:
             return f"has a parameter {survey.freed[call][0].name!r} that its layer rule leaves out"
-        if stored.computed or any(map(is_parameter, stored.inputs)):
-            return "has parameters that are computed, or given as arguments"
+        if any(map(self.is_parameter, stored.inputs)) or any(
+            tensor.grad_fn is not None for tensor, _ in stored.owned.values()
+        ):
+            return "has parameters that are computed, or given (as by functional_call)"
         if call.is_rewired or call.module._modules:
             return "changed a view in place" if call.is_rewired else "has modules inside"
         if not call.edges or not all(map(has_memory, (*stored.inputs, *stored.outputs))):
@@ -181,23 +181,15 @@ class Chain(Between[Survey]):
                 if not site.call.rule.is_loss:
                     raise nothing_arrived(View(site.call, site.index), name)
 
-    def nonlinear(self) -> list[Node]:
-        """None: quantities go through no operation."""
-        return []
+    def schedule(self, groups: Sequence[Group]) -> Schedule:
+        """Core's own, where quantities wait at calls only."""
+        return Schedule(self, groups)
 
-    def facts_of(self, node: Node) -> Sequence[Any]:
-        """None: no decision depends on functions behind the last calls."""
-        return ()
+    def sink(self, outer: Sink | None, is_part: bool) -> Sink:
+        """Core's own, which stores at once what was read."""
+        return Sink(self.survey)
 
-    def numbered(self, structure: Structure) -> Any:
-        """Nothing: there are only calls."""
-        return
-
-    def fill(self, numbers: Any, structure: Structure) -> None:
-        """Do nothing."""
-        return
-
-    def traversal(self, schedule: Schedule, sink: FieldSink, kept: CallCaches) -> Traversal:
+    def traversal(self, schedule: Schedule, sink: Sink, kept: CallCaches) -> Traversal:
         """Core's own, which sends all columns at once."""
         return Traversal(schedule, sink)
 
@@ -210,10 +202,6 @@ class Chain(Between[Survey]):
         raise needs_operations(
             f"A quantity came to the operation {described(edge.node)!r}{self._after(edge.node)}"
         )
-
-    def cross(self, schedule: Schedule, node: Node, grads: Sequence[Any] = ()) -> None:
-        """Do nothing: no quantity waits at a node."""
-        return
 
 
 def _is_declared(call: Call) -> bool:

@@ -18,7 +18,6 @@ from backpack_core.plan.plan import Plan, Planned, plans
 from backpack_core.plan.structure import Structure
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge
-from backpack_core.record.owner import computed_substitutes
 
 
 class Planning:
@@ -114,7 +113,5 @@ def _recognised(context: Context, between: Between[Any], roots: Sequence[Edge]) 
     if context.beside or context.told is not None:
         what = "beside" if context.beside else "samples"
         raise Unplanned(f"{what}=... says something of this pass alone")
-    if computed_substitutes():
-        raise Unplanned("weights are handed over")
     structure = Structure(roots, between)
     return structure if structure.sites else None

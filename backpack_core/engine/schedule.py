@@ -1,21 +1,17 @@
 """Where quantities wait until everything that adds to them has been visited.
 
-What is sent to a call waits until a driver visits the call. What is sent to a node between calls
-waits until the node is crossed, which a subclass arranges: by a hook of autograd, or in an order of
-its own.
+What is sent to a call waits until autograd gets there. What is sent to an operation between calls
+is a matter of the library that knows it.
 """
 
 from __future__ import annotations
 
 import threading
-import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from backpack_core import _torch
-from backpack_core._torch import Node
 from backpack_core.autocast import without_autocast
 from backpack_core.engine.between import Between
 from backpack_core.engine.groups import Group
@@ -23,7 +19,6 @@ from backpack_core.errors import InternalError
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, Edge, Site
 
-T = TypeVar("T")
 Passes = WeakValueDictionary[int, Any]  # passes under way, by autograd's graph-task id
 
 
@@ -42,46 +37,45 @@ class Waiting(NamedTuple):
 NOTHING = Waiting()
 
 
-class Schedule(ABC):
-    """What waits at calls and at nodes, for each group.
+class Schedule:
+    """What waits at calls, for each group. A library derives from it.
 
     Attributes:
-        between: Takes what is sent to nodes between calls.
-        at_nodes: What waits at nodes, by lane and by the number of the node's output.
-        chunks: Sends columns that do not fit into memory in chunks, if a library has set it.
+        between: Takes what is sent to operations between calls.
+        groups: The groups whose quantities are sent.
         task: Autograd's graph task, once it has begun; -1 in an order of our own.
-        cross: Carries what waits at a node through it: :meth:`Between.cross`, unless a driver has
-            put something around it.
+        hooks: Handles of hooks from before autograd began, to be removed at the end.
     """
 
-    chunks: Any = None
     task: int = -1
+    hooks: Sequence[Any] = ()
 
     def __init__(self, between: Between[Any], groups: Sequence[Group]) -> None:
-        self.between, self.cross = between, between.cross
+        self.between, self.groups = between, groups
         self.survey: Survey = between.survey
-        self.groups = groups
         self._at_sites: dict[tuple[Call, int, int], Waiting] = {}
-        self.at_nodes: dict[Node, dict[int, dict[int, Any]]] = {}
-        self.hooks: list[Any] = []  # from before autograd began
+        self._begun = threading.get_ident(), 1 + len(_torch.running_passes())
 
-    @abstractmethod
-    def await_node(self, node: Node) -> None:
-        """Something waits at a node for the first time: arrange that the node is crossed."""
+    def begin(self) -> None:
+        """Note the graph task: autograd has begun the pass already."""
+        self.task = _torch.graph_task_id()
+        self._begun = threading.get_ident(), len(_torch.running_passes())
+
+    @property
+    def inside(self) -> list[bool]:
+        """For each pass inside of this one, innermost first, whether a function began it."""
+        (thread, own), found = self._begun, _torch.running_passes()
+        return found[: max(0, len(found) - own)] if thread == threading.get_ident() else found
+
+    def is_in(self, task: int) -> bool:
+        """Whether a graph task is that of this pass, and not of one that a hook has begun."""
+        if self.task < 0 and not self.inside:
+            self.task = task
+        return self.task == task
 
     def await_site(self, site: Site) -> None:
         """Something waits at a call for the first time. Default: autograd will visit it."""
         return
-
-    def waiting_at(self, site: Site) -> list[int]:
-        """The lanes in which something waits at an output of a call."""
-        lanes = range(len(self.groups))
-        return [lane for lane in lanes if (site.call, site.index, lane) in self._at_sites]
-
-    @property
-    def inside(self) -> list[bool]:
-        """Whether a function began each pass inside of this one. Default: there are none."""
-        return []
 
     def see_end(self) -> None:
         """Raise unless everything that was sent has been taken.
@@ -89,7 +83,7 @@ class Schedule(ABC):
         Raises:
             InternalError: A result would miss it.
         """
-        if self._at_sites or self.at_nodes:
+        if self._at_sites:
             raise InternalError("A quantity was left on its way.")
 
     def deliver(self, lane: int, edge: Edge, wide: Any = None, own: Any = None) -> None:
@@ -124,72 +118,6 @@ class Schedule(ABC):
     def take(self, lane: int, site: Site) -> Waiting:
         """Take what waits at an output of a call that is being visited."""
         return self._at_sites.pop((site.call, site.index, lane), NOTHING)
-
-
-class HookSchedule(Schedule):
-    """A schedule in autograd's order: a hook tells when autograd is at a node."""
-
-    def __init__(self, between: Between[Any], groups: Sequence[Group], passes: Passes) -> None:
-        """Begin.
-
-        Args:
-            between: Takes what is sent to nodes between calls.
-            groups: The groups whose quantities are sent.
-            passes: The passes under way by graph task; a pass that fails is removed.
-        """
-        super().__init__(between, groups)
-        self.passes = passes
-        self._begun = threading.get_ident(), 1 + len(_torch.running_passes())
-
-    def begin(self) -> None:
-        """Note the graph task: autograd has begun the pass already."""
-        self.task = _torch.graph_task_id()
-        self._begun = threading.get_ident(), len(_torch.running_passes())
-
-    @property
-    def inside(self) -> list[bool]:
-        """For each pass inside of this one, innermost first, whether a function began it."""
-        (thread, own), found = self._begun, _torch.running_passes()
-        return found[: max(0, len(found) - own)] if thread == threading.get_ident() else found
-
-    def is_in(self, task: int) -> bool:
-        """Whether a graph task is that of this pass, and not of one that a hook has begun."""
-        if self.task < 0 and not self.inside:
-            self.task = task
-        return self.task == task
-
-    def await_node(self, node: Node) -> None:
-        """Have autograd call back when it has visited all consumers of the node."""
-        when_reached(node, self, HookSchedule.reach, self)
-
-    def reach(self, grads: Any) -> None:
-        """Autograd is at a node: cross it."""
-        self.cross(self, _torch.current_node(), grads)
-
-
-def when_reached(
-    node: Node, owner: T, function: Callable[[T, Any], None], schedule: HookSchedule
-) -> None:
-    """Have autograd call ``function(owner, gradients)`` when it reaches a node.
-
-    Autograd may never get there (``backward(inputs=...)``, an exception), and the hook then stays
-    on the node. So the hook holds neither the node nor the owner. A hook that was put there before
-    autograd began is removed when the pass is over.
-    """
-    this, waiting = weakref.ref(owner), weakref.ref(schedule)
-    passes = schedule.passes
-
-    def reached(grads: Any) -> None:
-        pending = waiting()
-        if pending is not None and not pending.is_in(_torch.graph_task_id()):
-            return  # autograd is in a pass inside of this one
-        handle.remove()
-        if (found := this()) is not None:
-            guarded(passes, function, found, grads)
-
-    handle = node.register_prehook(reached)
-    if schedule.task < 0:
-        schedule.hooks.append(handle)
 
 
 def guarded(passes: Passes, function: Callable[..., None], *args: Any) -> None:

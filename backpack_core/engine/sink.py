@@ -1,67 +1,52 @@
-"""Where readings of a parameter wait for its other uses, and where results are stored.
-
-A parameter that several calls use is read once, at the visit of its last use: squares, norms and
-clipped sums need the sum of the products of all uses.
-"""
+"""Where extensions read parameters, and where results are stored."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections import ChainMap, Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from reprlib import repr as abridged
 from typing import Any
 
 from torch import Tensor
 
-from backpack_core import _torch
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.loss import Normaliser
 from backpack_core.contract.reading import Reading
 from backpack_core.engine.carriers import tolerates, wants_unruled
 from backpack_core.engine.groups import Group
 from backpack_core.engine.location import place, place_between
-from backpack_core.errors import InternalError, PluginCodeError, ShapeError, UnsupportedError
-from backpack_core.graph.nodes import is_leaf
+from backpack_core.errors import PluginCodeError, ShapeError, UnsupportedError
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey
-from backpack_core.record.call import Site
-from backpack_core.record.guards import guard_of, unshared, visible_memory
+from backpack_core.record.guards import guard_of, unshared
 from backpack_core.record.view import View
 
-Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
 Uses = tuple[Tensor, list[Reading]]  # a parameter, and a reading for each of its uses
 
 
-class Sink(ABC):
-    """Has extensions read a parameter when all of its uses were visited.
+class Sink:
+    """Has extensions read the parameters of a call, and stores results as their attributes.
+
+    A library derives from it, for parameters that several calls use.
 
     Attributes:
         survey: What is known about the graph.
         watcher: Called with a group, a parameter, its reading over all uses, and whether a gradient
             arrives there, after the group has read it; if an observer has set it.
+        new: The ``id`` of each parameter with results of passes under way.
+        deferred: Values of extensions that finish when the pass is over.
+        normalisers: What the visited losses divide by, for these extensions.
+        noted: What was stored, in this order; ``None`` if nobody asks for it.
     """
 
     watcher: Callable[[Group, Tensor, Any, bool], None] | None = None
+    noted: list[tuple[Extension, Tensor, Any]] | None = None
+    new: Collection[int] = ()
 
     def __init__(self, survey: Survey) -> None:
         self.survey = survey
-        self._pending: dict[tuple[int, int], tuple[Group, View, Uses]] = {}
+        self.deferred: dict[Extension, dict[Tensor, Any]] = {}
+        self.normalisers: list[Normaliser] = []
         self._memory: set[int] = set()  # of results
-
-    @abstractmethod
-    def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
-        """Take an extension's value for a parameter; ``None`` if it leaves the parameter out."""
-
-    def is_last(self, parameter: Tensor, seen: int, uses: int) -> bool:
-        """Whether a parameter with several uses has no further use in this pass. Default: no.
-
-        Args:
-            parameter: The parameter.
-            seen: How many of its uses were visited.
-            uses: How many uses it has in the graph.
-        """
-        return False
 
     def note(
         self,
@@ -71,7 +56,7 @@ class Sink(ABC):
         trained: Sequence[Trained],
         readings: Iterable[Reading],
     ) -> None:
-        """Read each parameter at its last use; before, keep the reading for that, or :meth:`end`.
+        """Read parameters at the visit of a call.
 
         Args:
             lane: The index of the group.
@@ -80,40 +65,24 @@ class Sink(ABC):
             trained: The parameters that the visited call uses.
             readings: A reading for each of them.
         """
-        complete: list[Uses] = []
-        for (_, parameter, _), reading in zip(trained, readings, strict=True):
-            number, uses = id(parameter), [reading]
-            count = self.survey.uses[number].count
-            if count > 1:
-                if (lane, number) in self._pending:
-                    *_, (_, before) = self._pending.pop((lane, number))
-                    uses = [*before, reading]
-                if not self.is_last(parameter, len(uses), count):
-                    lasting = [use.lasting() for use in uses]
-                    self._pending[lane, number] = group, view, (parameter, lasting)
-                    continue
-            complete.append((parameter, uses))
-        if complete:
-            self._complete(group, view, complete)
+        pairs = zip(trained, readings, strict=True)
+        self.complete(group, view, [(own.parameter, [reading]) for own, reading in pairs])
 
-    def waits_for(self, parameter: Tensor) -> list[int]:
-        """The lanes in which a parameter waits for further uses."""
-        return [lane for lane, number in self._pending if number == id(parameter)]
+    def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
+        """Take an extension's value for a parameter; ``None`` if it leaves the parameter out."""
+        if value is None:
+            return
+        if self.noted is not None:
+            self.noted.append((extension, parameter, value))
+        if extension.is_deferred:
+            self.deferred.setdefault(extension, {})[parameter] = value
+        else:
+            setattr(parameter, extension.savefield, value)
 
-    def end(self, view: View, parameter: Tensor) -> None:
-        """Read a parameter that still waits: an operation may send nothing to its last use.
+    def see_end(self) -> None:
+        """Raise if something was read and is not stored. Default: there is no such thing."""
 
-        Args:
-            view: The view of the last use; calls that were visited before have been freed.
-            parameter: The parameter.
-        """
-        for lane in self.waits_for(parameter):
-            group, _, uses = self._pending.pop((lane, id(parameter)))
-            held = (tensor for use in uses[1] for tensor, _ in use.held())
-            visible_memory(view).update(_torch.memories_of(held))
-            self._complete(group, view, [uses])
-
-    def _complete(self, group: Group, view: View, complete: list[Uses]) -> None:
+    def complete(self, group: Group, view: View, complete: list[Uses]) -> None:
         """Have all extensions of a group read parameters, each with all of its uses."""
         module, known = view.call.module, self.survey.uses
         way = "autodiff" if any(known[id(p)].unruled for p, _ in complete) else "rule"
@@ -131,7 +100,7 @@ class Sink(ABC):
                     self.store(extension, parameter, value)
             if self.watcher is not None:
                 for (parameter, uses), is_reached in zip(complete, reached, strict=True):
-                    self.watcher(group, parameter, _whole(uses), is_reached)
+                    self.watcher(group, parameter, joined(uses), is_reached)
         except Exception as error:
             place(error, view, extension)
             raise
@@ -146,7 +115,7 @@ class Sink(ABC):
             try:
                 use = self.survey.uses[id(parameter)]
                 if use.is_wanted and (not use.unruled or wants_unruled(extension)):
-                    shown = uses[0] if len(uses) == 1 else _whole(uses)
+                    shown = uses[0] if len(uses) == 1 else joined(uses)
                     shown = shown.lasting() if extension.is_deferred else shown
                     shown.parameter = parameter
                     seen += () if guard is None else shown.held()
@@ -162,123 +131,6 @@ class Sink(ABC):
             guard.after(view, seen, extension, "read")
         return values
 
-
-def _whole(uses: list[Reading]) -> Any:
-    """One reading for all uses of a parameter; they are joined at the first call."""
-    if len(uses) > 1:
-        whole = uses[0].join(uses[1:])
-        Reading.placed_as(whole, uses[-1])
-        uses[:] = [whole]
-    return uses[0]
-
-
-def combined(partial: Values, key: tuple[Extension, int], value: Any) -> Any:
-    """A value combined with that of earlier chunks; ``None`` if either was left out."""
-    if key not in partial:
-        return value
-    before = partial.pop(key)
-    return None if before is None or value is None else key[0].combine(before, value)
-
-
-class FieldSink(Sink):
-    """Stores results as attributes of the parameters.
-
-    Attributes:
-        partial: Values of earlier chunks of columns.
-        deferred: Values of extensions that finish when the pass is over.
-        normalisers: What the visited losses divide by, for these extensions.
-        noted: What was stored, in this order; ``None`` if nobody asks for it.
-    """
-
-    def __init__(self, survey: Survey, outer: FieldSink | None, is_part: bool) -> None:
-        """Begin.
-
-        Args:
-            survey: What is known about the graph.
-            outer: The sink of the pass that this one was begun inside of.
-            is_part: Whether the pass belongs to the outer one. Otherwise, parameters that the outer
-                one has stored results on are left alone.
-        """
-        super().__init__(survey)
-        self.partial: Values = {}
-        self.deferred: dict[Extension, Any] = {}
-        self.normalisers: list[Normaliser] = []
-        self.noted: list[tuple[Extension, Tensor, Any]] | None = None
-        self._owners: dict[int, object] = {}
-        self._outside: Mapping[int, object] = {}
-        if outer is not None and is_part:
-            self.deferred, self._owners = outer.deferred, outer._owners
-            self.normalisers = outer.normalisers
-            self._outside = outer._outside
-        elif outer is not None:
-            self._outside = outer.new
-        self._token = object()  # stands for this sink, to which a reference would be a cycle
-        self._missing: tuple[int, Counter[int]] = (0, Counter())
-        self._in_part: set[int] = set()  # ``id`` of parameters some uses of which are not reached
-
-    def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
-        """Set the attribute, with the values of earlier chunks of columns combined."""
-        key = id(parameter)
-        value = combined(self.partial, (extension, key), value) if self.partial else value
-        if value is None or key in self._outside:
-            return
-        if self._owners.setdefault(key, self._token) is not self._token:
-            raise UnsupportedError(
-                f"A parameter of shape {list(parameter.shape)} is used in a backward pass of its "
-                "own (of a re-entrant checkpoint, or a function whose backward calls autograd) and "
-                f"elsewhere, so '{extension.savefield}' would miss a part. Use "
-                "torch.utils.checkpoint(use_reentrant=False); of a solver, differentiate the steps "
-                "themselves (odeint, not odeint_adjoint)."
-            )
-        if self.noted is not None:
-            self.noted.append((extension, parameter, value))
-        if extension.is_deferred:
-            self.deferred.setdefault(extension, {})[parameter] = value
-        else:
-            setattr(parameter, extension.savefield, value)
-
-    def is_last(self, parameter: Tensor, seen: int, uses: int) -> bool:
-        """Whether autograd has visited all uses that it gets to.
-
-        ``backward(inputs=...)`` gets to all uses of the parameters in ``inputs``. Of another
-        parameter it may get to some uses only; such a parameter gets no result.
-        """
-        if seen == uses:
-            self._in_part.discard(id(parameter))
-            return True
-        if not _torch.will_get_gradient(parameter):
-            self._in_part.add(id(parameter))
-            return False
-        return seen + self.look_ahead()[id(parameter)] == uses
-
-    def waits_for(self, parameter: Tensor) -> list[int]:
-        """As in the base class; none for a parameter that autograd reaches in part."""
-        return [] if id(parameter) in self._in_part else super().waits_for(parameter)
-
-    def see_end(self) -> None:
-        """Raise if a reading is left, of a parameter that autograd reaches as a whole.
-
-        Raises:
-            InternalError: A further use was expected and not visited.
-        """
-        left = {number for _, number in (*self._pending, *self.partial)} - self._in_part
-        if left:
-            use = self.survey.uses[min(left)]
-            raise InternalError(
-                f"What was found at {use.name!r} of {use.call.path} waits for another use, which "
-                "the backward pass did not get to."
-            )
-
-    def look_ahead(self) -> Counter[int]:
-        """How many uses of each parameter autograd will not get to, by ``id``."""
-        survey = self.survey
-        if self._missing[0] != len(survey.sites):
-            sites = survey.sites.values()
-            calls = [s.call for s in sites if not (s.call.is_released or _is_reached(s))]
-            uses = Counter(id(use.parameter) for call in calls for use in survey.trained[call])
-            self._missing = len(survey.sites), uses
-        return self._missing[1]
-
     def finished(self) -> list[tuple[Extension, Mapping[Tensor, Any]]]:
         """The results of deferred extensions, by parameter."""
         found = []
@@ -292,15 +144,14 @@ class FieldSink(Sink):
                 raise
         return found
 
-    @property
-    def new(self) -> Mapping[int, object]:
-        """Parameters with results of this pass or of those around it, by ``id``."""
-        return ChainMap(self._owners, {**self._outside})
 
-    @property
-    def stored(self) -> set[int]:
-        """Parameters with results of this pass, by ``id``."""
-        return {key for key, owner in self._owners.items() if owner is self._token}
+def joined(uses: list[Reading]) -> Any:
+    """One reading for all uses of a parameter; they are joined at the first call."""
+    if len(uses) > 1:
+        whole = uses[0].join(uses[1:])
+        Reading.placed_as(whole, uses[-1])
+        uses[:] = [whole]
+    return uses[0]
 
 
 def see_values(values: Any, who: str) -> None:
@@ -314,10 +165,3 @@ def see_values(values: Any, who: str) -> None:
         raise PluginCodeError(
             f"{who} has to return a mapping from parameters to values. Got {abridged(values)}."
         )
-
-
-def _is_reached(site: Site) -> bool:
-    """Whether autograd will get to a site; one at a leaf stands for a parameter."""
-    if is_leaf(site.edge.node):
-        return _torch.will_get_gradient(site.edge.node.variable)  # type: ignore[attr-defined]
-    return _torch.will_execute(site.edge.node)

@@ -20,7 +20,6 @@ from torch.nn import Parameter
 from backpack_core._torch import LeafNode, Node
 from backpack_core.plan.noted import Noted, Unplanned, noted_of
 from backpack_core.record.call import SITES, VIEWED, Call, Edge, Site
-from backpack_core.record.owner import is_parameter
 from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run
 
 Place = tuple[Node, int]
@@ -31,6 +30,9 @@ OVERWRITTEN = "a view was overwritten in place"
 
 class Knows(Protocol):
     """Tells what decisions may depend on, besides shapes."""
+
+    def is_parameter(self, tensor: Tensor) -> bool:
+        """Whether a tensor is a parameter, or stands in for one."""
 
     def facts_of(self, node: Node) -> Iterable[Any]:
         """What a decision about an operation may depend on."""
@@ -151,7 +153,7 @@ class Structure:
             facts.append(edge is None)
             if edge is None:
                 facts += (
-                    is_parameter(tensor),
+                    self._between.is_parameter(tensor),
                     tensor.requires_grad,
                     *self._between.facts_of_data(call, tensor),
                 )
@@ -194,7 +196,7 @@ class Structure:
         if kind is LeafNode:
             leaf: Tensor = node.variable  # type: ignore[attr-defined]
             facts += leaf.shape, leaf.dtype
-            if is_parameter(leaf):
+            if self._between.is_parameter(leaf):
                 facts.append(self._number_of(leaf))
             return []
         own = self._between.facts_of(node)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from threading import get_ident
 from typing import Any, Final
 
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module
 
 from backpack_core import _torch
-from backpack_core._torch import Node, running_calls
+from backpack_core._torch import running_calls
 from backpack_core.errors import UsageError
 from backpack_core.record.nested import placed_tensors
 from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run, RunOf
@@ -28,8 +27,6 @@ PATH_ATTRIBUTE: Final = "_backpack_path"  # the path of a submodule in its model
 _running: dict[int, list[tuple[Owner, Run]]] = {}
 # The extended models that are alive, by ``id``.
 MODELS: weakref.WeakValueDictionary[int, Module] = weakref.WeakValueDictionary()
-# Tensors that stood in for parameters, by ``id``: each with its module and its name there.
-SUBSTITUTES: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Module], str]] = {}
 
 
 def _still_running() -> list[tuple[Owner, Run]]:
@@ -73,32 +70,13 @@ class Owner:
         run = NO_RUN
         if received is not None:
             placed, axis = [*placed_tensors(received)], self.axes.get("", 0)
-            run = run_of(placed, axis, _torch.is_distributed(self.module))
+            run = run_of(self.module, placed, axis)
             if axis and placed and not run.sizes:
                 raise UsageError(
                     f"extend(..., batch_axis={axis}) was called, but the model received no tensor "
                     f"with such an axis: {', '.join(str(list(t.shape)) for _, t in placed)}."
                 )
-            self._note_substitutes()
         _running.setdefault(get_ident(), _still_running()).append((self, run))
-
-    def _note_substitutes(self) -> None:
-        """Note tensors that stand in for parameters, as ``torch.func.functional_call`` puts there.
-
-        Hooks of submodules do not see all of them: a parameter of a list, or a tied weight, may
-        belong to a submodule that is never called.
-        """
-        module = self.module
-        parts = [] if module is None else [module]
-        for part in parts:  # the list grows. Submodules may have been added since the last run.
-            if part._modules:
-                parts += [inner for inner in part._modules.values() if inner is not None]
-            parameters: Mapping[str, Tensor | None] = part._parameters
-            for name, tensor in parameters.items():
-                if tensor is not None and not isinstance(tensor, Parameter):
-                    key = id(tensor)
-                    forget = partial(_forget, key)
-                    SUBSTITUTES[key] = weakref.ref(tensor, forget), weakref.ref(part), name
 
     def end(self, results: Iterable[Tensor] = ()) -> None:
         """Note that the forward pass has ended, or that an exception has left it.
@@ -142,22 +120,6 @@ def owners_of(modules: Iterable[Module]) -> list[Module]:
     """The distinct extended models that some modules are part of."""
     by_owner = {m.__dict__.get(OWNER_ATTRIBUTE) or id(m): m for m in modules}
     return list({id(model): model for model in map(owner_of, by_owner.values())}.values())
-
-
-def _forget(key: int, reference: weakref.ref[Tensor]) -> None:
-    if key in SUBSTITUTES and SUBSTITUTES[key][0] is reference:
-        del SUBSTITUTES[key]
-
-
-def is_parameter(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter, or stood in for one in the forward pass of a model."""
-    return isinstance(tensor, Parameter) or id(tensor) in SUBSTITUTES
-
-
-def computed_substitutes() -> dict[tuple[Node, int], Tensor]:
-    """Stand-ins for parameters that were computed from other tensors, by node and output number."""
-    tensors = (reference() for reference, *_ in [*SUBSTITUTES.values()])
-    return {(t.grad_fn, t.output_nr): t for t in tensors if t is not None and t.grad_fn is not None}
 
 
 def run_of_model(module: Module, thread: int) -> Run:

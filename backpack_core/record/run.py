@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 Place = tuple[int, ...]  # the index of an argument, and of the item at each level of containers
 
@@ -74,8 +75,8 @@ class Run:
         """Note what the model returned, if its samples are on axis 0. Default: nothing."""
 
 
-# Makes the run of a model, from the arguments of :class:`Run`.
-RunOf = Callable[[Sequence[tuple[Place, Tensor]], int, bool], Run]
+# Makes the run of a model, from the model, what it received, and the declared batch axis.
+RunOf = Callable[[Module | None, Sequence[tuple[Place, Tensor]], int], Run]
 # For calls outside of an extended model; the second, inside of DistributedDataParallel.
 NO_RUN: Final = Run()
 NO_RUN_OF_RANKS: Final = Run(is_distributed=True)

@@ -50,9 +50,17 @@ class Storage:
     Where more has to be done, its methods raise :class:`MissingPluginError`.
     """
 
-    def block(self) -> AbstractContextManager[Any]:
-        """A context manager around each ``with backpack(...)`` block."""
+    def block(self, is_asked: bool) -> AbstractContextManager[Any]:
+        """A context manager around each ``with backpack(...)`` block.
+
+        Args:
+            is_asked: Whether the block has extensions.
+        """
         return nullcontext()
+
+    def before_hooks_of_all(self, after: Callable[..., Any]) -> Any:
+        """Put the hook that records a call before global forward hooks, while the result lives."""
+        raise _missing("A model beside a forward hook for all modules")
 
     # Tensors of calls ----------------------------------------------------------------------------
 

@@ -12,9 +12,9 @@ from torch.nn import Module
 from torch.utils.checkpoint import checkpoint
 
 from backpack_core import backpack, extend
-from backpack_core.engine.sink import FieldSink, Sink
 from backpack_core.errors import InternalError
 from backpack_core.extensions import KFLR, BatchGrad, ClippedSumGrad, DiagGGNExact
+from backpack_operations.sink import ChunkSink, GraphSink, SharedSink
 from tests import oracle
 from tests.cases import Net, Problem
 from tests.faults.problems import KINDS, expect
@@ -178,7 +178,7 @@ def test_no_pass_ends_while_something_waits(way: str, monkeypatch: pytest.Monkey
     if way == "reentrant":
         problem.model.function = _reentrant  # type: ignore[assignment]
     loss, message = problem.loss(), r"'(weight|bias)' of Linear 'layer' waits"
-    monkeypatch.setattr(FieldSink, "waits_for", lambda self, parameter: [])
+    monkeypatch.setattr(GraphSink, "waits_for", lambda self, parameter: [])
     with backpack(extension), pytest.raises(InternalError, match=message):
         PASSES.get(way, WHOLE)(loss, problem.parameters)
 
@@ -186,14 +186,14 @@ def test_no_pass_ends_while_something_waits(way: str, monkeypatch: pytest.Monkey
 def test_no_chunk_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = _problem("Linear", "after")
     loss = problem.loss()
-    monkeypatch.setattr(Sink, "note", _note_in_chunks_only(Sink.note))
+    monkeypatch.setattr(SharedSink, "note", _note_in_chunks_only(SharedSink.note))
     with backpack(DiagGGNExact(chunk_size=1)), pytest.raises(InternalError, match="waits"):
         loss.backward()
 
 
 def _note_in_chunks_only(note: Callable[..., None]) -> Callable[..., None]:
-    def replaced(sink: Sink, *given: Any) -> None:
-        if not isinstance(sink, FieldSink):
+    def replaced(sink: SharedSink, *given: Any) -> None:
+        if isinstance(sink, ChunkSink):
             note(sink, *given)
 
     return replaced

@@ -83,7 +83,7 @@ def run_engine(
 ) -> Outcome:
     """Forward pass, loss, and backward pass; ``between`` is called before the last."""
     observer = None if asked.observer is None else asked.observer()
-    with storage().block():  # compiled code runs as it was written
+    with storage().block(is_asked=False):  # compiled code runs as it was written
         returned = function(*args, **kwargs)  # outside of ours: it may differentiate the net itself
     loss = returned[0] if isinstance(returned, (tuple, list)) and returned else returned
     if not isinstance(loss, Tensor):

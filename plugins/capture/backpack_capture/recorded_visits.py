@@ -38,7 +38,6 @@ from backpack_capture.visited import (
 )
 from backpack_core.contract.observer import Driver
 from backpack_core.engine.backward import BackwardPass
-from backpack_core.engine.schedule import Schedule
 from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Call, Site
 from backpack_products.recycled import drop
@@ -125,7 +124,9 @@ class Recording(Driver):
         self._turns, self._alike = list[int](), list[tuple[int, ...]]()
         self._drawn, run.sink.noted = states_of_generators(), []
         self._recorder.between, self._pause = structure.between, list[Pause]()
-        self._cross, run.schedule.cross = run.schedule.cross, self.cross
+        schedule: Any = run.schedule  # without operations, nothing is crossed
+        self._cross: Any = getattr(schedule, "cross", None)
+        schedule.cross = self.cross
         self._settings = list[tuple[int, str, Any]]()
 
     def reach(self, run: BackwardPass, site: Site, grads: Any, others: Any) -> None:
@@ -146,7 +147,7 @@ class Recording(Driver):
         self._order.append(self._places.index((site.call, site.index)))
         recorder.site, recorder.visits = None, recorder.visits + 1
 
-    def cross(self, schedule: Schedule, node: Node, grads: Any = ()) -> None:
+    def cross(self, schedule: Any, node: Node, grads: Any = ()) -> None:
         """By the engine. A replay crosses a node at the visit before autograd gets there."""
         recorder = self._recorder
         if node not in schedule.at_nodes:  # nothing waits there

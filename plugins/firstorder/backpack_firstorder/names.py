@@ -7,8 +7,9 @@ from weakref import WeakKeyDictionary, ref
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core.record.owner import PATH_ATTRIBUTE, SUBSTITUTES, owner_of
+from backpack_core.record.owner import PATH_ATTRIBUTE, owner_of
 from backpack_products import SampleProduct
+from backpack_products.substitutes import SUBSTITUTES
 
 _known: WeakKeyDictionary[Module, dict[int, tuple[ref[Tensor], str]]] = WeakKeyDictionary()
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
+from torch.utils.checkpoint import CheckpointError
 
 from backpack_core._torch import Node
+from backpack_core.errors import BridgeError
 from backpack_core.record.call import Stored
 from backpack_core.record.execution import Execution
 from backpack_core.record.run import Run
 from backpack_core.record.storage import Storage, UnpackedTensors
 from backpack_core.record.view import View
 from backpack_interplay import checkpoints, compiled, parametrized, shards
+from backpack_interplay.global_hooks import PlaceOfAll
 from backpack_interplay.leaves import leaves_behind, pull_back
 from backpack_interplay.replay import output_again
 from backpack_interplay.saving import Unpacked, shown_by, through_hooks
@@ -27,10 +30,14 @@ class Interplay(Storage):
     def __init__(self) -> None:
         checkpoints.let_checkpoints_give_again()
 
-    def block(self) -> AbstractContextManager[Any]:
+    def block(self, is_asked: bool) -> AbstractContextManager[Any]:
         """The context of a ``backpack(...)`` block, in which compiled functions run eagerly."""
         compiled.refuse_inside()
-        return compiled.uncompiled
+        return _explained() if is_asked else compiled.uncompiled
+
+    def before_hooks_of_all(self, after: Callable[..., Any]) -> PlaceOfAll:
+        """Put the hook that records a call before global forward hooks, while the result lives."""
+        return PlaceOfAll(after)
 
     def keep(self, stored: Stored, run: Run) -> tuple[Stored, Run, bool]:
         """Store the tensors of a call through the current saved-tensor hooks."""
@@ -88,3 +95,22 @@ class Interplay(Storage):
     def hand_over(self, held: Mapping[Tensor, Tensor], shown: set[int], fields: list[str]) -> None:
         """Move results from whole parameters to shards."""
         shards.hand_over(held, shown, fields)
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """A block in which compiled functions run eagerly, and errors of checkpoints are explained.
+
+    Raises:
+        BridgeError: A checkpoint could not give a saved tensor to us and to autograd.
+    """
+    with compiled.uncompiled:
+        try:
+            yield
+        except CheckpointError as error:
+            raise BridgeError(
+                "A quantity was carried through an operation inside checkpoint("
+                "use_reentrant=False) that no module covers, and a checkpoint gives each saved "
+                "tensor only once. Move the operation into a module and give it a layer rule, or "
+                "leave the checkpoint out."
+            ) from error

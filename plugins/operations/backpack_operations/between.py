@@ -6,7 +6,7 @@ Core asks one :class:`Operations` in each pass, in the order of the sections bel
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 from torch.nn import Module
@@ -16,8 +16,8 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.active import Context
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.between import Between
-from backpack_core.engine.schedule import Schedule, when_reached
-from backpack_core.engine.sink import FieldSink
+from backpack_core.engine.groups import Group
+from backpack_core.engine.sink import Sink
 from backpack_core.plan.noted import Unplanned
 from backpack_core.plan.structure import OVERWRITTEN, Structure
 from backpack_core.record.call import Call, CallCaches, Edge, Site
@@ -38,7 +38,9 @@ from backpack_operations.planned import (
     PlannedUses,
     inside_of,
 )
-from backpack_operations.received import ModelRun, Rows, relations, rows_of, span_of
+from backpack_operations.received import ModelRun, Rows, relations, rows_of, run_of, span_of
+from backpack_operations.schedule import HookSchedule, NodeSchedule, when_reached
+from backpack_operations.sink import GraphSink
 from backpack_operations.straight import StraightTraversal
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_behind
@@ -47,6 +49,7 @@ from backpack_operations.told import told
 from backpack_operations.unruled import ask_without_rule
 from backpack_operations.viewed import look_through, record_at_base
 from backpack_operations.visits import GraphTraversal
+from backpack_products.substitutes import computed_substitutes, is_parameter
 
 Grads = Sequence[Tensor | None]
 
@@ -84,7 +87,8 @@ class Operations(Between[GraphSurvey]):
         self._visited_modules: dict[Module, None] = {}
 
     told = staticmethod(told)
-    run_of = ModelRun
+    run_of = staticmethod(run_of)
+    is_parameter = staticmethod(is_parameter)
     note_view = staticmethod(record_at_base)
 
     # Before anything is computed ------------------------------------------------------------------
@@ -149,6 +153,8 @@ class Operations(Between[GraphSurvey]):
 
     def facts_of_runs(self, runs: Iterable[Run]) -> Iterable[Any]:
         """How rows that calls and models received lie to each other in memory."""
+        if computed_substitutes():
+            raise Unplanned("weights are handed over")
         received = [run.rows for run in runs if isinstance(run, ModelRun) and run.rows is not None]
         return relations([*self._rows, *(received if len(received) > 1 else ())])
 
@@ -204,10 +210,20 @@ class Operations(Between[GraphSurvey]):
 
     # Visits ---------------------------------------------------------------------------------------
 
-    def traversal(self, schedule: Schedule, sink: FieldSink, kept: CallCaches) -> StraightTraversal:
+    def schedule(self, groups: Sequence[Group]) -> HookSchedule:
+        """One in which quantities wait at operations, too."""
+        return HookSchedule(self, groups, self.context.passes)
+
+    def sink(self, outer: Sink | None, is_part: bool) -> GraphSink:
+        """One in which readings of a parameter wait for its other uses."""
+        assert outer is None or isinstance(outer, GraphSink)
+        self._sink = GraphSink(self.survey, outer, is_part)
+        return self._sink
+
+    def traversal(self, schedule: Any, sink: Sink, kept: CallCaches) -> StraightTraversal:
         """The visits, which send columns in chunks if they do not fit into memory."""
         kind = StraightTraversal if self.survey.is_straight else GraphTraversal
-        schedule.chunks = Chunks(self, schedule.groups, kept, sink.partial, kind)
+        schedule.chunks = Chunks(self, schedule.groups, kept, self._sink.partial, kind)
         return kind(schedule, sink)
 
     @property
@@ -234,8 +250,9 @@ class Operations(Between[GraphSurvey]):
     def attend(self, run: BackwardPass) -> None:
         """Have autograd call back at parameters, where columns become apart, at bases of views."""
         survey, schedule = self.survey, run.schedule
+        assert isinstance(schedule, HookSchedule)
         if not self._is_first:
-            refuse_late_uses(survey, run.sink.stored)
+            refuse_late_uses(survey, self._sink.stored)
         starts, leaves, viewed = self._with_hooks
         survey.alignment.note_later(run.is_announced)
         supply = any(type(p).supply is not Propagator.supply for p in self.context.propagators)
@@ -269,13 +286,14 @@ class Operations(Between[GraphSurvey]):
         if key not in survey.sites and run.is_announced and self.context.propagators:
             refuse_unmet(site.call, self.context.extensions[0])
         if survey.leaves:  # which uses autograd does not reach is only known during its pass
-            run.sink.look_ahead()
+            self._sink.look_ahead()
         if not (survey.at_base and key in survey.at_base and key in survey.sites):
             if survey.viewed and (node, output_nr) in survey.viewed:
                 self.visit_views(run, node, {output_nr: grads[output_nr]})
             run.visit(site, grads[output_nr], changed_by)
-        if run.schedule.at_nodes or survey.alignment.starts:  # a hook set now would be too late
-            run.schedule.cross(run.schedule, node, grads)
+        schedule: Any = run.schedule
+        if schedule.at_nodes or survey.alignment.starts:  # a hook set now would be too late
+            schedule.cross(schedule, node, grads)
 
     def visit_views(self, run: BackwardPass, node: Node, grads: dict[int, Tensor | None]) -> None:
         """Visit calls that returned views of a node's outputs which were overwritten in place."""
@@ -286,7 +304,7 @@ class Operations(Between[GraphSurvey]):
                 if grad is not None:
                     grad = look_through(layout, grad.unsqueeze(0)).squeeze(0)
                 if self.survey.leaves:
-                    run.sink.look_ahead()
+                    self._sink.look_ahead()
                 run.visit(site, grad, None)
 
     def visit_leaf(
@@ -297,12 +315,12 @@ class Operations(Between[GraphSurvey]):
         if site is None:
             return
         (own,) = self.survey.trained[site.call]
-        sent = run.schedule.waiting_at(site)
-        if sent or run.sink.waits_for(own.parameter):
+        sent = cast("NodeSchedule", run.schedule).waiting_at(site)
+        if sent or self._sink.waits_for(own.parameter):
             view = run.view(site, gradient)
             for lane in sent:
                 run.traversal.visit(lane, site, view)
-            run.sink.end(view, own.parameter)  # nothing else is sent to it
+            self._sink.end(view, own.parameter)  # nothing else is sent to it
             run.visiting = None
             self._visited_modules[site.call.module] = None
 
@@ -314,12 +332,18 @@ class Operations(Between[GraphSurvey]):
             for module in self._visited_modules:
                 self.context.extension_hook(module)
 
-    def leave(self, schedule: Schedule, lane: int, edge: Edge, wide: Any, own: Any) -> None:
+    def leave(self, schedule: Any, lane: int, edge: Edge, wide: Any, own: Any) -> None:
         """Have a quantity wait at the node that it was sent to."""
         self._crossings.leave(schedule, lane, edge, wide, own)
 
-    def cross(self, schedule: Schedule, node: Node, grads: Grads = ()) -> None:
-        """Carry what waits at a node through it, and send it on."""
+    def cross(self, schedule: NodeSchedule, node: Node, grads: Grads = ()) -> None:
+        """Carry what waits at a node through it, and send it on.
+
+        Args:
+            schedule: Where it waits.
+            node: The node.
+            grads: The gradients at its outputs, if autograd is at the node.
+        """
         self._crossings.cross(schedule, node, grads)
 
 
@@ -334,4 +358,4 @@ def _reach_viewed(run: BackwardPass, grads: Grads) -> None:
     between = run.between
     assert isinstance(between, Operations)
     between.visit_views(run, current_node(), dict(enumerate(grads)))
-    run.schedule.reach(grads)
+    cast("HookSchedule", run.schedule).reach(grads)

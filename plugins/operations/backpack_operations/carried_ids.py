@@ -15,7 +15,7 @@ from torch import Tensor
 from backpack_core._torch import Node, has_memory, memory_of
 from backpack_core.graph.nodes import is_leaf
 from backpack_core.record.call import Call, Edge, Site
-from backpack_core.record.owner import is_parameter, owner_of
+from backpack_core.record.owner import owner_of
 from backpack_core.record.run import Run
 from backpack_operations import nodes, sample_ids
 from backpack_operations.batch import declared_axis, is_doubtful
@@ -24,6 +24,7 @@ from backpack_operations.nodes import NodeOutput
 from backpack_operations.of_weights import Origins
 from backpack_operations.sample_ids import OperandIds, SampleIds, Shape, along, are_elsewhere
 from backpack_operations.survey import GraphSurvey, edges_behind
+from backpack_products.substitutes import is_parameter
 from backpack_products.values import is_symbolic
 
 

@@ -16,12 +16,13 @@ from backpack_core import _torch
 from backpack_core._torch import Node
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.location import place_between
-from backpack_core.engine.schedule import Schedule, add
+from backpack_core.engine.schedule import add
 from backpack_core.graph.nodes import is_leaf
 from backpack_core.record.call import Edge
 from backpack_operations import nodes
 from backpack_operations.alignment import Crossing
 from backpack_operations.order import children_of
+from backpack_operations.schedule import NodeSchedule
 from backpack_operations.survey import GraphSurvey, edges_behind
 from backpack_operations.viewed import has_call
 
@@ -38,7 +39,7 @@ class Crossings:
         # the number of leaves at the time.
         self._is_read: dict[tuple[bool, bool], tuple[dict[Node, bool], int]] = {}
 
-    def leave(self, schedule: Schedule, lane: int, edge: Edge, wide: Any, own: Any) -> None:
+    def leave(self, schedule: NodeSchedule, lane: int, edge: Edge, wide: Any, own: Any) -> None:
         """Have a quantity wait at a node; see :meth:`Schedule.leave`."""
         propagator = schedule.groups[lane].propagator
         if not self._leads_to_readers(edge.node, propagator):
@@ -80,8 +81,10 @@ class Crossings:
             todo.pop()
         return is_read[start]
 
-    def cross(self, schedule: Schedule, node: Node, grads: Sequence[Tensor | None] = ()) -> None:
-        """Carry what waits at a node through it, and send it on; see :meth:`Between.cross`."""
+    def cross(
+        self, schedule: NodeSchedule, node: Node, grads: Sequence[Tensor | None] = ()
+    ) -> None:
+        """Carry what waits at a node through it, and send it on; see :meth:`Operations.cross`."""
         waiting = schedule.at_nodes.pop(node, {})
         alignment = self._alignment
         is_start = node in alignment.starts or node in alignment.later
@@ -111,7 +114,7 @@ class Crossings:
 
     def _reached(
         self,
-        schedule: Schedule,
+        schedule: NodeSchedule,
         lane: int,
         node: Node,
         grads: Sequence[Tensor | None],
@@ -131,7 +134,7 @@ class Crossings:
 
         return there._replace(grads=grads, size=size, carry=carry)
 
-    def _send(self, schedule: Schedule, lane: int, node: Node, crossed: Sent) -> None:
+    def _send(self, schedule: NodeSchedule, lane: int, node: Node, crossed: Sent) -> None:
         """Send quantities that crossed a node along the edges behind it."""
         edges = dict(edges_behind(node)) if crossed else {}
         for position, quantity in crossed:
@@ -139,7 +142,7 @@ class Crossings:
             if edge is not None:
                 self._send_to(schedule, lane, edge, quantity)
 
-    def _send_to(self, schedule: Schedule, lane: int, edge: Edge, quantity: Any) -> None:
+    def _send_to(self, schedule: NodeSchedule, lane: int, edge: Edge, quantity: Any) -> None:
         """Send a quantity along an edge, to a call, a node, or a parameter that operations use."""
         leaf = self._alignment.leaves.get((edge.node, edge.output_nr))
         if leaf is None:

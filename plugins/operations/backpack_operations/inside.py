@@ -17,9 +17,9 @@ from backpack_core._torch import current_node, will_execute
 from backpack_core.contract.carrier import Carrier
 from backpack_core.engine.active import current
 from backpack_core.engine.location import place
-from backpack_core.engine.schedule import HookSchedule, when_reached
 from backpack_core.graph.parameters import Trained
 from backpack_core.record.view import View
+from backpack_operations.schedule import HookSchedule, when_reached
 
 if TYPE_CHECKING:
     from backpack_operations.visits import GraphTraversal  # which imports this file

@@ -10,11 +10,11 @@ from torch import Tensor
 from backpack_core._torch import Node
 from backpack_core.graph.nodes import is_leaf
 from backpack_core.record.call import Call, Edge
-from backpack_core.record.owner import is_parameter
 from backpack_operations import nodes
 from backpack_operations.order import children_of
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.viewed import has_call
+from backpack_products.substitutes import is_parameter
 
 # The four questions of ``Origins``, as bits of one number.
 _WEIGHTS, _TABLES, _CONSTANTS, _OWN_ROWS = 1, 2, 4, 8

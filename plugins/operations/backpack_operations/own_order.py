@@ -5,74 +5,37 @@ largest tensors of the backward pass. While the loss is visited, the whole graph
 all chunks but the last go through it at once, one after the other; the last travels with autograd.
 This saves memory, and time: small chunks reuse memory that the allocator holds.
 
-Otherwise autograd drives a pass: its hooks call ``engine/schedule.py``.
+Otherwise autograd drives a pass; both orders are in ``schedule.py``.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.autocast import without_autocast
-from backpack_core.contract.extension import Extension
 from backpack_core.engine.backward import BackwardPass
-from backpack_core.engine.between import Between
 from backpack_core.engine.groups import Group
-from backpack_core.engine.schedule import Schedule
-from backpack_core.engine.sink import Sink, Values, combined
 from backpack_core.graph.survey import Survey
-from backpack_core.record.call import Call, CallCaches, Site
+from backpack_core.record.call import CallCaches, Site
 from backpack_core.record.nested import iter_tensors
 from backpack_core.record.storage import storage
 from backpack_core.tuning import memory_budget
 from backpack_operations.nodes import NodeOutput
 from backpack_operations.order import ranks
+from backpack_operations.schedule import NodeSchedule, OwnOrder
+from backpack_operations.sink import ChunkSink, Values
 from backpack_operations.straight import StraightTraversal
 from backpack_products.tuning import column_budget
 
-
-class OwnOrder(Schedule):
-    """A schedule that visits nodes in a given topological order."""
-
-    def __init__(
-        self, between: Between[Any], groups: Sequence[Group], ranks: dict[Node, int]
-    ) -> None:
-        """Begin.
-
-        Args:
-            between: Takes what is sent to nodes between calls.
-            groups: The groups whose quantities are sent.
-            ranks: The number of each node in the order.
-        """
-        super().__init__(between, groups)
-        self._ranks = ranks
-        self._queue: list[tuple[int, Node]] = []
-        self._sites: dict[Node, dict[tuple[Call, int], Site]] = {}
-
-    def await_node(self, node: Node) -> None:
-        """Queue a node."""
-        heapq.heappush(self._queue, (self._ranks[node], node))
-
-    def await_site(self, site: Site) -> None:
-        """Queue an output of a call."""
-        self._sites.setdefault(site.edge.node, {})[site.call, site.index] = site
-        self.await_node(site.edge.node)
-
-    def run(self, visit: Callable[[Site], None]) -> None:
-        """Visit calls and cross nodes, in order, until nothing waits."""
-        while self._queue:
-            _, node = heapq.heappop(self._queue)
-            for site in self._sites.pop(node, {}).values():
-                visit(site)
-            self.between.cross(self, node)
-        self.see_end()
+if TYPE_CHECKING:
+    from backpack_operations.between import Operations  # which imports this file
 
 
 # Passes without autograd -------------------------------------------------------------------------
@@ -89,8 +52,9 @@ def visit_all(
         gradients: The gradient at each loss.
     """
     run.is_running = run.is_alone = True
-    schedule: Any = OwnOrder(run.between, run.groups, order)
-    schedule.chunks = run.schedule.chunks
+    between, hooked = cast("Operations", run.between), cast("NodeSchedule", run.schedule)
+    schedule = OwnOrder(between, run.groups, order)
+    schedule.chunks = hooked.chunks
     run.schedule = run.traversal.schedule = schedule
 
     def visit(site: Site) -> None:
@@ -105,29 +69,6 @@ def visit_all(
 # Chunks of columns -------------------------------------------------------------------------------
 
 
-class ChunkSink(Sink):
-    """Collects the values of one chunk of columns.
-
-    A chunk may reach only some uses of a parameter. They are read when the chunk is through.
-    """
-
-    def __init__(self, survey: Survey) -> None:
-        super().__init__(survey)
-        self._values: Values = {}
-
-    def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
-        """Collect a value of one parameter."""
-        self._values[extension, id(parameter)] = value
-
-    def add_to(self, partial: Values) -> None:
-        """Read parameters that wait for further uses; combine all values into ``partial``."""
-        for group, view, uses in self._pending.values():
-            self._complete(group, view, [uses])
-        self._pending.clear()
-        for key, value in self._values.items():
-            partial[key] = combined(partial, key, value)
-
-
 @dataclass(eq=False)
 class Chunks:
     """Sends chunks of columns during one backward pass.
@@ -140,7 +81,7 @@ class Chunks:
         traversal: The class whose methods visit calls.
     """
 
-    between: Between[Any]
+    between: Operations
     groups: Sequence[Group]
     kept: CallCaches
     partial: Values

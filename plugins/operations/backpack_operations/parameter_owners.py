@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core.record.owner import MODELS, OWNER_ATTRIBUTE, SUBSTITUTES, owners_of
+from backpack_core.record.owner import MODELS, OWNER_ATTRIBUTE, owners_of
+from backpack_products.substitutes import SUBSTITUTES
 
 
 def name_of_parameter(modules: Iterable[Module], parameter: Tensor) -> str | None:

@@ -10,9 +10,11 @@ from typing import Any, Final, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import Module
 
-from backpack_core._torch import Node, has_memory, memory_of
+from backpack_core._torch import Node, has_memory, is_distributed, memory_of
 from backpack_core.record.run import Place, Run
+from backpack_products.substitutes import note_substitutes
 
 # The key in the metadata of autograd nodes for outputs that a model returned.
 _RETURNED: Final = "backpack_returned"
@@ -173,6 +175,12 @@ class ModelRun(Run):
         run = copy(self)
         run.memories = memories
         return run
+
+
+def run_of(model: Module | None, placed: Sequence[tuple[Place, Tensor]], axis: int) -> ModelRun:
+    """What is noted of a forward pass of an extended model."""
+    note_substitutes(model)
+    return ModelRun(placed, axis, is_distributed(model))
 
 
 def is_returned(node: Node, number: int) -> bool:

@@ -15,6 +15,7 @@ from backpack_core.engine.traversal import Traversal, Visit
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.call import Edge, Site
 from backpack_core.record.view import View
+from backpack_operations.schedule import NodeSchedule
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.viewed import below
 
@@ -26,6 +27,7 @@ class StraightTraversal(Traversal):
     """Visits calls that have a rule, and samples on axis 0."""
 
     survey: GraphSurvey
+    schedule: NodeSchedule
 
     def arrive(self, visit: Visit) -> Any:
         """The quantity that arrived at a call, also from operations."""

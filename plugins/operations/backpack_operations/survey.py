@@ -17,7 +17,6 @@ from backpack_core.errors import BackpackError
 from backpack_core.graph.parameters import Trained, complex_parameter
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, CallCaches, Edge, Site
-from backpack_core.record.owner import computed_substitutes
 from backpack_core.record.view import View
 from backpack_operations._torch import CopyNode
 from backpack_operations.alignment import Alignment
@@ -25,6 +24,7 @@ from backpack_operations.order import reached
 from backpack_operations.parameter_owners import owned_by_models
 from backpack_operations.told import Told
 from backpack_operations.viewed import Layout, below, site_at, viewed_at
+from backpack_products.substitutes import computed_substitutes
 
 # The calls around a node that are crossed node by node, innermost first.
 Region = tuple[Call, ...]

@@ -15,7 +15,6 @@ from torch import Tensor
 from backpack_core._torch import Node, has_memory
 from backpack_core.graph.nodes import described, is_leaf
 from backpack_core.record.call import Call, Edge, Site
-from backpack_core.record.owner import is_parameter
 from backpack_core.record.view import View
 from backpack_operations import faults, nodes
 from backpack_operations.batch import batch_of, declared_axis, other_run, some_rows
@@ -25,6 +24,7 @@ from backpack_operations.paths import losses_without_rule
 from backpack_operations.summed import told_by_sums
 from backpack_operations.survey import GraphSurvey, Region, edges_behind
 from backpack_operations.viewed import below, has_call, site_at, viewed_at
+from backpack_products.substitutes import is_parameter
 
 _Steps = list[tuple[Edge, Region]]  # where the walk goes on
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from backpack_core._torch import base_of
 from backpack_core.record.guards import Versions
-from backpack_core.record.owner import is_parameter
 from backpack_products.columns import Root
 from backpack_products.product import SampleProduct
+from backpack_products.substitutes import is_parameter
 
 
 class FactorProduct(SampleProduct):

@@ -1,0 +1,234 @@
+"""Where readings of a parameter wait for its other uses, and results of chunks for each other.
+
+A parameter that several calls use is read once, at the visit of its last use: squares, norms and
+clipped sums need the sum of the products of all uses.
+"""
+
+from __future__ import annotations
+
+from collections import ChainMap, Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from backpack_core import _torch
+from backpack_core.contract.extension import Extension
+from backpack_core.contract.reading import Reading
+from backpack_core.engine.groups import Group
+from backpack_core.engine.sink import Sink, Uses
+from backpack_core.errors import InternalError, UnsupportedError
+from backpack_core.graph.nodes import is_leaf
+from backpack_core.graph.parameters import Trained
+from backpack_core.graph.survey import Survey
+from backpack_core.record.call import Site
+from backpack_core.record.guards import visible_memory
+from backpack_core.record.view import View
+
+Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
+
+
+class SharedSink(Sink):
+    """Has extensions read a parameter when all of its uses were visited; stores nothing.
+
+    A chunk may reach only some uses of a parameter, so none is the last.
+    """
+
+    _pending: dict[tuple[int, int], tuple[Group, View, Uses]]
+
+    def is_last(self, parameter: Tensor, seen: int, uses: int) -> bool:
+        """Whether a parameter with several uses has no further use in this pass. Default: no.
+
+        Args:
+            parameter: The parameter.
+            seen: How many of its uses were visited.
+            uses: How many uses it has in the graph.
+        """
+        return False
+
+    def note(
+        self,
+        lane: int,
+        group: Group,
+        view: View,
+        trained: Sequence[Trained],
+        readings: Iterable[Reading],
+    ) -> None:
+        """Read each parameter at its last use; before, keep the reading for that, or :meth:`end`.
+
+        See the base class.
+        """
+        complete: list[Uses] = []
+        for (_, parameter, _), reading in zip(trained, readings, strict=True):
+            number, uses = id(parameter), [reading]
+            count = self.survey.uses[number].count
+            if count > 1:
+                if (lane, number) in self._pending:
+                    *_, (_, before) = self._pending.pop((lane, number))
+                    uses = [*before, reading]
+                if not self.is_last(parameter, len(uses), count):
+                    lasting = [use.lasting() for use in uses]
+                    self._pending[lane, number] = group, view, (parameter, lasting)
+                    continue
+            complete.append((parameter, uses))
+        if complete:
+            self.complete(group, view, complete)
+
+
+class ChunkSink(SharedSink):
+    """Collects the values of one chunk of columns.
+
+    A chunk may reach only some uses of a parameter. They are read when the chunk is through.
+    """
+
+    def __init__(self, survey: Survey) -> None:
+        super().__init__(survey)
+        self._pending = {}
+        self._values: Values = {}
+
+    def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
+        """Collect a value of one parameter."""
+        self._values[extension, id(parameter)] = value
+
+    def add_to(self, partial: Values) -> None:
+        """Read parameters that wait for further uses; combine all values into ``partial``."""
+        for group, view, uses in self._pending.values():
+            self.complete(group, view, [uses])
+        self._pending.clear()
+        for key, value in self._values.items():
+            partial[key] = _combined(partial, key, value)
+
+
+class GraphSink(SharedSink):
+    """Stores results as attributes of the parameters.
+
+    Attributes:
+        partial: Values of earlier chunks of columns.
+    """
+
+    def __init__(self, survey: Survey, outer: GraphSink | None, is_part: bool) -> None:
+        """Begin.
+
+        Args:
+            survey: What is known about the graph.
+            outer: The sink of the pass that this one was begun inside of.
+            is_part: Whether the pass belongs to the outer one. Otherwise, parameters that the outer
+                one has stored results on are left alone.
+        """
+        super().__init__(survey)
+        self._pending = {}
+        self.partial: Values = {}
+        self._owners: dict[int, object] = {}
+        self._outside: Mapping[int, object] = {}
+        if outer is not None and is_part:
+            self.deferred, self._owners = outer.deferred, outer._owners
+            self.normalisers = outer.normalisers
+            self._outside = outer._outside
+        elif outer is not None:
+            self._outside = outer.new
+        self._token = object()  # stands for this sink, to which a reference would be a cycle
+        self._missing: tuple[int, Counter[int]] = (0, Counter())
+        self._in_part: set[int] = set()  # ``id`` of parameters some uses of which are not reached
+
+    def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
+        """Set the attribute, with the values of earlier chunks of columns combined."""
+        key = id(parameter)
+        value = _combined(self.partial, (extension, key), value) if self.partial else value
+        if value is None or key in self._outside:
+            return
+        if self._owners.setdefault(key, self._token) is not self._token:
+            raise UnsupportedError(
+                f"A parameter of shape {list(parameter.shape)} is used in a backward pass of its "
+                "own (of a re-entrant checkpoint, or a function whose backward calls autograd) and "
+                f"elsewhere, so '{extension.savefield}' would miss a part. Use "
+                "torch.utils.checkpoint(use_reentrant=False); of a solver, differentiate the steps "
+                "themselves (odeint, not odeint_adjoint)."
+            )
+        if self.noted is not None:
+            self.noted.append((extension, parameter, value))
+        if extension.is_deferred:
+            self.deferred.setdefault(extension, {})[parameter] = value
+        else:
+            setattr(parameter, extension.savefield, value)
+
+    def is_last(self, parameter: Tensor, seen: int, uses: int) -> bool:
+        """Whether autograd has visited all uses that it gets to.
+
+        ``backward(inputs=...)`` gets to all uses of the parameters in ``inputs``. Of another
+        parameter it may get to some uses only; such a parameter gets no result.
+        """
+        if seen == uses:
+            self._in_part.discard(id(parameter))
+            return True
+        if not _torch.will_get_gradient(parameter):
+            self._in_part.add(id(parameter))
+            return False
+        return seen + self.look_ahead()[id(parameter)] == uses
+
+    def waits_for(self, parameter: Tensor) -> list[int]:
+        """The lanes in which a parameter waits for uses; none if autograd reaches it in part."""
+        if id(parameter) in self._in_part:
+            return []
+        return [lane for lane, number in self._pending if number == id(parameter)]
+
+    def end(self, view: View, parameter: Tensor) -> None:
+        """Read a parameter that still waits: an operation may send nothing to its last use.
+
+        Args:
+            view: The view of the last use; calls that were visited before have been freed.
+            parameter: The parameter.
+        """
+        for lane in self.waits_for(parameter):
+            group, _, uses = self._pending.pop((lane, id(parameter)))
+            held = (tensor for use in uses[1] for tensor, _ in use.held())
+            visible_memory(view).update(_torch.memories_of(held))
+            self.complete(group, view, [uses])
+
+    def see_end(self) -> None:
+        """Raise if a reading is left, of a parameter that autograd reaches as a whole.
+
+        Raises:
+            InternalError: A further use was expected and not visited.
+        """
+        left = {number for _, number in (*self._pending, *self.partial)} - self._in_part
+        if left:
+            use = self.survey.uses[min(left)]
+            raise InternalError(
+                f"What was found at {use.name!r} of {use.call.path} waits for another use, which "
+                "the backward pass did not get to."
+            )
+
+    def look_ahead(self) -> Counter[int]:
+        """How many uses of each parameter autograd will not get to, by ``id``."""
+        survey = self.survey
+        if self._missing[0] != len(survey.sites):
+            sites = survey.sites.values()
+            calls = [s.call for s in sites if not (s.call.is_released or _is_reached(s))]
+            uses = Counter(id(use.parameter) for call in calls for use in survey.trained[call])
+            self._missing = len(survey.sites), uses
+        return self._missing[1]
+
+    @property
+    def new(self) -> Mapping[int, object]:  # type: ignore[override]
+        """Parameters with results of this pass or of those around it, by ``id``."""
+        return ChainMap(self._owners, {**self._outside})
+
+    @property
+    def stored(self) -> set[int]:
+        """Parameters with results of this pass, by ``id``."""
+        return {key for key, owner in self._owners.items() if owner is self._token}
+
+
+def _combined(partial: Values, key: tuple[Extension, int], value: Any) -> Any:
+    """A value combined with that of earlier chunks; ``None`` if either was left out."""
+    if key not in partial:
+        return value
+    before = partial.pop(key)
+    return None if before is None or value is None else key[0].combine(before, value)
+
+
+def _is_reached(site: Site) -> bool:
+    """Whether autograd will get to a site; one at a leaf stands for a parameter."""
+    if is_leaf(site.edge.node):
+        return _torch.will_get_gradient(site.edge.node.variable)  # type: ignore[attr-defined]
+    return _torch.will_execute(site.edge.node)
