@@ -44,6 +44,7 @@ EXTENSIONS: dict[str, Callable[[], Any]] = {
 EXTENSIONS |= {
     "some": lambda: BatchGrad(subsampling=[2, 0]),
     "clipped": lambda: known.ClippedSumGrad(0.1, "per_layer"),
+    "projected": lambda: known.ProjectedGrad(5),
 }
 PASSES = 10
 

@@ -116,6 +116,8 @@ def _has_loose_settings(extension: Any) -> bool:
 def _is_setting(value: Any) -> bool:
     if isinstance(value, (tuple, frozenset)):
         return all(map(_is_setting, value))
+    if getattr(getattr(value, "__dataclass_params__", None), "frozen", False):
+        return all(map(_is_setting, vars(value).values()))
     return is_plain(value) or isinstance(value, (Propagator, Operation))
 
 
