@@ -8,7 +8,7 @@ library that knows operations provides another by the hook ``backpack_operation`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
@@ -23,7 +23,7 @@ from backpack_core.record.call import Call, CallCaches, Edge, Site
 from backpack_core.record.run import Place, Run
 
 if TYPE_CHECKING:  # these files import this one
-    from backpack_core.engine.backward import BackwardPass
+    from backpack_core.engine.backward import Arguments, BackwardPass
     from backpack_core.engine.schedule import Schedule
     from backpack_core.engine.sink import Sink
     from backpack_core.engine.traversal import Traversal
@@ -37,9 +37,13 @@ class Between(ABC, Generic[S]):
     Attributes:
         context: What was asked for.
         survey: What is known about the graph.
+        schedule: Where quantities wait in autograd's order, of an object of this class and groups.
+        sink: Where results go, of a survey.
     """
 
     survey: S
+    schedule: Callable[[Any, Sequence[Group]], Schedule]
+    sink: Callable[[Any], Sink]
 
     def __init__(self, context: Context) -> None:
         """Begin a pass; nothing is known about its graph."""
@@ -67,6 +71,19 @@ class Between(ABC, Generic[S]):
     @staticmethod
     def note_view(call: Call, index: int, output: Tensor, base: Tensor) -> None:
         """Note that a call has returned a view of a tensor that its module made."""
+
+    @staticmethod
+    @abstractmethod
+    def pass_inside(
+        context: Context, edge: Edge | None, arguments: Arguments | None
+    ) -> BackwardPass:
+        """Begin a pass inside of another, or one whose call of ``backward()`` was not seen.
+
+        Args:
+            context: What was asked for.
+            edge: Where the pass was first seen, if its call was not.
+            arguments: What ``backward()`` was called with, if the call was seen.
+        """
 
     # Before anything is computed ------------------------------------------------------------------
 
@@ -145,20 +162,6 @@ class Between(ABC, Generic[S]):
         return
 
     # Visits ---------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def schedule(self, groups: Sequence[Group]) -> Schedule:
-        """Where quantities of some groups wait, in autograd's order."""
-
-    @abstractmethod
-    def sink(self, outer: Sink | None, is_part: bool) -> Sink:
-        """Where results go.
-
-        Args:
-            outer: That of the pass that this one was begun inside of.
-            is_part: Whether this pass belongs to that one. Otherwise, parameters that the outer one
-                has stored results on are left alone.
-        """
 
     @abstractmethod
     def traversal(self, schedule: Schedule, sink: Sink, kept: CallCaches) -> Traversal:

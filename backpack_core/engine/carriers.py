@@ -1,15 +1,13 @@
-"""A layer rule as the carrier of a call, and values of carriers that replace a rule."""
+"""What the engine asks at a call: of the layer rule, and of extensions where it knows nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from backpack_core import errors
-from backpack_core._torch import class_of
 from backpack_core.contract.bases import is_of_base
-from backpack_core.contract.carrier import Carrier, ParameterResult
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.reading import Reading
@@ -21,8 +19,10 @@ from backpack_core.record.storage import storage
 from backpack_core.record.view import View
 
 
-class RuleCarrier(Carrier):
+class RuleCarrier:
     """The layer rules as carriers; one object answers for all calls of a group."""
+
+    gives_values = False
 
     def __init__(self, group: Group, survey: Survey) -> None:
         self._propagator = self.speaker = group.propagator
@@ -90,28 +90,6 @@ class RuleCarrier(Carrier):
             f"{type(self._propagator).__name__}.{method} returned {found!r:.200} at "
             f"{view.path}, expected {expected}."
         )
-
-
-def values_of(
-    carrier: Carrier, survey: Survey, view: View, trained: Sequence[Trained], quantity: Any
-) -> Iterator[ParameterResult]:
-    """The results of a carrier that gives values instead of readings.
-
-    Raises:
-        UnsupportedError: A parameter has other uses, which such a value would miss.
-    """
-    for found in carrier.find(view, (*trained, *survey.freed.get(view.call, ())), quantity):
-        number = id(found.parameter)
-        use, is_computed = survey.uses[number], found.name in view.stored.computed
-        is_shared = (use.unruled or use.count) > 1
-        if is_computed or is_shared or number in (survey.outside if use.unruled else survey.bare):
-            what = "computed from others (parametrized)" if is_computed else "used more than once"
-            raise errors.UnsupportedError(
-                f"The parameter {found.name!r} of {view.path} is {what}, which a carrier for "
-                f"{class_of(view.call.module).__name__} cannot account for. Write a layer rule "
-                "instead, or leave the carrier out."
-            )
-        yield found
 
 
 def _at_leaf(reading: Reading, own: Trained) -> Reading:

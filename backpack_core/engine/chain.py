@@ -14,7 +14,6 @@ from typing import Any
 from backpack_core._torch import Node, has_memory
 from backpack_core.engine.active import Context
 from backpack_core.engine.between import Between
-from backpack_core.engine.groups import Group
 from backpack_core.engine.losses import nothing_arrived
 from backpack_core.engine.schedule import Schedule
 from backpack_core.engine.sink import Sink
@@ -65,6 +64,8 @@ def mixing(what: str, further: str = "") -> BackpackError:
 class Chain(Between[Survey]):
     """A chain of modules with rules."""
 
+    schedule, sink = Schedule, Sink
+
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.survey = Survey()
@@ -79,6 +80,18 @@ class Chain(Between[Survey]):
             MissingPluginError: Always.
         """
         raise needs_operations("backpack(samples=...) says which rows belong to which sample")
+
+    @staticmethod
+    def pass_inside(context: Context, edge: Any, arguments: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            MissingPluginError: Always.
+        """
+        raise needs_operations(
+            "A backward pass began inside of another (in a hook, or in a re-entrant checkpoint), "
+            "or not by backward()"
+        )
 
     def look_behind(self, edges: list[Edge]) -> None:
         """Walk from call to call."""
@@ -190,16 +203,10 @@ class Chain(Between[Survey]):
                 if not site.call.rule.is_loss:
                     raise nothing_arrived(View(site.call, site.index), name)
 
-    def schedule(self, groups: Sequence[Group]) -> Schedule:
-        """Core's own, where quantities wait at calls only."""
-        return Schedule(self, groups)
-
-    def sink(self, outer: Sink | None, is_part: bool) -> Sink:
-        """Core's own, which stores at once what was read."""
-        return Sink(self.survey)
-
     def traversal(self, schedule: Schedule, sink: Sink, kept: CallCaches) -> Traversal:
         """Core's own, which sends all columns at once."""
+        if any(group.has_overrides for group in schedule.groups):
+            raise needs_operations("An extension has carriers, which replace layer rules")
         return Traversal(schedule, sink)
 
     def leave(self, schedule: Schedule, lane: int, edge: Edge, wide: Any, own: Any) -> None:

@@ -237,3 +237,28 @@ def test_columns_go_at_once_where_nobody_sends_chunks(request: pytest.FixtureReq
             request.getfixturevalue("alone")
     for in_chunks, at_once in zip(*found, strict=True):
         torch.testing.assert_close(in_chunks, at_once)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_pass_inside_of_another_asks_for_the_library() -> None:
+    model = extend(nn.Linear(3, 2))
+    loss, inner = model(torch.rand(5, 3)).sum(), model(torch.rand(5, 3)).sum()
+    loss.register_hook(lambda _: inner.backward())
+    with pytest.raises(MissingPluginError, match="inside of another"), backpack(BatchGrad()):
+        loss.backward()
+
+
+@pytest.mark.usefixtures("alone")
+def test_modules_are_shown_where_no_quantity_is_asked_for() -> None:
+    model, seen = extend(nn.Sequential(nn.Linear(3, 2), nn.Tanh())), list[nn.Module]()
+    with backpack(extension_hook=seen.append):
+        model(torch.rand(5, 3)).sum().backward()
+    assert seen == [model[1], model[0]]
+
+
+@pytest.mark.usefixtures("alone")
+def test_carriers_ask_for_the_library() -> None:
+    extension, model = BatchGrad(), extend(nn.Linear(3, 2))
+    extension.carriers[nn.Conv2d] = lambda *_: None
+    with pytest.raises(MissingPluginError, match="carriers"), backpack(extension):
+        model(torch.rand(5, 3)).sum().backward()

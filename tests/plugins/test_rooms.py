@@ -80,10 +80,10 @@ OPEN = {
         "affine apart column_propagator columns contractions derivatives elementwise extensions "
         "factors fingerprint lookup loss merging multiply operations owned parametric product "
         "recycled rows scale substitutes transposition tuning values",
-        "regrouping",
+        "overrides regrouping",
     ),
     "backpack_operations": (
-        "alignment bare bridge fused nodes operands order own_pass",
+        "alignment bare bridge carrier fused nodes operands order own_pass",
         "_torch apart batch own_order owners paths received refusals survey",
     ),
     "backpack_checks": ("", "_torch trust"),

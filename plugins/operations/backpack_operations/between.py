@@ -16,8 +16,6 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.active import Context
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.between import Between
-from backpack_core.engine.groups import Group
-from backpack_core.engine.sink import Sink
 from backpack_core.plan.structure import OVERWRITTEN, Structure, Unplanned
 from backpack_core.record.call import Call, CallCaches, Edge, Site
 from backpack_core.record.run import Run
@@ -26,6 +24,7 @@ from backpack_operations._torch import CopyNode
 from backpack_operations.aligning import align
 from backpack_operations.bare import add_leaves
 from backpack_operations.crossings import Crossings
+from backpack_operations.inner_pass import pass_inside
 from backpack_operations.late import refuse_late_uses, refuse_unmet
 from backpack_operations.own_order import Chunks
 from backpack_operations.owners import Owners, owners_of_losses
@@ -89,6 +88,8 @@ class Operations(Between[GraphSurvey]):
     run_of = staticmethod(run_of)
     is_parameter = staticmethod(is_parameter)
     note_view = staticmethod(record_at_base)
+    pass_inside = staticmethod(pass_inside)
+    schedule, sink = HookSchedule, GraphSink
 
     # Before anything is computed ------------------------------------------------------------------
 
@@ -209,20 +210,11 @@ class Operations(Between[GraphSurvey]):
 
     # Visits ---------------------------------------------------------------------------------------
 
-    def schedule(self, groups: Sequence[Group]) -> HookSchedule:
-        """One in which quantities wait at operations, too."""
-        return HookSchedule(self, groups, self.context.passes)
-
-    def sink(self, outer: Sink | None, is_part: bool) -> GraphSink:
-        """One in which readings of a parameter wait for its other uses."""
-        assert outer is None or isinstance(outer, GraphSink)
-        self._sink = GraphSink(self.survey, outer, is_part)
-        return self._sink
-
-    def traversal(self, schedule: Any, sink: Sink, kept: CallCaches) -> StraightTraversal:
+    def traversal(self, schedule: Any, sink: Any, kept: CallCaches) -> StraightTraversal:
         """The visits, which send columns in chunks if they do not fit into memory."""
-        kind = StraightTraversal if self.survey.is_straight else GraphTraversal
-        schedule.chunks = Chunks(self, schedule.groups, kept, self._sink.partial, kind)
+        is_straight = self.survey.is_straight and not any(g.has_overrides for g in schedule.groups)
+        kind = StraightTraversal if is_straight else GraphTraversal
+        schedule.chunks = Chunks(self, schedule.groups, kept, sink.partial, kind)
         return kind(schedule, sink)
 
     @property
@@ -251,7 +243,7 @@ class Operations(Between[GraphSurvey]):
         survey, schedule = self.survey, run.schedule
         assert isinstance(schedule, HookSchedule)
         if not self._is_first:
-            refuse_late_uses(survey, self._sink.stored)
+            refuse_late_uses(survey, run.sink.stored)
         starts, leaves, viewed = self._with_hooks
         survey.alignment.note_later(run.is_announced)
         supply = any(type(p).supply is not Propagator.supply for p in self.context.propagators)
@@ -285,7 +277,7 @@ class Operations(Between[GraphSurvey]):
         if key not in survey.sites and run.is_announced and self.context.propagators:
             refuse_unmet(site.call, self.context.extensions[0])
         if survey.leaves:  # which uses autograd does not reach is only known during its pass
-            self._sink.look_ahead()
+            run.sink.look_ahead()
         if not (survey.at_base and key in survey.at_base and key in survey.sites):
             if survey.viewed and (node, output_nr) in survey.viewed:
                 self.visit_views(run, node, {output_nr: grads[output_nr]})
@@ -303,7 +295,7 @@ class Operations(Between[GraphSurvey]):
                 if grad is not None:
                     grad = look_through(layout, grad.unsqueeze(0)).squeeze(0)
                 if self.survey.leaves:
-                    self._sink.look_ahead()
+                    run.sink.look_ahead()
                 run.visit(site, grad, None)
 
     def visit_leaf(
@@ -315,11 +307,11 @@ class Operations(Between[GraphSurvey]):
             return
         (own,) = self.survey.trained[site.call]
         sent = cast("NodeSchedule", run.schedule).waiting_at(site)
-        if sent or self._sink.waits_for(own.parameter):
+        if sent or run.sink.waits_for(own.parameter):
             view = run.view(site, gradient)
             for lane in sent:
                 run.traversal.visit(lane, site, view)
-            self._sink.end(view, own.parameter)  # nothing else is sent to it
+            run.sink.end(view, own.parameter)  # nothing else is sent to it
             run.visiting = None
             self._visited_modules[site.call.module] = None
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.contract.carrier import Carrier
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.carriers import RuleCarrier
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
@@ -22,15 +21,16 @@ from backpack_core.engine.sink import Sink
 from backpack_core.engine.traversal import Visit
 from backpack_core.errors import InternalError, OverwrittenInputError, SampleMixingError
 from backpack_core.graph.parameters import Trained
-from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge, Site
 from backpack_core.record.view import View
 from backpack_operations.bare import BareRule
+from backpack_operations.carrier import carrier_of, values_of
 from backpack_operations.inside import Later, read_here
 from backpack_operations.owners import owners_at
 from backpack_operations.straight import StraightTraversal
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.viewed import below, look_back, look_through
+from backpack_products.overrides import override
 
 
 class GraphTraversal(StraightTraversal):
@@ -132,30 +132,35 @@ class GraphTraversal(StraightTraversal):
         if self.inside:
             raise InternalError("A parameter inside of a module was left unread.")
 
-    def carrier(self, lane: int, view: View) -> Carrier:
+    def carrier(self, lane: int, view: View) -> Any:
         """The carrier of a call: no override for a parameter that operations use.
 
         Raises:
             BackpackError: An override would answer for a call with samples elsewhere.
         """
-        group = self.groups[lane]
-        if group.has_overrides and isinstance(view.call.rule, BareRule):
+        group, is_leaf = self.groups[lane], isinstance(view.call.rule, BareRule)
+        if not group.has_overrides:
+            return super().carrier(lane, view)
+        carrier = None if is_leaf else carrier_of(group, view.call.module)
+        if carrier is None:
             return RuleCarrier(group, self.survey)
-        carrier = super().carrier(lane, view)
-        fault = self._alignment.faults.get((view.call, view.index)) if group.has_overrides else None
-        if fault is not None and not isinstance(carrier, RuleCarrier):
+        if fault := self._alignment.faults.get((view.call, view.index)):
             raise fault
         return carrier
 
     def read(
-        self, lane: int, view: View, carrier: Carrier, quantity: Any, trained: Sequence[Trained]
+        self, lane: int, view: View, carrier: Any, quantity: Any, trained: Sequence[Trained]
     ) -> None:
         """Read parameters, from columns of each sample apart if rows are in no order."""
         group = self.groups[lane]
         is_leaf = group.has_overrides and isinstance(view.call.rule, BareRule)
-        if is_leaf and registry.override(group.extensions[0], view.call.module) is not None:
+        if is_leaf and override(group.extensions[0], view.call.module) is not None:
             return  # the override answered for the parameter when the module was visited
-        if self._alignment.owned and trained and not carrier.gives_values:
+        if carrier.gives_values:
+            for found in values_of(carrier, self.survey, view, trained, quantity):
+                self.sink.store(group.extensions[0], found.parameter, found.value)
+            return
+        if self._alignment.owned and trained:
             quantity = self._of_samples(view, group.propagator, quantity)
         super().read(lane, view, carrier, quantity, trained)
 
