@@ -20,7 +20,9 @@ from backpack_core.engine.groups import Group
 from backpack_core.graph.survey import Survey
 from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Call, CallCaches, Edge, Site
+from backpack_core.record.execution import Execution
 from backpack_core.record.run import Place, Run
+from backpack_core.record.state import Traits
 
 if TYPE_CHECKING:  # these files import this one
     from backpack_core.engine.backward import Arguments, BackwardPass
@@ -71,6 +73,22 @@ class Between(ABC, Generic[S]):
     @staticmethod
     def note_view(call: Call, index: int, output: Tensor, base: Tensor) -> None:
         """Note that a call has returned a view of a tensor that its module made."""
+
+    @staticmethod
+    def record(module: Module, traits: Traits, args: Any, result: Any, execution: Execution) -> Any:
+        """Record a call that does not make one new tensor of others. Default: none is recorded.
+
+        Args:
+            module: The module.
+            traits: What all of its calls have in common.
+            args: Its positional arguments.
+            result: What it returned.
+            execution: What was known before it ran.
+
+        Returns:
+            What replaces the result; ``None`` for nothing.
+        """
+        return None
 
     @staticmethod
     @abstractmethod

@@ -163,8 +163,8 @@ OTHERS = {
     "penalty": (_penalty, "'Pow' uses a parameter of shape .2, 3."),
     "handed over": (_handed_over, "functional_call"),
     "rows": (
-        _own(lambda: nn.Sequential(nn.Linear(3, 2), nn.Flatten(0))),
-        "received 5 rows and returned",
+        lambda: extend(nn.EmbeddingBag(7, 2))(torch.arange(6), torch.tensor([0, 2])).sum(),
+        "received 6 rows and returned",
     ),
 }
 
@@ -261,4 +261,35 @@ def test_carriers_ask_for_the_library() -> None:
     extension, model = BatchGrad(), extend(nn.Linear(3, 2))
     extension.carriers[nn.Conv2d] = lambda *_: None
     with pytest.raises(MissingPluginError, match="carriers"), backpack(extension):
+        model(torch.rand(5, 3)).sum().backward()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("module", [nn.Unflatten(1, (1, 4)), nn.ReLU(inplace=True)], ids=repr)
+def test_a_module_that_returns_no_new_tensor_asks_for_the_library(module: nn.Module) -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 4), module, nn.Linear(4, 2)))
+    with pytest.raises(MissingPluginError, match="pip install backpack-operations"):
+        _passed(model)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_module_that_returns_its_input_is_none() -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 4), nn.Identity(), nn.Flatten(), nn.Linear(4, 2)))
+    _passed(model)
+    for parameter in model.parameters():
+        torch.testing.assert_close(parameter.grad_batch.sum(0), parameter.grad)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_layer_that_is_a_function_of_the_last_output_is_refused() -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 4), nn.GRU(4, 2)))
+    with (
+        pytest.raises(MissingPluginError, match="uses a parameter of shape"),
+        backpack(BatchGrad()),
+    ):
+        model(torch.rand(5, 3))[0].sum().backward()
+
+
+def _passed(model: nn.Module) -> None:
+    with backpack(BatchGrad()):
         model(torch.rand(5, 3)).sum().backward()

@@ -37,6 +37,7 @@ from backpack_operations.planned import (
     inside_of,
 )
 from backpack_operations.received import ModelRun, Rows, relations, rows_of, run_of, span_of
+from backpack_operations.recording import record
 from backpack_operations.schedule import HookSchedule, NodeSchedule, when_reached
 from backpack_operations.sink import GraphSink
 from backpack_operations.straight import StraightTraversal
@@ -89,6 +90,7 @@ class Operations(Between[GraphSurvey]):
     is_parameter = staticmethod(is_parameter)
     note_view = staticmethod(record_at_base)
     pass_inside = staticmethod(pass_inside)
+    record = staticmethod(record)
     schedule, sink = HookSchedule, GraphSink
 
     # Before anything is computed ------------------------------------------------------------------
