@@ -8,7 +8,7 @@ library that knows operations provides another by the hook ``backpack_operation`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
@@ -53,11 +53,20 @@ class Between(ABC, Generic[S]):
 
     @staticmethod
     @abstractmethod
-    def told(samples: Any) -> Any:
-        """Check the argument of ``backpack(samples=...)``; the context keeps what is returned.
+    def said(samples: Any, beside: Any) -> tuple[Any, frozenset[tuple[Node, int]]]:
+        """Check these arguments of ``backpack(...)``, and return what the context keeps of them.
 
         Raises:
-            UsageError: It does not say which rows belong to which sample.
+            UsageError: They do not say which rows belong to which sample, or name no terms.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def axes_of(module: Module, given: int | Mapping[str, int]) -> dict[str, int]:
+        """The argument of ``extend(batch_axis=...)`` by path of a module; called unless it is 0.
+
+        Raises:
+            UsageError: It names no axis, or no part of the model.
         """
 
     @staticmethod

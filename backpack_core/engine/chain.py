@@ -25,7 +25,6 @@ from backpack_core.plugins.loading import missing
 from backpack_core.plugins.manager import hooks
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, CallCaches, Edge, Site, has_call, site_at
-from backpack_core.record.owner import OWNER_ATTRIBUTE
 from backpack_core.record.run import NO_RUN
 from backpack_core.record.view import View
 
@@ -73,13 +72,24 @@ class Chain(Between[Survey]):
         self._mixing: list[BackpackError] = []
 
     @staticmethod
-    def told(samples: Any) -> Any:
+    def said(samples: Any, beside: Any) -> Any:
         """Refuse.
 
         Raises:
             MissingPluginError: Always.
         """
-        raise needs_operations("backpack(samples=...) says which rows belong to which sample")
+        what = "samples=...) says which rows belong to which sample"
+        what = "beside=[...]) leaves out a part of the graph" if samples is None else what
+        raise needs_operations(f"backpack({what}")
+
+    @staticmethod
+    def axes_of(module: Any, given: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            MissingPluginError: Always.
+        """
+        raise needs_operations(f"extend(batch_axis={given!r}) has samples on another axis than 0")
 
     @staticmethod
     def pass_inside(context: Context, edge: Any, arguments: Any) -> Any:
@@ -95,8 +105,6 @@ class Chain(Between[Survey]):
 
     def look_behind(self, edges: list[Edge]) -> None:
         """Walk from call to call."""
-        if self.context.beside:
-            raise needs_operations("backpack(beside=[...]) leaves out a part of the graph")
         todo = self._below(edges)
         while todo:
             site = todo.pop()
@@ -165,7 +173,7 @@ class Chain(Between[Survey]):
             return "changed a view in place" if call.is_rewired else "has modules inside"
         if not call.edges or not all(map(has_memory, (*stored.inputs, *stored.outputs))):
             return "received no tensor, or a nested or sparse one"
-        if rule.batch_axis(View(call, index), index) or _is_declared(call):
+        if rule.batch_axis(View(call, index), index):
             return "has its samples on another axis than the first"
         rows = stored.inputs[0].shape[:1].numel() if stored.inputs[0].dim() else 0
         returned = stored.outputs[index].shape[:1]
@@ -218,9 +226,3 @@ class Chain(Between[Survey]):
         raise needs_operations(
             f"A quantity came to the operation {described(edge.node)!r}{self._after(edge.node)}"
         )
-
-
-def _is_declared(call: Call) -> bool:
-    """Whether ``extend`` was given a ``batch_axis``."""
-    owner = call.module.__dict__.get(OWNER_ATTRIBUTE)
-    return bool(owner is not None and owner.axes and not call.rule.is_loss)

@@ -158,7 +158,6 @@ OTHERS = {
         r"operation 'Exp' made of the output of Linear 'first'",
     ),
     "no rule": (_own(Unruled), "Unruled has no layer rule"),
-    "axis": (_own(lambda: nn.Linear(3, 2), batch_axis=1), "another axis"),
     "computed": (_own(lambda: weight_norm(nn.Linear(3, 2))), "computed"),
     "penalty": (_penalty, "'Pow' uses a parameter of shape .2, 3."),
     "handed over": (_handed_over, "functional_call"),
@@ -186,6 +185,8 @@ def test_what_users_say_asks_for_the_library() -> None:
     model = extend(nn.Linear(3, 2))
     with pytest.raises(MissingPluginError, match=r"samples=.*pip install backpack-operations"):
         backpack(BatchGrad(), samples=torch.tensor([0, 0, 1]))
+    with pytest.raises(MissingPluginError, match=r"batch_axis=1.*pip install backpack-operations"):
+        extend(model, batch_axis=1)
     term = model.weight.sum()
     with (
         pytest.raises(MissingPluginError, match=r"beside=.*pip install backpack-operations"),

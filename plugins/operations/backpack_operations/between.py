@@ -22,6 +22,7 @@ from backpack_core.record.run import Run
 from backpack_operations import nodes, refusals
 from backpack_operations._torch import CopyNode
 from backpack_operations.aligning import align
+from backpack_operations.arguments import axes_of, said
 from backpack_operations.bare import add_leaves
 from backpack_operations.crossings import Crossings
 from backpack_operations.inner_pass import pass_inside
@@ -44,7 +45,6 @@ from backpack_operations.straight import StraightTraversal
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_behind
 from backpack_operations.terms import refuse_other_terms, refuse_unknown_normaliser
-from backpack_operations.told import told
 from backpack_operations.unruled import ask_without_rule
 from backpack_operations.viewed import look_through, record_at_base
 from backpack_operations.visits import GraphTraversal
@@ -85,7 +85,7 @@ class Operations(Between[GraphSurvey]):
         self._visited_views: set[Call] = set()
         self._visited_modules: dict[Module, None] = {}
 
-    told = staticmethod(told)
+    said, axes_of = staticmethod(said), staticmethod(axes_of)
     run_of = staticmethod(run_of)
     is_parameter = staticmethod(is_parameter)
     note_view = staticmethod(record_at_base)
