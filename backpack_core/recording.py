@@ -10,8 +10,7 @@ pickled.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -173,7 +172,7 @@ def make_call(
     if traits.is_whole and not module._modules:
         (owned, parameters), computed = tensors_of(module), NOTHING
     else:
-        owned, parameters, computed = _tensors(module, resolved, of)
+        owned, parameters, computed = storage().tensors(module, resolved, of)
     detached = tuple(map(Tensor.detach, outputs))
     counts, frozen = versions_and_frozen(detached, owned)
     before = received.versions
@@ -214,32 +213,3 @@ def attach(call: Call, index: int, output: Tensor, node: Any, base: Tensor | Non
     hook.hooks = weakref.ref(hook_first(output, node, hook))
     if base is not None:
         between().note_view(call, index, output, base)
-
-
-def _tensors(
-    module: Module, resolved: Resolved, execution: Execution
-) -> tuple[dict[str, Tensor | None], int | tuple[str, ...], Mapping[str, tuple[Tensor, ...]]]:
-    """The tensors of a module that has submodules or computed parameters.
-
-    Returns:
-        The tensors by name; which are parameters, or how many of the first; and for each computed
-        parameter the leaf tensors that it comes from.
-    """
-    if resolved.is_fallback:
-        names = parametrizations_of(module) and [n for n, _ in module.named_parameters()]
-        inside = tuple(name for name in names if name.startswith("parametrizations."))
-        return *tensors_of(module, inside), NOTHING
-    owned, count = tensors_of(module, _nested(resolved.params))
-    sources = storage().computed(module, resolved.params, execution)
-    computed = {name: leaves for name, (_, leaves) in sources.items()}
-    of_others = {id(leaf) for leaves in computed.values() for leaf in leaves}
-    parameters = tuple(owned)[:count]
-    owned.update((name, tensor) for name, (tensor, _) in sources.items())
-    used_directly = [name for name in parameters if id(owned[name]) not in of_others]
-    return owned, (*used_directly, *computed), computed
-
-
-@cache
-def _nested(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The parameters that belong to submodules."""
-    return tuple(name for name in names if "." in name)

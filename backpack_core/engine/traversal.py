@@ -63,7 +63,7 @@ class Traversal:
         propagator = group.propagator
         try:
             if view.positions and propagator.subsampling is not None:
-                view = view.of_samples(propagator.subsampling)
+                view = self.chosen(view, propagator.subsampling)
             carrier = self._carriers.get(lane) or self.carrier(lane, view)
             this = Visit(lane, site, view, carrier, self.schedule.take(lane, site))
             quantity = self.arrive(this)
@@ -79,6 +79,10 @@ class Traversal:
         except Exception as error:
             place(error, view, group.first)
             raise
+
+    def chosen(self, view: View, samples: Sequence[int]) -> View:
+        """The view of the samples that take part."""
+        return view.subsample(samples)
 
     def arrive(self, visit: Visit) -> Any:
         """The quantity at the call's output, from what arrived there."""

@@ -285,12 +285,13 @@ class View:
         if indices is None:
             return self
         size = self.batch_size
-        self._require_within(indices, size)
+        self.require_within(indices, size)
         # A subsample of a subsample: indices count what this view shows.
         shown = range(size) if self.indices is None else self.indices
-        return self._picked(tuple(shown[i] for i in indices))
+        return self.picked(tuple(shown[i] for i in indices))
 
-    def _picked(self, indices: tuple[int, ...]) -> View:
+    def picked(self, indices: tuple[int, ...]) -> View:
+        """The call with some entries of axis 0 only, counted in the whole."""
         view = copy(self)
         view.call_cache, view._tensors, view._columns, view._whole = {}, {}, [], self.full
         view.indices = indices
@@ -299,33 +300,8 @@ class View:
         view.grad_output = None if whole is None else view._cut(whole)
         return view
 
-    def of_samples(self, samples: Sequence[int] | None) -> View:
-        """The same call with some samples only, each with all of its entries of axis 0.
-
-        Args:
-            samples: Indices of samples of the whole call, whichever are shown, which may be
-                repeated; ``None`` for those that are shown.
-
-        Raises:
-            UsageError: An index is out of range.
-        """
-        if samples is None:
-            return self
-        whole = self.full
-        if whole.positions == 1 and whole.samples in (0, whole.batch_size):
-            return whole.subsample(samples)  # each entry of axis 0 is a sample
-        whole._require_within(samples, whole.samples)
-        owners = whole.owners
-        if owners is None:
-            owners = torch.arange(whole.samples, device="cpu").repeat_interleave(whole.positions)
-        entries = [(owners == n % whole.samples).nonzero().flatten() for n in samples]
-        view = whole._picked(tuple(torch.cat(entries).tolist()))
-        view.owners = torch.arange(len(samples), device="cpu").repeat_interleave(
-            torch.tensor([*map(len, entries)], device="cpu")
-        )
-        return view
-
-    def _require_within(self, indices: Sequence[int], size: int) -> None:
+    def require_within(self, indices: Sequence[int], size: int) -> None:
+        """Raise :class:`UsageError` unless each index names one of ``size`` samples."""
         bad = [i for i in indices if not -size <= i < size]
         if bad:
             raise UsageError(

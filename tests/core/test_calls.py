@@ -15,6 +15,7 @@ from backpack_core.errors import OverwrittenInputError, ReleasedIOError, UsageEr
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from backpack_core.record.call import Call, edge_of, live_calls
 from backpack_core.record.state import settings_of
+from backpack_operations.chosen import of_samples
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_behind
 from tests.cases import Net, classification
@@ -268,13 +269,13 @@ def test_samples_are_counted_in_the_whole_call(positions: int, chosen: list[int]
     (call,) = _calls_behind(module(torch.randn(4 * positions, 3)))
     view = View(call, positions=positions, samples=4)
     rows = view.input.reshape(4, positions, 3)
-    some = view.of_samples(chosen)
+    some = of_samples(view, chosen)
     assert torch.equal(some.input, rows[chosen].flatten(0, 1))
-    again = some.of_samples([1, 3])
+    again = of_samples(some, [1, 3])
     assert torch.equal(again.input, rows[[1, 3]].flatten(0, 1))
     assert again.full is view
     with pytest.raises(UsageError, match=r"sample 4, but Linear saw a batch of 4"):
-        some.of_samples([4])
+        of_samples(some, [4])
 
 
 def test_overwritten_input_and_output() -> None:

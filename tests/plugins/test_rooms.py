@@ -83,7 +83,7 @@ OPEN = {
         "overrides regrouping",
     ),
     "backpack_operations": (
-        "alignment bare bridge carrier fused nodes operands order own_pass",
+        "alignment bare bridge carrier chosen fused nodes operands order own_pass",
         "_torch apart batch own_order owners paths received refusals survey",
     ),
     "backpack_checks": ("", "_torch trust"),
