@@ -215,6 +215,8 @@ class Chain(Between[Survey]):
         """Core's own, which sends all columns at once."""
         if any(group.has_overrides for group in schedule.groups):
             raise needs_operations("An extension has carriers, which replace layer rules")
+        if any(group.propagator.subsampling is not None for group in schedule.groups):
+            raise needs_operations("subsampling=... chooses samples")
         return Traversal(schedule, sink)
 
     def leave(self, schedule: Schedule, lane: int, edge: Edge, wide: Any, own: Any) -> None:

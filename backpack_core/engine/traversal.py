@@ -81,8 +81,8 @@ class Traversal:
             raise
 
     def chosen(self, view: View, samples: Sequence[int]) -> View:
-        """The view of the samples that take part."""
-        return view.subsample(samples)
+        """The view of the samples that take part. Default: all."""
+        return view
 
     def arrive(self, visit: Visit) -> Any:
         """The quantity at the call's output, from what arrived there."""

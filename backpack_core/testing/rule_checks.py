@@ -27,6 +27,7 @@ from backpack_products import operations as ops
 from backpack_products.affine import AffineProduct
 from backpack_products.parametric import AffineRule, ParametricRule
 from backpack_products.product import SampleProduct
+from backpack_products.some_samples import subsample
 
 # Names of the parameters that a parametrised weight is computed from; a rule covers the weight.
 IS_COMPUTED = re.compile(r"(^|\.)parametrizations\.")
@@ -148,8 +149,8 @@ def _budget(size: int) -> Iterator[None]:
 
 
 def subsampled_call(run: LayerRun) -> Entries:
-    """Check the products of ``view.subsample([2, 0])``."""
-    view = run.view.subsample((2, 0))
+    """Check the products of ``subsample(view, [2, 0])``."""
+    view = subsample(run.view, (2, 0))
     run.rule.check(view)
     return products(run, view=view)
 
@@ -313,7 +314,7 @@ def jacobian_is_constant(run: LayerRun) -> Entries:
     """Check ``J_nᵀ c = J_0ᵀ c`` for all samples ``n``, at the case's input and at another."""
     column = run.columns()[:, :1]
     mat = column.expand(-1, *run.output.shape)
-    first = run.call("jac_t_mat_prod", column, view=run.view.subsample([0]))
+    first = run.call("jac_t_mat_prod", column, view=subsample(run.view, [0]))
     for where, at in (("", run), (" at another input", run_layer(run.case, _elsewhere(run.case)))):
         own = at.call("jac_t_mat_prod", mat)
         for slot, leaf in at.live.items():

@@ -18,6 +18,7 @@ from backpack_core.record.state import settings_of
 from backpack_operations.chosen import of_samples
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_behind
+from backpack_products.some_samples import subsample
 from tests.cases import Net, classification
 
 
@@ -253,13 +254,13 @@ def test_subsample_is_a_view_with_fewer_samples() -> None:
     module = extend(nn.Linear(3, 2))
     y = module(torch.randn(4, 3))
     view = View(*_calls_behind(y))
-    some = view.subsample([2, -4])
+    some = subsample(view, [2, -4])
     assert some.batch_size == 2
     assert some.full is view
     assert torch.equal(some.input, view.input[[2, 0]])
     assert torch.equal(some.output, y.detach()[[2, 0]])
     with pytest.raises(UsageError, match=r"sample 4, but Linear saw a batch of 4"):
-        view.subsample([4])
+        subsample(view, [4])
 
 
 @pytest.mark.parametrize("chosen", [[2, -4], [2, -4, 3, 3]])
@@ -287,7 +288,7 @@ def test_overwritten_input_and_output() -> None:
     with pytest.raises(OverwrittenInputError, match="its input was changed in place"):
         _ = view.input
     with pytest.raises(OverwrittenInputError, match="its input was changed"):
-        _ = view.subsample([1]).input
+        _ = subsample(view, [1]).input
     with torch.no_grad():
         y.mul_(2)
     with pytest.raises(OverwrittenInputError, match="its output was changed in place"):

@@ -294,3 +294,13 @@ def test_a_layer_that_is_a_function_of_the_last_output_is_refused() -> None:
 def _passed(model: nn.Module) -> None:
     with backpack(BatchGrad()):
         model(torch.rand(5, 3)).sum().backward()
+
+
+@pytest.mark.usefixtures("alone")
+def test_some_samples_ask_for_the_library() -> None:
+    model = extend(nn.Linear(3, 2))
+    with (
+        pytest.raises(MissingPluginError, match="subsampling"),
+        backpack(BatchGrad(subsampling=[0])),
+    ):
+        model(torch.rand(5, 3)).sum().backward()

@@ -79,7 +79,7 @@ OPEN = {
     "backpack_products": (
         "affine apart column_propagator columns contractions derivatives elementwise extensions "
         "factors fingerprint lookup loss merging multiply operations owned parametric product "
-        "recycled rows scale substitutes transposition tuning values",
+        "recycled rows scale some_samples substitutes transposition tuning values",
         "overrides regrouping",
     ),
     "backpack_operations": (
