@@ -25,7 +25,6 @@ from backpack_core.engine.attending import (
     observers_of_libraries,
     overriding,
     own_observers,
-    warn_unmeasured,
 )
 from backpack_core.engine.chain import between
 from backpack_core.engine.fields import clear, hand_over
@@ -142,7 +141,7 @@ class BackwardPass:
                 self.between.refuse_terms(self.roots, not self.is_outermost)
         survey.is_measured = False
         if context.check == "first" and not answers(self.observers, "check"):
-            warn_unmeasured(self.between)
+            self.between.warn_unmeasured()
             survey.is_measured = not survey.is_planned  # values may be looked at, all the same
         planning.make()  # of what the walk has found, and not of what observers look at besides
         for observer in self.observers:

@@ -200,10 +200,8 @@ class Between(ABC, Generic[S]):
             kept: What was computed from each call alone.
         """
 
-    @property
-    def has_operations(self) -> bool:
-        """Whether there are operations between calls. Default: no."""
-        return False
+    def warn_unmeasured(self) -> None:
+        """Warn if something ought to be measured, and no library does so. Default: nothing."""
 
     @property
     def needs_autograd(self) -> bool:

@@ -99,7 +99,6 @@ class View:
         self.dtype = (self.stored.outputs[index] if grad_output is None else grad_output).dtype
         self._module: Module | None = None
         self._tensors: dict[int, Tensor] = {}
-        self._columns: list[tuple[Any, Tensor, Any]] = []
 
     # What the module was -------------------------------------------------------------------------
 
@@ -267,16 +266,6 @@ class View:
         if cache_key not in self.call_cache:
             self.call_cache[cache_key] = compute()
         value: T = self.call_cache[cache_key]
-        return value
-
-    def once_per_columns(self, key: str, mat: Tensor, compute: Callable[[], T]) -> T:
-        """A value that depends on the call and on columns, computed once per tensor ``mat``."""
-        for cached_key, cached_mat, cached in self._columns:
-            if cached_mat is mat and cached_key == key:
-                value: T = cached
-                return value
-        value = compute()
-        self._columns = [*self._columns[-3:], (key, mat, value)]  # holds four at most
         return value
 
     def has_batch(self, tensor: Tensor) -> bool:

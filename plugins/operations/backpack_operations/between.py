@@ -16,6 +16,7 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.active import Context
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.between import Between
+from backpack_core.errors import BackpackWarning, warn_once
 from backpack_core.plan.structure import OVERWRITTEN, Structure, Unplanned
 from backpack_core.record.call import Call, CallCaches, Edge, Site
 from backpack_core.record.run import Run
@@ -219,10 +220,16 @@ class Operations(Between[GraphSurvey]):
         schedule.chunks = Chunks(self, schedule.groups, kept, sink.partial, kind)
         return kind(schedule, sink)
 
-    @property
-    def has_operations(self) -> bool:
-        """Whether operations lie between calls."""
-        return bool(self.survey.between)
+    def warn_unmeasured(self) -> None:
+        """Warn once that operations lie between modules, and no library measures their effect."""
+        if self.survey.between:
+            warn_once(
+                "unmeasured",
+                "That samples stay apart at operations between modules is not measured, as "
+                "backpack(check='first') asks: pip install backpack-checks, or write "
+                "check='never'.",
+                BackpackWarning,
+            )
 
     @property
     def needs_autograd(self) -> bool:

@@ -59,7 +59,7 @@ class SomeSamples(View):
             indices: The entries, counted in the whole call.
         """
         self.__dict__.update(view.__dict__)
-        self.call_cache, self._tensors, self._columns = {}, {}, []
+        self.call_cache, self._tensors = {}, {}
         self._whole = whole = view.full
         self.indices, self._pick = indices, _as_index(indices, self.device)
         gradient = whole.grad_output
