@@ -7,8 +7,7 @@ that was found, and the one that is expected.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -21,8 +20,8 @@ from backpack_core.record.view import View
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import Arguments, RuleCase
 from backpack_core.testing.compare import CheckFailure, Entries, agree, refuses, require, untouched
-from backpack_core.testing.layer_run import LayerRun, run_layer
-from backpack_core.tuning import memory_budget, set_memory_budget
+from backpack_core.testing.layer_run import LayerRun, run_layer, within
+from backpack_core.tuning import memory_budget
 from backpack_products import operations as ops
 from backpack_products.affine import AffineProduct
 from backpack_products.parametric import AffineRule, ParametricRule
@@ -131,21 +130,11 @@ def operations(run: LayerRun) -> Entries:
         formed = oracle.per_sample_product(run.jacobians[name], mat, run.batch_axis)
         for budget, needs in product((memory_budget(), 1), _PLANS):
             for what, (operation, definition) in _DEFINITIONS.items():
-                with _budget(budget), torch.no_grad():
+                with within(budget), torch.no_grad():
                     form = run.call("param_product", name, mat)
                     form.needs = frozenset(needs)
                     found = operation(form)
                 yield f"{what} of {name!r} within {budget} bytes", found, definition(formed)
-
-
-@contextmanager
-def _budget(size: int) -> Iterator[None]:
-    before = memory_budget()
-    set_memory_budget(size)
-    try:
-        yield
-    finally:
-        set_memory_budget(before)
 
 
 def subsampled_call(run: LayerRun) -> Entries:
