@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from backpack_core import errors
@@ -13,9 +12,7 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.reading import Reading
 from backpack_core.engine.groups import Group
 from backpack_core.graph.parameters import Trained
-from backpack_core.graph.survey import Survey
 from backpack_core.record.guards import ask
-from backpack_core.record.storage import storage
 from backpack_core.record.view import View
 
 
@@ -24,10 +21,9 @@ class RuleCarrier:
 
     gives_values = False
 
-    def __init__(self, group: Group, survey: Survey) -> None:
+    def __init__(self, group: Group) -> None:
         self._propagator = self.speaker = group.propagator
         self._needs = group.needs
-        self._survey = survey
         self._products = _asked(group.propagator, "products")
         self._propagate = _asked(group.propagator, "propagate")
 
@@ -46,30 +42,18 @@ class RuleCarrier:
         """The propagator's reading for each parameter, with module, name and rule noted on it."""
         rule, module = view.call.rule, view.call.module
         names, *_ = zip(*trained, strict=True)
-        if view.stored.computed:
-            names = tuple(dict.fromkeys(names))  # a computed parameter may have several leaves
         found = self._products(rule, view, names, quantity)
         if view.is_checked:
             is_list = isinstance(found, (list, tuple)) and len(found) == len(names)
             if not is_list or not all(isinstance(reading, Reading) for reading in found):
                 what = f"a list with a reading for each of {[*names]}"
                 raise self._wrong("products", found, view, what)
-        if view.positions > 1:
-            chosen = self._propagator.subsampling
-            count = self._survey.batch_size if chosen is None else len(chosen)
-            found = [each.of_samples(count, view.call_cache) for each in found]
         beside: dict[Any, Any] = {}
         for name, reading in zip(names, found, strict=True):
             reading.name, reading.module, reading.rule = name, module, type(rule)
             reading.call_cache, reading.column_cache = view.call_cache, beside
             reading.needs, reading.is_measured = self._needs, view.is_measured
-        if not view.stored.computed:
-            return list(found)
-        at = dict(zip(names, found, strict=True))
-        return [
-            at[own.name] if own.parameter is own.used else _at_leaf(at[own.name], own)
-            for own in trained
-        ]
+        return list(found)
 
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
         """The quantities at the inputs, by position; a loss hands its own to the first input."""
@@ -90,14 +74,6 @@ class RuleCarrier:
             f"{type(self._propagator).__name__}.{method} returned {found!r:.200} at "
             f"{view.path}, expected {expected}."
         )
-
-
-def _at_leaf(reading: Reading, own: Trained) -> Reading:
-    """The reading at a leaf, pulled back from the parameter that was computed from it."""
-    leaf, source = own.parameter, own.used
-    pull = partial(storage().pull_back, source=source, leaf=leaf)
-    found: Reading = reading.at_leaf(source, leaf, pull)
-    return found.placed_as(reading)
 
 
 def _asked(propagator: Propagator, method: str) -> Callable[..., Any]:

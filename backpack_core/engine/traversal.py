@@ -138,7 +138,7 @@ class Traversal:
 
     def carrier(self, lane: int, view: View) -> Any:
         """The object that answers for the module; core's answers for all."""
-        known = self._carriers[lane] = RuleCarrier(self.groups[lane], self.survey)
+        known = self._carriers[lane] = RuleCarrier(self.groups[lane])
         return known
 
     # Reading -------------------------------------------------------------------------------------

@@ -158,6 +158,9 @@ class Operations(Between[GraphSurvey]):
         """How rows that calls and models received lie to each other in memory."""
         if computed_substitutes():
             raise Unplanned("weights are handed over")
+        if self.context.beside or self.context.told is not None:
+            what = "beside" if self.context.beside else "samples"
+            raise Unplanned(f"{what}=... says something of this pass alone")
         received = [run.rows for run in runs if isinstance(run, ModelRun) and run.rows is not None]
         return relations([*self._rows, *(received if len(received) > 1 else ())])
 
@@ -201,8 +204,8 @@ class Operations(Between[GraphSurvey]):
         survey.between = dict.fromkeys([(node, ()) for node in structure.between])
         survey.alignment.batch_size = survey.batch_size
         if facts is None:
-            reads_inside = any(call.rule.reads_inside for call, _ in survey.sites)
-            survey.is_straight = not (survey.opened or reads_inside)
+            is_other = any(c.rule.reads_inside or c.stored.computed for c, _ in survey.sites)
+            survey.is_straight = not (survey.opened or is_other)
             return
         if facts.alignment is not None:
             facts.alignment.fill(survey, structure)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.contract.propagator import Propagator
+from backpack_core.contract.reading import Reading
 from backpack_core.engine.carriers import RuleCarrier
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Sink
@@ -22,6 +23,7 @@ from backpack_core.engine.traversal import Visit
 from backpack_core.errors import InternalError, OverwrittenInputError, SampleMixingError
 from backpack_core.graph.parameters import Trained
 from backpack_core.record.call import Edge, Site
+from backpack_core.record.storage import storage
 from backpack_core.record.view import View
 from backpack_operations.bare import BareRule
 from backpack_operations.carrier import carrier_of, values_of
@@ -143,7 +145,7 @@ class GraphTraversal(StraightTraversal):
             return super().carrier(lane, view)
         carrier = None if is_leaf else carrier_of(group, view.call.module)
         if carrier is None:
-            return RuleCarrier(group, self.survey)
+            return RuleCarrier(group)
         if fault := self._alignment.faults.get((view.call, view.index)):
             raise fault
         return carrier
@@ -162,7 +164,29 @@ class GraphTraversal(StraightTraversal):
             return
         if self._alignment.owned and trained:
             quantity = self._of_samples(view, group.propagator, quantity)
-        super().read(lane, view, carrier, quantity, trained)
+        if not trained:
+            return
+        if view.stored.computed or view.positions > 1:
+            readings = self._readings(lane, view, carrier, quantity, trained)
+        else:
+            readings = carrier.find(view, trained, quantity)
+        self.sink.note(lane, group, view, trained, readings)
+
+    def _readings(
+        self, lane: int, view: View, carrier: Any, quantity: Any, trained: Sequence[Trained]
+    ) -> list[Reading]:
+        """The readings of samples with several entries, and of parameters that are computed."""
+        at = {own.name: own for own in trained}  # a computed parameter may have several leaves
+        found = carrier.find(view, [*at.values()], quantity)
+        if view.positions > 1:
+            chosen = self.groups[lane].propagator.subsampling
+            count = self.survey.batch_size if chosen is None else len(chosen)
+            found = [each.of_samples(count, view.call_cache).placed_as(each) for each in found]
+        of_name = dict(zip(at, found, strict=True))
+        return [
+            of_name[own.name] if own.parameter is own.used else _at_leaf(of_name[own.name], own)
+            for own in trained
+        ]
 
     def _at_output(self, propagator: Propagator, site: Site, view: View, arrived: Waiting) -> Any:
         """Combine what arrived into one quantity of the samples that take part, on axis 0."""
@@ -278,3 +302,11 @@ class GraphTraversal(StraightTraversal):
 def _moved(axis: int, mat: Tensor) -> Tensor:
     """Move an axis of the tensor to the front: columns ``[V, *]``, axis counted without ``V``."""
     return mat.movedim(1 + axis, 1)
+
+
+def _at_leaf(reading: Reading, own: Trained) -> Reading:
+    """The reading at a leaf, pulled back from the parameter that was computed from it."""
+    leaf, source = own.parameter, own.used
+    pull = partial(storage().pull_back, source=source, leaf=leaf)
+    found: Reading = reading.at_leaf(source, leaf, pull)
+    return found.placed_as(reading)
