@@ -27,13 +27,14 @@ from backpack_core.engine.attending import (
     own_observers,
 )
 from backpack_core.engine.chain import between
-from backpack_core.engine.fields import clear, hand_over
+from backpack_core.engine.fields import clear
 from backpack_core.engine.location import place, place_between
 from backpack_core.engine.losses import changed_gradient
 from backpack_core.engine.planning import Planning
 from backpack_core.engine.schedule import Schedule
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, CallCaches, Edge, Site, edge_of
+from backpack_core.record.storage import storage
 from backpack_core.record.view import View
 from backpack_core.replaced import replaced
 
@@ -321,7 +322,8 @@ class BackwardPass:
             self._end()
         if self.is_part:
             return
-        hand_over(self.survey, self.context.extensions)
+        if self.survey.shards:
+            storage().hand_over(self.survey, [e.savefield for e in self.context.extensions])
         for observer in self.observers:
             observer.stored(self)
 

@@ -161,12 +161,11 @@ class Storage:
                     raise _missing("A model whose parameters are sharded")
         return {}
 
-    def hand_over(self, held: Mapping[Tensor, Tensor], shown: set[int], fields: list[str]) -> None:
-        """Store results of whole parameters on their shards.
+    def hand_over(self, survey: Any, fields: list[str]) -> None:
+        """Store results of whole parameters on their shards; called if there are any.
 
         Args:
-            held: The shards, as :meth:`shards_in` returned them.
-            shown: The ``id`` of each parameter that the models have.
+            survey: The survey of the pass.
             fields: Names of the results.
         """
 

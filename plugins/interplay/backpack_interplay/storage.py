@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -12,8 +12,10 @@ from torch.utils.checkpoint import CheckpointError
 
 from backpack_core._torch import Node, parametrizations_of
 from backpack_core.errors import BridgeError
+from backpack_core.graph.survey import Survey
 from backpack_core.record.call import NOTHING, Stored
 from backpack_core.record.execution import Execution
+from backpack_core.record.owner import owners_of
 from backpack_core.record.run import Run
 from backpack_core.record.state import nested, tensors_of
 from backpack_core.record.storage import OwnedTensors, Storage, UnpackedTensors
@@ -101,9 +103,11 @@ class Interplay(Storage):
         """The shards of ``fully_shard``, by whole parameter."""
         return {whole: part for model in models for whole, part in shards.shards_in(model).items()}
 
-    def hand_over(self, held: Mapping[Tensor, Tensor], shown: set[int], fields: list[str]) -> None:
+    def hand_over(self, survey: Survey, fields: list[str]) -> None:
         """Move results from whole parameters to shards."""
-        shards.hand_over(held, shown, fields)
+        models = owners_of(call.module for call in survey.trained)
+        shown = {id(parameter) for model in models for parameter in model.parameters()}
+        shards.hand_over(survey.shards, shown, fields)
 
 
 @contextmanager
