@@ -119,7 +119,8 @@ class backpack:
         self._extensions = extensions
         self._watch: Any = None  # once there is one
         self._history: Counter[str] = Counter()
-        told, edges = None, frozenset[tuple[Node, int]]()
+        told: Any = None
+        edges: frozenset[tuple[Node, int]] = frozenset()
         if samples is not None or not isinstance(beside, tuple) or beside:
             ensure_loaded()
             told, edges = between().said(samples, beside)
