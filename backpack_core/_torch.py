@@ -55,20 +55,6 @@ def will_execute(node: Node) -> bool:
     return graph_task_id() < 0 or _will_execute(node) or node is current_node()
 
 
-def will_get_gradient(tensor: Tensor) -> bool:
-    """Whether the current backward pass computes the gradient of a parameter."""
-    try:
-        return will_execute(torch.autograd.graph.get_gradient_edge(tensor).node)
-    except RuntimeError:  # torch does not tell for leaves that autograd.grad() was called with
-        return True
-
-
-def at_end_of_pass(function: Callable[[], None]) -> None:
-    """Have autograd call a function at the end of the current backward pass."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(function)
-
-
 def keeps_graph() -> bool:
     """Whether the graph is kept after the current backward pass."""
     # With create_graph=True, grad mode is on inside hooks.

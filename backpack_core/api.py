@@ -1,7 +1,6 @@
 """Everything public, which users import from :mod:`backpack_core`."""
 
 from backpack_core.context import backpack as backpack
-from backpack_core.contract.carrier import Carrier as Carrier
 from backpack_core.contract.extension import Extension as Extension
 from backpack_core.contract.loss import LossRule as LossRule
 from backpack_core.contract.operation import OpenFunction as OpenFunction

@@ -25,7 +25,6 @@ from backpack_core.engine.hooks import entry
 from backpack_core.errors import NotAnExtensionError, NotExtendedError, UsageError
 from backpack_core.plugins.loading import ensure_loaded, missing
 from backpack_core.plugins.manager import answer
-from backpack_core.record.call import edge_of
 from backpack_core.record.storage import storage
 from backpack_core.record.switch import is_disabled
 from backpack_core.record.view import View
@@ -120,9 +119,13 @@ class backpack:
         self._extensions = extensions
         self._watch: Any = None  # once there is one
         self._history: Counter[str] = Counter()
-        said = None if samples is None else _told(samples)
-        asked = extension_hook, debug, check, retain_graph, _edges_of(beside), observer, gradient
-        self._begin = partial(Context, extensions, *asked, said, keep_results)
+        told: Any = None
+        edges: frozenset[tuple[Node, int]] = frozenset()
+        if samples is not None or not isinstance(beside, tuple) or beside:
+            ensure_loaded()
+            told, edges = between().said(samples, beside)
+        asked = extension_hook, debug, check, retain_graph, edges, observer, gradient
+        self._begin = partial(Context, extensions, *asked, told, keep_results)
         self._entered: list[Context] = []
         self._around: list[AbstractContextManager[Any]] = []
 
@@ -217,24 +220,7 @@ def _refuse_nothing(context: Context) -> None:
         )
 
 
-def _told(samples: Samples) -> Any:
-    ensure_loaded()
-    return between().told(samples)
-
-
 _vet = remembered(vet)  # extensions need not be registered
-
-
-def _edges_of(beside: object) -> frozenset[tuple[Node, int]]:
-    if not isinstance(beside, Sequence):
-        raise UsageError(f"beside takes a list of terms, as beside=[term]. Got {beside!r}.")
-    edges = [edge_of(term) if isinstance(term, Tensor) else None for term in beside]
-    if None in edges:
-        raise UsageError(
-            "beside=[...] takes terms of the loss: tensors that were computed from parameters, and "
-            f"that backward() will meet. Got {beside[edges.index(None)]!r}."
-        )
-    return frozenset((edge.node, edge.output_nr) for edge in edges if edge is not None)
 
 
 def _check_extension(extension: object) -> None:

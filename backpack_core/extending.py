@@ -17,6 +17,7 @@ from backpack_core import _hooks
 from backpack_core._hooks import MODEL_KEY
 from backpack_core._torch import parametrizations_of
 from backpack_core.engine.active import logger
+from backpack_core.engine.chain import between
 from backpack_core.errors import UsageError
 from backpack_core.plan.plan import plans
 from backpack_core.plugins.loading import ensure_loaded
@@ -58,7 +59,9 @@ def extend(module: M, *, debug: bool = False, batch_axis: int | Mapping[str, int
             f"extend(...) takes an instance of torch.nn.Module. Got {abridged(given)}.{hint}"
         )
     ensure_loaded()
-    owner, before = Owner(module, _axes(module, batch_axis)), module.__dict__.get(OWNER_ATTRIBUTE)
+    is_first = type(batch_axis) is int and not batch_axis
+    owner = Owner(module, {} if is_first else between().axes_of(module, batch_axis))
+    before = module.__dict__.get(OWNER_ATTRIBUTE)
     if before is not None and before.axes != owner.axes:
         plans.forget(module)
     module.__dict__[OWNER_ATTRIBUTE] = owner
@@ -66,19 +69,6 @@ def extend(module: M, *, debug: bool = False, batch_axis: int | Mapping[str, int
         _hooks.install(module, recording.before_model, recording.after_model, MODEL_KEY)
     _extend(module, "", owner, debug)
     return module
-
-
-def _axes(module: Module, given: int | Mapping[str, int]) -> dict[str, int]:
-    axes: dict[str, int] = {**given} if isinstance(given, Mapping) else {"": given}
-    paths = {path for path, _ in module.named_modules()}
-    for path, axis in axes.items():
-        if path not in paths or isinstance(axis, bool) or not isinstance(axis, int) or axis < 0:
-            raise UsageError(
-                "batch_axis is the number of an axis, from 0, or a mapping from paths of modules "
-                f"of the model to such numbers. Got {axis!r} for {path!r}"
-                f"{'.' if path in paths else ', where no module is.'}"
-            )
-    return {} if not any(axes.values()) else axes
 
 
 def unextend(module: M) -> M:

@@ -6,7 +6,7 @@ from typing import Any
 
 from backpack_core.discovery import choose
 from backpack_core.errors import nearest
-from backpack_core.plugins.loading import ensure_loaded, load_provider, missing, providers_of
+from backpack_core.plugins.loading import ensure_loaded, load_provider, missing
 from backpack_core.plugins.registry import registry
 from backpack_core.provided import known
 
@@ -26,13 +26,11 @@ def __getattr__(name: str) -> Any:
 
 
 def _why_missing(name: str) -> str:
-    if any(providers_of(name)):
-        return f"The extension {name} is not available."
     installed = registry.extensions
     elsewhere = (each for names in known().values() for each in names if "." not in each)
     near = nearest(name, installed) or nearest(name, elsewhere) or "."
     return (
-        f"No installed plugin provides an extension named {name!r}{near} Installed: "
+        f"No loaded plugin provides an extension named {name!r}{near} Installed: "
         f"{', '.join(sorted(installed)) or 'none'}. Install the plugin that has it; "
         "`backpack plugins` lists what is there."
     )

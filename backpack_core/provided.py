@@ -9,30 +9,13 @@ This module imports neither plugins nor torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from backpack_core.discovery import Plugin, canonical, qualified_name
+from typing import Any
 
 NAME = "backpack-provides.json"
 # What our own distributions provide, so that messages can name those that are not installed.
 KNOWN = Path(__file__).with_name("known-plugins.json")
-
-
-class Provider(NamedTuple):
-    """A plugin that declares to provide something.
-
-    Attributes:
-        distribution: Its distribution.
-        name: What it provides, as in the file, or the name of its entry point.
-        plugin: The entry point; ``None`` if the distribution is not installed.
-    """
-
-    distribution: str
-    name: str
-    plugin: Plugin | None = None
 
 
 def home_of(package: str) -> Path | None:
@@ -70,34 +53,3 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def providers(names: Collection[str], plugins: Iterable[Plugin]) -> Iterator[Provider]:
-    """The plugins that declare to provide something.
-
-    Args:
-        names: Its possible names: qualified names of module types, or that of an extension or an
-            entry point.
-        plugins: The installed plugins.
-
-    Yields:
-        Installed providers, then others.
-    """
-    plugins = [*plugins]
-    for package in dict.fromkeys(plugin.package for plugin in plugins):
-        by_value = {plugin.value: plugin for plugin in plugins if plugin.package == package}
-        declared = {name: p.value for p in by_value.values() for name in (p.name, p.attribute)}
-        declared |= declared_by(package)
-        first = next(iter(by_value.values()))
-        for name in _among(declared, names):
-            plugin = by_value.get(declared[name], first)
-            yield Provider(plugin.distribution, name, plugin)
-    installed = {canonical(plugin.distribution) for plugin in plugins}
-    for distribution, provided in known().items():
-        if distribution not in installed:
-            yield from (Provider(distribution, name) for name in _among(provided, names))
-
-
-def _among(declared: Iterable[str], names: Collection[str]) -> list[str]:
-    """The declared names that are wanted; a module type may be declared by an alias."""
-    return [name for name in declared if name and qualified_name(name) in names]

@@ -10,8 +10,7 @@ pickled.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from functools import cache, partial
+from functools import partial
 from threading import get_ident
 from typing import Any
 
@@ -25,17 +24,13 @@ from backpack_core._torch import parametrizations_of
 from backpack_core.engine.chain import between
 from backpack_core.engine.hooks import OutputHook
 from backpack_core.errors import UsageError
-from backpack_core.plugins.registry import FALLBACK, Resolved, registry
+from backpack_core.plugins.registry import Resolved, registry
 from backpack_core.record.call import NOTHING, SITES, Call, Stored
 from backpack_core.record.execution import (
     Execution,
-    Received,
-    aliases,
-    is_recordable,
-    new_base,
     simple_node,
 )
-from backpack_core.record.nested import in_order, iter_tensors, map_tensors, tensors_in
+from backpack_core.record.nested import in_order, iter_tensors, tensors_in
 from backpack_core.record.owner import OWNER_ATTRIBUTE, Owner, run_of_model
 from backpack_core.record.state import (
     TRAITS_ATTRIBUTE,
@@ -136,34 +131,14 @@ def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execu
     simple = simple_node(args, result, execution)
     if simple is not None:
         tensors: Any = (args, {}, args, (result,))
-        _attach(_call(module, traits, resolved, tensors, execution, execution), 0, result, *simple)
+        call = make_call(module, traits, resolved, tensors, execution, execution)
+        attach(call, 0, result, *simple)
         return None
-    outputs = (result,) if isinstance(result, Tensor) else tuple(iter_tensors(result))
-    live = [o for o in outputs if is_recordable(o)]
-    if not live:
+    if isinstance(result, Tensor) and result.grad_fn is None:
         if not resolved.is_fallback:
-            # Only the first output: states of a recurrent layer have samples on another axis.
-            run_of_model(module, get_ident()).pass_on(tensors_in(args, {}), outputs[:1])
+            run_of_model(module, get_ident()).pass_on(tensors_in(args, {}), (result,))
         return None
-    views = aliases(live, execution)
-    if True in [t.is_complex() for t in (*outputs, *execution.tensors)]:
-        resolved = FALLBACK  # rules have formulas for real numbers only
-    kwargs = in_order(module, execution) if execution else {}
-    received = Received(execution, outputs, views.values())
-    inputs = tuple([received.store(t) for t in tensors_in(args, kwargs)])
-    # Lists and dicts are copied: something that is made of the output may be added to them later,
-    # and the call would then keep its own graph alive.
-    if received.replaced or any(isinstance(a, (list, dict)) for a in (*args, *kwargs.values())):
-        args, kwargs = map_tensors((args, kwargs), lambda t: received.replaced.get(id(t), t))
-    tensors = args, kwargs, inputs, outputs
-    call = _call(module, traits, resolved, tensors, received, execution)
-    for index, output in enumerate(outputs):
-        if is_recordable(output):
-            returned = views.get(id(output), output)
-            assert returned.grad_fn is not None
-            base = new_base(returned, execution.tensors) if returned._is_view() else None
-            _attach(call, index, returned, returned.grad_fn, base)
-    return map_tensors(result, lambda t: views.get(id(t), t)) if views else None
+    return between().record(module, traits, args, result, execution)
 
 
 def _traits(module: Module) -> Traits:
@@ -178,7 +153,7 @@ def _traits(module: Module) -> Traits:
     return traits
 
 
-def _call(
+def make_call(
     module: Module, traits: Traits, resolved: Resolved, tensors: Any, received: Any, of: Execution
 ) -> Call:
     """Make a call. Everything that may change before the backward pass is noted here.
@@ -189,7 +164,7 @@ def _call(
         resolved: The rule for this call, which is another one for complex inputs.
         tensors: Arguments, keyword arguments, the tensors among them, and the outputs.
         received: Has ``edges``, ``versions`` and ``is_rewired`` of the inputs: the execution in the
-            usual case, else a :class:`Received`.
+            usual case, else what a library has found out.
         of: The execution.
     """
     args, kwargs, inputs, outputs = tensors
@@ -197,7 +172,7 @@ def _call(
     if traits.is_whole and not module._modules:
         (owned, parameters), computed = tensors_of(module), NOTHING
     else:
-        owned, parameters, computed = _tensors(module, resolved, of)
+        owned, parameters, computed = storage().tensors(module, resolved, of)
     detached = tuple(map(Tensor.detach, outputs))
     versions, frozen = versions_and_frozen(received.versions, detached, owned)
     stored = Stored(args, kwargs, inputs, detached, versions, owned, parameters, computed, frozen)
@@ -221,39 +196,18 @@ def _call(
     )
 
 
-def _attach(call: Call, index: int, output: Tensor, node: Any, base: Tensor | None) -> None:
-    # ``aliases`` has seen to it that an output has one call at most.
+def attach(call: Call, index: int, output: Tensor, node: Any, base: Tensor | None) -> None:
+    """Record a call at one of its outputs, at which there is no other.
+
+    Args:
+        call: The call.
+        index: The index of the output.
+        output: The output.
+        node: Its node.
+        base: The base of which it is a view, if the module made that, too.
+    """
     node.metadata.setdefault(SITES, {})[output.output_nr] = call, index
     hook = OutputHook(call, index, output.output_nr)
     hook.hooks = weakref.ref(hook_first(output, node, hook))
     if base is not None:
         between().note_view(call, index, output, base)
-
-
-def _tensors(
-    module: Module, resolved: Resolved, execution: Execution
-) -> tuple[dict[str, Tensor | None], int | tuple[str, ...], Mapping[str, tuple[Tensor, ...]]]:
-    """The tensors of a module that has submodules or computed parameters.
-
-    Returns:
-        The tensors by name; which are parameters, or how many of the first; and for each computed
-        parameter the leaf tensors that it comes from.
-    """
-    if resolved.is_fallback:
-        names = parametrizations_of(module) and [n for n, _ in module.named_parameters()]
-        inside = tuple(name for name in names if name.startswith("parametrizations."))
-        return *tensors_of(module, inside), NOTHING
-    owned, count = tensors_of(module, _nested(resolved.params))
-    sources = storage().computed(module, resolved.params, execution)
-    computed = {name: leaves for name, (_, leaves) in sources.items()}
-    of_others = {id(leaf) for leaves in computed.values() for leaf in leaves}
-    parameters = tuple(owned)[:count]
-    owned.update((name, tensor) for name, (tensor, _) in sources.items())
-    used_directly = [name for name in parameters if id(owned[name]) not in of_others]
-    return owned, (*used_directly, *computed), computed
-
-
-@cache
-def _nested(names: tuple[str, ...]) -> tuple[str, ...]:
-    """The parameters that belong to submodules."""
-    return tuple(name for name in names if "." in name)

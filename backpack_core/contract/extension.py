@@ -6,7 +6,7 @@ An extension combines *what travels backwards* (its propagator) with *what is re
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias, get_args
 
 import torch
@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.contract.bases import base
-from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.loss import Normaliser
 from backpack_core.contract.observer import Observer
 from backpack_core.contract.operation import Operation
@@ -71,8 +70,8 @@ class Extension(ABC):
             parameters at the operations that use them, as autograd does (exact); ``"error"``
             raises; ``"warning"`` and ``"silent"`` leave its parameters out.
         chunk_size: How many columns to propagate at once; ``None`` leaves it to the memory budget.
-        carriers: Functions that make a :class:`~backpack_core.Carrier` instead of the layer
-            rule, by module type; for this instance only.
+        carriers: Functions that make a :class:`~backpack_operations.carrier.Carrier` instead of
+            the layer rule, by module type; for this instance only.
 
     To write:
         ``read(product)``: the value of one parameter, from what the propagator found there. An
@@ -135,7 +134,7 @@ class Extension(ABC):
             )
         self.propagator = propagator
         self.fail_mode: FailMode = fail_mode
-        self.carriers: dict[type[Module], CarrierOf] = {}
+        self.carriers: dict[type[Module], Callable[..., Any]] = {}
 
     def __repr__(self) -> str:
         """The class, where it saves, and what travels."""

@@ -10,8 +10,7 @@ from typing import Any
 
 from backpack_core.contract.observer import Observer
 from backpack_core.engine.active import Context, ExtensionHook, logger
-from backpack_core.engine.between import Between
-from backpack_core.errors import BackpackWarning, PluginCodeError, warn_once
+from backpack_core.errors import PluginCodeError
 from backpack_core.graph.survey import Survey
 from backpack_core.plugins.loading import missing
 from backpack_core.plugins.registration import hooks
@@ -93,17 +92,6 @@ def _answered_by(context: Context) -> Iterable[tuple[str, str, str]]:
 def answers(observers: Iterable[Observer], argument: str) -> bool:
     """Whether any observer implements an argument of ``backpack(...)``."""
     return any(argument in observer.answers for observer in observers)
-
-
-def warn_unmeasured(between: Between[Any]) -> None:
-    """Warn once that operations lie between modules, and no library measures their effect."""
-    if between.has_operations:
-        warn_once(
-            "unmeasured",
-            "That samples stay apart at operations between modules is not measured, as "
-            "backpack(check='first') asks: pip install backpack-checks, or write check='never'.",
-            BackpackWarning,
-        )
 
 
 def overriding(observers: Iterable[Observer], method: str) -> tuple[Callable[..., Any], ...]:

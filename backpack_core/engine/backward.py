@@ -25,17 +25,16 @@ from backpack_core.engine.attending import (
     observers_of_libraries,
     overriding,
     own_observers,
-    warn_unmeasured,
 )
 from backpack_core.engine.chain import between
-from backpack_core.engine.fields import clear, hand_over
+from backpack_core.engine.fields import clear
 from backpack_core.engine.location import place, place_between
 from backpack_core.engine.losses import changed_gradient
 from backpack_core.engine.planning import Planning
 from backpack_core.engine.schedule import Schedule
-from backpack_core.engine.sink import Sink
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call, CallCaches, Edge, Site, edge_of
+from backpack_core.record.storage import storage
 from backpack_core.record.view import View
 from backpack_core.replaced import replaced
 
@@ -81,52 +80,46 @@ class BackwardPass:
         driver: Takes over visits, if an observer has brought one.
         driven: The outputs that the driver visits; ``None`` if the engine visits calls, too.
         visiting: The view of the call that is visited now.
+        is_announced: Whether the call of ``backward()`` was seen, so that all roots are known.
         is_outermost: Whether it was begun outside of any other pass.
+        is_part: Whether it belongs to another pass, as the backward of a re-entrant checkpoint.
         is_whole: Whether it is no part of another pass. A part counts as the whole if the rest has
             no calls.
+        clears: Whether it removes results of earlier passes.
         is_running: Whether autograd has begun.
         is_alone: Whether calls are visited without autograd, so that there are no gradients.
         is_differentiable: Whether gradients get a graph of their own.
         only_reads: Whether calls without parameters need no visit; see :meth:`passes_by`.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        roots: Sequence[Edge],
-        outer: BackwardPass | None = None,
-        is_part: bool = False,
-        arguments: Arguments | None = None,
-    ) -> None:
+    # A library derives a class for passes inside of others, and for those that were not announced.
+    is_announced = is_outermost = is_whole = clears = True
+    is_part = False
+
+    def __init__(self, context: Context, arguments: Arguments, roots: Sequence[Edge] = ()) -> None:
         """Find out about the graph, before autograd goes anywhere.
 
         Args:
             context: What was asked for.
-            roots: Where the pass was first seen; not needed with ``arguments``.
-            outer: The pass that this one was begun inside of, by a hook or a function's backward.
-            is_part: Whether it belongs to that pass, as the backward of a re-entrant checkpoint.
-            arguments: What ``backward()`` was called with, if the call was seen.
+            arguments: What ``backward()`` was called with; empty if the call was not seen.
+            roots: Where the pass was first seen, if the call was not.
 
         Raises:
             BackpackError: Something that was asked for does not exist in this graph.
         """
-        entries = [] if arguments is None else arguments.entries()
-        self.context, self.arguments = context, arguments or Arguments()
+        entries = arguments.entries()
+        self.context, self.arguments = context, arguments
         self.roots = [edge for edge, _ in entries] or [*roots]
         self.gradients = [gradient for _, gradient in entries]
         self.driver: Driver | None = None
         self.driven: Container[tuple[Call, int]] | None = None
         self.visiting: View | None = None
         self.is_running = self.is_alone = self.is_differentiable = self.only_reads = False
-        self.is_outermost = outer is None
-        self.is_whole = outer is None or (is_part and not outer.survey.sites)
-        self._clears: bool = outer is None or (is_part and outer._clears)
-        self._is_part = is_part
         self.between = between()(context)
         self.survey: Survey = self.between.survey
         self.groups = [*context.groups]
-        self.schedule: Schedule = self.between.schedule(self.groups)
-        self.sink: Sink = self.between.sink(outer.sink if outer else None, is_part)
+        self.schedule: Schedule = self.between.schedule(self.between, self.groups)
+        self.sink: Any = self.between.sink(self.survey)
         self.observers = own_observers(context, self.survey)
         self._kept: CallCaches = {}
         self._release_last: list[Call] = []
@@ -134,11 +127,6 @@ class BackwardPass:
         if context.propagators:
             self._begin()
         self._begin_visits()
-
-    @property
-    def is_announced(self) -> bool:
-        """Whether the call of ``backward()`` was seen, so that all roots are known."""
-        return bool(self.gradients)
 
     def _begin(self) -> None:
         """Plan the pass, or go by the plan of an earlier one."""
@@ -154,7 +142,7 @@ class BackwardPass:
                 self.between.refuse_terms(self.roots, not self.is_outermost)
         survey.is_measured = False
         if context.check == "first" and not answers(self.observers, "check"):
-            warn_unmeasured(self.between)
+            self.between.warn_unmeasured()
             survey.is_measured = not survey.is_planned  # values may be looked at, all the same
         planning.make()  # of what the walk has found, and not of what observers look at besides
         for observer in self.observers:
@@ -196,7 +184,7 @@ class BackwardPass:
             self.context.seen.update(["ran", "trained"] if is_some else ["ran"])
         self.between.see_through(edges)
         self.between.attend(self)
-        if is_first and self._clears:
+        if is_first and self.clears:
             clear(survey, survey.trained, self.context, self.sink.new)
 
     def _begin_visits(self) -> None:
@@ -333,9 +321,10 @@ class BackwardPass:
             call.release()
         with torch.set_grad_enabled(self.is_differentiable), without_autocast():
             self._end()
-        if self._is_part:
+        if self.is_part:
             return
-        hand_over(self.survey, self.context.extensions)
+        if self.survey.shards:
+            storage().hand_over(self.survey, [e.savefield for e in self.context.extensions])
         for observer in self.observers:
             observer.stored(self)
 
@@ -351,7 +340,7 @@ class BackwardPass:
             observer.finish(self)
         if self._planning is not None:
             self._planning.keep(self.observers)
-        if self._is_part:
+        if self.is_part:
             return
         found = [observer.results(self) for observer in self.observers]
         for extension, values in chain(self.sink.finished(), *found):

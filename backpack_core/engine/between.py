@@ -8,7 +8,7 @@ library that knows operations provides another by the hook ``backpack_operation`
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torch import Tensor
@@ -20,10 +20,12 @@ from backpack_core.engine.groups import Group
 from backpack_core.graph.survey import Survey
 from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Call, CallCaches, Edge, Site
+from backpack_core.record.execution import Execution
 from backpack_core.record.run import Place, Run
+from backpack_core.record.state import Traits
 
 if TYPE_CHECKING:  # these files import this one
-    from backpack_core.engine.backward import BackwardPass
+    from backpack_core.engine.backward import Arguments, BackwardPass
     from backpack_core.engine.schedule import Schedule
     from backpack_core.engine.sink import Sink
     from backpack_core.engine.traversal import Traversal
@@ -37,9 +39,13 @@ class Between(ABC, Generic[S]):
     Attributes:
         context: What was asked for.
         survey: What is known about the graph.
+        schedule: Where quantities wait in autograd's order, of an object of this class and groups.
+        sink: Where results go, of a survey.
     """
 
     survey: S
+    schedule: Callable[[Any, Sequence[Group]], Schedule]
+    sink: Callable[[Any], Sink]
 
     def __init__(self, context: Context) -> None:
         """Begin a pass; nothing is known about its graph."""
@@ -47,11 +53,20 @@ class Between(ABC, Generic[S]):
 
     @staticmethod
     @abstractmethod
-    def told(samples: Any) -> Any:
-        """Check the argument of ``backpack(samples=...)``; the context keeps what is returned.
+    def said(samples: Any, beside: Any) -> tuple[Any, frozenset[tuple[Node, int]]]:
+        """Check these arguments of ``backpack(...)``, and return what the context keeps of them.
 
         Raises:
-            UsageError: It does not say which rows belong to which sample.
+            UsageError: They do not say which rows belong to which sample, or name no terms.
+        """
+
+    @staticmethod
+    @abstractmethod
+    def axes_of(module: Module, given: int | Mapping[str, int]) -> dict[str, int]:
+        """The argument of ``extend(batch_axis=...)`` by path of a module; called unless it is 0.
+
+        Raises:
+            UsageError: It names no axis, or no part of the model.
         """
 
     @staticmethod
@@ -67,6 +82,35 @@ class Between(ABC, Generic[S]):
     @staticmethod
     def note_view(call: Call, index: int, output: Tensor, base: Tensor) -> None:
         """Note that a call has returned a view of a tensor that its module made."""
+
+    @staticmethod
+    def record(module: Module, traits: Traits, args: Any, result: Any, execution: Execution) -> Any:
+        """Record a call that does not make one new tensor of others. Default: none is recorded.
+
+        Args:
+            module: The module.
+            traits: What all of its calls have in common.
+            args: Its positional arguments.
+            result: What it returned.
+            execution: What was known before it ran.
+
+        Returns:
+            What replaces the result; ``None`` for nothing.
+        """
+        return None
+
+    @staticmethod
+    @abstractmethod
+    def pass_inside(
+        context: Context, edge: Edge | None, arguments: Arguments | None
+    ) -> BackwardPass:
+        """Begin a pass inside of another, or one whose call of ``backward()`` was not seen.
+
+        Args:
+            context: What was asked for.
+            edge: Where the pass was first seen, if its call was not.
+            arguments: What ``backward()`` was called with, if the call was seen.
+        """
 
     # Before anything is computed ------------------------------------------------------------------
 
@@ -147,20 +191,6 @@ class Between(ABC, Generic[S]):
     # Visits ---------------------------------------------------------------------------------------
 
     @abstractmethod
-    def schedule(self, groups: Sequence[Group]) -> Schedule:
-        """Where quantities of some groups wait, in autograd's order."""
-
-    @abstractmethod
-    def sink(self, outer: Sink | None, is_part: bool) -> Sink:
-        """Where results go.
-
-        Args:
-            outer: That of the pass that this one was begun inside of.
-            is_part: Whether this pass belongs to that one. Otherwise, parameters that the outer one
-                has stored results on are left alone.
-        """
-
-    @abstractmethod
     def traversal(self, schedule: Schedule, sink: Sink, kept: CallCaches) -> Traversal:
         """What happens at visits of this graph.
 
@@ -170,10 +200,8 @@ class Between(ABC, Generic[S]):
             kept: What was computed from each call alone.
         """
 
-    @property
-    def has_operations(self) -> bool:
-        """Whether there are operations between calls. Default: no."""
-        return False
+    def warn_unmeasured(self) -> None:
+        """Warn if something ought to be measured, and no library does so. Default: nothing."""
 
     @property
     def needs_autograd(self) -> bool:

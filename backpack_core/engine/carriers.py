@@ -1,33 +1,29 @@
-"""A layer rule as the carrier of a call, and values of carriers that replace a rule."""
+"""What the engine asks at a call: of the layer rule, and of extensions where it knows nothing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from backpack_core import errors
-from backpack_core._torch import class_of
 from backpack_core.contract.bases import is_of_base
-from backpack_core.contract.carrier import Carrier, ParameterResult
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.reading import Reading
 from backpack_core.engine.groups import Group
 from backpack_core.graph.parameters import Trained
-from backpack_core.graph.survey import Survey
 from backpack_core.record.guards import ask
-from backpack_core.record.storage import storage
 from backpack_core.record.view import View
 
 
-class RuleCarrier(Carrier):
+class RuleCarrier:
     """The layer rules as carriers; one object answers for all calls of a group."""
 
-    def __init__(self, group: Group, survey: Survey) -> None:
+    gives_values = False
+
+    def __init__(self, group: Group) -> None:
         self._propagator = self.speaker = group.propagator
         self._needs = group.needs
-        self._survey = survey
         self._products = _asked(group.propagator, "products")
         self._propagate = _asked(group.propagator, "propagate")
 
@@ -46,30 +42,18 @@ class RuleCarrier(Carrier):
         """The propagator's reading for each parameter, with module, name and rule noted on it."""
         rule, module = view.call.rule, view.call.module
         names, *_ = zip(*trained, strict=True)
-        if view.stored.computed:
-            names = tuple(dict.fromkeys(names))  # a computed parameter may have several leaves
         found = self._products(rule, view, names, quantity)
         if view.is_checked:
             is_list = isinstance(found, (list, tuple)) and len(found) == len(names)
             if not is_list or not all(isinstance(reading, Reading) for reading in found):
                 what = f"a list with a reading for each of {[*names]}"
                 raise self._wrong("products", found, view, what)
-        if view.positions > 1:
-            chosen = self._propagator.subsampling
-            count = self._survey.batch_size if chosen is None else len(chosen)
-            found = [each.of_samples(count, view.call_cache) for each in found]
         beside: dict[Any, Any] = {}
         for name, reading in zip(names, found, strict=True):
             reading.name, reading.module, reading.rule = name, module, type(rule)
             reading.call_cache, reading.column_cache = view.call_cache, beside
             reading.needs, reading.is_measured = self._needs, view.is_measured
-        if not view.stored.computed:
-            return list(found)
-        at = dict(zip(names, found, strict=True))
-        return [
-            at[own.name] if own.parameter is own.used else _at_leaf(at[own.name], own)
-            for own in trained
-        ]
+        return list(found)
 
     def send(self, view: View, quantity: Any) -> dict[int, Any]:
         """The quantities at the inputs, by position; a loss hands its own to the first input."""
@@ -90,36 +74,6 @@ class RuleCarrier(Carrier):
             f"{type(self._propagator).__name__}.{method} returned {found!r:.200} at "
             f"{view.path}, expected {expected}."
         )
-
-
-def values_of(
-    carrier: Carrier, survey: Survey, view: View, trained: Sequence[Trained], quantity: Any
-) -> Iterator[ParameterResult]:
-    """The results of a carrier that gives values instead of readings.
-
-    Raises:
-        UnsupportedError: A parameter has other uses, which such a value would miss.
-    """
-    for found in carrier.find(view, (*trained, *survey.freed.get(view.call, ())), quantity):
-        number = id(found.parameter)
-        use, is_computed = survey.uses[number], found.name in view.stored.computed
-        is_shared = (use.unruled or use.count) > 1
-        if is_computed or is_shared or number in (survey.outside if use.unruled else survey.bare):
-            what = "computed from others (parametrized)" if is_computed else "used more than once"
-            raise errors.UnsupportedError(
-                f"The parameter {found.name!r} of {view.path} is {what}, which a carrier for "
-                f"{class_of(view.call.module).__name__} cannot account for. Write a layer rule "
-                "instead, or leave the carrier out."
-            )
-        yield found
-
-
-def _at_leaf(reading: Reading, own: Trained) -> Reading:
-    """The reading at a leaf, pulled back from the parameter that was computed from it."""
-    leaf, source = own.parameter, own.used
-    pull = partial(storage().pull_back, source=source, leaf=leaf)
-    found: Reading = reading.at_leaf(source, leaf, pull)
-    return found.placed_as(reading)
 
 
 def _asked(propagator: Propagator, method: str) -> Callable[..., Any]:

@@ -13,7 +13,6 @@ from typing import Any
 from backpack_core._torch import Node, has_memory
 from backpack_core.engine.active import Context
 from backpack_core.engine.between import Between
-from backpack_core.engine.groups import Group
 from backpack_core.engine.losses import nothing_arrived
 from backpack_core.engine.schedule import Schedule
 from backpack_core.engine.sink import Sink
@@ -24,7 +23,6 @@ from backpack_core.graph.survey import Survey
 from backpack_core.plugins.loading import missing
 from backpack_core.plugins.manager import answer
 from backpack_core.record.call import Call, CallCaches, Edge, Site, has_call, site_at
-from backpack_core.record.owner import OWNER_ATTRIBUTE
 from backpack_core.record.run import NO_RUN
 from backpack_core.record.view import View
 
@@ -56,6 +54,8 @@ def mixing(what: str, further: str = "") -> BackpackError:
 class Chain(Between[Survey]):
     """A chain of modules with rules."""
 
+    schedule, sink = Schedule, Sink
+
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.survey = Survey()
@@ -63,18 +63,39 @@ class Chain(Between[Survey]):
         self._mixing: list[BackpackError] = []
 
     @staticmethod
-    def told(samples: Any) -> Any:
+    def said(samples: Any, beside: Any) -> Any:
         """Refuse.
 
         Raises:
             MissingPluginError: Always.
         """
-        raise needs_operations("backpack(samples=...) says which rows belong to which sample")
+        what = "samples=...) says which rows belong to which sample"
+        what = "beside=[...]) leaves out a part of the graph" if samples is None else what
+        raise needs_operations(f"backpack({what}")
+
+    @staticmethod
+    def axes_of(module: Any, given: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            MissingPluginError: Always.
+        """
+        raise needs_operations(f"extend(batch_axis={given!r}) has samples on another axis than 0")
+
+    @staticmethod
+    def pass_inside(context: Context, edge: Any, arguments: Any) -> Any:
+        """Refuse.
+
+        Raises:
+            MissingPluginError: Always.
+        """
+        raise needs_operations(
+            "A backward pass began inside of another (in a hook, or in a re-entrant checkpoint), "
+            "or not by backward()"
+        )
 
     def look_behind(self, edges: list[Edge]) -> None:
         """Walk from call to call."""
-        if self.context.beside:
-            raise needs_operations("backpack(beside=[...]) leaves out a part of the graph")
         todo = self._below(edges)
         while todo:
             site = todo.pop()
@@ -143,7 +164,7 @@ class Chain(Between[Survey]):
             return "changed a view in place" if call.is_rewired else "has modules inside"
         if not call.edges or not all(map(has_memory, (*stored.inputs, *stored.outputs))):
             return "received no tensor, or a nested or sparse one"
-        if rule.batch_axis(View(call, index), index) or _is_declared(call):
+        if rule.batch_axis(View(call, index), index):
             return "has its samples on another axis than the first"
         rows = stored.inputs[0].shape[:1].numel() if stored.inputs[0].dim() else 0
         returned = stored.outputs[index].shape[:1]
@@ -181,16 +202,12 @@ class Chain(Between[Survey]):
                 if not site.call.rule.is_loss:
                     raise nothing_arrived(View(site.call, site.index), name)
 
-    def schedule(self, groups: Sequence[Group]) -> Schedule:
-        """Core's own, where quantities wait at calls only."""
-        return Schedule(self, groups)
-
-    def sink(self, outer: Sink | None, is_part: bool) -> Sink:
-        """Core's own, which stores at once what was read."""
-        return Sink(self.survey)
-
     def traversal(self, schedule: Schedule, sink: Sink, kept: CallCaches) -> Traversal:
         """Core's own, which sends all columns at once."""
+        if any(group.has_overrides for group in schedule.groups):
+            raise needs_operations("An extension has carriers, which replace layer rules")
+        if any(group.propagator.subsampling is not None for group in schedule.groups):
+            raise needs_operations("subsampling=... chooses samples")
         return Traversal(schedule, sink)
 
     def leave(self, schedule: Schedule, lane: int, edge: Edge, wide: Any, own: Any) -> None:
@@ -202,9 +219,3 @@ class Chain(Between[Survey]):
         raise needs_operations(
             f"A quantity came to the operation {described(edge.node)!r}{self._after(edge.node)}"
         )
-
-
-def _is_declared(call: Call) -> bool:
-    """Whether ``extend`` was given a ``batch_axis``."""
-    owner = call.module.__dict__.get(OWNER_ATTRIBUTE)
-    return bool(owner is not None and owner.axes and not call.rule.is_loss)

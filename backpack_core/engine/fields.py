@@ -1,4 +1,4 @@
-"""Results on parameters: those of earlier passes are removed, shards get those of whole parameters.
+"""Results on parameters: those of earlier passes are removed.
 
 A pass removes results from every parameter of the models that take part. So no parameter is left
 with a result of an earlier pass beside new ones.
@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 from torch.nn import Module
 
-from backpack_core.contract.extension import Extension
 from backpack_core.engine.active import Context
 from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Call
@@ -72,12 +71,3 @@ def stored_by_others(models: Iterable[Module], fields: list[str]) -> None:
     """
     for model in models:
         _last[model] = None, fields
-
-
-def hand_over(survey: Survey, extensions: Iterable[Extension]) -> None:
-    """Move results from whole parameters to the shards that this process holds, if any."""
-    if survey.shards:
-        models = owners_of(call.module for call in survey.trained)
-        shown = {id(parameter) for model in models for parameter in model.parameters()}
-        fields = [extension.savefield for extension in extensions]
-        storage().hand_over(survey.shards, shown, fields)

@@ -2,7 +2,7 @@
 
 :func:`announce` sees the call of ``backward()`` and begins the :class:`BackwardPass`. Hooks on
 outputs then find it by autograd's graph task. A pass whose call was not seen (inside of another
-pass, on another thread) begins at the first hook.
+pass, on another thread) begins at the first hook, and is a matter of a library.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch import Tensor
 from backpack_core import _torch
 from backpack_core._hooks import KEY
 from backpack_core._torch import current_node, graph_task_id
-from backpack_core.contract.extension import Extension
 from backpack_core.contract.observer import Grads, Options
 from backpack_core.engine.active import Context, current, innermost, stacks
 from backpack_core.engine.backward import Arguments, BackwardPass
+from backpack_core.engine.chain import between
 from backpack_core.engine.schedule import guarded
-from backpack_core.errors import UnsupportedError, UsageError
+from backpack_core.errors import UsageError
 from backpack_core.record.call import Call, Edge, Site
 
 
@@ -69,7 +69,7 @@ class OutputHook:
             handle.remove()
             edge = Edge(current_node(), self.output_nr)
             found = None if known is None else known()
-            found = found or _pass_under_way(context, edge)
+            found = found or _known_pass(context) or between().pass_inside(context, edge, None)
             changed_by = None if grads[self.output_nr] is grad else others
             site = Site(self.call, self.index, edge)
             guarded(context.passes, found.reach, site, grads, changed_by)
@@ -90,51 +90,6 @@ def _known_pass(context: Context) -> BackwardPass | None:
     return context.passes.get(task)
 
 
-def _pass_under_way(context: Context, edge: Edge) -> BackwardPass:
-    """The backward pass that is running; a new one, if none is known."""
-    found = _known_pass(context)
-    if found is None:
-        outer = _innermost(context)
-        ways = [] if outer is None else outer.schedule.inside
-        is_part = ways[:1] == [True]
-        if is_part:
-            _refuse_part(ways, context.whole)
-        found = BackwardPass(context, [edge], outer=outer, is_part=is_part)
-        # Autograd owns the new pass, which ends with autograd's, also if that fails.
-        _torch.at_end_of_pass(found.finish)
-        found.schedule.begin()
-        found.is_running = True
-        context.passes[graph_task_id()] = found
-    return found
-
-
-def _innermost(context: Context) -> BackwardPass | None:
-    """The pass inside of which one begins now; ``None`` if there is none."""
-    others = context.passes.values() if context.passes else ()
-    under_way: list[BackwardPass] = [*filter(None, context.announced), *others]
-    return under_way[-1] if under_way else None  # they are in the order in which they began
-
-
-def _refuse_part(ways: Sequence[bool], whole: Sequence[Extension]) -> None:
-    """Raise if the backward of a function begins a part of a pass that is not known as a whole.
-
-    Args:
-        ways: For each pass inside of the known one, whether a function began it.
-        whole: The extensions that read the graph as a whole, which a part does not have.
-
-    Raises:
-        UnsupportedError: A hook began the pass of this part, or there are such extensions.
-    """
-    if whole or not all(ways):
-        where = f"{type(whole[0]).__name__} reads as a whole" if whole else "a hook began"
-        raise UnsupportedError(
-            "Extended modules run in a re-entrant checkpoint, or in a function whose backward() "
-            f"calls autograd, and are a part of a pass that {where}, where parts are not known. "
-            "Write checkpoint(..., use_reentrant=False), and differentiate the steps of a solver "
-            "(odeint, not odeint_adjoint)."
-        )
-
-
 def begin(context: Context, arguments: Arguments) -> BackwardPass | None:
     """Begin a pass whose roots are known, before autograd does.
 
@@ -149,15 +104,19 @@ def begin(context: Context, arguments: Arguments) -> BackwardPass | None:
     Raises:
         UsageError: In inference mode, tensors do not count changes in place.
     """
-    if not context.extensions:
+    if context.is_idle:
         return None
-    found = BackwardPass(context, (), _innermost(context), arguments=arguments)
+    if context.passes:
+        found = between().pass_inside(context, None, arguments)
+    else:
+        found = BackwardPass(context, arguments)
     if found.survey.sites and torch.is_inference_mode_enabled():
         raise UsageError(
             "backward() was called inside inference_mode(), where gradients do not note changes in "
             "place, which quantities rely on. Leave inference_mode() first."
         )
-    return found if found.survey.sites or found.between.may_begin_passes else None
+    is_asked = found.survey.sites or not context.extensions  # all visits are shown to somebody
+    return found if is_asked or found.between.may_begin_passes else None
 
 
 def announce(

@@ -39,7 +39,7 @@ class Planning:
         self._plan: Plan | None = None  # to be kept
         self.structure: Structure | None = None
         try:
-            self.structure = _recognised(context, between, roots)
+            self.structure = _recognised(between, roots)
         except Unplanned as why:
             context.history[f"surveyed: {why}"] += 1
 
@@ -102,7 +102,7 @@ class Planning:
             plans.keep(self._asked, self.structure, plan)
 
 
-def _recognised(context: Context, between: Between[Any], roots: Sequence[Edge]) -> Structure | None:
+def _recognised(between: Between[Any], roots: Sequence[Edge]) -> Structure | None:
     """The structure of the graph; ``None`` if there is no call in it.
 
     Raises:
@@ -110,8 +110,5 @@ def _recognised(context: Context, between: Between[Any], roots: Sequence[Edge]) 
     """
     if not roots:
         raise Unplanned("it is inside of another, or its roots are unknown")
-    if context.beside or context.told is not None:
-        what = "beside" if context.beside else "samples"
-        raise Unplanned(f"{what}=... says something of this pass alone")
     structure = Structure(roots, between)
     return structure if structure.sites else None

@@ -56,11 +56,6 @@ class Schedule:
         self._at_sites: dict[tuple[Call, int, int], Waiting] = {}
         self._begun = threading.get_ident(), 1 + len(_torch.running_passes())
 
-    def begin(self) -> None:
-        """Note the graph task: autograd has begun the pass already."""
-        self.task = _torch.graph_task_id()
-        self._begun = threading.get_ident(), len(_torch.running_passes())
-
     @property
     def inside(self) -> list[bool]:
         """For each pass inside of this one, innermost first, whether a function began it."""

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from backpack_core.contract.carrier import Carrier
-from backpack_core.engine.carriers import RuleCarrier, values_of
+from backpack_core.engine.carriers import RuleCarrier
 from backpack_core.engine.location import place
 from backpack_core.engine.losses import nothing_arrived
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Sink
 from backpack_core.graph.parameters import Trained
-from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge, Site
 from backpack_core.record.view import View
 
@@ -35,7 +33,7 @@ class Visit(NamedTuple):
     lane: int
     site: Site
     view: View
-    carrier: Carrier
+    carrier: Any
     arrived: Waiting = NOTHING
 
 
@@ -65,7 +63,7 @@ class Traversal:
         propagator = group.propagator
         try:
             if view.positions and propagator.subsampling is not None:
-                view = view.of_samples(propagator.subsampling)
+                view = self.chosen(view, propagator.subsampling)
             carrier = self._carriers.get(lane) or self.carrier(lane, view)
             this = Visit(lane, site, view, carrier, self.schedule.take(lane, site))
             quantity = self.arrive(this)
@@ -81,6 +79,10 @@ class Traversal:
         except Exception as error:
             place(error, view, group.first)
             raise
+
+    def chosen(self, view: View, samples: Sequence[int]) -> View:
+        """The view of the samples that take part. Default: all."""
+        return view
 
     def arrive(self, visit: Visit) -> Any:
         """The quantity at the call's output, from what arrived there."""
@@ -134,17 +136,10 @@ class Traversal:
         found = self.groups[visit.lane].propagator.residual(call.rule, visit.view)
         return {place: new for place, new in found.items() if call.edges[place] is not None}
 
-    def carrier(self, lane: int, view: View) -> Carrier:
-        """The object that answers for the module."""
-        group = self.groups[lane]
-        if not group.has_overrides:
-            known = self._carriers[lane] = RuleCarrier(group, self.survey)  # for all modules
-            return known
-        extension = group.extensions[0]
-        found = registry.override(extension, view.call.module)
-        if found is None:
-            return RuleCarrier(group, self.survey)
-        return found(extension, group.propagator)
+    def carrier(self, lane: int, view: View) -> Any:
+        """The object that answers for the module; core's answers for all."""
+        known = self._carriers[lane] = RuleCarrier(self.groups[lane])
+        return known
 
     # Reading -------------------------------------------------------------------------------------
 
@@ -157,15 +152,9 @@ class Traversal:
         self.schedule.see_end()
 
     def read(
-        self, lane: int, view: View, carrier: Carrier, quantity: Any, trained: Sequence[Trained]
+        self, lane: int, view: View, carrier: Any, quantity: Any, trained: Sequence[Trained]
     ) -> None:
         """Have every extension of a group read the parameters of the call's module."""
-        group = self.groups[lane]
-        if carrier.gives_values:
-            for found in values_of(carrier, self.survey, view, trained, quantity):
-                self.sink.store(group.extensions[0], found.parameter, found.value)
-            return
-        if not trained:
-            return
-        readings = carrier.find(view, trained, quantity)  # before any of it is read
-        self.sink.note(lane, group, view, trained, readings)
+        if trained:
+            readings = carrier.find(view, trained, quantity)  # before any of it is read
+            self.sink.note(lane, self.groups[lane], view, trained, readings)

@@ -102,15 +102,6 @@ class Plan:
         """Whether the plan counts entries of axes, and so holds for equal shapes only."""
         return self.numbers is not None
 
-    def __repr__(self) -> str:
-        """A table of the steps, in the order of the walk."""
-        lines = [("step", "at", "what happens")]
-        lines += [(str(n), step.path, str(step)) for n, step in enumerate(self.steps, 1)]
-        width = max(len(path) for _, path, _ in lines)
-        text = "\n".join([f"{number:<4}  {path:<{width}}  {what}" for number, path, what in lines])
-        more = "\nFor these shapes: what lies between modules is known, too."
-        return text + more * self.counts
-
 
 @dataclass(eq=False)
 class Planned:

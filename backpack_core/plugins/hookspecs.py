@@ -7,13 +7,12 @@ module with functions marked by ``hookimpl``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import pluggy
 from torch.nn import Module
 
-from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.observer import Observer
 from backpack_core.contract.propagator import Propagator
@@ -47,11 +46,12 @@ def backpack_propagators() -> Iterable[type[Propagator]]:  # type: ignore[empty-
 
 @hookspec
 def backpack_pair_overrides() -> Iterable[  # type: ignore[empty-body]
-    tuple[type[Extension], type[Module] | str, CarrierOf]
+    tuple[type[Extension], type[Module] | str, Callable[..., Any]]
 ]:
     """Return ``(extension class, module type, function)`` for pairs that bypass the layer rule.
 
-    The function is called with the extension and a propagator, and makes a :class:`Carrier`.
+    The function is called with the extension and a propagator, and makes a
+    :class:`~backpack_operations.carrier.Carrier`.
     """
 
 

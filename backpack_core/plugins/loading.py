@@ -8,8 +8,8 @@ with the plugin's traceback chained, and everything else works.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
 
 from torch.nn import Module
 
@@ -23,7 +23,7 @@ from backpack_core.errors import (
 )
 from backpack_core.plugins.registration import enter, lock, withdraw
 from backpack_core.plugins.registry import registry
-from backpack_core.provided import Provider, providers
+from backpack_core.provided import known
 
 _plugins: list[Plugin] | None = None
 _loading = False
@@ -143,56 +143,41 @@ def missing(message: str, wanted: str | type[Module], otherwise: str = "") -> Mi
             the module class without a rule.
         otherwise: What to do if no plugin is known to provide it.
     """
-    known = [*providers_of(wanted)]
-    suspects = [each.plugin for each in known if each.plugin and each.plugin.error is not None]
-    if not suspects and not known:
-        suspects = failures()
-    if not suspects:
-        return MissingPluginError(message + who_has(wanted, otherwise))
-    may = "" if known else f"{otherwise}{blocked()} A plugin that may provide it is broken."
-    error = MissingPluginError(f"{message}{may} {load_error(suspects[0])}")
-    error.__cause__ = suspects[0].error
+    text, broken = ADVISERS[-1](wanted, otherwise)
+    if broken is None and not text:
+        text, broken = _plainly(otherwise)
+    error = MissingPluginError(message + text)
+    error.__cause__ = None if broken is None else broken.error
     return error
 
 
 def who_has(wanted: str | type[Module], otherwise: str = "") -> str:
-    """The end of a message: which plugins declare that they provide it, and why they do not.
-
-    What plugins declare is read from files, so that plugins that do not load are named, too.
-    """
-    return "".join(f" {text}" for text in dict.fromkeys(map(_why_not, providers_of(wanted)))) or (
-        otherwise + blocked()
-    )
+    """The end of a message: which plugins declare that they provide it, and why they do not."""
+    return ADVISERS[-1](wanted, otherwise)[0] or otherwise + blocked()
 
 
-def providers_of(wanted: str | type[Module]) -> Iterator[Provider]:
-    """The providers of a name; of a class, or of its nearest parent that has providers."""
+def _plainly(otherwise: str) -> tuple[str, Plugin | None]:
+    broken, text = failures(), otherwise + blocked()
+    if not broken:
+        return text, None
+    return f"{text} A plugin that may provide it is broken. {load_error(broken[0])}", broken[0]
+
+
+def _by_name(wanted: str | type[Module], otherwise: str) -> tuple[str, Plugin | None]:
     kinds = wanted.__mro__ if isinstance(wanted, type) else ()
-    for names in [{qualified_name(kind)} for kind in kinds] or [{str(wanted)}]:
-        known = [*providers(names, known_plugins())]
-        if known:
-            yield from known
-            return
+    names = {*map(qualified_name, kinds), str(wanted)}
+    homes = [home for home, provided in known().items() if not names.isdisjoint(provided)]
+    texts = [f" {home} has it: pip install {home}." for home in homes]
+    return "".join([*texts, blocked()] if texts else ()), None
 
 
-def _why_not(provider: Provider) -> str:
-    package, _, name = provider.name.rpartition(".")
-    plugin = provider.plugin
-    what = f"a layer rule for {name}" if package else f"the extension {name}"
-    what = "it" if plugin is not None and name == plugin.name else what
-    if plugin is None:
-        return f"{provider.distribution} has {what}: pip install {provider.distribution}."
-    if plugin.state == "loaded":
-        return (
-            f"{plugin.provenance} has {what}, which is not used for a class or an object that "
-            f"computes something else than {name}, by a forward or a weight of its own."
-        )
-    if plugin.error is not None:
-        return str(load_error(plugin))
-    return f"{plugin.provenance} has {what}, but is blocked: check {_SWITCHES}."
+# Say which plugins provide what is missing: the end of a message, and a plugin that is broken.
+# A library appends one that knows more than our own distributions.
+Adviser: TypeAlias = Callable[[str | type[Module], str], tuple[str, Plugin | None]]
+ADVISERS: Final[list[Adviser]] = [_by_name]
 
 
-_SWITCHES = (
+SWITCHES = (
     "BACKPACK_LOAD_PLUGINS, BACKPACK_BLOCK_PLUGINS, BACKPACK_PREFER and BACKPACK_REQUIRE_CERTIFIED"
 )
 
@@ -200,7 +185,7 @@ _SWITCHES = (
 def blocked() -> str:
     """The end of a message about something missing: which installed plugins are blocked."""
     who = ", ".join(sorted({str(p.provenance) for p in known_plugins() if p.state == "blocked"}))
-    return f" Installed, but blocked: {who}; check {_SWITCHES}." if who else ""
+    return f" Installed, but blocked: {who}; check {SWITCHES}." if who else ""
 
 
 def prefer(distribution: str, *keys: Any) -> None:

@@ -15,7 +15,6 @@ from torch.nn import Module
 
 from backpack_core._torch import class_of
 from backpack_core.contract.bases import vet
-from backpack_core.contract.carrier import CarrierOf
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.propagator import Propagator
 from backpack_core.contract.rules import LayerRule, ModuleType, NoRule, is_module_type
@@ -57,9 +56,7 @@ class Registry:
     rules: dict[ModuleType, list[Claim[LayerRule]]] = field(default_factory=dict)
     extensions: dict[str, list[Claim[type[Extension]]]] = field(default_factory=dict)
     propagators: dict[str, list[Claim[type[Propagator]]]] = field(default_factory=dict)
-    overrides: dict[tuple[type[Extension], ModuleType], list[Claim[CarrierOf]]] = field(
-        default_factory=dict
-    )
+    overrides: dict[Any, list[Claim[Any]]] = field(default_factory=dict)  # by extension and module
     generation: int = 0  # grows with every change; rules that were resolved earlier are outdated
     _rule_cache: dict[type[Module], Resolved] = field(default_factory=dict)
 
@@ -131,27 +128,9 @@ class Registry:
 
     def _claims_for(self, kind: type) -> list[Claim[LayerRule]]:
         rules = [*self.rules.items()]  # a copy, since another thread may add rules
-        named = [c for key, claims in rules if _names(key, kind) for c in claims]
+        named = [c for key, claims in rules if is_named(key, kind) for c in claims]
         # A rule that names one class twice, by the class and by its name, makes one claim.
         return [*{_identity(claim.value): claim for claim in named}.values()]
-
-    def override(self, extension: Extension, module: Module) -> CarrierOf | None:
-        """The function that makes a carrier for an extension at a module: its own, or a plugin's.
-
-        A plugin's function is used for the same modules as a rule for its module type. An
-        instance's own function is not used for subclasses.
-        """
-        attributes = module.__dict__.keys()
-        kinds = [k for k in same_maps(class_of(module)) if methods_behind(k).isdisjoint(attributes)]
-        for kind in kinds[:1]:
-            if kind in extension.carriers:
-                return extension.carriers[kind]
-        for kind in kinds:
-            for (extension_type, key), claims in [*self.overrides.items()]:
-                if isinstance(extension, extension_type) and _names(key, kind):
-                    name = f"{extension_type.__name__}/{qualified_name(kind)}"
-                    return choose(claims, name, "pair override").value
-        return None
 
     def refuse_rivals(self, kind: type[Propagator]) -> None:
         """Raise if several plugins provide a propagator of this name, and none is preferred."""
@@ -171,7 +150,8 @@ class Registry:
         return name
 
 
-def _names(key: ModuleType, kind: type) -> bool:
+def is_named(key: ModuleType, kind: type) -> bool:
+    """Whether a key stands for a class."""
     return kind is (imported_class(key) if isinstance(key, str) else key)
 
 

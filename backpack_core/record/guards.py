@@ -21,7 +21,7 @@ from backpack_core.record.view import View
 
 # Types of attributes that hold no tensors, or whose tensors are found elsewhere. A set of exact
 # types is faster than ``isinstance``.
-PLAIN = frozenset([int, str, bool, type(None), type, ABCMeta, frozenset, list, torch.Size, View])
+PLAIN = {int, str, bool, type(None), type, ABCMeta, frozenset, list, torch.Size, View}
 
 Versions = list[tuple[Tensor, int]]
 

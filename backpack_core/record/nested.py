@@ -11,7 +11,6 @@ from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributions import Distribution
 from torch.nn import Module
@@ -94,11 +93,3 @@ def in_order(module: Module, kwargs: dict[str, Any]) -> dict[str, Any]:
 def _parameter_names(kind: type[Module]) -> dict[str, int]:
     names = inspect.signature(kind.forward).parameters
     return {name: position for position, name in enumerate(names)}
-
-
-def as_index(indices: tuple[int, ...], device: torch.device) -> Any:
-    """An index of samples: a slice if they are consecutive, since a slice copies nothing."""
-    start = indices[0] if indices else 0
-    if indices == tuple(range(start, start + len(indices))):
-        return slice(start, start + len(indices))
-    return torch.tensor(indices, device=device, dtype=torch.long)

@@ -16,7 +16,6 @@ from torch.nn import Module
 
 from backpack_core import _torch
 from backpack_core._torch import running_calls
-from backpack_core.errors import UsageError
 from backpack_core.record.nested import placed_tensors
 from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run, RunOf
 
@@ -63,19 +62,11 @@ class Owner:
         Args:
             received: The arguments of the model; ``None`` if nothing is recorded.
             run_of: Makes the run of the model.
-
-        Raises:
-            UsageError: No argument has the declared batch axis.
         """
         run = NO_RUN
         if received is not None:
             placed, axis = [*placed_tensors(received)], self.axes.get("", 0)
             run = run_of(self.module, placed, axis)
-            if axis and placed and not run.sizes:
-                raise UsageError(
-                    f"extend(..., batch_axis={axis}) was called, but the model received no tensor "
-                    f"with such an axis: {', '.join(str(list(t.shape)) for _, t in placed)}."
-                )
         _running.setdefault(get_ident(), _still_running()).append((self, run))
 
     def end(self, results: Iterable[Tensor] = ()) -> None:

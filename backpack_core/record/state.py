@@ -7,6 +7,7 @@ pass. What is the same in all calls of a module is cached in ``Traits``.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from operator import attrgetter, itemgetter
 from typing import Any, Final
 from weakref import WeakValueDictionary
@@ -62,6 +63,12 @@ def tensors_of(
     if module._buffers:
         owned.update(module._buffers)
     return owned, count
+
+
+@cache
+def nested(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The parameters that belong to submodules."""
+    return tuple(name for name in names if "." in name)
 
 
 def versions_and_frozen(

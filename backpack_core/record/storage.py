@@ -11,19 +11,25 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import Node, version_of
 from backpack_core.errors import MissingPluginError, OverwrittenInputError
-from backpack_core.record.call import Stored
+from backpack_core.record.call import NOTHING, Stored
 from backpack_core.record.run import Run
+from backpack_core.record.state import nested, tensors_of
 
 if TYPE_CHECKING:
     from backpack_core.record.execution import Execution
     from backpack_core.record.view import View
+
+
+OwnedTensors: TypeAlias = tuple[
+    dict[str, Tensor | None], int | tuple[str, ...], Mapping[str, tuple[Tensor, ...]]
+]
 
 
 class UnpackedTensors(ABC):
@@ -116,21 +122,23 @@ class Storage:
     def end(self, module: Module, execution: Execution) -> None:
         """Called when an execution of such a module has ended."""
 
-    def computed(
-        self, module: Module, names: Iterable[str], execution: Execution
-    ) -> Mapping[str, tuple[Tensor, tuple[Tensor, ...]]]:
-        """The parameters that a module computed for an execution, each with its leaf tensors.
+    def tensors(self, module: Module, resolved: Any, execution: Execution) -> OwnedTensors:
+        """The tensors of a module that has submodules or computed parameters.
 
         Args:
             module: The module.
-            names: The parameters that its rule covers.
+            resolved: Its rule.
             execution: The execution.
+
+        Returns:
+            The tensors by name; which are parameters, or how many of the first; and for each
+            computed parameter the leaf tensors that it comes from.
         """
-        tensors = {name: module.__dict__.get(name) for name in names}
-        for name, tensor in tensors.items():
+        for name in resolved.params:
+            tensor = module.__dict__.get(name)
             if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                 raise _missing(f"The parameter {name!r}, which a hook computes from others,")
-        return {}
+        return *tensors_of(module, nested(resolved.params)), NOTHING
 
     def pull_back(self, mat: Tensor, source: Tensor, leaf: Tensor) -> Tensor:
         """Pull columns ``[K, *source]`` back to ``[K, *leaf]``: one vector-Jacobian product each.
@@ -153,12 +161,11 @@ class Storage:
                     raise _missing("A model whose parameters are sharded")
         return {}
 
-    def hand_over(self, held: Mapping[Tensor, Tensor], shown: set[int], fields: list[str]) -> None:
-        """Store results of whole parameters on their shards.
+    def hand_over(self, survey: Any, fields: list[str]) -> None:
+        """Store results of whole parameters on their shards; called if there are any.
 
         Args:
-            held: The shards, as :meth:`shards_in` returned them.
-            shown: The ``id`` of each parameter that the models have.
+            survey: The survey of the pass.
             fields: Names of the results.
         """
 

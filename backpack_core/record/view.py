@@ -1,4 +1,4 @@
-"""A view: what a rule sees of a call during a visit, for all samples or some.
+"""A view: what a rule sees of a call during a visit.
 
 A view holds no more than its call does, and lives as long as the visit. Each tensor is checked when
 it is asked for: if it was changed in place since the forward pass, its values are not those that
@@ -7,8 +7,7 @@ the module received, and that raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from copy import copy
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, TypeVar
 
@@ -17,9 +16,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_core._torch import Node, version_of
-from backpack_core.errors import OverwrittenInputError, UsageError
+from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.call import Call, Stored
-from backpack_core.record.nested import as_index, map_tensors
 from backpack_core.record.state import as_it_was
 from backpack_core.record.storage import read, storage
 
@@ -33,7 +31,8 @@ class View:
         call: The call.
         index: The index of the output that is visited.
         node: The autograd node of that output, if tensors that it saved may be read.
-        indices: The samples that are shown, ``None`` for all. An index may occur several times.
+        indices: The samples that are shown, ``None`` for all. An index may occur several times. A
+            library derives a class for views of some.
         axis: The axis of the output that holds the samples; views move it to the front.
         is_differentiable: Whether quantities are functions of the parameters
             (``create_graph=True``).
@@ -64,6 +63,8 @@ class View:
     """
 
     is_checked = True
+    indices: tuple[int, ...] | None = None
+    _whole: View | None = None
 
     def __init__(
         self,
@@ -89,19 +90,15 @@ class View:
         self.owners: Tensor | None = None
         self.samples = samples
         self.is_measured = True
-        self._whole: View | None = None
         self.counted: list[tuple[Tensor, int]] | None = None
         self.memories: set[int] | None = None
         self.unpacked = storage().unpack(self.stored) if self.stored.saved else None
-        self.indices: tuple[int, ...] | None = None
-        self._pick: Any = None
         if axis and grad_output is not None:
             grad_output = grad_output.movedim(axis, 0)
         self.grad_output = grad_output
         self.dtype = (self.stored.outputs[index] if grad_output is None else grad_output).dtype
         self._module: Module | None = None
         self._tensors: dict[int, Tensor] = {}
-        self._columns: list[tuple[Any, Tensor, Any]] = []
 
     # What the module was -------------------------------------------------------------------------
 
@@ -166,20 +163,17 @@ class View:
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """Every tensor among the arguments, unchecked: for shapes and flags, not for values."""
-        inputs = self.stored.inputs
-        return inputs if self._pick is None else tuple(map(self._shown, inputs))
+        return self.stored.inputs
 
     @property
     def args(self) -> tuple[Any, ...]:
         """The positional arguments, with the samples that are shown."""
-        args = self.values.args
-        return args if self._pick is None else map_tensors(args, self._shown)
+        return self.values.args
 
     @property
     def kwargs(self) -> dict[str, Any]:
         """The keyword arguments, with the samples that are shown."""
-        kwargs = self.values.kwargs
-        return kwargs if self._pick is None else map_tensors(kwargs, self._shown)
+        return self.values.kwargs
 
     def tensor_input(self, index: int) -> Tensor:
         """Input tensor ``index``, in the dtype of the gradient.
@@ -194,7 +188,6 @@ class View:
         if tensor is None:
             tensor = read(self, index, "input")
             tensor = tensor if self.is_differentiable else tensor.detach()
-            tensor = tensor if self._pick is None else self._shown(tensor)
             tensor = tensor if tensor.dtype is self.dtype else self._cast(tensor)
             self._tensors[index] = tensor
         return tensor
@@ -215,26 +208,21 @@ class View:
         if slot not in self._tensors:
             tensor = read(self, slot, "output")
             if self.is_differentiable:
-                tensor = storage().output_again(self.full, tensor)
+                tensor = storage().output_again(self, tensor)
             tensor = tensor.movedim(self.axis, 0) if self.axis else tensor
-            tensor = tensor if self._pick is None else self._cut(tensor)
             self._tensors[slot] = tensor if tensor.dtype is self.dtype else self._cast(tensor)
         return self._tensors[slot]
 
     @property
     def input_shape(self) -> torch.Size:
         """Shape of the first input, which is known even if its values were overwritten."""
-        shape = self.stored.inputs[0].shape
-        return shape if self.indices is None else torch.Size((len(self.indices), *shape[1:]))
+        return self.stored.inputs[0].shape
 
     @property
     def output_shape(self) -> torch.Size:
         """Shape of the output, which is known even if its values were overwritten."""
         output = self.stored.outputs[self.index]
-        shape = output.movedim(self.axis, 0).shape if self.axis else output.shape
-        if self.indices is None or not shape:
-            return shape
-        return torch.Size((len(self.indices), *shape[1:]))
+        return output.movedim(self.axis, 0).shape if self.axis else output.shape
 
     @property
     def batch_size(self) -> int:
@@ -262,76 +250,12 @@ class View:
         tensor: Tensor | None = getattr(node or self.node, f"_saved_{name}", None)
         if tensor is None or tensor.shape[:1] != self.stored.outputs[self.index].shape[:1]:
             return None
-        return self._cut(tensor)
+        return tensor
 
     @property
     def full(self) -> View:
         """The view with all samples."""
-        return self if self._whole is None else self._whole
-
-    def subsample(self, indices: Sequence[int] | None) -> View:
-        """The same call with some samples only.
-
-        Args:
-            indices: Positions along axis 0, which may be repeated; ``None`` for all.
-
-        Returns:
-            A view whose inputs, output and gradient hold the chosen samples. Tensors whose axis 0
-            is not the batch axis are left as they are.
-
-        Raises:
-            UsageError: An index is out of range.
-        """
-        if indices is None:
-            return self
-        size = self.batch_size
-        self._require_within(indices, size)
-        # A subsample of a subsample: indices count what this view shows.
-        shown = range(size) if self.indices is None else self.indices
-        return self._picked(tuple(shown[i] for i in indices))
-
-    def _picked(self, indices: tuple[int, ...]) -> View:
-        view = copy(self)
-        view.call_cache, view._tensors, view._columns, view._whole = {}, {}, [], self.full
-        view.indices = indices
-        view._pick = as_index(view.indices, self.stored.outputs[self.index].device)
-        whole = self.full.grad_output
-        view.grad_output = None if whole is None else view._cut(whole)
-        return view
-
-    def of_samples(self, samples: Sequence[int] | None) -> View:
-        """The same call with some samples only, each with all of its entries of axis 0.
-
-        Args:
-            samples: Indices of samples of the whole call, whichever are shown, which may be
-                repeated; ``None`` for those that are shown.
-
-        Raises:
-            UsageError: An index is out of range.
-        """
-        if samples is None:
-            return self
-        whole = self.full
-        if whole.positions == 1 and whole.samples in (0, whole.batch_size):
-            return whole.subsample(samples)  # each entry of axis 0 is a sample
-        whole._require_within(samples, whole.samples)
-        owners = whole.owners
-        if owners is None:
-            owners = torch.arange(whole.samples, device="cpu").repeat_interleave(whole.positions)
-        entries = [(owners == n % whole.samples).nonzero().flatten() for n in samples]
-        view = whole._picked(tuple(torch.cat(entries).tolist()))
-        view.owners = torch.arange(len(samples), device="cpu").repeat_interleave(
-            torch.tensor([*map(len, entries)], device="cpu")
-        )
-        return view
-
-    def _require_within(self, indices: Sequence[int], size: int) -> None:
-        bad = [i for i in indices if not -size <= i < size]
-        if bad:
-            raise UsageError(
-                f"subsampling asks for sample {bad[0]}, but {self.path} saw a batch of {size} "
-                f"samples: use indices from 0 to {size - 1}."
-            )
+        return self._whole or self
 
     def once(self, key: str, compute: Callable[[], T]) -> T:
         """A value that depends on the call alone, computed once for all columns.
@@ -344,29 +268,10 @@ class View:
         value: T = self.call_cache[cache_key]
         return value
 
-    def once_per_columns(self, key: str, mat: Tensor, compute: Callable[[], T]) -> T:
-        """A value that depends on the call and on columns, computed once per tensor ``mat``."""
-        for cached_key, cached_mat, cached in self._columns:
-            if cached_mat is mat and cached_key == key:
-                value: T = cached
-                return value
-        value = compute()
-        self._columns = [*self._columns[-3:], (key, mat, value)]  # holds four at most
-        return value
-
-    def _shown(self, tensor: Tensor) -> Tensor:
-        """The chosen samples of a tensor whose axis 0 is the batch axis; others as they are."""
-        if self._pick is None or not self.has_batch(tensor):
-            return tensor
-        return tensor[self._pick]
-
     def has_batch(self, tensor: Tensor) -> bool:
         """Whether axis 0 of an argument has the length of the whole batch."""
         size = self.stored.inputs[0].shape[0]
         return tensor.dim() > 0 and tensor.shape[0] == size
-
-    def _cut(self, tensor: Tensor) -> Tensor:
-        return tensor if self._pick is None or not tensor.dim() else tensor[self._pick]
 
     def _cast(self, tensor: Tensor) -> Tensor:
         if tensor.dtype == self.dtype or not tensor.is_floating_point():
@@ -375,5 +280,4 @@ class View:
 
     def __repr__(self) -> str:
         """The call, and the samples."""
-        some = "" if self.indices is None else f", samples {list(self.indices)}"
-        return f"<view of {self.call!r}, output {self.index}{some}>"
+        return f"<view of {self.call!r}, output {self.index}>"

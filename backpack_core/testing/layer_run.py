@@ -7,7 +7,8 @@ The oracle has a graph of its own, from the same layer without recording.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property, lru_cache
 from typing import Any, ParamSpec, TypeVar
@@ -25,6 +26,7 @@ from backpack_core.record.view import View
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import SAMPLES, Arguments, Case, ExtensionCase, RuleCase, installed
 from backpack_core.testing.compare import CheckFailure, require
+from backpack_core.tuning import memory_budget, set_memory_budget
 from backpack_products import derivatives
 from backpack_products.derivatives import SecondOrderRule, second_order
 from backpack_products.elementwise import ElementwiseRule
@@ -222,3 +224,14 @@ def has_second_derivative(rule: LayerRule) -> bool:
         return type(rule).second_derivative is not ElementwiseRule.second_derivative
     its = type(rule)._second_derivative_mat_prod
     return its is not SecondOrderRule._second_derivative_mat_prod
+
+
+@contextmanager
+def within(size: int) -> Iterator[None]:
+    """A block with another memory budget."""
+    before = memory_budget()
+    set_memory_budget(size)
+    try:
+        yield
+    finally:
+        set_memory_budget(before)

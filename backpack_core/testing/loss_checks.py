@@ -23,6 +23,7 @@ from backpack_core.testing.nets import Made, Problem
 from backpack_core.testing.network import BoundLoss, Shrink
 from backpack_core.testing.quantities import ALL_NEEDS, installed_extensions
 from backpack_products.loss import HessianLossRule
+from backpack_products.some_samples import subsample
 
 # Positions of the target and further arguments of a loss.
 ALL_BUT_FIRST = tuple(range(1, 16))
@@ -224,7 +225,7 @@ def batch_of_one(case: LossCase) -> Entries:
 def subsampled_call(case: LossCase) -> Entries:
     """Check samples 2 and 0 of a mean, whose factor stays that of the whole batch."""
     run = shared_run(case, "mean")
-    return products(run, run.view.subsample([2, 0]))
+    return products(run, subsample(run.view, [2, 0]))
 
 
 def non_contiguous_input(case: LossCase) -> Entries:

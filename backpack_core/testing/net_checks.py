@@ -20,10 +20,10 @@ from backpack_core.contract.extension import Extension
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.call import live_calls
 from backpack_core.testing.compare import Entries, finite, require
-from backpack_core.testing.nets import TWICE, Nets, RefusalCheck
+from backpack_core.testing.nets import Nets, RefusalCheck
 from backpack_core.testing.network import ScaledLoss
 from backpack_core.testing.oracle import Reference
-from backpack_core.testing.quantities import ALL_NEEDS, installed_extensions
+from backpack_core.testing.quantities import ALL_NEEDS, TWICE, installed_extensions
 
 # Needs that half precision can meet.
 COARSE = ("gradient", "curvature", "sampling")

@@ -20,22 +20,14 @@ from backpack_core.context import backpack
 from backpack_core.contract.extension import Extension
 from backpack_core.errors import MissingPluginError, OverwrittenInputError, UnsupportedError
 from backpack_core.extending import extend
-from backpack_core.testing import network
-from backpack_core.testing.cases import (
-    SAMPLES,
-    Arguments,
-    ExtensionCase,
-    RuleCase,
-)
+from backpack_core.testing import network, quantities
+from backpack_core.testing.cases import SAMPLES, Arguments, ExtensionCase, RuleCase
 from backpack_core.testing.compare import SMALLEST_SCALE, CheckFailure, close, finite, require
 from backpack_core.testing.layer_run import shared_run_of, traits
 from backpack_core.testing.oracle import Reference, draw
 from backpack_core.testing.quantities import ALL_NEEDS, Quantity, installed_extensions, quantity_of
 from backpack_products.derivatives import second_order
 from backpack_products.parametric import AffineRule
-
-# Needs without an oracle where autograd cannot differentiate twice.
-TWICE = frozenset({"double backward", "second derivative"})
 
 Values = dict[str, dict[str, Any]]  # save field → parameter → value
 RefusalCheck = Callable[[Extension, Exception], None]  # raises unless an extension may refuse so
@@ -291,7 +283,7 @@ def _around(
     # A rule's second derivative is that in its first input alone.
     is_enough = second_order(run.rule).hessian_is_zero or not any(run.live)
     in_inputs = not run.live or (is_enough and "second derivative" in traits(case))
-    may_refuse = set() if case.twice_differentiable else set(TWICE)
+    may_refuse = set() if case.twice_differentiable else set(quantities.TWICE)
     if not (in_params and in_inputs) or case.overwrites_input:
         may_refuse.add("second derivative")
     # Some quantities do not exist over branches, or for a parameter with two uses.
@@ -350,6 +342,6 @@ def _takes_any_layer(case: ExtensionCase, quantity: Quantity | None) -> bool:
 def nets_of(case: RuleCase | ExtensionCase) -> Nets:
     """The nets for a layer or an extension."""
     if isinstance(case, RuleCase):
-        needs = [n for n in ALL_NEEDS if case.twice_differentiable or n not in TWICE]
+        needs = [n for n in ALL_NEEDS if case.twice_differentiable or n not in quantities.TWICE]
         return Nets(case, partial(_around, case), partial(_usable, case), needs)
     return Nets(case, partial(_alone, case), lambda **given: [case.extension_factory(**given)])

@@ -7,8 +7,7 @@ that was found, and the one that is expected.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import product
 from typing import Any
 
@@ -21,12 +20,13 @@ from backpack_core.record.view import View
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import Arguments, RuleCase
 from backpack_core.testing.compare import CheckFailure, Entries, agree, refuses, require, untouched
-from backpack_core.testing.layer_run import LayerRun, run_layer
-from backpack_core.tuning import memory_budget, set_memory_budget
+from backpack_core.testing.layer_run import LayerRun, run_layer, within
+from backpack_core.tuning import memory_budget
 from backpack_products import operations as ops
 from backpack_products.affine import AffineProduct
 from backpack_products.parametric import AffineRule, ParametricRule
 from backpack_products.product import SampleProduct
+from backpack_products.some_samples import subsample
 
 # Names of the parameters that a parametrised weight is computed from; a rule covers the weight.
 IS_COMPUTED = re.compile(r"(^|\.)parametrizations\.")
@@ -130,26 +130,16 @@ def operations(run: LayerRun) -> Entries:
         formed = oracle.per_sample_product(run.jacobians[name], mat, run.batch_axis)
         for budget, needs in product((memory_budget(), 1), _PLANS):
             for what, (operation, definition) in _DEFINITIONS.items():
-                with _budget(budget), torch.no_grad():
+                with within(budget), torch.no_grad():
                     form = run.call("param_product", name, mat)
                     form.needs = frozenset(needs)
                     found = operation(form)
                 yield f"{what} of {name!r} within {budget} bytes", found, definition(formed)
 
 
-@contextmanager
-def _budget(size: int) -> Iterator[None]:
-    before = memory_budget()
-    set_memory_budget(size)
-    try:
-        yield
-    finally:
-        set_memory_budget(before)
-
-
 def subsampled_call(run: LayerRun) -> Entries:
-    """Check the products of ``view.subsample([2, 0])``."""
-    view = run.view.subsample((2, 0))
+    """Check the products of ``subsample(view, [2, 0])``."""
+    view = subsample(run.view, (2, 0))
     run.rule.check(view)
     return products(run, view=view)
 
@@ -313,7 +303,7 @@ def jacobian_is_constant(run: LayerRun) -> Entries:
     """Check ``J_nᵀ c = J_0ᵀ c`` for all samples ``n``, at the case's input and at another."""
     column = run.columns()[:, :1]
     mat = column.expand(-1, *run.output.shape)
-    first = run.call("jac_t_mat_prod", column, view=run.view.subsample([0]))
+    first = run.call("jac_t_mat_prod", column, view=subsample(run.view, [0]))
     for where, at in (("", run), (" at another input", run_layer(run.case, _elsewhere(run.case)))):
         own = at.call("jac_t_mat_prod", mat)
         for slot, leaf in at.live.items():

@@ -15,8 +15,10 @@ from backpack_core.errors import OverwrittenInputError, ReleasedIOError, UsageEr
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from backpack_core.record.call import Call, edge_of, live_calls
 from backpack_core.record.state import settings_of
+from backpack_operations.chosen import of_samples
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_behind
+from backpack_products.some_samples import subsample
 from tests.cases import Net, classification
 
 
@@ -252,13 +254,13 @@ def test_subsample_is_a_view_with_fewer_samples() -> None:
     module = extend(nn.Linear(3, 2))
     y = module(torch.randn(4, 3))
     view = View(*_calls_behind(y))
-    some = view.subsample([2, -4])
+    some = subsample(view, [2, -4])
     assert some.batch_size == 2
     assert some.full is view
     assert torch.equal(some.input, view.input[[2, 0]])
     assert torch.equal(some.output, y.detach()[[2, 0]])
     with pytest.raises(UsageError, match=r"sample 4, but Linear saw a batch of 4"):
-        view.subsample([4])
+        subsample(view, [4])
 
 
 @pytest.mark.parametrize("chosen", [[2, -4], [2, -4, 3, 3]])
@@ -268,13 +270,13 @@ def test_samples_are_counted_in_the_whole_call(positions: int, chosen: list[int]
     (call,) = _calls_behind(module(torch.randn(4 * positions, 3)))
     view = View(call, positions=positions, samples=4)
     rows = view.input.reshape(4, positions, 3)
-    some = view.of_samples(chosen)
+    some = of_samples(view, chosen)
     assert torch.equal(some.input, rows[chosen].flatten(0, 1))
-    again = some.of_samples([1, 3])
+    again = of_samples(some, [1, 3])
     assert torch.equal(again.input, rows[[1, 3]].flatten(0, 1))
     assert again.full is view
     with pytest.raises(UsageError, match=r"sample 4, but Linear saw a batch of 4"):
-        some.of_samples([4])
+        of_samples(some, [4])
 
 
 def test_overwritten_input_and_output() -> None:
@@ -286,7 +288,7 @@ def test_overwritten_input_and_output() -> None:
     with pytest.raises(OverwrittenInputError, match="its input was changed in place"):
         _ = view.input
     with pytest.raises(OverwrittenInputError, match="its input was changed"):
-        _ = view.subsample([1]).input
+        _ = subsample(view, [1]).input
     with torch.no_grad():
         y.mul_(2)
     with pytest.raises(OverwrittenInputError, match="its output was changed in place"):

@@ -158,13 +158,12 @@ OTHERS = {
         r"operation 'Exp' made of the output of Linear 'first'",
     ),
     "no rule": (_own(Unruled), "Unruled has no layer rule"),
-    "axis": (_own(lambda: nn.Linear(3, 2), batch_axis=1), "another axis"),
     "computed": (_own(lambda: weight_norm(nn.Linear(3, 2))), "computed"),
     "penalty": (_penalty, "'Pow' uses a parameter of shape .2, 3."),
     "handed over": (_handed_over, "functional_call"),
     "rows": (
-        _own(lambda: nn.Sequential(nn.Linear(3, 2), nn.Flatten(0))),
-        "received 5 rows and returned",
+        lambda: extend(nn.EmbeddingBag(7, 2))(torch.arange(6), torch.tensor([0, 2])).sum(),
+        "received 6 rows and returned",
     ),
 }
 
@@ -186,6 +185,8 @@ def test_what_users_say_asks_for_the_library() -> None:
     model = extend(nn.Linear(3, 2))
     with pytest.raises(MissingPluginError, match=r"samples=.*pip install backpack-operations"):
         backpack(BatchGrad(), samples=torch.tensor([0, 0, 1]))
+    with pytest.raises(MissingPluginError, match=r"batch_axis=1.*pip install backpack-operations"):
+        extend(model, batch_axis=1)
     term = model.weight.sum()
     with (
         pytest.raises(MissingPluginError, match=r"beside=.*pip install backpack-operations"),
@@ -237,3 +238,69 @@ def test_columns_go_at_once_where_nobody_sends_chunks(request: pytest.FixtureReq
             request.getfixturevalue("alone")
     for in_chunks, at_once in zip(*found, strict=True):
         torch.testing.assert_close(in_chunks, at_once)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_pass_inside_of_another_asks_for_the_library() -> None:
+    model = extend(nn.Linear(3, 2))
+    loss, inner = model(torch.rand(5, 3)).sum(), model(torch.rand(5, 3)).sum()
+    loss.register_hook(lambda _: inner.backward())
+    with pytest.raises(MissingPluginError, match="inside of another"), backpack(BatchGrad()):
+        loss.backward()
+
+
+@pytest.mark.usefixtures("alone")
+def test_modules_are_shown_where_no_quantity_is_asked_for() -> None:
+    model, seen = extend(nn.Sequential(nn.Linear(3, 2), nn.Tanh())), list[nn.Module]()
+    with backpack(extension_hook=seen.append):
+        model(torch.rand(5, 3)).sum().backward()
+    assert seen == [model[1], model[0]]
+
+
+@pytest.mark.usefixtures("alone")
+def test_carriers_ask_for_the_library() -> None:
+    extension, model = BatchGrad(), extend(nn.Linear(3, 2))
+    extension.carriers[nn.Conv2d] = lambda *_: None
+    with pytest.raises(MissingPluginError, match="carriers"), backpack(extension):
+        model(torch.rand(5, 3)).sum().backward()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("module", [nn.Unflatten(1, (1, 4)), nn.ReLU(inplace=True)], ids=repr)
+def test_a_module_that_returns_no_new_tensor_asks_for_the_library(module: nn.Module) -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 4), module, nn.Linear(4, 2)))
+    with pytest.raises(MissingPluginError, match="pip install backpack-operations"):
+        _passed(model)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_module_that_returns_its_input_is_none() -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 4), nn.Identity(), nn.Flatten(), nn.Linear(4, 2)))
+    _passed(model)
+    for parameter in model.parameters():
+        torch.testing.assert_close(parameter.grad_batch.sum(0), parameter.grad)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_layer_that_is_a_function_of_the_last_output_is_refused() -> None:
+    model = extend(nn.Sequential(nn.Linear(3, 4), nn.GRU(4, 2)))
+    with (
+        pytest.raises(MissingPluginError, match="uses a parameter of shape"),
+        backpack(BatchGrad()),
+    ):
+        model(torch.rand(5, 3))[0].sum().backward()
+
+
+def _passed(model: nn.Module) -> None:
+    with backpack(BatchGrad()):
+        model(torch.rand(5, 3)).sum().backward()
+
+
+@pytest.mark.usefixtures("alone")
+def test_some_samples_ask_for_the_library() -> None:
+    model = extend(nn.Linear(3, 2))
+    with (
+        pytest.raises(MissingPluginError, match="subsampling"),
+        backpack(BatchGrad(subsampling=[0])),
+    ):
+        model(torch.rand(5, 3)).sum().backward()

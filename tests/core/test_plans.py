@@ -686,12 +686,11 @@ def test_a_plan_prints_its_steps() -> None:
     model = _model()
     _warm(model)
     (plan,) = plans._plans[model].values()
-    assert repr(plan).splitlines()[0].split() == ["step", "at", "what", "happens"]
-    assert "Linear 'first'" in repr(plan)
-    assert "read weight, bias\n" in repr(plan)
+    assert "Linear 'first'" in [step.path for step in plan.steps]
+    assert "read weight, bias" in [*map(str, plan.steps)]
     _warm(model, DiagGGNExact())
     *_, plan = plans._plans[model].values()
-    assert "send to operations by its rule\n" in repr(plan)
+    assert "send to operations by its rule" in [*map(str, plan.steps)]
 
 
 def test_other_operations_inside_of_a_layer() -> None:

@@ -24,6 +24,7 @@ from backpack_core.record.view import View
 from backpack_layers import loss_classification as classification
 from backpack_layers import loss_regression as regression
 from backpack_products.loss import HessianLossRule
+from backpack_products.some_samples import subsample
 from tests.layers.loss_cases import (
     CASES,
     CLASS_WEIGHT,
@@ -143,7 +144,7 @@ def test_samples_follow_torch_generator(case: Case) -> None:
 def test_subsample_keeps_the_scale_of_the_batch(case: Case, reduction: str) -> None:
     view = case.view(reduction, batch=4)
     rule = rule_for(view.module)
-    part = view.subsample([3, 1])
+    part = subsample(view, [3, 1])
     rule.check(part)
     expected = blocks(view)[[3, 1]]
     assert_equal(gram(rule.sqrt_hessian(part)), expected)
@@ -161,7 +162,7 @@ def test_subsample_where_the_target_has_no_batch_axis() -> None:
         view = started(nn.HuberLoss(), draw(3, 3), draw(3))
     with pytest.warns(UserWarning, match="target size"):
         expected = blocks(view)[[2]]
-    root = regression.HuberLossRule().sqrt_hessian(view.subsample([2]))
+    root = regression.HuberLossRule().sqrt_hessian(subsample(view, [2]))
     assert_equal(gram(root), expected)
 
 

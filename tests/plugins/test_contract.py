@@ -14,7 +14,6 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.nn.utils.parametrize import register_parametrization as parametrize
 
 from backpack_core import backpack, extend, hookimpl, plugins
-from backpack_core.contract.carrier import Carrier, ParameterResult
 from backpack_core.errors import (
     PluginCodeError,
     PluginConflictError,
@@ -25,6 +24,7 @@ from backpack_core.errors import (
 from backpack_core.plugins import hookspecs, registration
 from backpack_core.plugins.registry import registry
 from backpack_core.testing import temporary_plugin
+from backpack_operations.carrier import Carrier, ParameterResult
 from backpack_products import ColumnPropagator, Columns, FirstOrderExtension
 from tests.cases import Net
 

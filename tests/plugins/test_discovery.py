@@ -271,7 +271,7 @@ def test_an_unknown_extension_names_what_to_install(monkeypatch: pytest.MonkeyPa
         extensions.BatchGrad  # noqa: B018
     with pytest.raises(ImportError, match="pip install backpack-plugin-secondorder"):
         extensions.KFAC  # noqa: B018
-    with pytest.raises(ImportError, match=r"No installed plugin provides .* 'Unheard'"):
+    with pytest.raises(ImportError, match=r"No loaded plugin provides .* 'Unheard'"):
         extensions.Unheard  # noqa: B018
     with pytest.raises(AttributeError):
         extensions.unheard  # noqa: B018

@@ -79,11 +79,11 @@ OPEN = {
     "backpack_products": (
         "affine apart column_propagator columns contractions derivatives elementwise extensions "
         "factors fingerprint lookup loss merging multiply operations owned parametric product "
-        "recycled rows scale substitutes transposition tuning values",
-        "regrouping",
+        "recycled rows scale some_samples substitutes transposition tuning values",
+        "overrides regrouping",
     ),
     "backpack_operations": (
-        "alignment bare bridge fused nodes operands order own_pass",
+        "alignment bare bridge carrier chosen fused nodes operands order own_pass",
         "_torch apart batch own_order owners paths received refusals survey",
     ),
     "backpack_checks": ("", "_torch trust"),

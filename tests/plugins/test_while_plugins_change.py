@@ -15,7 +15,7 @@ from backpack_core.contract.operation import OpenFunction
 from backpack_core.discovery import preferred_version
 from backpack_core.extensions import BatchGrad
 from backpack_core.plugins import ensure_loaded
-from backpack_core.plugins.registry import _names, registry
+from backpack_core.plugins.registry import is_named, registry
 from backpack_products.product import DenseProduct, SampleProduct
 
 pytestmark = pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
@@ -120,8 +120,8 @@ def test_the_version_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_table_that_grows_while_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "backpack_core.plugins.registry._names"
+    name = "backpack_core.plugins.registry.is_named"
     ensure_loaded()
-    monkeypatch.setattr(name, _interrupted(_names, _add))
+    monkeypatch.setattr(name, _interrupted(is_named, _add))
     assert registry.resolve_type(Toy).is_fallback
     assert not registry.resolve_type(Toy).is_fallback

@@ -23,6 +23,7 @@ from backpack.extensions.strategies import extension_by
 from backpack_compat.hand_written import adopt, present
 from backpack_compat.views import checked_view, loss_view, parametric_rule_for, rule_for
 from backpack_core import Extension, LossRule
+from backpack_products.some_samples import subsample
 from backpack_secondorder import diag_hessian, kfac
 
 Derivatives = Any  # BaseDerivatives, or BaseParameterDerivatives where there are parameters
@@ -205,7 +206,7 @@ class CoreModule(_PerParameter):
     def _value(
         self, param: str, ext: Any, module: Module, g_inp: Any, g_out: Any, backproped: Any
     ) -> Any:
-        view = checked_view(module, g_out).subsample(ext.get_subsampling())
+        view = subsample(checked_view(module, g_out), ext.get_subsampling())
         extension = self._extension(ext)
         quantity = adopt(extension.propagator, backproped)
         (reading,) = extension.propagator.products(
@@ -219,9 +220,9 @@ class CoreModule(_PerParameter):
         """What the extension's propagator does at this layer or loss."""
         propagator, rule = self._extension(ext).propagator, rule_for(module)
         if isinstance(rule, LossRule):
-            view = loss_view(module, g_out).subsample(ext.get_subsampling())
+            view = subsample(loss_view(module, g_out), ext.get_subsampling())
             return present(propagator.start(rule, view))
-        view = checked_view(module, g_out).subsample(ext.get_subsampling())
+        view = subsample(checked_view(module, g_out), ext.get_subsampling())
         sent = propagator.propagate(rule, view, adopt(propagator, backproped))
         for position, new in propagator.residual(rule, view).items():
             sent[position] = propagator.merge(sent[position], new) if position in sent else new

@@ -5,13 +5,16 @@ from __future__ import annotations
 from backpack_checks import advice as advice  # registers a judge of plugins' classes
 from backpack_checks.attending import Checks
 from backpack_checks.profile import Profile
+from backpack_checks.providers import advise
 from backpack_checks.untouched import ByVersions
 from backpack_core import hookimpl
 from backpack_core.contract.observer import Observer
 from backpack_core.engine.backward import BackwardPass
+from backpack_core.plugins.loading import ADVISERS
 from backpack_core.record.guards import GUARDS
 
 GUARDS.append(ByVersions())
+ADVISERS.append(advise)
 
 
 @hookimpl

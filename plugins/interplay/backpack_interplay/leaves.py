@@ -10,10 +10,11 @@ from functools import partial
 
 from torch import Tensor
 
-from backpack_core._torch import Node, will_get_gradient
+from backpack_core._torch import Node
 from backpack_core.graph.nodes import is_leaf
 from backpack_core.record.call import Edge, edge_of
 from backpack_operations import bridge, nodes
+from backpack_operations._torch import will_get_gradient
 from backpack_operations.order import ranks
 from backpack_operations.own_pass import in_own_pass
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -10,12 +10,15 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.checkpoint import CheckpointError
 
-from backpack_core._torch import Node
+from backpack_core._torch import Node, parametrizations_of
 from backpack_core.errors import BridgeError
-from backpack_core.record.call import Stored
+from backpack_core.graph.survey import Survey
+from backpack_core.record.call import NOTHING, Stored
 from backpack_core.record.execution import Execution
+from backpack_core.record.owner import owners_of
 from backpack_core.record.run import Run
-from backpack_core.record.storage import Storage, UnpackedTensors
+from backpack_core.record.state import nested, tensors_of
+from backpack_core.record.storage import OwnedTensors, Storage, UnpackedTensors
 from backpack_core.record.view import View
 from backpack_interplay import checkpoints, compiled, parametrized, shards
 from backpack_interplay.global_hooks import PlaceOfAll
@@ -77,12 +80,20 @@ class Interplay(Storage):
         """End an execution of a module."""
         parametrized.end(module, execution)
 
-    def computed(
-        self, module: Module, names: Iterable[str], execution: Execution
-    ) -> dict[str, tuple[Tensor, tuple[Tensor, ...]]]:
-        """The parameters that a module computed, each with the leaves it was computed from."""
-        tensors = parametrized.computed(module, names, execution)
-        return {name: (tensor, leaves_behind(tensor)) for name, tensor in tensors.items()}
+    def tensors(self, module: Module, resolved: Any, execution: Execution) -> OwnedTensors:
+        """The tensors of a module that has submodules or computed parameters."""
+        if resolved.is_fallback:
+            names = parametrizations_of(module) and [n for n, _ in module.named_parameters()]
+            inside = tuple(name for name in names if name.startswith("parametrizations."))
+            return *tensors_of(module, inside), NOTHING
+        owned, count = tensors_of(module, nested(resolved.params))
+        sources = parametrized.computed(module, resolved.params, execution)
+        computed = {name: leaves_behind(tensor) for name, tensor in sources.items()}
+        of_others = {id(leaf) for leaves in computed.values() for leaf in leaves}
+        parameters = tuple(owned)[:count]
+        owned.update(sources)
+        used_directly = [name for name in parameters if id(owned[name]) not in of_others]
+        return owned, (*used_directly, *computed), computed
 
     def pull_back(self, mat: Tensor, source: Tensor, leaf: Tensor) -> Tensor:
         """Carry columns at a computed tensor back to a leaf."""
@@ -92,9 +103,11 @@ class Interplay(Storage):
         """The shards of ``fully_shard``, by whole parameter."""
         return {whole: part for model in models for whole, part in shards.shards_in(model).items()}
 
-    def hand_over(self, held: Mapping[Tensor, Tensor], shown: set[int], fields: list[str]) -> None:
+    def hand_over(self, survey: Survey, fields: list[str]) -> None:
         """Move results from whole parameters to shards."""
-        shards.hand_over(held, shown, fields)
+        models = owners_of(call.module for call in survey.trained)
+        shown = {id(parameter) for model in models for parameter in model.parameters()}
+        shards.hand_over(survey.shards, shown, fields)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
 from backpack_layers.arguments import arguments, by_slot, slots, tensor, whole_call
 from backpack_layers.attention_nodes import kept_by_kernel, projection
+from backpack_layers.once import once_per_columns
 from backpack_products.parametric import AffinePairsRule
 
 NAMES = ("query", "key", "value")
@@ -141,7 +142,7 @@ class MultiheadAttentionRule(AffinePairsRule):
             # Contiguous each, so the product of each needs no copy.
             return torch.stack(_to_one_length(cut), 2).transpose(2, 3)
 
-        return view.once_per_columns("packed", mat, pack)
+        return once_per_columns(view, "packed", mat, pack)
 
     def _at_inputs(self, view: View, mat: Tensor) -> list[Tensor]:
         """Columns at the three projections, without the positions that the module adds."""
@@ -151,7 +152,7 @@ class MultiheadAttentionRule(AffinePairsRule):
 
     def _columns(self, view: View, mat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Columns at the projected query, key and value, ``[V, N, L or S', E]`` each."""
-        return view.once_per_columns("columns", mat, lambda: self._carry_back(view, mat))
+        return once_per_columns(view, "columns", mat, lambda: self._carry_back(view, mat))
 
     def _carry_back(self, view: View, mat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         context = _split(mat @ view.parameter("out_proj.weight"), _module(view).num_heads)

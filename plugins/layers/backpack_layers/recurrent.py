@@ -20,6 +20,7 @@ from backpack_layers.arguments import (
     tensor,
     whole_call,
 )
+from backpack_layers.once import once_per_columns
 from backpack_layers.recurrent_cells import Cell, ElmanCell, GRUCell, LSTMCell, Tables, Weights
 from backpack_products.parametric import AffinePairsRule
 
@@ -168,7 +169,7 @@ class RecurrentRule(AffinePairsRule):
         return [x.new_zeros(shape)] * count
 
     def _carried(self, view: View, mat: Tensor) -> Carried:
-        return view.once_per_columns("carried", mat, lambda: self._carry_back(view, mat))
+        return once_per_columns(view, "carried", mat, lambda: self._carry_back(view, mat))
 
     def _carry_back(self, view: View, mat: Tensor) -> Carried:
         module, cell, layers = _module(view), self.cell(view), self._chains(view)

@@ -17,6 +17,7 @@ from torch.nn import Module
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.view import View
 from backpack_layers.arguments import by_slot, slots, tensor
+from backpack_layers.once import once_per_columns
 from backpack_layers.recurrent_cells import Cell, ElmanCell, GRUCell, LSTMCell, Tables, Weights
 from backpack_products.parametric import AffinePairsRule
 
@@ -84,7 +85,7 @@ class StepRule(AffinePairsRule):
         return [x.new_zeros(len(x), module.hidden_size)] * self.cell(view).states
 
     def _carried(self, view: View, mat: Tensor) -> Carried:
-        return view.once_per_columns("carried", mat, lambda: self._carry_back(view, mat))
+        return once_per_columns(view, "carried", mat, lambda: self._carry_back(view, mat))
 
     def _carry_back(self, view: View, mat: Tensor) -> Carried:
         cell, now = self.cell(view), view.once("tables", lambda: self._tables(view))

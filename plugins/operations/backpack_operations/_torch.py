@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from backpack_core._torch import Node
+from backpack_core._torch import Node, will_execute
 
 # The type of the nodes of in-place operations on a view.
 CopyNode: Any = torch._C._functions.CopySlices  # type: ignore[attr-defined]
@@ -62,3 +63,17 @@ def quiet_vmap() -> Iterator[None]:
         yield
     finally:
         functorch._set_vmap_fallback_warning_enabled(True)
+
+
+def will_get_gradient(tensor: Tensor) -> bool:
+    """Whether the current backward pass computes the gradient of a parameter."""
+    try:
+        return will_execute(torch.autograd.graph.get_gradient_edge(tensor).node)
+    except RuntimeError:  # torch does not tell for leaves that autograd.grad() was called with
+        return True
+
+
+def at_end_of_pass(function: Callable[[], None]) -> None:
+    """Have autograd call a function at the end of the current backward pass."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(function)

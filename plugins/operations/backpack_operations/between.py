@@ -16,8 +16,7 @@ from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.active import Context
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.between import Between
-from backpack_core.engine.groups import Group
-from backpack_core.engine.sink import Sink
+from backpack_core.errors import BackpackWarning, warn_once
 from backpack_core.plan.noted import Unplanned
 from backpack_core.plan.structure import OVERWRITTEN, Structure
 from backpack_core.record.call import Call, CallCaches, Edge, Site
@@ -25,8 +24,10 @@ from backpack_core.record.run import Run
 from backpack_operations import nodes, refusals
 from backpack_operations._torch import CopyNode
 from backpack_operations.aligning import align
+from backpack_operations.arguments import axes_of, said
 from backpack_operations.bare import add_leaves
 from backpack_operations.crossings import Crossings
+from backpack_operations.inner_pass import pass_inside
 from backpack_operations.late import refuse_late_uses, refuse_unmet
 from backpack_operations.own_order import Chunks
 from backpack_operations.owners import Owners, owners_of_losses
@@ -39,13 +40,13 @@ from backpack_operations.planned import (
     inside_of,
 )
 from backpack_operations.received import ModelRun, Rows, relations, rows_of, run_of, span_of
+from backpack_operations.recording import record
 from backpack_operations.schedule import HookSchedule, NodeSchedule, when_reached
 from backpack_operations.sink import GraphSink
 from backpack_operations.straight import StraightTraversal
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_behind
 from backpack_operations.terms import refuse_other_terms, refuse_unknown_normaliser
-from backpack_operations.told import told
 from backpack_operations.unruled import ask_without_rule
 from backpack_operations.viewed import look_through, record_at_base
 from backpack_operations.visits import GraphTraversal
@@ -86,10 +87,13 @@ class Operations(Between[GraphSurvey]):
         self._visited_views: set[Call] = set()
         self._visited_modules: dict[Module, None] = {}
 
-    told = staticmethod(told)
+    said, axes_of = staticmethod(said), staticmethod(axes_of)
     run_of = staticmethod(run_of)
     is_parameter = staticmethod(is_parameter)
     note_view = staticmethod(record_at_base)
+    pass_inside = staticmethod(pass_inside)
+    record = staticmethod(record)
+    schedule, sink = HookSchedule, GraphSink
 
     # Before anything is computed ------------------------------------------------------------------
 
@@ -155,6 +159,9 @@ class Operations(Between[GraphSurvey]):
         """How rows that calls and models received lie to each other in memory."""
         if computed_substitutes():
             raise Unplanned("weights are handed over")
+        if self.context.beside or self.context.told is not None:
+            what = "beside" if self.context.beside else "samples"
+            raise Unplanned(f"{what}=... says something of this pass alone")
         received = [run.rows for run in runs if isinstance(run, ModelRun) and run.rows is not None]
         return relations([*self._rows, *(received if len(received) > 1 else ())])
 
@@ -198,8 +205,8 @@ class Operations(Between[GraphSurvey]):
         survey.between = dict.fromkeys([(node, ()) for node in structure.between])
         survey.alignment.batch_size = survey.batch_size
         if facts is None:
-            reads_inside = any(call.rule.reads_inside for call, _ in survey.sites)
-            survey.is_straight = not (survey.opened or reads_inside)
+            is_other = any(c.rule.reads_inside or c.stored.computed for c, _ in survey.sites)
+            survey.is_straight = not (survey.opened or is_other)
             return
         if facts.alignment is not None:
             facts.alignment.fill(survey, structure)
@@ -210,26 +217,23 @@ class Operations(Between[GraphSurvey]):
 
     # Visits ---------------------------------------------------------------------------------------
 
-    def schedule(self, groups: Sequence[Group]) -> HookSchedule:
-        """One in which quantities wait at operations, too."""
-        return HookSchedule(self, groups, self.context.passes)
-
-    def sink(self, outer: Sink | None, is_part: bool) -> GraphSink:
-        """One in which readings of a parameter wait for its other uses."""
-        assert outer is None or isinstance(outer, GraphSink)
-        self._sink = GraphSink(self.survey, outer, is_part)
-        return self._sink
-
-    def traversal(self, schedule: Any, sink: Sink, kept: CallCaches) -> StraightTraversal:
+    def traversal(self, schedule: Any, sink: Any, kept: CallCaches) -> StraightTraversal:
         """The visits, which send columns in chunks if they do not fit into memory."""
-        kind = StraightTraversal if self.survey.is_straight else GraphTraversal
-        schedule.chunks = Chunks(self, schedule.groups, kept, self._sink.partial, kind)
+        is_straight = self.survey.is_straight and not any(g.has_overrides for g in schedule.groups)
+        kind = StraightTraversal if is_straight else GraphTraversal
+        schedule.chunks = Chunks(self, schedule.groups, kept, sink.partial, kind)
         return kind(schedule, sink)
 
-    @property
-    def has_operations(self) -> bool:
-        """Whether operations lie between calls."""
-        return bool(self.survey.between)
+    def warn_unmeasured(self) -> None:
+        """Warn once that operations lie between modules, and no library measures their effect."""
+        if self.survey.between:
+            warn_once(
+                "unmeasured",
+                "That samples stay apart at operations between modules is not measured, as "
+                "backpack(check='first') asks: pip install backpack-checks, or write "
+                "check='never'.",
+                BackpackWarning,
+            )
 
     @property
     def needs_autograd(self) -> bool:
@@ -252,7 +256,7 @@ class Operations(Between[GraphSurvey]):
         survey, schedule = self.survey, run.schedule
         assert isinstance(schedule, HookSchedule)
         if not self._is_first:
-            refuse_late_uses(survey, self._sink.stored)
+            refuse_late_uses(survey, run.sink.stored)
         starts, leaves, viewed = self._with_hooks
         survey.alignment.note_later(run.is_announced)
         supply = any(type(p).supply is not Propagator.supply for p in self.context.propagators)
@@ -286,7 +290,7 @@ class Operations(Between[GraphSurvey]):
         if key not in survey.sites and run.is_announced and self.context.propagators:
             refuse_unmet(site.call, self.context.extensions[0])
         if survey.leaves:  # which uses autograd does not reach is only known during its pass
-            self._sink.look_ahead()
+            run.sink.look_ahead()
         if not (survey.at_base and key in survey.at_base and key in survey.sites):
             if survey.viewed and (node, output_nr) in survey.viewed:
                 self.visit_views(run, node, {output_nr: grads[output_nr]})
@@ -304,7 +308,7 @@ class Operations(Between[GraphSurvey]):
                 if grad is not None:
                     grad = look_through(layout, grad.unsqueeze(0)).squeeze(0)
                 if self.survey.leaves:
-                    self._sink.look_ahead()
+                    run.sink.look_ahead()
                 run.visit(site, grad, None)
 
     def visit_leaf(
@@ -316,11 +320,11 @@ class Operations(Between[GraphSurvey]):
             return
         (own,) = self.survey.trained[site.call]
         sent = cast("NodeSchedule", run.schedule).waiting_at(site)
-        if sent or self._sink.waits_for(own.parameter):
+        if sent or run.sink.waits_for(own.parameter):
             view = run.view(site, gradient)
             for lane in sent:
                 run.traversal.visit(lane, site, view)
-            self._sink.end(view, own.parameter)  # nothing else is sent to it
+            run.sink.end(view, own.parameter)  # nothing else is sent to it
             run.visiting = None
             self._visited_modules[site.call.module] = None
 

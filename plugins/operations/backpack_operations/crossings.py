@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from backpack_core import _torch
 from backpack_core._torch import Node
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.location import place_between
@@ -20,6 +19,7 @@ from backpack_core.engine.schedule import add
 from backpack_core.graph.nodes import is_leaf
 from backpack_core.record.call import Edge
 from backpack_operations import nodes
+from backpack_operations._torch import will_get_gradient
 from backpack_operations.alignment import Crossing
 from backpack_operations.order import children_of
 from backpack_operations.schedule import NodeSchedule
@@ -148,5 +148,5 @@ class Crossings:
         if leaf is None:
             if not is_leaf(edge.node):  # other parameters are read at calls
                 schedule.deliver(lane, Edge(edge.node, edge.output_nr), wide=quantity)
-        elif schedule.groups[lane].propagator.keeps_apart and _torch.will_get_gradient(leaf):
+        elif schedule.groups[lane].propagator.keeps_apart and will_get_gradient(leaf):
             schedule.leave(lane, edge, wide=quantity)

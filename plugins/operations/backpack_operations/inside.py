@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from backpack_core._torch import current_node, will_execute
-from backpack_core.contract.carrier import Carrier
 from backpack_core.engine.active import current
 from backpack_core.engine.location import place
 from backpack_core.graph.parameters import Trained
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
     from backpack_operations.visits import GraphTraversal  # which imports this file
 
 # The arguments of ``GraphTraversal.read``, for parameters that are read later.
-Later = tuple[int, View, Carrier, Any, Sequence[Trained]]
+Later = tuple[int, View, Any, Any, Sequence[Trained]]
 
 
 def read_here(
-    traversal: GraphTraversal, lane: int, view: View, carrier: Carrier, quantity: Any
+    traversal: GraphTraversal, lane: int, view: View, carrier: Any, quantity: Any
 ) -> Sequence[Trained]:
     """The parameters to read at the call's output now; a hook is set to read the others later."""
     survey, schedule, rule = traversal.survey, traversal.schedule, view.call.rule

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import Module
 
 from backpack_core._torch import Node, has_memory, is_distributed, memory_of
+from backpack_core.errors import UsageError
 from backpack_core.record.run import Place, Run
 from backpack_products.substitutes import note_substitutes
 
@@ -178,9 +179,19 @@ class ModelRun(Run):
 
 
 def run_of(model: Module | None, placed: Sequence[tuple[Place, Tensor]], axis: int) -> ModelRun:
-    """What is noted of a forward pass of an extended model."""
+    """What is noted of a forward pass of an extended model.
+
+    Raises:
+        UsageError: No argument has the declared batch axis.
+    """
     note_substitutes(model)
-    return ModelRun(placed, axis, is_distributed(model))
+    run = ModelRun(placed, axis, is_distributed(model))
+    if axis and placed and not run.sizes:
+        raise UsageError(
+            f"extend(..., batch_axis={axis}) was called, but the model received no tensor "
+            f"with such an axis: {', '.join(str(list(t.shape)) for _, t in placed)}."
+        )
+    return run
 
 
 def is_returned(node: Node, number: int) -> bool:

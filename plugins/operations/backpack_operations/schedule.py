@@ -7,6 +7,7 @@ tells that autograd is there, or in an order of our own.
 from __future__ import annotations
 
 import heapq
+import threading
 import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -36,12 +37,9 @@ class NodeSchedule(Schedule):
     """
 
     between: Operations
+    at_nodes: dict[Node, dict[int, dict[int, Any]]]
+    cross: Callable[..., None]
     chunks: Any = None
-
-    def __init__(self, between: Operations, groups: Sequence[Group]) -> None:
-        super().__init__(between, groups)
-        self.cross: Callable[..., None] = between.cross
-        self.at_nodes: dict[Node, dict[int, dict[int, Any]]] = {}
 
     @abstractmethod
     def await_node(self, node: Node) -> None:
@@ -54,25 +52,23 @@ class NodeSchedule(Schedule):
 
     def see_end(self) -> None:
         """Raise unless everything that was sent has been taken; see the base class."""
-        if self.at_nodes:
+        if self._at_sites or self.at_nodes:
             raise InternalError("A quantity was left on its way.")
-        super().see_end()
 
 
 class HookSchedule(NodeSchedule):
     """A schedule in autograd's order: a hook tells when autograd is at a node."""
 
-    def __init__(self, between: Operations, groups: Sequence[Group], passes: Passes) -> None:
-        """Begin.
-
-        Args:
-            between: Takes what is sent to nodes between calls.
-            groups: The groups whose quantities are sent.
-            passes: The passes under way by graph task; a pass that fails is removed.
-        """
+    def __init__(self, between: Operations, groups: Sequence[Group]) -> None:
         super().__init__(between, groups)
-        self.passes = passes
+        self.at_nodes, self.cross = {}, between.cross
+        self.passes: Passes = between.context.passes
         self.hooks: list[Any] = []
+
+    def begin(self) -> None:
+        """Note the graph task: autograd has begun the pass already."""
+        self.task = _torch.graph_task_id()
+        self._begun = threading.get_ident(), len(_torch.running_passes())
 
     def await_node(self, node: Node) -> None:
         """Have autograd call back when it has visited all consumers of the node."""
@@ -97,6 +93,7 @@ class OwnOrder(NodeSchedule):
             ranks: The number of each node in the order.
         """
         super().__init__(between, groups)
+        self.at_nodes, self.cross = {}, between.cross
         self._ranks = ranks
         self._queue: list[tuple[int, Node]] = []
         self._sites: dict[Node, dict[tuple[Call, int], Site]] = {}

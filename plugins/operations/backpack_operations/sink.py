@@ -24,6 +24,7 @@ from backpack_core.graph.survey import Survey
 from backpack_core.record.call import Site
 from backpack_core.record.guards import visible_memory
 from backpack_core.record.view import View
+from backpack_operations._torch import will_get_gradient
 
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
 
@@ -106,29 +107,30 @@ class GraphSink(SharedSink):
         partial: Values of earlier chunks of columns.
     """
 
-    def __init__(self, survey: Survey, outer: GraphSink | None, is_part: bool) -> None:
-        """Begin.
-
-        Args:
-            survey: What is known about the graph.
-            outer: The sink of the pass that this one was begun inside of.
-            is_part: Whether the pass belongs to the outer one. Otherwise, parameters that the outer
-                one has stored results on are left alone.
-        """
+    def __init__(self, survey: Survey) -> None:
         super().__init__(survey)
         self._pending = {}
         self.partial: Values = {}
         self._owners: dict[int, object] = {}
         self._outside: Mapping[int, object] = {}
-        if outer is not None and is_part:
-            self.deferred, self._owners = outer.deferred, outer._owners
-            self.normalisers = outer.normalisers
-            self._outside = outer._outside
-        elif outer is not None:
-            self._outside = outer.new
         self._token = object()  # stands for this sink, to which a reference would be a cycle
         self._missing: tuple[int, Counter[int]] = (0, Counter())
         self._in_part: set[int] = set()  # ``id`` of parameters some uses of which are not reached
+
+    def join(self, outer: GraphSink, is_part: bool) -> None:
+        """Take account of the sink of the pass that this one was begun inside of.
+
+        Args:
+            outer: That sink.
+            is_part: Whether this pass belongs to that one. Otherwise, parameters that the outer one
+                has stored results on are left alone.
+        """
+        if is_part:
+            self.deferred, self._owners = outer.deferred, outer._owners
+            self.normalisers = outer.normalisers
+            self._outside = outer._outside
+        else:
+            self._outside = outer.new
 
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
         """Set the attribute, with the values of earlier chunks of columns combined."""
@@ -160,7 +162,7 @@ class GraphSink(SharedSink):
         if seen == uses:
             self._in_part.discard(id(parameter))
             return True
-        if not _torch.will_get_gradient(parameter):
+        if not will_get_gradient(parameter):
             self._in_part.add(id(parameter))
             return False
         return seen + self.look_ahead()[id(parameter)] == uses
@@ -230,5 +232,5 @@ def _combined(partial: Values, key: tuple[Extension, int], value: Any) -> Any:
 def _is_reached(site: Site) -> bool:
     """Whether autograd will get to a site; one at a leaf stands for a parameter."""
     if is_leaf(site.edge.node):
-        return _torch.will_get_gradient(site.edge.node.variable)  # type: ignore[attr-defined]
+        return will_get_gradient(site.edge.node.variable)  # type: ignore[attr-defined]
     return _torch.will_execute(site.edge.node)

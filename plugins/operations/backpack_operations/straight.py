@@ -6,6 +6,7 @@ chunks. A plan says that a graph is straight; ``visits.py`` adds what other grap
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from backpack_core.engine.traversal import Traversal, Visit
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.record.call import Edge, Site
 from backpack_core.record.view import View
+from backpack_operations.chosen import of_samples
 from backpack_operations.schedule import NodeSchedule
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.viewed import below
@@ -28,6 +30,10 @@ class StraightTraversal(Traversal):
 
     survey: GraphSurvey
     schedule: NodeSchedule
+
+    def chosen(self, view: View, samples: Sequence[int]) -> View:
+        """The view of the samples that take part, each with all of its entries."""
+        return of_samples(view, samples)
 
     def arrive(self, visit: Visit) -> Any:
         """The quantity that arrived at a call, also from operations."""

@@ -9,9 +9,9 @@ from backpack_core.engine.active import Context
 from backpack_core.engine.carriers import leaves_out
 from backpack_core.engine.location import place
 from backpack_core.plugins.loading import missing, who_has
-from backpack_core.plugins.registry import registry
 from backpack_core.record.view import View
 from backpack_operations.survey import GraphSurvey
+from backpack_products.overrides import override
 
 
 def ask_without_rule(survey: GraphSurvey, context: Context) -> None:
@@ -27,7 +27,7 @@ def ask_without_rule(survey: GraphSurvey, context: Context) -> None:
         is_wanted = bool(context.whole)
         for group in context.groups:
             for extension in group.extensions:
-                if group.has_overrides and registry.override(extension, module):
+                if group.has_overrides and override(extension, module):
                     continue
                 try:
                     is_wanted |= _takes(extension, View(call))

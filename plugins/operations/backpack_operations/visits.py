@@ -14,23 +14,25 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.contract.carrier import Carrier
 from backpack_core.contract.propagator import Propagator
+from backpack_core.contract.reading import Reading
 from backpack_core.engine.carriers import RuleCarrier
 from backpack_core.engine.schedule import NOTHING, Schedule, Waiting
 from backpack_core.engine.sink import Sink
 from backpack_core.engine.traversal import Visit
 from backpack_core.errors import InternalError, OverwrittenInputError, SampleMixingError
 from backpack_core.graph.parameters import Trained
-from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Edge, Site
+from backpack_core.record.storage import storage
 from backpack_core.record.view import View
 from backpack_operations.bare import BareRule
+from backpack_operations.carrier import carrier_of, values_of
 from backpack_operations.inside import Later, read_here
 from backpack_operations.owners import owners_at
 from backpack_operations.straight import StraightTraversal
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.viewed import below, look_back, look_through
+from backpack_products.overrides import override
 
 
 class GraphTraversal(StraightTraversal):
@@ -132,32 +134,59 @@ class GraphTraversal(StraightTraversal):
         if self.inside:
             raise InternalError("A parameter inside of a module was left unread.")
 
-    def carrier(self, lane: int, view: View) -> Carrier:
+    def carrier(self, lane: int, view: View) -> Any:
         """The carrier of a call: no override for a parameter that operations use.
 
         Raises:
             BackpackError: An override would answer for a call with samples elsewhere.
         """
-        group = self.groups[lane]
-        if group.has_overrides and isinstance(view.call.rule, BareRule):
-            return RuleCarrier(group, self.survey)
-        carrier = super().carrier(lane, view)
-        fault = self._alignment.faults.get((view.call, view.index)) if group.has_overrides else None
-        if fault is not None and not isinstance(carrier, RuleCarrier):
+        group, is_leaf = self.groups[lane], isinstance(view.call.rule, BareRule)
+        if not group.has_overrides:
+            return super().carrier(lane, view)
+        carrier = None if is_leaf else carrier_of(group, view.call.module)
+        if carrier is None:
+            return RuleCarrier(group)
+        if fault := self._alignment.faults.get((view.call, view.index)):
             raise fault
         return carrier
 
     def read(
-        self, lane: int, view: View, carrier: Carrier, quantity: Any, trained: Sequence[Trained]
+        self, lane: int, view: View, carrier: Any, quantity: Any, trained: Sequence[Trained]
     ) -> None:
         """Read parameters, from columns of each sample apart if rows are in no order."""
         group = self.groups[lane]
         is_leaf = group.has_overrides and isinstance(view.call.rule, BareRule)
-        if is_leaf and registry.override(group.extensions[0], view.call.module) is not None:
+        if is_leaf and override(group.extensions[0], view.call.module) is not None:
             return  # the override answered for the parameter when the module was visited
-        if self._alignment.owned and trained and not carrier.gives_values:
+        if carrier.gives_values:
+            for found in values_of(carrier, self.survey, view, trained, quantity):
+                self.sink.store(group.extensions[0], found.parameter, found.value)
+            return
+        if self._alignment.owned and trained:
             quantity = self._of_samples(view, group.propagator, quantity)
-        super().read(lane, view, carrier, quantity, trained)
+        if not trained:
+            return
+        if view.stored.computed or view.positions > 1:
+            readings = self._readings(lane, view, carrier, quantity, trained)
+        else:
+            readings = carrier.find(view, trained, quantity)
+        self.sink.note(lane, group, view, trained, readings)
+
+    def _readings(
+        self, lane: int, view: View, carrier: Any, quantity: Any, trained: Sequence[Trained]
+    ) -> list[Reading]:
+        """The readings of samples with several entries, and of parameters that are computed."""
+        at = {own.name: own for own in trained}  # a computed parameter may have several leaves
+        found = carrier.find(view, [*at.values()], quantity)
+        if view.positions > 1:
+            chosen = self.groups[lane].propagator.subsampling
+            count = self.survey.batch_size if chosen is None else len(chosen)
+            found = [each.of_samples(count, view.call_cache).placed_as(each) for each in found]
+        of_name = dict(zip(at, found, strict=True))
+        return [
+            of_name[own.name] if own.parameter is own.used else _at_leaf(of_name[own.name], own)
+            for own in trained
+        ]
 
     def _at_output(self, propagator: Propagator, site: Site, view: View, arrived: Waiting) -> Any:
         """Combine what arrived into one quantity of the samples that take part, on axis 0."""
@@ -273,3 +302,11 @@ class GraphTraversal(StraightTraversal):
 def _moved(axis: int, mat: Tensor) -> Tensor:
     """Move an axis of the tensor to the front: columns ``[V, *]``, axis counted without ``V``."""
     return mat.movedim(1 + axis, 1)
+
+
+def _at_leaf(reading: Reading, own: Trained) -> Reading:
+    """The reading at a leaf, pulled back from the parameter that was computed from it."""
+    leaf, source = own.parameter, own.used
+    pull = partial(storage().pull_back, source=source, leaf=leaf)
+    found: Reading = reading.at_leaf(source, leaf, pull)
+    return found.placed_as(reading)

@@ -26,6 +26,7 @@ from backpack_core.errors import UsageError
 from backpack_core.plugins.loading import ensure_loaded, known_plugins
 from backpack_core.plugins.registry import registry
 from backpack_core.provided import home_of
+from backpack_products.overrides import override
 
 T = TypeVar("T")
 Fingerprint: TypeAlias = dict[str, str]
@@ -76,7 +77,7 @@ def _parts(modules: Iterable[Module], extensions: list[Any]) -> Iterator[Any]:
     by_type = {type(part): part for module in modules for part in module.modules()}
     for part in by_type.values():
         yield type(registry.resolve(part).rule)
-        yield from filter(None, (registry.override(e, part) for e in made))
+        yield from filter(None, (override(e, part) for e in made))
 
 
 def _with_bases(part: Any) -> Iterator[Any]:

@@ -26,6 +26,7 @@ from backpack_products.operations import dense
 from backpack_products.product import DenseProduct, SampleProduct, regrouped
 from backpack_products.regrouping import of_owners
 from backpack_products.rows import Rows
+from backpack_products.some_samples import subsample
 from backpack_products.transposition import transpose
 
 
@@ -143,7 +144,7 @@ class ParametricRule(SecondOrderRule):
         shape, samples = view.parameter_itself(name).shape, range(mat.shape[1])
 
         def form(columns: slice, rows: slice) -> Tensor:
-            part = view if len(samples[rows]) == len(samples) else view.subsample(samples[rows])
+            part = view if len(samples[rows]) == len(samples) else subsample(view, samples[rows])
             some = mat[columns, rows]
             result: Tensor = ask(part, self, "_param_jac_t_mat_prod", part, name, some)
             expected = torch.Size((some.shape[1], *shape))

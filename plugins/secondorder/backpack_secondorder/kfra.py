@@ -27,6 +27,7 @@ from backpack_products.contractions import flattened
 from backpack_products.derivatives import second_order
 from backpack_products.extensions import as_subsampling
 from backpack_products.loss import with_hessian
+from backpack_products.some_samples import subsample
 from backpack_secondorder.factors import WeightSharing, kept_input_covariance, parameter_order
 from backpack_secondorder.hessian import add
 from backpack_secondorder.kfac import MatrixExtension, as_weight_sharing
@@ -103,7 +104,7 @@ class BatchAveraged(Propagator):
             return {0: _plus(average, self._residual(rule, view))}
         live = [position for position, edge in enumerate(view.call.edges) if edge is not None]
         is_constant = second_order(rule).jacobian_is_constant and view.batch_size
-        samples = view.subsample([0]) if is_constant else view
+        samples = subsample(view, [0]) if is_constant else view
         result = {}
         for position in live:
             width = view.stored.inputs[position].shape[1:].numel()
@@ -288,7 +289,7 @@ def _over_samples(
     step = max(1, memory_budget() // size)
     total: Tensor | None = None
     for start in range(0, samples, step):
-        part = view if step >= samples else view.subsample(range(samples)[start : start + step])
+        part = view if step >= samples else subsample(view, range(samples)[start : start + step])
         rows = quantity.unsqueeze(1).expand(-1, part.batch_size, -1)
         half = through(part, rows)
         product = through(part, half.transpose(0, 2))
@@ -327,7 +328,7 @@ def _affine_form(rule: AffineRule, view: View, mat: Tensor) -> Tensor:
     if not view.batch_size:  # an empty batch: zero
         sizes = rule.affine_output(view, mat.new_zeros(1, *view.output_shape)).shape[2:]
         return mat.new_zeros(*sizes, *sizes)
-    one = view.subsample([0])
+    one = subsample(view, [0])
 
     def rearrange(rows: Tensor) -> Tensor:
         columns = rows.reshape(len(rows), 1, *view.output_shape[1:])

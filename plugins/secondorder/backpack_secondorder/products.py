@@ -18,6 +18,7 @@ from backpack_core import View
 from backpack_core.contract.extension import FailMode
 from backpack_core.errors import SampleMixingError, ShapeError, UsageError
 from backpack_core.graph.nodes import refuse
+from backpack_operations.chosen import of_samples
 from backpack_products.derivatives import second_order
 from backpack_products.extensions import as_subsampling
 from backpack_products.merging import Refused
@@ -238,7 +239,7 @@ class CollectingReading(GraphReading):
         """Collect losses, and other calls."""
         if view.call.rule.is_loss:
             view.call.rule.check(view)
-            self._losses.append(view.of_samples(self._subsampling))
+            self._losses.append(of_samples(view, self._subsampling))
         elif view.is_reached:
             self._others.append(view)
 
@@ -296,7 +297,7 @@ class _OfResiduals(CollectingReading):
         if is_curved and not rule.is_loss:
             rule.check(view)
         if rule.is_loss or is_curved:
-            view = view.of_samples(self._subsampling)
+            view = of_samples(view, self._subsampling)
             self._terms += positive_term(rule, view, self._modify)
 
     def results(self, graph: LossGraph) -> dict[Tensor, BlockProduct]:

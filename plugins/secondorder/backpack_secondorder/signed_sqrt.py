@@ -27,6 +27,7 @@ from backpack_products.columns import ApartColumns, Root, most_often, split_posi
 from backpack_products.contractions import flattened, slices
 from backpack_products.derivatives import second_order
 from backpack_products.loss import with_hessian
+from backpack_products.some_samples import subsample
 from backpack_secondorder.hessian import Factored, Hessian
 from backpack_secondorder.hessian_reading import HessianReading, Use
 from backpack_secondorder.node_residual import add_residual
@@ -351,7 +352,7 @@ def _may_factor(diagonal: Tensor | None, rule: LayerRule, view: View, position: 
 
 def _factored(rule: LayerRule, view: View, diagonal: Tensor, position: int) -> Factored:
     """``Jᵀ diag(d) J``, where all samples have the same Jacobian."""
-    one, first, size = view.subsample([0]), diagonal[:1], diagonal.shape[1:].numel()
+    one, first, size = subsample(view, [0]), diagonal[:1], diagonal.shape[1:].numel()
     step = max(1, memory_budget() // max(1, first.nbytes))
     rows = []
     for some in slices(size, step):

@@ -29,6 +29,7 @@ from backpack_compat.views import (
 from backpack_products import derivatives
 from backpack_products.derivatives import second_order
 from backpack_products.operations import batch_sum, dense
+from backpack_products.some_samples import subsample
 
 Subsampling = Sequence[int] | None
 
@@ -154,7 +155,7 @@ class BaseDerivatives(ABC):  # noqa: B024 - as its users know it
         mat: Tensor,
         subsampling: Subsampling = None,
     ) -> Tensor:
-        view = checked_view(module, g_out).subsample(subsampling)
+        view = subsample(checked_view(module, g_out), subsampling)
         product = rule_for(module).jac_t_mat_prod(view, mat)[0]
         assert product is not None
         return product
@@ -202,7 +203,7 @@ class BaseParameterDerivatives(BaseDerivatives, ABC):
                     module, g_inp, g_out, columns, sum_batch=sum_batch, subsampling=subsampling
                 )
                 return result
-            view = checked_view(module, g_out).subsample(subsampling)
+            view = subsample(checked_view(module, g_out), subsampling)
             rule = parametric_rule_for(module, param_str)
             operation = batch_sum if sum_batch else dense
             return operation(rule.param_product(view, param_str, columns))
@@ -284,7 +285,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
     def _sqrt_hessian(
         self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
     ) -> Tensor:
-        rule, view = loss_rule_for(module), loss_view(module, g_out).subsample(subsampling)
+        rule, view = loss_rule_for(module), subsample(loss_view(module, g_out), subsampling)
         return with_every_column(rule, rule.sqrt_hessian(view))
 
     def _sqrt_hessian_sampled(
@@ -295,7 +296,7 @@ class BaseLossDerivatives(BaseDerivatives, ABC):
         mc_samples: int = 1,
         subsampling: Subsampling = None,
     ) -> Tensor:
-        view = loss_view(module, g_out).subsample(subsampling)
+        view = subsample(loss_view(module, g_out), subsampling)
         return loss_rule_for(module).sqrt_hessian_sampled(view, mc_samples)
 
     def _make_hessian_mat_prod(

@@ -24,6 +24,7 @@ from backpack_compat.views import (
 )
 from backpack_core.errors import UnsupportedError
 from backpack_products import ElementwiseRule
+from backpack_products.some_samples import subsample
 
 
 class ElementwiseDerivatives(BaseDerivatives):
@@ -34,7 +35,7 @@ class ElementwiseDerivatives(BaseDerivatives):
         self, module: Module, g_inp: Grads, g_out: Grads, subsampling: Subsampling = None
     ) -> Tensor:
         """``φ'(x)``. Shape of the input."""
-        view = checked_view(module, g_out).subsample(subsampling)
+        view = subsample(checked_view(module, g_out), subsampling)
         return _elementwise(module).derivative(view)
 
     @in_backward_mode

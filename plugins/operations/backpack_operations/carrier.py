@@ -8,17 +8,19 @@ one type of module, and nothing else changes. The functions that make such carri
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
+from torch.nn import Module
 
+from backpack_core import errors
+from backpack_core._torch import class_of
+from backpack_core.engine.groups import Group
 from backpack_core.graph.parameters import Trained
+from backpack_core.graph.survey import Survey
 from backpack_core.record.view import View
-
-if TYPE_CHECKING:
-    from backpack_core.contract.extension import Extension
-    from backpack_core.contract.propagator import Propagator
+from backpack_products.overrides import override
 
 
 class ParameterResult(NamedTuple):
@@ -70,5 +72,31 @@ class Carrier(ABC):
         """The quantities at the inputs of the call, by position."""
 
 
-# Makes a carrier, from the extension and the propagator that travels for it.
-CarrierOf: TypeAlias = "Callable[[Extension, Propagator], Carrier]"
+def carrier_of(group: Group, module: Module) -> Carrier | None:
+    """The carrier of a group with overrides at a module; ``None`` if the layer rule answers."""
+    extension = group.extensions[0]
+    found = override(extension, module)
+    made: Carrier | None = None if found is None else found(extension, group.propagator)
+    return made
+
+
+def values_of(
+    carrier: Carrier, survey: Survey, view: View, trained: Sequence[Trained], quantity: Any
+) -> Iterator[ParameterResult]:
+    """The results of a carrier that gives values instead of readings.
+
+    Raises:
+        UnsupportedError: A parameter has other uses, which such a value would miss.
+    """
+    for found in carrier.find(view, (*trained, *survey.freed.get(view.call, ())), quantity):
+        number = id(found.parameter)
+        use, is_computed = survey.uses[number], found.name in view.stored.computed
+        is_shared = (use.unruled or use.count) > 1
+        if is_computed or is_shared or number in (survey.outside if use.unruled else survey.bare):
+            what = "computed from others (parametrized)" if is_computed else "used more than once"
+            raise errors.UnsupportedError(
+                f"The parameter {found.name!r} of {view.path} is {what}, which a carrier for "
+                f"{class_of(view.call.module).__name__} cannot account for. Write a layer rule "
+                "instead, or leave the carrier out."
+            )
+        yield found
