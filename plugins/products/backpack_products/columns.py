@@ -128,34 +128,38 @@ class Columns:
                 result.append(self.like({Root(root.name, signs, root.scale): part}))
         return result
 
-    def widened(self, chosen: Sequence[int] | None, batch_size: int) -> Columns:
-        """Extend columns ``[V, n, *]`` of chosen samples to the whole batch, with zeros elsewhere.
+    def widened(self, chosen: Sequence[int] | None, turns: int, size: int) -> Columns:
+        """Extend columns ``[V, n, *]`` of chosen entries of axis 0 to all, with zeros elsewhere.
 
-        A sample that was chosen several times may have other columns each time (Monte Carlo draws
-        differ), so each repetition gets columns of its own. ``None`` stands for all samples.
+        What was chosen several times may have other columns each time (Monte Carlo draws differ),
+        so each repetition gets columns of its own.
+
+        Args:
+            chosen: The entries; ``None`` stands for all.
+            turns: How often the most frequent sample is chosen.
+            size: The length of axis 0.
         """
         if chosen is None:
             return self
-        turns = _occurrences(chosen, batch_size)
+        turn = _occurrences(chosen, size)
 
         def widen(mat: Tensor) -> Tensor:
-            whole = mat.new_zeros(1 + max(turns, default=0), batch_size, len(mat), *mat.shape[2:])
-            whole[turns, [n % batch_size for n in chosen]] = mat.transpose(0, 1)
+            whole = mat.new_zeros(turns, size, len(mat), *mat.shape[2:])
+            whole[turn, [n % size for n in chosen]] = mat.transpose(0, 1)
             return whole.transpose(1, 2).flatten(0, 1)
 
         return self.like({root: widen(mat) for root, mat in self.blocks.items()})
 
-    def chosen(self, chosen: Sequence[int] | None) -> Columns:
-        """The columns ``[V, n, *]`` of chosen samples; reverses :meth:`widened`."""
+    def chosen(self, chosen: Sequence[int] | None, turns: int) -> Columns:
+        """The columns ``[V, n, *]`` of chosen entries; reverses :meth:`widened`."""
         if chosen is None:
             return self
 
         def pick(mat: Tensor) -> Tensor:
-            samples = mat.shape[1]
-            turns = _occurrences(chosen, samples)
-            parts = mat.unflatten(0, (1 + max(turns, default=0), -1)).movedim(2, 1)
-            picked: Tensor = parts[turns, [n % samples for n in chosen]]  # [n, V, *]
-            return picked.transpose(0, 1)
+            size = mat.shape[1]
+            parts = mat.unflatten(0, (turns, -1)).movedim(2, 1)
+            picked: Tensor = parts[_occurrences(chosen, size), [n % size for n in chosen]]
+            return picked.transpose(0, 1)  # [V, n, *]
 
         return self.like({root: pick(mat) for root, mat in self.blocks.items()})
 
@@ -338,12 +342,12 @@ def most_often(chosen: Sequence[int]) -> int:
     return max(Counter(chosen).values(), default=1)
 
 
-def _occurrences(chosen: Sequence[int], batch_size: int) -> list[int]:
-    """How often each sample occurred before: ``(3, 1, 3) → [0, 0, 1]``."""
+def _occurrences(chosen: Sequence[int], size: int) -> list[int]:
+    """How often each entry occurred before: ``(3, 1, 3) → [0, 0, 1]``."""
     seen: dict[int, int] = {}
     turns = []
     for index in chosen:
-        sample = index % batch_size
-        turns.append(seen.get(sample, 0))
-        seen[sample] = turns[-1] + 1
+        entry = index % size
+        turns.append(seen.get(entry, 0))
+        seen[entry] = turns[-1] + 1
     return turns
