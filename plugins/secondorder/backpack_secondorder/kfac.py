@@ -104,9 +104,7 @@ class FactorsExtension(MatrixExtension):
                 factors.instead = value.instead.to(factors[0].dtype)
         return factors
 
-    def combine(
-        self, first: KroneckerFactors, second: KroneckerFactors
-    ) -> KroneckerFactors | None:
+    def combine(self, first: KroneckerFactors, second: KroneckerFactors) -> KroneckerFactors | None:
         """Add the factors of two chunks of columns, which enter only one factor of each use.
 
         Chunks may reach different uses, which have no factors in common. Then what ``fallback``
