@@ -156,6 +156,10 @@ def test_batch_averages() -> None:
         oracle.assert_close(ours.dense(), block)
 
 
+def test_patches_that_are_put_together_are_not_compared_with_a_loop() -> None:
+    assert "Col2ImBackward0" in vmap_nodes()[1]
+
+
 @pytest.mark.long
 def test_operators_of_torch() -> None:
     """Every node whose formula is not checked when it is crossed."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from backpack_core.record.nested import iter_tensors
 from backpack_operations._torch import quiet_vmap
@@ -77,7 +78,23 @@ def run() -> Findings:
             for outputs in _results(operator, dtype, most):
                 for node in nodes(outputs):
                     found.note(node, name)
+    for made in _folded():
+        for node in nodes([made]):
+            found.note(node, "fold")
     return found
+
+
+def _folded() -> Iterator[Tensor]:
+    """Samples of an operator that the database lacks: images made of patches."""
+    settings = itertools.product((1, 2, (2, 3)), (1, 2), (0, 1), (1, 2), ((), (1,), (2,)))
+    for kernel, dilation, padding, stride, batch in settings:
+        image = torch.zeros(1, 1, 6, 5, dtype=torch.float64)
+        rest: dict[str, Any] = {"dilation": dilation, "padding": padding, "stride": stride}
+        patches = F.unfold(image, kernel, **rest)  # as many as there are places
+        for channels, dtype in ((1, torch.float64), (3, torch.float64), (2, torch.complex128)):
+            shape = (*batch, channels * patches.shape[1], patches.shape[2])
+            x = torch.randn(shape, dtype=dtype, requires_grad=True)
+            yield F.fold(x, image.shape[2:], kernel, **rest)
 
 
 def _results(operator: Any, dtype: torch.dtype, most: int) -> Iterator[list[Tensor]]:
