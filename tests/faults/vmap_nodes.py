@@ -86,7 +86,8 @@ def run() -> Findings:
 
 def _folded() -> Iterator[Tensor]:
     """Samples of an operator that the database lacks: images made of patches."""
-    settings = itertools.product((1, 2, (2, 3)), (1, 2), (0, 1), (1, 2), ((), (1,), (2,)))
+    kernels: list[Any] = [1, 2, (2, 3)]
+    settings = itertools.product(kernels, (1, 2), (0, 1), (1, 2), ((), (1,), (2,)))
     for kernel, dilation, padding, stride, batch in settings:
         image = torch.zeros(1, 1, 6, 5, dtype=torch.float64)
         rest: dict[str, Any] = {"dilation": dilation, "padding": padding, "stride": stride}
