@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from backpack_core.record.nested import iter_tensors
-from backpack_operations._torch import quiet_vmap
-from backpack_operations.nodes import node_type, vmap_nodes
+from backpack_operations._torch import node_type, quiet_vmap
+from backpack_operations.nodes import vmap_nodes
 
 COLUMNS = 3
 # Entries of an output from which on it is not looked at.
