@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,22 @@ from torch import Tensor
 from backpack_core.errors import InternalError
 from backpack_products.apart import taken_apart
 from backpack_products.tuning import even_size
+
+
+class Part(NamedTuple):
+    """Which part of all columns a chunk of them is.
+
+    Attributes:
+        of: The root of all of them.
+        start: The number of the first one.
+        stop: The number behind the last one.
+        total: How many there are.
+    """
+
+    of: Root
+    start: int
+    stop: int
+    total: int
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -29,12 +46,14 @@ class Root:
         scale: The factor of each sample's loss; ``None`` if it is unknown.
         turns: Masks ``[K, R]`` of entries of axis 0, if samples have several: of ``V · K`` columns,
             number ``v · K + k`` is zero except at the entries of mask ``k``.
+        part: Which part of all columns these are, if they travel in chunks.
     """
 
     name: str
     signs: Tensor | None = None
     scale: Tensor | None = None
     turns: Tensor | None = None
+    part: Part | None = None
 
 
 class Columns:
@@ -121,11 +140,12 @@ class Columns:
         result: list[Columns] = []
         for root, block in self.blocks.items():
             by_turn = block.unflatten(0, (turns, len(block) // turns))
-            for start in range(0, by_turn.shape[1], size):
-                window = slice(start, start + size)
-                signs = None if root.signs is None else root.signs[window]
-                part = by_turn[:, window].flatten(0, 1)
-                result.append(self.like({Root(root.name, signs, root.scale): part}))
+            total = by_turn.shape[1]
+            for start in range(0, total, size):
+                stop = min(total, start + size)
+                signs = None if root.signs is None else root.signs[start:stop]
+                new = Root(root.name, signs, root.scale, part=Part(root, start, stop, total))
+                result.append(self.like({new: by_turn[:, start:stop].flatten(0, 1)}))
         return result
 
     def widened(self, chosen: Sequence[int] | None, turns: int, size: int) -> Columns:
