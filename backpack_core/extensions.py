@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from backpack_core.discovery import choose
-from backpack_core.errors import nearest
+from backpack_core.errors import MissingPluginError, nearest
 from backpack_core.plugins.loading import ensure_loaded, load_provider, missing
 from backpack_core.plugins.registry import registry
 from backpack_core.provided import known
@@ -14,7 +14,10 @@ from backpack_core.provided import known
 def __getattr__(name: str) -> Any:
     if name == "__all__":
         return __dir__()
-    if name.startswith("_") or not name[:1].isupper():
+    if not name[:1].isupper():
+        if not name.startswith("_") and (near := _near(name)):
+            raise MissingPluginError(f"No extension has the name {name!r}{near}")
+        # Tools that only look whether there is such a name expect this error.
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     ensure_loaded()
     if name not in registry.extensions:
@@ -26,14 +29,16 @@ def __getattr__(name: str) -> Any:
 
 
 def _why_missing(name: str) -> str:
-    installed = registry.extensions
-    elsewhere = (each for names in known().values() for each in names if "." not in each)
-    near = nearest(name, installed) or nearest(name, elsewhere) or "."
     return (
-        f"No loaded plugin provides an extension named {name!r}{near} Installed: "
-        f"{', '.join(sorted(installed)) or 'none'}. Install the plugin that has it; "
-        "`backpack plugins` lists what is there."
+        f"No loaded plugin provides an extension named {name!r}{_near(name) or '.'} Installed: "
+        f"{', '.join(__dir__()) or 'none'}. Install the plugin that has it; `backpack plugins` "
+        "lists what is there."
     )
+
+
+def _near(name: str) -> str:
+    ensure_loaded()
+    return nearest(name, (n for names in (registry.extensions, *known().values()) for n in names))
 
 
 def __dir__() -> list[str]:

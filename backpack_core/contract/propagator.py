@@ -173,7 +173,7 @@ class Propagator(ABC):
         """What arrived at an autograd node, once its gradients are known. Default: unchanged."""
         return quantities
 
-    def widen(self, quantity: Any, size: int, entries: Sequence[int] | None = None) -> Any:
+    def widen(self, quantity: Any, size: int, view: View | None = None) -> Any:
         """Extend a quantity from the chosen samples to the whole batch, with zeros for all others.
 
         Autograd nodes need the whole batch. :meth:`narrow` is the reverse. Only called for
@@ -182,8 +182,7 @@ class Propagator(ABC):
         Args:
             quantity: For the chosen samples.
             size: The length of axis 0 for the whole batch.
-            entries: The entries of axis 0 that the quantity has, where samples have several;
-                ``None`` for ``subsampling``.
+            view: Of the chosen samples, where they have several entries of axis 0, or none.
         """
         return quantity
 
@@ -213,7 +212,7 @@ class Propagator(ABC):
         """The reverse of :meth:`take_apart`; ``positions`` is zero at a tensor without samples."""
         return quantity
 
-    def narrow(self, quantity: Any, entries: Sequence[int] | None = None) -> Any:
+    def narrow(self, quantity: Any, view: View | None = None) -> Any:
         """Restrict a quantity of the whole batch to the chosen samples; see :meth:`widen`."""
         return quantity
 

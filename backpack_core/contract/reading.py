@@ -14,7 +14,7 @@ from backpack_core.record.call import path_of
 from backpack_core.record.guards import Versions, versions_in
 
 # The attributes that the engine sets.
-_OF_ENGINE = "name module parameter rule needs call_cache column_cache is_measured"
+_OF_ENGINE = "name module parameter rule needs call_cache column_cache is_measured is_part"
 
 
 class Reading:
@@ -28,6 +28,7 @@ class Reading:
         rule: The class of the rule that made the reading, for messages.
         needs: The operations that extensions will call, so that one can prepare for another.
         is_measured: Whether extensions may look at values, as for :attr:`View.is_measured`.
+        is_part: Whether it is of a chunk of columns that reached some uses of the parameter only.
         results: Cached results of operations.
         made: The tensors among the results, with their version counters.
         call_cache: Values computed from the call alone, for all of its columns.
@@ -40,6 +41,7 @@ class Reading:
     rule: type = object
     needs: frozenset[Any] = frozenset()
     is_measured: bool = True
+    is_part: bool = False
 
     def __init__(self, shape: torch.Size) -> None:
         self.shape = shape

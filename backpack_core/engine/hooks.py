@@ -175,9 +175,11 @@ def announce(
                 options = announced.options() if may_narrow else options
                 keeps = any(extension.keeps_graph for extension in context.extensions)
                 result = run(keeps or retain_graph, options["inputs"] or ())
+        except BaseException:
+            announced.leave()
+            raise
         finally:
             context.announced[0] = None
-            announced.leave()
         announced.finish()
         return result
     finally:

@@ -156,11 +156,16 @@ def test_batch_averages() -> None:
         oracle.assert_close(ours.dense(), block)
 
 
+def test_patches_that_are_put_together_are_not_compared_with_a_loop() -> None:
+    assert "Col2ImBackward0" in vmap_nodes()[1]
+
+
 @pytest.mark.long
 def test_operators_of_torch() -> None:
     """Every node whose formula is not checked when it is crossed."""
     known, exact = vmap_nodes()
-    assert torch.__version__.startswith(f"{known}.")
+    if not torch.__version__.startswith(tuple(f"{version}." for version in known)):
+        pytest.skip("The list is of other versions of torch.")
     command = [sys.executable, "-m", "tests.faults.vmap_nodes"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr

@@ -1,6 +1,10 @@
 """Crosses the nodes of torch's own operator database under vmap and in a loop.
 
 python -m tests.faults.vmap_nodes --write   # plugins/operations/backpack_operations/vmap_nodes.txt
+python -m tests.faults.vmap_nodes --also    # in an environment with another version of torch
+
+The first command begins a list. The second one takes out of it what another version gets wrong, or
+what was not seen there, and adds the version.
 
 It runs in a process of its own: torch's database of operators sets global flags.
 """
@@ -10,7 +14,7 @@ from __future__ import annotations
 import itertools
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from textwrap import wrap
@@ -18,9 +22,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from backpack_core.record.nested import iter_tensors
-from backpack_operations._torch import quiet_vmap
+from backpack_operations._torch import node_type, quiet_vmap
+from backpack_operations.nodes import vmap_nodes
 
 COLUMNS = 3
 # Entries of an output from which on it is not looked at.
@@ -77,7 +83,24 @@ def run() -> Findings:
             for outputs in _results(operator, dtype, most):
                 for node in nodes(outputs):
                     found.note(node, name)
+    for made in _folded():
+        for node in nodes([made]):
+            found.note(node, "fold")
     return found
+
+
+def _folded() -> Iterator[Tensor]:
+    """Samples of an operator that the database lacks: images made of patches."""
+    kernels: list[Any] = [1, 2, (2, 3)]
+    settings = itertools.product(kernels, (1, 2), (0, 1), (1, 2), ((), (1,), (2,)))
+    for kernel, dilation, padding, stride, batch in settings:
+        image = torch.zeros(1, 1, 6, 5, dtype=torch.float64)
+        rest: dict[str, Any] = {"dilation": dilation, "padding": padding, "stride": stride}
+        patches = F.unfold(image, kernel, **rest)  # as many as there are places
+        for channels, dtype in ((1, torch.float64), (3, torch.float64), (2, torch.complex128)):
+            shape = (*batch, channels * patches.shape[1], patches.shape[2])
+            x = torch.randn(shape, dtype=dtype, requires_grad=True)
+            yield F.fold(x, image.shape[2:], kernel, **rest)
 
 
 def _results(operator: Any, dtype: torch.dtype, most: int) -> Iterator[list[Tensor]]:
@@ -155,10 +178,16 @@ def version() -> str:
     return ".".join(torch.__version__.split(".")[:2])
 
 
-def source(kinds: list[str]) -> str:
-    """The text of the list."""
-    lines = [f"torch {version()}", *wrap(" ".join(kinds), 100, break_long_words=False)]
-    return "\n".join(lines) + "\n"
+def unseen(verified: Sequence[str]) -> set[str]:
+    """What is listed, and torch has here, and was not right every time."""
+    return {kind for kind in vmap_nodes()[1].difference(verified) if node_type(kind) is not None}
+
+
+def write(versions: Sequence[str], kinds: Collection[str]) -> None:
+    """Write the list."""
+    lines = [f"torch {' '.join(versions)}", *wrap(" ".join(sorted(kinds)), 100)]
+    HOME.write_text("\n".join(lines) + "\n")
+    print(f"{len(kinds)} types written to {HOME.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":
@@ -168,7 +197,9 @@ if __name__ == "__main__":
     for kind, operators in sorted(findings.wrong.items()):
         print(f"wrong: {kind} ({', '.join(sorted(operators))})")
     if "--write" in sys.argv:
-        HOME.write_text(source(findings.verified))
-        print(f"{len(findings.verified)} types written to {HOME.relative_to(ROOT)}")
-    elif source(findings.verified) != HOME.read_text():
-        sys.exit(f"{HOME.relative_to(ROOT)} is another list: run this with --write.")
+        write([version()], findings.verified)
+    elif "--also" in sys.argv:
+        versions, listed = vmap_nodes()
+        write(sorted({*versions, version()}), listed - unseen(findings.verified))
+    elif version() not in vmap_nodes()[0] or unseen(findings.verified):
+        sys.exit(f"{HOME.relative_to(ROOT)} is another list: run this with --also.")

@@ -440,6 +440,24 @@ FOUND["chunks-of-items"] = Recipe(
     (Request("BatchDiagHessian"),),
     Plan(budget=300),
 )
+IGNORED = {"ignored": 1, "picked": "pairs", "reduction": "sum"}
+# A sample that is chosen twice, and of which nothing is picked.
+for name, chosen in {"twice": (0, 0), "twice-and-another": (-2, 1, 0)}.items():
+    FOUND[f"nothing-picked-{name}"] = Recipe(
+        911069,
+        2,
+        {"x0": Source((1, 1))},
+        (
+            Step("Linear", ("x0",), ("v3",), {"out": 2, "bias": False}, "p3"),
+            Step("Flatten", ("v3",), ("v5",), {"start": 1}, "p5"),
+        ),
+        (Term("v5", "CrossEntropy", IGNORED, part="loss0"),),
+        tuple(
+            Request(kind, {"subsampling": [*chosen]})
+            for kind in ("SqrtGGNExact", "BatchDiagGGNExact", "BatchDiagHessian", "BatchGrad")
+        ),
+        Plan(),
+    )
 EXACT = {"chunks-of-items"}  # of which a refusal would be a step back
 
 

@@ -328,3 +328,22 @@ def test_what_is_not_counted_is_explained() -> None:
     result = CliRunner().invoke(app, ["explain", "nets_to_explain:plain", "-e", "DiagGGNExact"])
     assert result.exit_code == 0, result.output
     assert "\n?: not counted. Weights of affine layers are" in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("batchgrad", "BatchGrad"),
+        ("batchGrad", "BatchGrad"),
+        ("kfac", "KFAC"),
+        ("Kfac", "KFAC"),
+        ("KFACC", "KFAC"),
+        ("diag_ggn_exact", "DiagGGNExact"),
+        ("Batch_Grad", "BatchGrad"),
+    ],
+)
+def test_near_misses_of_extensions(name: str, near: str) -> None:
+    with pytest.raises(ImportError, match=f"did you mean '{near}'") as caught:
+        exec(f"from backpack_core.extensions import {name}")
+    assert "is not used for" not in str(caught.value)
+    assert not hasattr(__import__("backpack_core.extensions").extensions, "pytest_plugins")

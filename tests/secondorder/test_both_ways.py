@@ -268,24 +268,66 @@ def test_a_table_that_gives_the_logits(setting: Any, chunk_size: int | None) -> 
     _check_corrected(found.ekfac, block_of(model, tokens, root))
 
 
-def test_uses_that_have_no_factors_in_common() -> None:
-    """Some columns reach one with factors, others one without: there is no sum of both."""
+class TwoUses(nn.Module):
+    """A weight with two uses that have no factors in common, each of which gives an output."""
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(3, 3)
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        if kind == "squared":
+            self.layer: nn.Module = nn.Linear(3, 3, bias=False)
+        else:
+            self.layer = nn.Conv1d(4, 4, 1, groups=2, bias=False)
+            self.other = nn.Conv1d(2, 4, 1, bias=False)
+            self.other.weight = self.layer.weight
+        self.flatten = nn.Flatten()
 
-        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-            weight = self.layer.weight
-            return self.layer(x), x @ (weight * weight)
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.kind == "squared":
+            return self.layer(x[:, :3]), x[:, :3] @ (self.layer.weight * self.layer.weight)
+        x = x.unsqueeze(2)
+        return self.flatten(self.layer(x)), self.flatten(self.other(x[:, :2]))
 
-    model, x, lossfunc = extend(Model()), torch.randn(2, 3), extend(nn.MSELoss())
-    for mode in ("block", "diagonal"):
-        loss = sum(lossfunc(out, torch.zeros_like(out)) for out in model(x))
-        extension = KFLR(chunk_size=1, fail_mode=mode)  # type: ignore[arg-type]
-        with pytest.raises(UnsupportedError, match="travel at once"), backpack(extension):
-            loss.backward()  # type: ignore[union-attr]
+
+def _reached_apart(kind: str, extension: Any) -> tuple[Any, Tensor]:
+    """What is stored if columns reach one use or the other, and the exact block."""
+    model, x, lossfunc = extend(TwoUses(kind)), torch.randn(2, 4), extend(nn.MSELoss())
+    weight: Any = model.layer.weight
+    outputs = model(x)
+    expected = sum(square(out.flatten(), weight) * 2 / out.numel() for out in outputs)
+    loss = sum(lossfunc(out, torch.zeros_like(out)) for out in outputs)
+    with backpack(extension):
+        loss.backward()  # type: ignore[union-attr]
+    return getattr(weight, extension.savefield, None), torch.as_tensor(expected)
+
+
+@pytest.mark.parametrize("size", [None, 1, 3])
+@pytest.mark.parametrize("kind", ["squared", "grouped"])
+def test_uses_that_have_no_factors_in_common(kind: str, size: int | None) -> None:
+    """Some columns reach one use, others another: the block and its diagonal are those of both."""
+    found, block = _reached_apart(kind, KFLR(chunk_size=size, fail_mode="block"))
+    assert found.structure == "block"
+    oracle.assert_close(found.dense(), block)
+    found, block = _reached_apart(kind, KFLR(chunk_size=size, fail_mode="diagonal"))
+    assert found.structure == "diagonal"
+    oracle.assert_close(found[0], block.diagonal())
+
+
+@pytest.mark.parametrize("size", [None, 1])
+def test_uses_that_have_no_factors_in_common_left_out(size: int | None) -> None:
+    found, _ = _reached_apart("grouped", KFLR(chunk_size=size, fail_mode="silent"))
+    assert found is None
+    with pytest.warns(UserWarning, match="have no Kronecker factors in common"):
+        found, _ = _reached_apart("grouped", KFLR(chunk_size=size, fail_mode="warning"))
+    assert found is None
+
+
+def test_uses_that_have_no_factors_in_common_refused() -> None:
+    """Where nothing is stored instead, or what may not be needed would not fit into memory."""
+    with pytest.raises(UnsupportedError, match="travel at once"):
+        _reached_apart("grouped", KFLR(chunk_size=1))
+    with pytest.raises(UnsupportedError, match="travel at once"), budget(8):
+        _reached_apart("grouped", KFLR(chunk_size=1, fail_mode="block"))
 
 
 def _residuals(net: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -111,8 +111,39 @@ REFUSED: dict[str, tuple[Callable[[], Net], str]] = {
 }  # fmt: skip
 
 
-def _problem(net: Net) -> Problem:
-    return Problem(net, (torch.randn(N, T, D),), nn.CrossEntropyLoss(), torch.randint(D, (N,)))
+def _both(net: Any, x: Tensor) -> Tensor:
+    """Two parts of each sample, one behind the other on axis 0."""
+    first, second = torch.tanh(net.first(torch.cat([x[:, :2], x[:, 2:]]))).chunk(2)
+    return (first - second).square() + first * second
+
+
+def _rewritten(net: Any, x: Tensor) -> Tensor:
+    """A view of what a layer made of merged rows is overwritten."""
+    h = net.first(x.flatten(0, 1))
+    h.view(x.shape)[..., :2].tanh_()
+    return h.view(x.shape)
+
+
+# The gradient of a single sample is the one that autograd has.
+OF_ONE = EXACT | {
+    "two parts": lambda: _net(_both),
+    "computed table": lambda: _net(
+        lambda net, x: net.first(x) + torch.tanh(net.table(torch.arange(T)) @ net.w),
+        table=nn.Embedding(T, D), w=_weight(D, D),
+    ),
+    "function of a view": lambda: _net(
+        lambda net, x: net.first(x) / net.w.flip(0).exp(), w=_weight(D)
+    ),
+    "layer by a function": lambda: _net(
+        lambda net, x: F.linear(_hidden(net, x), net.first.weight)
+    ),
+    "rewritten": lambda: _net(_rewritten),
+}  # fmt: skip
+
+
+def _problem(net: Net, batch: int = N) -> Problem:
+    data = torch.randn(batch, T, D)
+    return Problem(net, (data,), nn.CrossEntropyLoss(), torch.randint(D, (batch,)))
 
 
 @pytest.mark.parametrize("size", [None, 2])
@@ -123,6 +154,26 @@ def test_exact(name: str, size: int | None) -> None:
     problem.run(DiagHessian(chunk_size=size), BatchDiagHessian(chunk_size=size))
     problem.compare("diag_h", [d.sum(0) for d in expected])
     problem.compare("diag_h_batch", expected)
+
+
+@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize("name", OF_ONE)
+def test_exact_for_one_sample(name: str, size: int | None) -> None:
+    problem = _problem(OF_ONE[name](), 1)
+    expected = diagonals(problem.expected(hessians), [p.shape for p in problem.parameters])
+    again = BatchDiagHessian([0, 0, -1], savefield="again")
+    problem.run(DiagHessian(chunk_size=size), BatchDiagHessian(chunk_size=size), again)
+    problem.compare("diag_h", [d.sum(0) for d in expected])
+    problem.compare("diag_h_batch", expected)
+    problem.compare("again", [d[[0, 0, 0]] for d in expected])
+
+
+@pytest.mark.parametrize("name", ["exponential", "quotient", "square", "one after the other"])
+def test_what_enters_nonlinearly_in_one_sample(name: str) -> None:
+    """A leaf itself is a constant where an operation is differentiated."""
+    make, match = REFUSED[name]
+    with pytest.raises(BridgeError, match=match):
+        _problem(make(), 1).run(DiagHessian())
 
 
 @pytest.mark.parametrize("name", ["positions", "gain", "F.linear"])

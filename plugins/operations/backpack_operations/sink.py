@@ -94,6 +94,8 @@ class ChunkSink(SharedSink):
     def add_to(self, partial: Values) -> None:
         """Read parameters that wait for further uses; combine all values into ``partial``."""
         for group, view, uses in self._pending.values():
+            for reading in uses[1]:
+                reading.is_part = True
             self.complete(group, view, [uses])
         self._pending.clear()
         for key, value in self._values.items():

@@ -76,7 +76,7 @@ class GraphTraversal(StraightTraversal):
         if view.positions > 1:
             owners = view.full.owners
             entries = view.samples * view.positions if owners is None else len(owners)
-            return propagator.widen(quantity, entries, view.indices)
+            return propagator.widen(quantity, entries, view)
         if not view.positions and not self._alignment.is_apart(visit.site.edge):
             return quantity  # it has the whole batch
         return propagator.widen(quantity, self.survey.batch_size)
@@ -201,7 +201,7 @@ class GraphTraversal(StraightTraversal):
             wide = propagator.map(wide, lambda mat: mat.movedim(1 + view.axis, 1))
         # With samples on another axis, the quantity stays as it is.
         if view.positions or self._alignment.is_apart(site.edge):
-            wide = propagator.narrow(wide, view.indices if view.positions > 1 else None)
+            wide = propagator.narrow(wide, view if view.positions > 1 else None)
         return wide if own is None else propagator.merge(own, wide)
 
     def _of_samples(self, view: View, propagator: Propagator, quantity: Any) -> Any:

@@ -26,6 +26,7 @@ from backpack_products.columns import (
     InRuns,
     OwnedColumns,
     Root,
+    most_often,
     split_positions,
 )
 from backpack_products.parametric import ParametricRule
@@ -95,13 +96,24 @@ class ColumnPropagator(Propagator):
         """The sum, root by root."""
         return first.merge(second)
 
-    def widen(self, quantity: Columns, size: int, entries: Sequence[int] | None = None) -> Columns:
+    def widen(self, quantity: Columns, size: int, view: View | None = None) -> Columns:
         """Columns of the whole batch, with zeros for samples that were left out."""
-        return quantity.widened(self.subsampling if entries is None else entries, size)
+        return quantity.widened(*self._chosen(view, size), size)
 
-    def narrow(self, quantity: Columns, entries: Sequence[int] | None = None) -> Columns:
+    def narrow(self, quantity: Columns, view: View | None = None) -> Columns:
         """The columns of the chosen samples."""
-        return quantity.chosen(self.subsampling if entries is None else entries)
+        return quantity.chosen(*self._chosen(view, quantity.mat.shape[1]))
+
+    def _chosen(self, view: View | None, size: int) -> tuple[Sequence[int] | None, int]:
+        """The chosen entries of axis 0, and how often the most frequent sample is chosen.
+
+        No entry shows how often, if the sample has none here.
+        """
+        if self.subsampling is None:
+            return None, 1
+        samples = size if view is None else view.samples
+        turns = most_often([n % samples for n in self.subsampling])
+        return (self.subsampling if view is None else view.indices), turns
 
     def cross(
         self, node: Node, quantities: dict[int, Columns], there: Any
@@ -121,7 +133,7 @@ class ColumnPropagator(Propagator):
         if self.travels and len({*chosen}) < len(
             chosen
         ):  # a repeated sample has other columns each time
-            return OwnedColumns(quantity, owned).formed().chosen(chosen)
+            return OwnedColumns(quantity, owned).formed().chosen(*self._chosen(None, len(owned)))
         return OwnedColumns(quantity, owned[list(chosen)])
 
     def put_together(self, quantity: Columns, positions: int | Tensor) -> Columns:

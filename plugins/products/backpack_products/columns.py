@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,22 @@ from torch import Tensor
 from backpack_core.errors import InternalError
 from backpack_products.apart import taken_apart
 from backpack_products.tuning import even_size
+
+
+class Part(NamedTuple):
+    """Which part of all columns a chunk of them is.
+
+    Attributes:
+        of: The root of all of them.
+        start: The number of the first one.
+        stop: The number behind the last one.
+        total: How many there are.
+    """
+
+    of: Root
+    start: int
+    stop: int
+    total: int
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -29,12 +46,14 @@ class Root:
         scale: The factor of each sample's loss; ``None`` if it is unknown.
         turns: Masks ``[K, R]`` of entries of axis 0, if samples have several: of ``V · K`` columns,
             number ``v · K + k`` is zero except at the entries of mask ``k``.
+        part: Which part of all columns these are, if they travel in chunks.
     """
 
     name: str
     signs: Tensor | None = None
     scale: Tensor | None = None
     turns: Tensor | None = None
+    part: Part | None = None
 
 
 class Columns:
@@ -121,41 +140,46 @@ class Columns:
         result: list[Columns] = []
         for root, block in self.blocks.items():
             by_turn = block.unflatten(0, (turns, len(block) // turns))
-            for start in range(0, by_turn.shape[1], size):
-                window = slice(start, start + size)
-                signs = None if root.signs is None else root.signs[window]
-                part = by_turn[:, window].flatten(0, 1)
-                result.append(self.like({Root(root.name, signs, root.scale): part}))
+            total = by_turn.shape[1]
+            for start in range(0, total, size):
+                stop = min(total, start + size)
+                signs = None if root.signs is None else root.signs[start:stop]
+                new = Root(root.name, signs, root.scale, part=Part(root, start, stop, total))
+                result.append(self.like({new: by_turn[:, start:stop].flatten(0, 1)}))
         return result
 
-    def widened(self, chosen: Sequence[int] | None, batch_size: int) -> Columns:
-        """Extend columns ``[V, n, *]`` of chosen samples to the whole batch, with zeros elsewhere.
+    def widened(self, chosen: Sequence[int] | None, turns: int, size: int) -> Columns:
+        """Extend columns ``[V, n, *]`` of chosen entries of axis 0 to all, with zeros elsewhere.
 
-        A sample that was chosen several times may have other columns each time (Monte Carlo draws
-        differ), so each repetition gets columns of its own. ``None`` stands for all samples.
+        What was chosen several times may have other columns each time (Monte Carlo draws differ),
+        so each repetition gets columns of its own.
+
+        Args:
+            chosen: The entries; ``None`` stands for all.
+            turns: How often the most frequent sample is chosen.
+            size: The length of axis 0.
         """
         if chosen is None:
             return self
-        turns = _occurrences(chosen, batch_size)
+        turn = _occurrences(chosen, size)
 
         def widen(mat: Tensor) -> Tensor:
-            whole = mat.new_zeros(1 + max(turns, default=0), batch_size, len(mat), *mat.shape[2:])
-            whole[turns, [n % batch_size for n in chosen]] = mat.transpose(0, 1)
+            whole = mat.new_zeros(turns, size, len(mat), *mat.shape[2:])
+            whole[turn, [n % size for n in chosen]] = mat.transpose(0, 1)
             return whole.transpose(1, 2).flatten(0, 1)
 
         return self.like({root: widen(mat) for root, mat in self.blocks.items()})
 
-    def chosen(self, chosen: Sequence[int] | None) -> Columns:
-        """The columns ``[V, n, *]`` of chosen samples; reverses :meth:`widened`."""
+    def chosen(self, chosen: Sequence[int] | None, turns: int) -> Columns:
+        """The columns ``[V, n, *]`` of chosen entries; reverses :meth:`widened`."""
         if chosen is None:
             return self
 
         def pick(mat: Tensor) -> Tensor:
-            samples = mat.shape[1]
-            turns = _occurrences(chosen, samples)
-            parts = mat.unflatten(0, (1 + max(turns, default=0), -1)).movedim(2, 1)
-            picked: Tensor = parts[turns, [n % samples for n in chosen]]  # [n, V, *]
-            return picked.transpose(0, 1)
+            size = mat.shape[1]
+            parts = mat.unflatten(0, (turns, -1)).movedim(2, 1)
+            picked: Tensor = parts[_occurrences(chosen, size), [n % size for n in chosen]]
+            return picked.transpose(0, 1)  # [V, n, *]
 
         return self.like({root: pick(mat) for root, mat in self.blocks.items()})
 
@@ -338,12 +362,12 @@ def most_often(chosen: Sequence[int]) -> int:
     return max(Counter(chosen).values(), default=1)
 
 
-def _occurrences(chosen: Sequence[int], batch_size: int) -> list[int]:
-    """How often each sample occurred before: ``(3, 1, 3) → [0, 0, 1]``."""
+def _occurrences(chosen: Sequence[int], size: int) -> list[int]:
+    """How often each entry occurred before: ``(3, 1, 3) → [0, 0, 1]``."""
     seen: dict[int, int] = {}
     turns = []
     for index in chosen:
-        sample = index % batch_size
-        turns.append(seen.get(sample, 0))
-        seen[sample] = turns[-1] + 1
+        entry = index % size
+        turns.append(seen.get(entry, 0))
+        seen[entry] = turns[-1] + 1
     return turns

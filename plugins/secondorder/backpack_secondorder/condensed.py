@@ -63,7 +63,7 @@ def at_head(view: View, quantity: Columns) -> Columns | None:
             return None
     return Columns(
         {
-            HeadRoot(root.name, root.signs, root.scale, root.turns, head): mat
+            HeadRoot(root.name, root.signs, root.scale, root.turns, head=head): mat
             for root, mat in quantity.blocks.items()
         }
     )

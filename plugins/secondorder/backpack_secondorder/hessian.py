@@ -112,11 +112,8 @@ class Hessian:
         return replace(self, columns=columns, diagonal=diagonal, factored=factored, block=block)
 
     def map_columns(self, function: Callable[[Tensor], Tensor]) -> Hessian:
-        """Apply a linear function of ``[V, N, *]`` to the columns, root by root."""
-        if self.columns is None:
-            return self
-        blocks = {root: function(mat) for root, mat in self.columns.blocks.items()}
-        return replace(self, columns=self.columns.like(blocks))
+        """Apply a linear function to all columns, as :meth:`Columns.map` does."""
+        return self if self.columns is None else replace(self, columns=self.columns.map(function))
 
     def scaled(self, scale: Tensor) -> Hessian:
         """``diag(a) H diag(a)`` for ``a`` of shape ``[N, *]``."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from backpack_core.contract.extension import FailMode
 from backpack_core.errors import UsageError
+from backpack_core.tuning import memory_budget
 from backpack_products import SampleProduct, SecondOrderExtension
 from backpack_products.operations import square_sum
 from backpack_secondorder import lookup_factors  # noqa: F401 - registers its operations
@@ -58,6 +59,10 @@ class MatrixExtension(SecondOrderExtension):
         except StructureError:
             if self.fallback is None:
                 raise
+        return self.without_factors(product)
+
+    def without_factors(self, product: SampleProduct) -> KroneckerFactors:
+        """What ``fallback`` says: the block, or its diagonal."""
         if self.fallback == "block":
             return KroneckerFactors([block(product)], ParameterOrder.of(product))
         return diagonal_matrix(square_sum(product))
@@ -78,20 +83,48 @@ class FactorsExtension(MatrixExtension):
     weight_sharing: WeightSharing
 
     def read(self, product: SampleProduct) -> KroneckerFactors:
-        """The factors."""
+        """The factors; of a part of the uses, with what would be stored without factors."""
         factors = self.factors(product, self.weight_sharing)
-        return KroneckerFactors(factors, factors.order, weight_of(product), factors.parts)
+        read = KroneckerFactors(factors, factors.order, weight_of(product), factors.parts)
+        if product.is_part and self.fallback is not None and self._fits(product):
+            read.instead = self.without_factors(product)
+        return read
+
+    def _fits(self, product: SampleProduct) -> bool:
+        """Whether the memory budget has room for what may turn out not to be needed."""
+        size = product.shape.numel() ** (2 if self.fallback == "block" else 1)
+        return size * product.new_zeros(0).element_size() <= memory_budget()
 
     def as_stored(self, value: Matrix, parameter: Tensor) -> Matrix:
         """Cast the factors, with the parts to which later chunks of columns are added."""
         factors = super().as_stored(value, parameter)
         if isinstance(factors, KroneckerFactors) and isinstance(value, KroneckerFactors):
             factors.parts = [part.to(factors[0].dtype) for part in value.parts]
+            if value.instead is not None:
+                factors.instead = value.instead.to(factors[0].dtype)
         return factors
 
-    def combine(self, first: KroneckerFactors, second: KroneckerFactors) -> KroneckerFactors:
-        """Add the factors of two chunks of columns, which enter only one factor of each use."""
-        return add_columns(first, second)
+    def combine(self, first: KroneckerFactors, second: KroneckerFactors) -> KroneckerFactors | None:
+        """Add the factors of two chunks of columns, which enter only one factor of each use.
+
+        Chunks may reach different uses, which have no factors in common. Then what ``fallback``
+        says is added. Without it, the parameter may be left out: the last chunk reads all uses.
+
+        Raises:
+            StructureError: There is no fallback, or no room for it; and ``fail_mode`` leaves
+                nothing out.
+        """
+        try:
+            found = add_columns(first, second)
+        except StructureError:
+            if self.fallback is not None:
+                return add_columns(first.instead or first, second.instead or second)
+            if self.fail_mode in ("warning", "silent"):
+                return None
+            raise
+        if first.instead is not None and second.instead is not None:
+            found.instead = add_columns(first.instead, second.instead)
+        return found
 
 
 class KFAC(FactorsExtension, SampledExtension):

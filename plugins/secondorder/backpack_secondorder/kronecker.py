@@ -50,6 +50,8 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
         order: How the parameter's entries are numbered.
         weight: ``Σ_n s``, the weight of the averages in sums; one for a mean over the batch.
         parts: Factors of uses in several orders that these were made of; arithmetic drops them.
+        instead: The block or the diagonal of the same columns, where they reached some uses of the
+            parameter only; other columns may reach all uses, which may have no factors in common.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
         self.order = order
         self.weight = weight
         self.parts = parts
+        self.instead: KroneckerFactors | None = None
         self._eigen: tuple[list[Tensor], object, KroneckerEigenbasis] | None = None
         size = groups = self.groups
         for factor in self:

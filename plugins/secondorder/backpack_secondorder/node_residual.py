@@ -16,7 +16,7 @@ from backpack_operations import nodes
 from backpack_operations.alignment import Crossing
 from backpack_operations.nodes import NodeOutput
 from backpack_products import Columns
-from backpack_products.columns import Root, most_often
+from backpack_products.columns import ApartColumns, Root, most_often
 from backpack_products.contractions import slices
 from backpack_products.tuning import column_budget
 from backpack_secondorder.hessian import Hessian
@@ -49,7 +49,7 @@ class NodeResidual:
             subsampling: The samples that take part; ``None`` for all.
         """
         self._derivative, self._batch_size = derivative, there.batch_size
-        self._subsampling = subsampling
+        self._subsampling, self._apart_at = subsampling, there.apart
         self._places = _involved(derivative)
         # As many rows as there are samples may be those of one: they are where they were picked.
         is_owned = there.owned or any(isinstance(n, Tensor) for n in there.behind.values())
@@ -71,7 +71,7 @@ class NodeResidual:
         """The residual as a diagonal or a block; ``None`` if it has to be columns."""
         place, *others = self._places
         is_whole = is_output(place, self._batch_size) and self._subsampling is None
-        if others or not is_whole or self._samples != self._batch_size:
+        if others or not is_whole or self._samples != self._batch_size or self._apart_at:
             return None
         if self._is_elementwise:
             return Hessian(diagonal=self._diagonal)
@@ -181,8 +181,10 @@ class NodeResidual:
         for place, mat in mats.items():
             shape = nodes.shape_of(*place)
             whole = mat.reshape(-1, *shape).repeat(turns, *[1] * len(shape))
-            columns = Columns({root: whole})
             position = self._derivative.positions[place][0]
+            columns = Columns({root: whole})
+            if position in self._apart_at:  # of one sample, see ``couples_nothing``
+                columns = ApartColumns({root: whole.unsqueeze(1)})
             part.append((position, Hessian(columns, branched=branched)))
         return part
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from backpack_core import LossRule, View
@@ -16,6 +15,7 @@ from backpack_products import ColumnPropagator, Columns, SampleProduct, SecondOr
 from backpack_products.extensions import as_subsampling
 from backpack_products.merging import OverBatches, Part, Refused
 from backpack_products.operations import dense, gram
+from backpack_secondorder.in_chunks import Rows, joined, rows_of, stored
 from backpack_secondorder.residual import unit_vectors
 from backpack_secondorder.square_root import as_chunk_size
 
@@ -113,13 +113,22 @@ class Jacobians(_OfOutput):
         super().__init__(subsampling, savefield, fail_mode)
         self.chunk_size = as_chunk_size(chunk_size)
 
-    def read(self, product: SampleProduct) -> Tensor:
-        """``M``, samples first."""
-        return dense(self.one_output(product)).transpose(0, 1)
+    def read(self, product: SampleProduct) -> Tensor | Rows:
+        """``M``, samples first; with rows in front in memory, each is copied as a whole."""
+        return _turned(rows_of(self.one_output(product)))
 
-    def combine(self, first: Tensor, second: Tensor) -> Tensor:
-        """Concatenate rows; with rows in front in memory, so that each is copied as a whole."""
-        return torch.cat([first.transpose(0, 1), second.transpose(0, 1)]).transpose(0, 1)
+    def as_stored(self, value: Tensor | Rows, parameter: Tensor) -> Tensor | Rows:
+        """The rows in the dtype of results."""
+        return stored(super().as_stored(value, parameter), self, parameter)
+
+    def combine(self, first: Tensor | Rows, second: Tensor | Rows) -> Tensor | Rows:
+        """One after the other."""
+        return _turned(joined(_turned(first), _turned(second)))
+
+
+def _turned(value: Tensor | Rows) -> Tensor | Rows:
+    """Axes 0 and 1 exchanged; rows of a chunk keep rows in front."""
+    return value.transpose(0, 1) if isinstance(value, Tensor) else value
 
 
 class NTK(_OfOutput):

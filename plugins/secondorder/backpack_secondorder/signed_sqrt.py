@@ -277,19 +277,19 @@ class SignedSqrt(Propagator):
         assert quantity.columns is not None
         return Hessian(split_positions(quantity.columns, owners, samples))
 
-    def widen(self, quantity: Hessian, size: int, entries: Sequence[int] | None = None) -> Hessian:
+    def widen(self, quantity: Hessian, size: int, view: View | None = None) -> Hessian:
         """The Hessian for the whole batch, with zeros for samples that were left out."""
         if self.subsampling is None or quantity.as_columns().columns is None:
             return quantity
         formed = quantity.as_columns()
         assert formed.columns is not None
-        return replace(formed, columns=self._of_columns.widen(formed.columns, size, entries))
+        return replace(formed, columns=self._of_columns.widen(formed.columns, size, view))
 
-    def narrow(self, quantity: Hessian, entries: Sequence[int] | None = None) -> Hessian:
+    def narrow(self, quantity: Hessian, view: View | None = None) -> Hessian:
         """Keep the chosen samples only."""
         if self.subsampling is None or quantity.columns is None:
             return quantity
-        return replace(quantity, columns=self._of_columns.narrow(quantity.columns, entries))
+        return replace(quantity, columns=self._of_columns.narrow(quantity.columns, view))
 
     def map(self, quantity: Hessian, function: Callable[[Tensor], Tensor]) -> Hessian:
         """Apply the function to everything as columns."""

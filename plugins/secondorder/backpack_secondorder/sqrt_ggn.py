@@ -2,19 +2,39 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from backpack_products import SampleProduct
+from backpack_products import SampleProduct, SecondOrderExtension
 from backpack_products.merging import OverBatches, Part
 from backpack_products.operations import dense
+from backpack_secondorder.in_chunks import Rows, joined, rows_of, stored
 from backpack_secondorder.square_root import ExactExtension, SampledExtension
 
 # Values of batches are concatenated along the samples; the matrix sums the outer products of all.
 COLUMNS = OverBatches({"": Part("concatenate", axis=1)})
 
 
-class SqrtGGNExact(ExactExtension):
+class _Columns(SecondOrderExtension):
+    """Stores the columns themselves."""
+
+    columns_add = True
+    per_sample = True
+    needs = (dense,)
+
+    def read(self, product: SampleProduct) -> Tensor | Rows:
+        """``M`` itself."""
+        return rows_of(product)
+
+    def as_stored(self, value: Tensor | Rows, parameter: Tensor) -> Tensor | Rows:
+        """The columns in the dtype of results."""
+        return stored(super().as_stored(value, parameter), self, parameter)
+
+    def combine(self, first: Tensor | Rows, second: Tensor | Rows) -> Tensor | Rows:
+        """Columns side by side."""
+        return joined(first, second)
+
+
+class SqrtGGNExact(_Columns, ExactExtension):
     """Square root of the generalised Gauss-Newton matrix, exact.
 
     Stored in ``sqrt_ggn_exact``, shape ``[V, N, *θ]`` with ``V`` outputs of the model, or one less
@@ -31,20 +51,9 @@ class SqrtGGNExact(ExactExtension):
     truncated_over_batches = COLUMNS.refused(
         "with a tolerance, batches differ in their number of columns: take tolerance=0."
     )
-    columns_add = True
-    per_sample = True
-    needs = (dense,)
-
-    def read(self, product: SampleProduct) -> Tensor:
-        """``M`` itself."""
-        return dense(product)
-
-    def combine(self, first: Tensor, second: Tensor) -> Tensor:
-        """Columns side by side."""
-        return torch.cat([first, second])
 
 
-class SqrtGGNMC(SampledExtension):
+class SqrtGGNMC(_Columns, SampledExtension):
     """Square root of the generalised Gauss-Newton matrix, by Monte Carlo.
 
     Stored in ``sqrt_ggn_mc``, shape ``[mc_samples, N, *θ]``: as :class:`SqrtGGNExact`, with outer
@@ -54,14 +63,3 @@ class SqrtGGNMC(SampledExtension):
     savefield = "sqrt_ggn_mc"
     degree = 0.5
     over_batches = COLUMNS
-    columns_add = True
-    per_sample = True
-    needs = (dense,)
-
-    def read(self, product: SampleProduct) -> Tensor:
-        """``M`` itself."""
-        return dense(product)
-
-    def combine(self, first: Tensor, second: Tensor) -> Tensor:
-        """Columns side by side."""
-        return torch.cat([first, second])

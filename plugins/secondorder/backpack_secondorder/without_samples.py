@@ -89,19 +89,21 @@ def couples_nothing(node: Node, there: Crossing, is_apart: bool) -> bool:
         is_apart: Whether the arriving columns are kept apart by sample.
 
     Returns:
-        False if nothing is kept apart, so that the usual residual applies.
+        False if the usual residual applies: nothing is kept apart, or there is one sample only,
+        whose gradient autograd has, and no operand is a leaf, which is a constant in a residual.
 
     Raises:
         BridgeError: It is nonlinear, and not a product of factors without a common parameter.
     """
     if not (is_apart or there.apart):
         return False
-    operation = nodes.operation_of(node)
+    operation, behind = nodes.operation_of(node), [child for child, _ in node.next_functions]
+    if there.batch_size == 1 and not any(child is not None and is_leaf(child) for child in behind):
+        return False
     if operation in nodes.LINEAR or nodes.hands_on(node):
         return True
     if operation in nodes.PIECEWISE_LINEAR and nodes.is_linear(node):
         return True
-    behind = [child for child, _ in node.next_functions]
     if operation in nodes.QUOTIENTS and not any(child is not None for child in behind[1:]):
         return True
     if operation not in nodes.FACTORS:
