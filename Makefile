@@ -13,7 +13,8 @@ PACKAGES := backpack_core plugins/products/backpack_products plugins/operations/
 	plugins/checks/backpack_checks plugins/interplay/backpack_interplay plugins/layers/backpack_layers plugins/firstorder/backpack_firstorder \
 	plugins/secondorder/backpack_secondorder plugins/transformers/backpack_transformers \
 	plugins/capture/backpack_capture plugins/privacy/backpack_privacy \
-	plugins/attribution/backpack_attribution plugins/optimizers/backpack_optimizers data/backpack_data compat/backpack
+	plugins/attribution/backpack_attribution plugins/optimizers/backpack_optimizers data/backpack_data compat/backpack \
+	compat/backpack_compat
 EXTRAS := testing,cli,dev
 DOCS_STAMP := $(VENV)/.docs-installed
 

@@ -67,7 +67,7 @@ def convert(module: Module, debug: bool = False) -> GraphModule:
     result = GraphModule(module, graph)
     graph.eliminate_dead_code(lambda node: node.is_impure() or overwrites(node))
     calls = Counter(str(node.target) for node in graph.nodes if node.op == "call_module")
-    made = []
+    made: list[Any] = []
     for node in list(graph.nodes):
         if node.op == "call_module":
             made += _prepare(result, node, calls)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from backpack_core import View
+from backpack_core import LossRule, View
 from backpack_products import Columns, HessianLossRule
+from backpack_products.loss import with_hessian
 from backpack_secondorder.propagators import LossSqrt, MixedSqrt
 
 
@@ -24,11 +25,12 @@ def with_every_column(rule: HessianLossRule, root: Tensor) -> Tensor:
 class EveryColumn(LossSqrt):
     """The exact root, with as many columns as the model has outputs."""
 
-    def start(self, rule: HessianLossRule, view: View) -> Columns:
+    def start(self, rule: LossRule, view: View) -> Columns:
         """Columns of zeros at the end."""
         columns = super().start(rule, view)
         (root,) = columns.blocks
-        return Columns.start(root.name, with_every_column(rule, columns.mat), scale=root.scale)
+        mat = with_every_column(with_hessian(rule, view), columns.mat)
+        return Columns.start(root.name, mat, scale=root.scale)
 
     def mixing(self) -> LossSqrt:
         """With the same start."""

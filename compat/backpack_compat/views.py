@@ -19,6 +19,7 @@ from backpack_core.errors import SampleMixingError, StoredIOError, UnsupportedEr
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_core.record.call import Call, Edge, Stored
+from backpack_core.record.state import NO_SETTINGS
 from backpack_products import AffineRule, HessianLossRule, ParametricRule
 
 Grads = Any  # tuple[Tensor, ...] | None
@@ -59,7 +60,7 @@ def made_view(
         stored,
         threading.get_ident(),
         module.training,
-        ((), ()),
+        NO_SETTINGS,
         is_rewired=False,
         is_readable=False,
     )
