@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from threading import Lock, local
+from threading import Lock
 from types import FrameType
 from typing import Any
 
@@ -226,32 +226,10 @@ def class_of(module: Module) -> type[Module]:
     return original
 
 
-def _watched() -> Callable[[bool], tuple[Any, Any] | None]:
-    """A function that tells the active saved-tensor hooks, for torch that has none (2.6)."""
-    autograd: Any = torch._C._autograd
-    push, pop = (
-        autograd._push_saved_tensors_default_hooks,
-        autograd._pop_saved_tensors_default_hooks,
-    )
-    here = local()  # a stack for each thread, as torch's own
-
-    def pushed(*hooks: Any) -> None:
-        push(*hooks)
-        here.__dict__.setdefault("stack", []).append(hooks)
-
-    def popped() -> None:
-        pop()
-        if here.__dict__.get("stack"):  # else the hooks were pushed before this import
-            here.stack.pop()
-
-    autograd._push_saved_tensors_default_hooks = pushed
-    autograd._pop_saved_tensors_default_hooks = popped
-    return lambda _: (here.__dict__.get("stack") or (None,))[-1]
-
-
-_top_hooks: Any = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-if _top_hooks is None:
-    _top_hooks = _watched()
+# Torch 2.6 does not tell; there, a library puts another function in its place.
+_top_hooks: Any = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignore_is_tracing: None
+)
 
 
 def saving_hooks() -> tuple[Any, ...] | None:

@@ -93,7 +93,7 @@ class BackwardPass:
     """
 
     # A library derives a class for passes inside of others, and for those that were not announced.
-    is_announced = is_outermost = is_whole = clears = True
+    is_outermost = is_whole = clears = True
     is_part = False
 
     def __init__(self, context: Context, arguments: Arguments, roots: Sequence[Edge] = ()) -> None:
@@ -109,6 +109,7 @@ class BackwardPass:
         """
         entries = arguments.entries()
         self.context, self.arguments = context, arguments
+        self.is_announced = bool(entries)
         self.roots = [edge for edge, _ in entries] or [*roots]
         self.gradients = [gradient for _, gradient in entries]
         self.driver: Driver | None = None

@@ -51,10 +51,25 @@ def mixing(what: str, further: str = "") -> BackpackError:
     )
 
 
+def _refused(what: str) -> Any:
+    """A function that refuses whatever it is called with."""
+
+    def refuse(*_: object) -> Any:
+        raise needs_operations(what)
+
+    return staticmethod(refuse)
+
+
 class Chain(Between[Survey]):
     """A chain of modules with rules."""
 
     schedule, sink = Schedule, Sink
+    said = _refused("backpack(samples=...) and backpack(beside=...) say what rows and terms are")
+    axes_of = _refused("extend(batch_axis=...) says that samples are on another axis than 0")
+    pass_inside = _refused(
+        "A backward pass began inside of another (in a hook, or in a re-entrant checkpoint), or "
+        "not by backward()"
+    )
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -62,62 +77,24 @@ class Chain(Between[Survey]):
         self._first: Call | None = None  # that received data
         self._mixing: list[BackpackError] = []
 
-    @staticmethod
-    def said(samples: Any, beside: Any) -> Any:
-        """Refuse.
-
-        Raises:
-            MissingPluginError: Always.
-        """
-        what = "samples=...) says which rows belong to which sample"
-        what = "beside=[...]) leaves out a part of the graph" if samples is None else what
-        raise needs_operations(f"backpack({what}")
-
-    @staticmethod
-    def axes_of(module: Any, given: Any) -> Any:
-        """Refuse.
-
-        Raises:
-            MissingPluginError: Always.
-        """
-        raise needs_operations(f"extend(batch_axis={given!r}) has samples on another axis than 0")
-
-    @staticmethod
-    def pass_inside(context: Context, edge: Any, arguments: Any) -> Any:
-        """Refuse.
-
-        Raises:
-            MissingPluginError: Always.
-        """
-        raise needs_operations(
-            "A backward pass began inside of another (in a hook, or in a re-entrant checkpoint), "
-            "or not by backward()"
-        )
-
     def look_behind(self, edges: list[Edge]) -> None:
-        """Walk from call to call."""
-        todo = self._below(edges)
+        """Walk through functions that follow the last calls, and from call to call."""
+        seen = set[Node]()
+        todo = [(edge, "backward()", True) for edge in edges]
         while todo:
-            site = todo.pop()
-            if (site.call, site.index) not in self.survey.sites and not site.call.is_released:
-                todo += self._enter(site)
-
-    def _below(self, roots: list[Edge]) -> list[Site]:
-        """The last calls: those behind the roots that no other call follows."""
-        found, seen = list[Site](), set[Node]()
-        todo = [(edge, "backward()") for edge in roots]
-        while todo:
-            edge, user = todo.pop()
+            edge, user, is_after = todo.pop()
             node: Any = edge.node
-            if has_call(node):
-                found.append(self._site_at(edge, user))
+            if has_call(node) or not is_after:
+                site = self._site_at(edge, user)
+                if (site.call, site.index) not in self.survey.sites and not site.call.is_released:
+                    self._enter(site)
+                    todo += [(e, site.call.path, False) for e in site.call.edges if e is not None]
             elif is_leaf(node) and self.is_parameter(node.variable):
                 raise needs_operations(f"{user} uses a parameter of shape {[*node.variable.shape]}")
             elif node not in seen:
                 seen.add(node)
                 further = [Edge(*way) for way in node.next_functions if way[0] is not None]
-                todo += [(edge, f"The operation {described(node)!r}") for edge in further]
-        return found
+                todo += [(e, f"The operation {described(node)!r}", True) for e in further]
 
     def _site_at(self, edge: Edge, user: str) -> Site:
         site = site_at(edge) if has_call(edge.node) else None
@@ -132,8 +109,8 @@ class Chain(Between[Survey]):
         paths = self.survey.sources(node)
         return f" of the output of {' and '.join(paths)}" if paths else ""
 
-    def _enter(self, site: Site) -> list[Site]:
-        """Note a call; returns the calls that its inputs came from."""
+    def _enter(self, site: Site) -> None:
+        """Note a call; refuse it if it is not one of a chain."""
         call, survey = site.call, self.survey
         survey.structure = None
         survey.sites[call, site.index] = site
@@ -147,7 +124,6 @@ class Chain(Between[Survey]):
         survey.widest = max(survey.widest, *[t.nbytes for t in (*stored.inputs, *stored.outputs)])
         if call.rule.mixes_samples(View(call, site.index)):
             self._mixing.append(mixing(call.path))
-        return [self._site_at(edge, call.path) for edge in call.edges if edge is not None]
 
     def _why_other(self, call: Call, index: int) -> str:
         """Why a call is not one of a chain; empty if it is."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import backpack, extend
-from backpack_core.errors import UncoveredParameterWarning, UsageError
+from backpack_core.errors import NotExtendedError, UncoveredParameterWarning, UsageError
 from backpack_core.extensions import HMP, KFRA, BatchGrad, ClippedSumGrad, DiagGGNExact
 from tests.cases import Net
 
@@ -86,3 +86,10 @@ def test_the_users_own_error_comes_first() -> None:
     loss = _loss(_frozen(), torch.randn(3, 3, requires_grad=True))
     with pytest.raises(KeyError), backpack(BatchGrad(), extension_hook=fail):
         loss.backward()
+
+
+@pytest.mark.parametrize("make", EXTENSIONS)
+def test_backward_of_a_leaf_meets_no_module(make: Any) -> None:
+    leaf = torch.ones((), requires_grad=True)
+    with pytest.raises(NotExtendedError, match="computed nothing"), backpack(make()):
+        leaf.backward()

@@ -26,6 +26,7 @@ from backpack_core import (
 )
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.extensions import KFAC, BatchGrad, DiagGGNExact, DiagHessian
+from backpack_interplay import checkpoints
 from tests import oracle
 from tests.cases import Net, Problem, classification
 
@@ -327,7 +328,7 @@ def test_hooks_are_known_where_torch_does_not_tell(monkeypatch: pytest.MonkeyPat
     autograd = torch._C._autograd
     for name in ("_push_saved_tensors_default_hooks", "_pop_saved_tensors_default_hooks"):
         monkeypatch.setattr(autograd, name, getattr(autograd, name))  # to have it back
-    top = _torch._watched()
+    top = checkpoints.watched_hooks()
     monkeypatch.setattr(_torch, "_top_hooks", top)
     outer, inner = (lambda t: t, lambda t: t), (lambda t: 2 * t, lambda t: t / 2)
     with saved_tensors_hooks(*outer):

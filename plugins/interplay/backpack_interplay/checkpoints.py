@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils import checkpoint as torch_checkpoint
 
+from backpack_core import _torch
 from backpack_core._torch import Node, peek_transform, saving_hooks
 from backpack_core.record.owner import model_runs
 
@@ -47,8 +48,34 @@ class _Holder(getattr(torch_checkpoint, "_Holder", object)):  # type: ignore[mis
         _Holder.is_used = True
 
 
+@cache
+def watched_hooks() -> Callable[[bool], tuple[Any, Any] | None]:
+    """A function that tells the active saved-tensor hooks, for torch that has none (2.6)."""
+    autograd: Any = torch._C._autograd
+    push, pop = (
+        autograd._push_saved_tensors_default_hooks,
+        autograd._pop_saved_tensors_default_hooks,
+    )
+    here = threading.local()  # a stack for each thread, as torch's own
+
+    def pushed(*hooks: Any) -> None:
+        push(*hooks)
+        here.__dict__.setdefault("stack", []).append(hooks)
+
+    def popped() -> None:
+        pop()
+        if here.__dict__.get("stack"):  # else the hooks were pushed before this import
+            here.stack.pop()
+
+    autograd._push_saved_tensors_default_hooks = pushed
+    autograd._pop_saved_tensors_default_hooks = popped
+    return lambda _: (here.__dict__.get("stack") or (None,))[-1]
+
+
 def let_checkpoints_give_again() -> None:
     """Have all later checkpoints return saved tensors to us and to autograd."""
+    if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+        _torch._top_hooks = watched_hooks()
     if hasattr(torch_checkpoint, "_Holder"):
         torch_checkpoint._Holder = _Holder  # type: ignore[misc]
         torch_checkpoint._recomputation_hook = _run_again  # type: ignore[misc,assignment]

@@ -6,7 +6,7 @@ Core asks one :class:`Operations` in each pass, in the order of the sections bel
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from torch import Tensor
 from torch.nn import Module
@@ -34,8 +34,8 @@ from backpack_operations.owners import Owners, owners_of_losses
 from backpack_operations.paths import fault_in, nonlinear
 from backpack_operations.planned import (
     ByValue,
-    Inside,
     PlannedAlignment,
+    PlannedFacts,
     PlannedUses,
     inside_of,
 )
@@ -53,22 +53,6 @@ from backpack_operations.visits import GraphTraversal
 from backpack_products.substitutes import computed_substitutes, is_parameter
 
 Grads = Sequence[Tensor | None]
-
-
-class PlannedFacts(NamedTuple):
-    """What a plan keeps about operations and samples.
-
-    Attributes:
-        alignment: Where samples lie; ``None`` if every tensor has them on axis 0.
-        uses: How operations use parameters; ``None`` if modules with rules use all of them.
-        looked_at: Sample ids that values of data told; see :class:`GraphSurvey`.
-        insides: The operations inside of opened calls that have a rule, by number of the site.
-    """
-
-    alignment: PlannedAlignment | None
-    uses: PlannedUses | None
-    looked_at: tuple[tuple[int, ByValue], ...]
-    insides: tuple[tuple[int, Inside], ...]
 
 
 class Operations(Between[GraphSurvey]):

@@ -39,7 +39,7 @@ class InnerPass(BackwardPass):
             is_part: Whether it belongs to the outer pass.
         """
         self._outer: BackwardPass | None = outer
-        self.is_announced, self.is_part = arguments is not None, is_part
+        self.is_part = is_part
         self.is_outermost = outer is None
         self.is_whole = outer is None or (is_part and not outer.survey.sites)
         self.clears = outer is None or (is_part and outer.clears)

@@ -224,3 +224,19 @@ class PlannedUses(NamedTuple):
             use = Use(parameters[n], calls[at], name, count, unruled, is_wanted)
             survey.uses[id(parameters[n])] = use
         survey.is_shared = any(use.count > 1 for use in survey.uses.values())
+
+
+class PlannedFacts(NamedTuple):
+    """What a plan keeps about operations and samples.
+
+    Attributes:
+        alignment: Where samples lie; ``None`` if every tensor has them on axis 0.
+        uses: How operations use parameters; ``None`` if modules with rules use all of them.
+        looked_at: Sample ids that values of data told; see :class:`GraphSurvey`.
+        insides: The operations inside of opened calls that have a rule, by number of the site.
+    """
+
+    alignment: PlannedAlignment | None
+    uses: PlannedUses | None
+    looked_at: tuple[tuple[int, ByValue], ...]
+    insides: tuple[tuple[int, Inside], ...]
