@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from backpack_capture import recorded_visits
 from backpack_core import Extension, backpack, extend
@@ -79,6 +80,33 @@ def test_memory_of_transposed_results_is_written_again() -> None:
         del found
         inputs = torch.randn(SAMPLES, 3)
     assert len(seen) <= 2
+
+
+class _Holding(TorchDispatchMode):
+    """Holds all results, as a recording does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.held.append(func(*args, **(kwargs or {})))
+        return self.held[-1]
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+def test_counts_of_what_nobody_holds(is_view: bool) -> None:
+    """They are the same in a recording, and whoever holds ``None``."""
+    recycled._unheld.cache_clear()
+    with _Holding():
+        recycled._unheld(is_view)
+    noise = [None] * 1000
+    whole = torch.zeros(2, 3)
+    owner: dict[str, Any] = {"result": whole[0] if is_view else whole}
+    del whole
+    value = owner.pop("result", None)
+    assert recycled.holders_of(value) == recycled._unheld(is_view)
+    assert len(noise) == 1000
 
 
 def test_not_if_results_are_kept() -> None:

@@ -200,6 +200,7 @@ if __name__ == "__main__":
         write([version()], findings.verified)
     elif "--also" in sys.argv:
         versions, listed = vmap_nodes()
-        write(sorted({*versions, version()}), listed - unseen(findings.verified))
+        versions = sorted({*versions, version()}, key=lambda v: [*map(int, v.split("."))])
+        write(versions, listed - unseen(findings.verified))
     elif version() not in vmap_nodes()[0] or unseen(findings.verified):
         sys.exit(f"{HOME.relative_to(ROOT)} is another list: run this with --also.")

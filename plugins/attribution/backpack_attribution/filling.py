@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -77,7 +77,9 @@ def fill(
             # A sample's tokens are stored together: the first says whether they are there.
             missing = store.missing(own if per == "sample" else [f"{name}:0" for name in own])
             if missing:
-                found = _gradients(problem, item, projection)
+                found = forms.completed(
+                    _gradients(problem, item, projection), _parts(store, problem, projection)
+                )
                 tokens = _tokens_in(found, count, per)
                 rows = [n * tokens + t for n in missing for t in range(tokens)]
                 taken = {name: forms.rows(value, rows) for name, value in found.items()}
@@ -111,6 +113,19 @@ def _gradients(problem: Problem, batch: Any, projection: Projection | None) -> G
     if projection is None:
         return problem.gradients(batch)
     return projections_of(problem, batch, projection)
+
+
+def _parts(store: GradientStore, problem: Problem, projection: Projection | None) -> Gradients:
+    """What a row has, as empty values: the parts of the store; at first, all trained parameters.
+
+    Batches may reach different ones, as experts without a token.
+    """
+    like = next(iter(problem.parameters.values()))
+    sizes = {name: tuple(parameter.shape) for name, parameter in problem.parameters.items()}
+    if projection is not None:
+        sizes = dict.fromkeys(sizes, (projection.dim,))
+    shapes: Mapping[str, Sequence[int]] = store.shapes or sizes
+    return {name: like.new_zeros(0, *shape) for name, shape in shapes.items()}
 
 
 def preconditioned(store: GradientStore, queries: Gradients, damping: float = 0.1) -> Gradients:

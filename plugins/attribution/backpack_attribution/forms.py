@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -81,6 +81,40 @@ def cat(values: Sequence[Value]) -> Value:
     if isinstance(values[0], Tensor):
         return torch.cat(cast(list[Tensor], [*values]))
     return SampleGradients.cat(cast(Sequence[SampleGradients], values))
+
+
+def completed(gradients: Gradients, known: Gradients) -> dict[str, Value]:
+    """The gradients of a batch, with zeros for parameters that it does not reach.
+
+    Args:
+        gradients: ``[N, *θ]`` by parameter.
+        known: Values of all parameters, of any number of samples: they show shape, form and device.
+
+    Raises:
+        ShapeError: Some are missing, and the others have different numbers of rows.
+    """
+    found = dict(gradients)
+    lengths = {len(value) for value in gradients.values()}
+    for name, like in known.items():
+        if name not in found:
+            if len(lengths) != 1:
+                raise ShapeError(
+                    f"A batch does not reach the parameter {name!r}, and others have gradients of "
+                    f"{sorted(lengths)} rows there: freeze it, or store whole samples."
+                )
+            found[name] = _zeros(lengths.copy().pop(), like)
+    return found
+
+
+def _zeros(count: int, like: Value) -> Value:
+    shape = like.shape[1:]
+    options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+    if isinstance(like, Tensor) or len(shape) < 2:
+        dense = torch.zeros(count, *shape, **options)
+        return dense if isinstance(like, Tensor) else SampleGradients.from_dense(dense)
+    # Of no position, which takes no memory.
+    out = torch.zeros(count, 0, shape[0], **options)
+    return SampleGradients.from_factors(out, out.new_zeros(count, 0, prod(shape[1:])), shape)
 
 
 def rows(value: Value, chosen: list[int]) -> Value:

@@ -291,18 +291,16 @@ def _state(given: Checkpoint) -> Mapping[str, Tensor]:
 def joined(parts: Iterable[Gradients]) -> Gradients:
     """Samples of several batches, one behind the other.
 
+    A parameter that a batch does not reach, as an expert without a token, has gradients of zero
+    there.
+
     Raises:
-        UsageError: There are none, or batches reach different parameters.
+        ShapeError: A batch does not reach a parameter, and others have different numbers of rows.
+        UsageError: There are none.
     """
     parts = [*parts]
     if not parts:
         raise UsageError("The loader of queries gave no batch.")
-    names = {*parts[0]}
-    for part in parts:
-        if {*part} != names:
-            strange = sorted(names ^ {*part})[0]
-            raise UsageError(
-                f"Some batches reach the parameter {strange!r}, and others do not: freeze it, or "
-                "give batches that go the same way through the model."
-            )
-    return {name: forms.cat([part[name] for part in parts]) for name in parts[0]}
+    known = {name: value for part in parts for name, value in part.items()}
+    whole = [forms.completed(part, known) for part in parts]
+    return {name: forms.cat([part[name] for part in whole]) for name in known}

@@ -88,4 +88,5 @@ def holders_of(tensor: Tensor) -> tuple[int, ...] | None:
     counts: list[int] = [sys.getrefcount(tensor), sys.getrefcount(storage), count(storage._cdata)]
     for one in (tensor,) if base is None else (tensor, base):
         counts.append(one._use_count())  # type: ignore[attr-defined]
-    return (*counts, sys.getrefcount(base))
+    # Everybody may hold ``None``, which is counted, too, before Python 3.12.
+    return tuple(counts) if base is None else (*counts, sys.getrefcount(base))

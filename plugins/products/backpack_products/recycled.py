@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.replaced import replaced
-from backpack_products._torch import holders_of
+from backpack_products._torch import holders_of, without_modes
 
 # In bytes. Smaller results come from the heap, whose pages have been touched.
 SMALLEST: Final = 2**19
@@ -59,8 +59,10 @@ def offer(owner: dict[str, Any], name: str, is_wanted: bool = True) -> None:
 @cache
 def _unheld(is_view: bool) -> tuple[int, ...] | None:
     """The reference counts of a result that nobody else holds; they depend on the version."""
-    result = torch.zeros(1, 1, device="cpu")
-    owner = {"result": result[0] if is_view else result}
+    with without_modes():  # which may hold what is made
+        result = torch.zeros(1, 1, device="cpu")
+        result = result[0] if is_view else result
+    owner = {"result": result}
     del result
     value = owner.pop("result", None)
     assert value is not None

@@ -1,0 +1,113 @@
+"""Experts that get no token of some batches: gradients of zero there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from backpack_attribution import (
+    TRAK,
+    GradCosine,
+    GradDot,
+    GradientStore,
+    LoGra,
+    Method,
+    fill,
+    influence,
+    project,
+    self_influence,
+)
+from backpack_core.errors import UnsupportedError
+from backpack_firstorder import Projection
+from tests.attribution.problems import gradients
+from tests.oracle import assert_close
+
+
+class Mixture(nn.Module):
+    """Each sample goes to one expert; the others are not called, or with no sample."""
+
+    def __init__(self, is_called: bool) -> None:
+        super().__init__()
+        self.is_called = is_called
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 2)
+        self.experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, number = torch.tanh(self.first(x)), (3 * x[:, 0]).long().clamp(0, 2)
+        out = torch.zeros_like(hidden)
+        for k, expert in enumerate(self.experts):
+            which = torch.where(number == k)[0]
+            if len(which) or self.is_called:
+                out = out.index_add(0, which, expert(hidden[which]))
+        result: Tensor = self.last(torch.tanh(out))
+        return result
+
+
+def _model(is_called: bool = False) -> Mixture:
+    torch.manual_seed(0)
+    return Mixture(is_called).eval()
+
+
+# In order, so that batches of two go to one expert or two.
+X = torch.linspace(0, 0.99, 24, dtype=torch.float64).view(8, 3).flip(1).contiguous()
+Y = torch.arange(8) % 2
+DATA = [(X[n : n + 2], Y[n : n + 2]) for n in range(0, 8, 2)]
+QUERIES = [DATA[0], DATA[-1]]
+LOSS = nn.CrossEntropyLoss()
+
+
+def test_batches_reach_different_experts() -> None:
+    numbers = [{*(3 * x[:, 0]).long().tolist()} for x, _ in DATA]
+    assert numbers[0] != numbers[-1]
+
+
+@pytest.mark.parametrize("method", [GradDot(), GradCosine(), LoGra(4), TRAK(4)], ids=str)
+def test_scores(method: Method) -> None:
+    """As where each expert is called."""
+    found = influence(_model(), LOSS, DATA, QUERIES, method, progress=False).values
+    expected = influence(_model(True), LOSS, DATA, QUERIES, method, progress=False).values
+    assert_close(torch.as_tensor(found), torch.as_tensor(expected))
+
+
+def test_inner_products_and_norms() -> None:
+    own = gradients(_model(True), (X, Y))
+    asked = own[[0, 1, 6, 7]]
+    found = influence(_model(), LOSS, DATA, QUERIES, GradDot(), progress=False).values
+    assert_close(torch.as_tensor(found), own @ asked.T)
+    norms: Any = self_influence(_model(), LOSS, DATA, GradDot(), progress=False)
+    assert_close(torch.as_tensor(norms.values).flatten(), own.square().sum(1))
+
+
+def test_projections() -> None:
+    found = project(_model(), LOSS, DATA, Projection(4))
+    expected = project(_model(True), LOSS, DATA, Projection(4))
+    for name, value in expected.items():
+        assert_close(found[name], value)
+
+
+def test_factors_that_some_batches_lack_are_refused() -> None:
+    """They are averages over the samples that reached the parameter."""
+    with pytest.raises(UnsupportedError, match="1 of 4 batches reached the parameter"):
+        influence(_model(), LOSS, DATA, QUERIES, "ekfac", progress=False)
+
+
+@pytest.mark.parametrize("rank", [None, 1])
+@pytest.mark.parametrize("projection", [None, Projection(4)])
+def test_stores(projection: Projection | None, rank: int | None, tmp_path: Path) -> None:
+    """Rows of all batches have the same parts, in a store that is filled in two runs, too."""
+    rows = {}
+    for is_called in (False, True):
+        settings: dict[str, Any] = {"dtype": torch.float64, "rank": rank}
+        for some in (DATA[:2], DATA):
+            with GradientStore(tmp_path / str(is_called), **settings) as store:
+                fill(store, _model(is_called), LOSS, some, projection, progress=False)
+        rows[is_called] = [block.gradients for block in store.blocks()]
+    for ours, expected in zip(rows[False], rows[True], strict=True):
+        assert ours.keys() == expected.keys()
+        for name, value in expected.items():
+            dense = [v if isinstance(v, Tensor) else v.dense() for v in (ours[name], value)]
+            assert_close(*dense)
