@@ -106,11 +106,13 @@ class Structure:
                 todo.append((edge[0], edge[1], region))
         self.key = (*facts, *between.facts_of_runs(self._runs))
 
-    @property
-    def _flat(self) -> Iterable[Any]:
+    @cached_property
+    def _flat(self) -> list[Any]:
         """The facts one by one, without how tensors lie in memory."""
+        facts: list[Any] = []
         for fact in self.key:
-            yield from fact.facts if type(fact) is Noted else (fact,)
+            facts += fact.facts if type(fact) is Noted else (fact,)
+        return facts
 
     @cached_property
     def lengths(self) -> dict[int, int]:
