@@ -59,7 +59,8 @@ def offer(owner: dict[str, Any], name: str, is_wanted: bool = True) -> None:
 @cache
 def _unheld(is_view: bool) -> tuple[int, ...] | None:
     """The reference counts of a result that nobody else holds; they depend on the version."""
-    with without_modes():  # which may hold what is made
+    # Modes may hold what is made, and views of inference tensors have no base.
+    with without_modes(), torch.inference_mode(False):
         result = torch.zeros(1, 1, device="cpu")
         result = result[0] if is_view else result
     owner = {"result": result}
