@@ -70,8 +70,11 @@ class Sink:
 
     def store(self, extension: Extension, parameter: Tensor, value: Any) -> None:
         """Take an extension's value for a parameter; ``None`` if it leaves the parameter out."""
-        if value is None:
-            return
+        if value is not None:
+            self.put(extension, parameter, value)
+
+    def put(self, extension: Extension, parameter: Tensor, value: Any) -> None:
+        """Set a value as an attribute of the parameter, or keep it for the end of the pass."""
         if self.noted is not None:
             self.noted.append((extension, parameter, value))
         if extension.is_deferred:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from backpack_core import memory_budget, set_memory_budget
 from backpack_products import (
     AffineProduct,
     DenseProduct,
@@ -187,14 +185,3 @@ FORMS: dict[str, Callable[[], Formed]] = {
     "three forms": lambda: total(gain(), table(), values()),
     "different roots": placed,
 }
-
-
-@contextmanager
-def budget(size: int) -> Iterator[None]:
-    """Bytes that a piece may take."""
-    before = memory_budget()
-    set_memory_budget(size)
-    try:
-        yield
-    finally:
-        set_memory_budget(before)

@@ -25,12 +25,12 @@ from backpack_core.extensions import (
     SumGradSquared,
 )
 from backpack_core.testing import Arguments
+from backpack_core.testing.layer_run import within as budget
 from backpack_core.testing.nets import Problem as KitProblem
 from backpack_core.testing.network import Readout, Shrink, SoftmaxLoss, install_own_rules
 from backpack_core.testing.quantities import installed_extensions
 from tests import oracle
 from tests.cases import Net, Problem, classification
-from tests.contract.products import budget
 from tests.oracle import assert_close
 
 

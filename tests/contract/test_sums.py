@@ -11,6 +11,7 @@ from torch import nn
 from backpack_core import extend
 from backpack_core.contract.reading import Reading
 from backpack_core.errors import UnsupportedError
+from backpack_core.testing.layer_run import within as budget
 from backpack_products import (
     AffineProduct,
     DenseProduct,
@@ -29,7 +30,6 @@ from tests.contract.products import (
     Formed,
     affine,
     bias,
-    budget,
     gain,
     offset,
     rooted,

@@ -25,7 +25,6 @@ _saved_tensor_hooks: Any = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignored: None
 )
 _peek_transform: Any = torch._C._functorch.peek_interpreter_stack
-_keys: Any = torch._C._dispatch_keys
 
 
 def takes_tensor(operation: Any, place: int) -> bool:
@@ -97,12 +96,6 @@ def is_foreign(tensor: Tensor) -> bool:
     is_other = device.type == "cuda" and device.index != torch.cuda.current_device()
     is_dense = tensor.layout is torch.strided
     return device.type not in DEVICES or is_other or not is_dense
-
-
-def keys_of(tensor: Tensor) -> int:
-    """Device, layout, and what else decides which kernels run."""
-    found: int = _keys(tensor).raw_repr()
-    return found
 
 
 @contextmanager

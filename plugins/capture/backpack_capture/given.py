@@ -9,6 +9,7 @@ from torch import Tensor
 
 from backpack_capture import _torch
 from backpack_capture.engine import Asked
+from backpack_products.values import kernels_of
 
 
 def plain_tensors(args: tuple[Any, ...]) -> list[Tensor] | None:
@@ -26,7 +27,7 @@ def key_of(tensor: Tensor) -> Hashable:
         tensor.stride(),
         tensor.dtype,
         tensor.requires_grad,
-        _torch.keys_of(tensor),
+        kernels_of(tensor),
         type(tensor),
     )
 

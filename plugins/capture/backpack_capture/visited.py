@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
-from backpack_capture._torch import keys_of
 from backpack_capture.nested import is_plain
 from backpack_core import memory_budget
 from backpack_core.contract.extension import Extension
@@ -21,7 +20,7 @@ from backpack_core.engine.backward import BackwardPass
 from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Call, Site
 from backpack_core.record.state import MODULE_ATTRIBUTES, OUR_ATTRIBUTES
-from backpack_products.values import is_onednn_on
+from backpack_products.values import is_onednn_on, kernels_of
 
 if TYPE_CHECKING:  # what a recording needs is imported when there is one
     from backpack_capture.code import Code
@@ -300,7 +299,7 @@ def alike(call: Call) -> tuple[int, ...]:
 
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:
     """How a tensor lies in its memory, and what decides which kernels run; not its shape."""
-    return type(tensor) in _ONE, tensor.stride(), tensor.device, keys_of(tensor)
+    return type(tensor) in _ONE, tensor.stride(), tensor.device, kernels_of(tensor)
 
 
 def is_same(saved: Any, tensor: Tensor) -> bool:

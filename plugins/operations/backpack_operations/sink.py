@@ -148,12 +148,7 @@ class GraphSink(SharedSink):
                 "torch.utils.checkpoint(use_reentrant=False); of a solver, differentiate the steps "
                 "themselves (odeint, not odeint_adjoint)."
             )
-        if self.noted is not None:
-            self.noted.append((extension, parameter, value))
-        if extension.is_deferred:
-            self.deferred.setdefault(extension, {})[parameter] = value
-        else:
-            setattr(parameter, extension.savefield, value)
+        self.put(extension, parameter, value)
 
     def is_last(self, parameter: Tensor, seen: int, uses: int) -> bool:
         """Whether autograd has visited all uses that it gets to.

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from backpack_core._torch import kernels_of as kernels_of
 from backpack_core._torch import look_of as look_of
 from backpack_core._torch import peek_transform
 
