@@ -3,8 +3,6 @@
 from backpack_core.context import backpack as backpack
 from backpack_core.contract.extension import Extension as Extension
 from backpack_core.contract.loss import LossRule as LossRule
-from backpack_core.contract.operation import OpenFunction as OpenFunction
-from backpack_core.contract.operation import Operation as Operation
 from backpack_core.contract.propagator import Propagator as Propagator
 from backpack_core.contract.reading import Reading as Reading
 from backpack_core.contract.rules import LayerRule as LayerRule
@@ -18,5 +16,3 @@ from backpack_core.plugins.registration import register as register
 from backpack_core.plugins.registration import unregister as unregister
 from backpack_core.record.switch import disable as disable
 from backpack_core.record.view import View as View
-from backpack_core.tuning import memory_budget as memory_budget
-from backpack_core.tuning import set_memory_budget as set_memory_budget

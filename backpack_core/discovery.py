@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -183,24 +183,6 @@ def choose(claims: list[Claim[T]], key: str, what: str) -> Claim[T]:
     if chosen is None:
         raise conflict(f"provide the {what} for", key, [c.provenance for c in claims])
     return chosen
-
-
-def preferred_version(versions: Mapping[str, T], key: str) -> T:
-    """The only version, or that of the preferred package, of several by package.
-
-    Raises:
-        PluginConflictError: There are several, and none is preferred.
-    """
-    if len(versions) == 1:
-        return next(iter(versions.values()))
-    return choose([Claim(each, _of(who)) for who, each in versions.items()], key, "version").value
-
-
-@cache
-def _of(package: str) -> Provenance:
-    """The provenance of plugins in a package; if there are none, the package itself."""
-    named = (p.provenance for p in discover() if p.package == package)
-    return next(named, Provenance("", package))
 
 
 def is_allowed(plugin: Plugin) -> bool:

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from backpack_core import backpack, extend, set_memory_budget
+from backpack_core import backpack, extend
 from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC
+from backpack_products.tuning import set_memory_budget
 from benchmarks.measure import resident
 
 WAYS = ("none", "one graph", "re-entrant")

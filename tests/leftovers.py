@@ -17,7 +17,7 @@ from backpack_core.engine.active import stacks
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.record.call import live_calls
 from backpack_core.record.switch import is_disabled
-from backpack_core.tuning import memory_budget
+from backpack_products.tuning import memory_budget
 
 State = dict[str, int]
 

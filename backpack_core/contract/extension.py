@@ -16,7 +16,6 @@ from torch.nn import Module
 from backpack_core.contract.bases import base
 from backpack_core.contract.loss import Normaliser
 from backpack_core.contract.observer import Observer
-from backpack_core.contract.operation import Operation
 from backpack_core.contract.propagator import Propagator
 from backpack_core.errors import UsageError
 
@@ -79,7 +78,7 @@ class Extension(ABC):
     """
 
     savefield: str = ""
-    needs: tuple[Operation[Any], ...] = ()
+    needs: tuple[Any, ...] = ()
     columns_add: ClassVar[bool] = False
     columns_mix: ClassVar[bool] = False
     per_sample: ClassVar[bool] = False

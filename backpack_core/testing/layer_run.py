@@ -26,11 +26,11 @@ from backpack_core.record.view import View
 from backpack_core.testing import oracle
 from backpack_core.testing.cases import SAMPLES, Arguments, Case, ExtensionCase, RuleCase, installed
 from backpack_core.testing.compare import CheckFailure, require
-from backpack_core.tuning import memory_budget, set_memory_budget
 from backpack_products import derivatives
 from backpack_products.derivatives import SecondOrderRule, second_order
 from backpack_products.elementwise import ElementwiseRule
 from backpack_products.parametric import AffineRule
+from backpack_products.tuning import memory_budget, set_memory_budget
 
 COLUMNS = 2
 

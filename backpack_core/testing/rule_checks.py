@@ -21,12 +21,12 @@ from backpack_core.testing import oracle
 from backpack_core.testing.cases import Arguments, RuleCase
 from backpack_core.testing.compare import CheckFailure, Entries, agree, refuses, require, untouched
 from backpack_core.testing.layer_run import LayerRun, run_layer, within
-from backpack_core.tuning import memory_budget
 from backpack_products import operations as ops
 from backpack_products.affine import AffineProduct
 from backpack_products.parametric import AffineRule, ParametricRule
 from backpack_products.product import SampleProduct
 from backpack_products.some_samples import subsample
+from backpack_products.tuning import memory_budget
 
 # Names of the parameters that a parametrised weight is computed from; a rule covers the weight.
 IS_COMPUTED = re.compile(r"(^|\.)parametrizations\.")

@@ -72,6 +72,10 @@ PAGES = (
         "backpack_products",
         "Rules of layers with parameters, the products that they give, and what reads these.",
         ("backpack_products",),
+        (
+            "backpack_products.tuning.memory_budget",
+            "backpack_products.tuning.set_memory_budget",
+        ),
     ),
     Page(
         "extensions",

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from backpack_capture import CapturedStep, capture
-from backpack_core import backpack, extend, memory_budget, set_memory_budget
+from backpack_core import backpack, extend
 from backpack_core.extensions import BatchGrad
 from backpack_core.plugins.registry import registry
+from backpack_products.tuning import memory_budget, set_memory_budget
 from tests.capture.twins import same
 
 FACTOR, OTHER = 1.0, 1.0

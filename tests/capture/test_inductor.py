@@ -17,9 +17,9 @@ from torch import nn
 
 from backpack_capture import CaptureWarning, capture, inductor
 from backpack_capture.graph import LOOKS
-from backpack_core import backpack, extend, memory_budget
+from backpack_core import backpack, extend
 from backpack_core.errors import UsageError
-from backpack_products.tuning import CACHE, piece_size, unsplit
+from backpack_products.tuning import CACHE, memory_budget, piece_size, unsplit
 from tests.capture.nets import NETS
 from tests.capture.test_exact import made
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from backpack_core import memory_budget, set_memory_budget
 from backpack_firstorder import contractions as first
 from backpack_firstorder import one_column
 from backpack_products import contractions
 from backpack_products.rows import JoinedRows
+from backpack_products.tuning import memory_budget, set_memory_budget
 from backpack_secondorder import sample_squares
 from tests.contract.products import Lazy
 from tests.oracle import assert_close

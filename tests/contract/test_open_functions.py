@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import Operation, prefer
-from backpack_core.contract.operation import OpenFunction
+from backpack_core import prefer
 from backpack_core.discovery import preferred
 from backpack_core.errors import PluginConflictError, PluginError
 from backpack_core.extensions import BatchGrad, GGNGram
 from backpack_products import AffineProduct, FirstOrderExtension, LookupProduct, SampleProduct
 from backpack_products.affine import for_weights
+from backpack_products.open_functions import OpenFunction, Operation
 from backpack_products.operations import square_sum, weighted_sum
 from tests.cases import classification
 from tests.contract.products import affine, table

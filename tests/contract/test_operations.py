@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import Extension, Operation
+from backpack_core import Extension
 from backpack_core.extensions import (
     BatchDiagGGNExact,
     BatchGrad,
@@ -27,6 +27,7 @@ from backpack_products import (
     contractions,
 )
 from backpack_products import affine as forms
+from backpack_products.open_functions import Operation
 from backpack_products.operations import (
     batch_sum,
     dense,

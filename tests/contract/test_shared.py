@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
-from backpack_core import backpack, extend, memory_budget
+from backpack_core import backpack, extend
 from backpack_core.errors import UnsupportedError
 from backpack_core.extensions import (
     EKFAC,
@@ -29,6 +29,7 @@ from backpack_core.testing.layer_run import within as budget
 from backpack_core.testing.nets import Problem as KitProblem
 from backpack_core.testing.network import Readout, Shrink, SoftmaxLoss, install_own_rules
 from backpack_core.testing.quantities import installed_extensions
+from backpack_products.tuning import memory_budget
 from tests import oracle
 from tests.cases import Net, Problem, classification
 from tests.oracle import assert_close

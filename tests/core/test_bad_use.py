@@ -11,15 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack_core import (
-    backpack,
-    disable,
-    extend,
-    memory_budget,
-    prefer,
-    quantities,
-    set_memory_budget,
-)
+from backpack_core import backpack, disable, extend, prefer, quantities
 from backpack_core.errors import (
     BackpackError,
     BackpackWarning,
@@ -33,6 +25,7 @@ from backpack_core.errors import (
 from backpack_core.extensions import BatchGrad, BatchL2Grad, DiagGGNExact, DiagGGNMC
 from backpack_products import FirstOrderExtension, SampleProduct
 from backpack_products.operations import dense
+from backpack_products.tuning import memory_budget, set_memory_budget
 from tests.cases import Problem, classification
 
 

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from backpack_core import backpack, disable, extend, memory_budget, set_memory_budget
+from backpack_core import backpack, disable, extend
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.errors import ReleasedIOError, UsageError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
 from backpack_operations.order import calls_at
+from backpack_products.tuning import memory_budget, set_memory_budget
 from tests import oracle
 from tests.cases import Net, Problem, classification, mlp
 

@@ -14,7 +14,6 @@ from backpack_core import (
     Extension,
     LayerRule,
     LossRule,
-    Operation,
     Propagator,
     Reading,
     View,
@@ -24,6 +23,7 @@ from backpack_core import (
 from backpack_core.errors import UnsupportedError
 from backpack_core.extensions import KFRA, BatchGrad, DiagGGNExact, DiagHessian
 from backpack_core.testing import temporary_plugin
+from backpack_products.open_functions import Operation
 
 
 class Gain(nn.Module):

@@ -14,16 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import (
-    Extension,
-    backpack,
-    extend,
-    memory_budget,
-    register,
-    set_memory_budget,
-    unextend,
-    unregister,
-)
+from backpack_core import Extension, backpack, extend, register, unextend, unregister
 from backpack_core.errors import BackpackError, InternalError
 from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
 from backpack_core.plan import plan as plans_file
@@ -34,6 +25,7 @@ from backpack_operations.between import Operations
 from backpack_operations.own_order import Chunks
 from backpack_operations.straight import StraightTraversal
 from backpack_operations.visits import GraphTraversal
+from backpack_products.tuning import memory_budget, set_memory_budget
 from backpack_transformers.gain import GainRule
 
 pytestmark = pytest.mark.plans

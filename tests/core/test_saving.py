@@ -15,18 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from backpack_core import (
-    _torch,
-    backpack,
-    disable,
-    extend,
-    is_extended,
-    memory_budget,
-    set_memory_budget,
-)
+from backpack_core import _torch, backpack, disable, extend, is_extended
 from backpack_core.errors import OverwrittenInputError
 from backpack_core.extensions import KFAC, BatchGrad, DiagGGNExact, DiagHessian
 from backpack_interplay import checkpoints
+from backpack_products.tuning import memory_budget, set_memory_budget
 from tests import oracle
 from tests.cases import Net, Problem, classification
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack_core import backpack, extend, memory_budget, set_memory_budget
+from backpack_core import backpack, extend
 from backpack_core.errors import SampleMixingError, ShapeError, UsageError
 from backpack_core.extensions import (
     HMP,
@@ -26,6 +26,7 @@ from backpack_core.extensions import (
     SumGradSquared,
     Variance,
 )
+from backpack_products.tuning import memory_budget, set_memory_budget
 from tests import oracle
 from tests.cases import Net
 

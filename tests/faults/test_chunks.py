@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack_core import memory_budget, set_memory_budget
 from backpack_core.extensions import KFLR, BatchDiagGGNExact, DiagGGNExact, SqrtGGNExact
+from backpack_products.tuning import memory_budget, set_memory_budget
 from tests import oracle
 from tests.cases import Net, Problem, classification
 

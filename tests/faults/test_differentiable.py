@@ -12,9 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack_core import backpack, memory_budget, set_memory_budget, unextend
+from backpack_core import backpack, unextend
 from backpack_core.errors import BackpackError
 from backpack_core.extensions import GGNMP, BatchGrad, DiagGGNExact, SumGradSquared
+from backpack_products.tuning import memory_budget, set_memory_budget
 from tests.cases import Net, Problem, classification
 from tests.oracle import assert_close
 

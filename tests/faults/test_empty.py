@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack_core import backpack, extend, memory_budget, set_memory_budget
+from backpack_core import backpack, extend
 from backpack_core.extensions import (
     EKFAC,
     GGNMP,
@@ -36,6 +36,7 @@ from backpack_core.extensions import (
     Variance,
 )
 from backpack_layers.modules import ReduceTuple
+from backpack_products.tuning import memory_budget, set_memory_budget
 from tests.cases import Net, classification
 
 Shape = Callable[[torch.Size], tuple[int, ...]]

@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from backpack_core import set_memory_budget
-from backpack_core.tuning import memory_budget
 from backpack_firstorder import contractions, scaled
 from backpack_firstorder.products import norm
 from backpack_firstorder.single import in_single
@@ -15,6 +13,7 @@ from backpack_products.affine import AffineProduct
 from backpack_products.lookup import LookupProduct
 from backpack_products.product import sum_of
 from backpack_products.rows import Rows
+from backpack_products.tuning import memory_budget, set_memory_budget
 from tests.contract.test_contractions import SHAPES, Lazy, products
 from tests.oracle import assert_close
 

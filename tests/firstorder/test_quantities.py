@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from backpack_core import backpack, memory_budget, set_memory_budget
+from backpack_core import backpack
 from backpack_core.extensions import (
     BatchDotGrad,
     BatchGrad,
@@ -17,6 +17,7 @@ from backpack_core.extensions import (
     Variance,
 )
 from backpack_products.extensions import FirstOrderExtension
+from backpack_products.tuning import memory_budget, set_memory_budget
 from tests.firstorder.problems import NETS, gradients, make
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from backpack_core import backpack, extend, memory_budget, set_memory_budget
+from backpack_core import backpack, extend
 from backpack_core.errors import ShapeError, UsageError
 from backpack_core.extensions import BatchGrad
 from backpack_firstorder import Projection, SampleGradients, divisors_of, projections
@@ -20,6 +20,7 @@ from backpack_firstorder.scores import GradInner
 from backpack_firstorder.sketches import even_factors
 from backpack_products import AffineProduct, DenseProduct, LookupProduct, SampleProduct
 from backpack_products.product import SumProduct
+from backpack_products.tuning import memory_budget, set_memory_budget
 from tests import oracle
 from tests.cases import Net, Problem
 from tests.firstorder.problems import NETS, gradients, make

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from backpack_core import Extension, Operation, View, backpack, extend
+from backpack_core import Extension, View, backpack, extend
 from backpack_core import extensions as installed
 from backpack_core.cli.watch import Kind, Watch, declared_form, is_fast
 from backpack_core.plugins import ensure_loaded
@@ -24,6 +24,7 @@ from backpack_products import (
     SampleProduct,
     ScaleProduct,
 )
+from backpack_products.open_functions import Operation
 from backpack_products.operations import batch_sum, square_sum
 from tests.kit.layers import Gain, GainRule
 

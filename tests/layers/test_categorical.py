@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from backpack_core import tuning
 from backpack_layers.categorical import drawn
+from backpack_products import tuning
 
 
 def test_frequencies_are_probabilities() -> None:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from backpack_core import Extension, backpack, disable, extend, memory_budget, set_memory_budget
+from backpack_core import Extension, backpack, disable, extend
 from backpack_core.errors import BackpackError
 from backpack_products import FirstOrderExtension, SampleProduct
+from backpack_products.tuning import memory_budget, set_memory_budget
 from tests.nets.losses import Losses
 from tests.nets.net import DrawnNet, data
 from tests.nets.recipe import Recipe

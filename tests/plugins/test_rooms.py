@@ -78,8 +78,9 @@ def tier_of(package: str) -> set[str]:
 OPEN = {
     "backpack_products": (
         "affine apart column_propagator columns contractions derivatives elementwise extensions "
-        "factors fingerprint lookup loss merging multiply operations owned parametric product "
-        "recycled rows scale some_samples substitutes transposition tuning values",
+        "factors fingerprint lookup loss merging multiply open_functions operations owned "
+        "parametric product recycled rows scale some_samples substitutes transposition tuning "
+        "values",
         "overrides regrouping",
     ),
     "backpack_operations": (
@@ -153,7 +154,6 @@ ROOMS: dict[str, str] = {
     "errors": "",
     "remember": "",
     "replaced": "",
-    "tuning": "errors",
     "_torch": "errors",
     "autocast": "_torch",
     "fields": "errors",
@@ -165,14 +165,14 @@ ROOMS: dict[str, str] = {
     "contract": "_torch discovery errors graph record",
     "plan": "_torch graph record",
     "plugins": "_torch contract discovery errors provided record remember",
-    "engine": "_torch _hooks errors record graph contract plan plugins replaced tuning autocast",
+    "engine": "_torch _hooks errors record graph contract plan plugins replaced autocast",
     "extensions": "discovery errors plugins provided",
     "recording": "_hooks _torch engine errors plugins record",
     "context": "_torch contract engine errors plugins record remember",
     "extending": "_hooks _torch engine errors plan plugins record recording",
-    "api": "context contract extending fields plugins record tuning",
+    "api": "context contract extending fields plugins record",
     "__init__": "api errors",
-    "testing": "context contract discovery errors extending plugins record tuning",
+    "testing": "context contract discovery errors extending plugins record",
     "cli": "__init__ _hooks context contract discovery errors extending plan plugins provided "
     "testing",
 }

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import LayerRule, backpack, extend, register, unregister
-from backpack_core.contract.operation import OpenFunction
-from backpack_core.discovery import preferred_version
 from backpack_core.extensions import BatchGrad
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import is_named, registry
+from backpack_products.open_functions import OpenFunction, preferred_version
 from backpack_products.product import DenseProduct, SampleProduct
 
 pytestmark = pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
@@ -114,7 +113,7 @@ def test_the_version_of_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     version.__annotations__["product"] = DenseProduct
-    monkeypatch.setattr("backpack_core.contract.operation.preferred_version", slow)
+    monkeypatch.setattr("backpack_products.open_functions.preferred_version", slow)
     product = DenseProduct(torch.ones(1, 2, 3))
     assert [which(product) for _ in range(2)] == ["definition", "version"]
 

@@ -12,9 +12,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from backpack_core import backpack, extend, memory_budget, set_memory_budget
+from backpack_core import backpack, extend
 from backpack_core.errors import UnsupportedError
 from backpack_core.extensions import GGNMP, HMP, DiagHMP
+from backpack_products.tuning import memory_budget, set_memory_budget
 from backpack_secondorder.over_data import GGN, Hessian
 from tests.oracle import assert_close
 

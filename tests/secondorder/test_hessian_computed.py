@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from backpack_core import backpack, extend, memory_budget, set_memory_budget
+from backpack_core import backpack, extend
 from backpack_core.errors import UnsupportedError
 from backpack_core.extensions import BatchDiagHessian, DiagHessian
+from backpack_products.tuning import memory_budget, set_memory_budget
 from tests import oracle
 
 

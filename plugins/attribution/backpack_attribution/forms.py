@@ -9,9 +9,9 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from backpack_core import memory_budget
 from backpack_core.errors import ShapeError, UsageError
 from backpack_firstorder import SampleGradients
+from backpack_products.tuning import memory_budget
 
 Value: TypeAlias = Tensor | SampleGradients
 Gradients: TypeAlias = Mapping[str, Value]

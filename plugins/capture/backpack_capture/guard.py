@@ -18,9 +18,9 @@ from torch.nn import Module
 from backpack_capture import _torch
 from backpack_capture.nested import is_plain
 from backpack_capture.watch import DEEPEST, HOOKS, OF_ALL, Watch, is_compiler, is_record, names_in
-from backpack_core import memory_budget
 from backpack_core.plugins.registry import registry
 from backpack_core.record.switch import is_disabled
+from backpack_products.tuning import memory_budget
 from backpack_products.values import look_of
 
 _OF_CLASSES = {"__dict__", "__weakref__", "__annotations__", "__doc__", "_abc_impl"}

@@ -14,12 +14,12 @@ from torch.autograd.graph import Node
 from torch.nn import Parameter
 
 from backpack_capture.nested import is_plain
-from backpack_core import memory_budget
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Call, Site
 from backpack_core.record.state import MODULE_ATTRIBUTES, OUR_ATTRIBUTES
+from backpack_products.tuning import memory_budget
 from backpack_products.values import is_onednn_on, kernels_of
 
 if TYPE_CHECKING:  # what a recording needs is imported when there is one

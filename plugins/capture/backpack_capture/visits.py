@@ -16,11 +16,11 @@ from backpack_capture.nested import is_plain
 from backpack_capture.visited import Entry, Opaque, attributes_of, given_to
 from backpack_core.contract.bases import only_computes
 from backpack_core.contract.observer import Driver, Observer
-from backpack_core.contract.operation import Operation
 from backpack_core.contract.propagator import Propagator
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.plan.plan import Planned, model_of, plans
 from backpack_core.plan.structure import Structure
+from backpack_products.open_functions import Operation
 
 WIDEST: Final = 2**22  # bytes of a tensor; beyond, kernels take much longer than what calls them
 FIRST: Final = 8  # which pass by a plan is written down; that takes as long as ten or twenty

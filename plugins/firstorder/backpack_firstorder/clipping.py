@@ -13,7 +13,6 @@ from torch.nn import Module
 
 from backpack_core.contract.extension import FailMode
 from backpack_core.contract.loss import Normaliser
-from backpack_core.contract.operation import OpenFunction
 from backpack_core.errors import UsageError
 from backpack_firstorder import contractions
 from backpack_firstorder.own_loss import (
@@ -30,6 +29,7 @@ from backpack_firstorder.single import in_single
 from backpack_products import FirstOrderExtension, SampleProduct
 from backpack_products.affine import AffineProduct
 from backpack_products.merging import Part
+from backpack_products.open_functions import OpenFunction
 from backpack_products.operations import (
     as_formed,
     batch_sum,

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from backpack_core.contract.extension import FailMode
-from backpack_core.contract.operation import Operation
 from backpack_core.errors import UsageError
 from backpack_firstorder.divisors import Divisors, divided_by, see_divisors
 from backpack_firstorder.names import name_of
@@ -20,6 +19,7 @@ from backpack_firstorder.squares import SquaresExtension, warn_of_range
 from backpack_firstorder.tokens import Per, as_per, entries_of
 from backpack_products import FirstOrderExtension, SampleProduct
 from backpack_products.merging import SUM, Refused
+from backpack_products.open_functions import Operation
 from backpack_products.operations import dense, gram, squared_norm
 
 _REFUSED = Refused(

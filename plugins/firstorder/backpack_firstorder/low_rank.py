@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core.tuning import memory_budget
 from backpack_products.affine import AffineProduct
 from backpack_products.contractions import slices
 from backpack_products.product import SampleProduct
 from backpack_products.rows import whole
+from backpack_products.tuning import memory_budget
 from backpack_products.values import at_least_single
 
 Factors = tuple[Tensor, Tensor]

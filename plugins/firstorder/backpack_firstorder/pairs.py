@@ -13,16 +13,15 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from backpack_core.contract.operation import OpenFunction
 from backpack_core.errors import UsageError
-from backpack_core.tuning import memory_budget
 from backpack_firstorder.plain import plain_terms
 from backpack_products.affine import AffineProduct
 from backpack_products.contractions import is_empty, pieces, products, row_steps, slices
 from backpack_products.lookup import LookupProduct
+from backpack_products.open_functions import OpenFunction
 from backpack_products.product import DenseProduct, SampleProduct
 from backpack_products.rows import Rows
-from backpack_products.tuning import CACHE, READ
+from backpack_products.tuning import CACHE, READ, memory_budget
 
 # Fewer features at a time than these make products of matrices too small to be fast.
 _FEATURES = 32

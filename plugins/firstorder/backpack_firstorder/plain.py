@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core.contract.operation import OpenFunction
 from backpack_products.affine import AffineProduct
+from backpack_products.open_functions import OpenFunction
 from backpack_products.operations import as_formed, is_formed
 from backpack_products.product import DenseProduct, SampleProduct, SumProduct, sum_of
 from backpack_products.rows import whole

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core.contract.operation import OpenFunction, Operation
 from backpack_firstorder import contractions
 from backpack_firstorder.scaled import Norm, collected, divisor, spread, stacked, vector_norm
 from backpack_products.affine import AffineProduct, for_weights, reads_formed
 from backpack_products.contractions import is_column
 from backpack_products.factors import FactorProduct
 from backpack_products.lookup import LookupProduct
+from backpack_products.open_functions import OpenFunction, Operation
 from backpack_products.operations import (
     as_formed,
     batch_sum,

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from backpack_core.contract.extension import FailMode
 from backpack_core.errors import UsageError
-from backpack_core.tuning import memory_budget
 from backpack_firstorder.divisors import Divisors, divided_by, see_divisors
 from backpack_firstorder.names import name_of
 from backpack_firstorder.plain import plain_terms
@@ -25,6 +24,7 @@ from backpack_products.affine import AffineProduct
 from backpack_products.contractions import products, slices
 from backpack_products.lookup import LookupProduct
 from backpack_products.product import DenseProduct
+from backpack_products.tuning import memory_budget
 from backpack_products.values import is_flag
 
 Kind: TypeAlias = Literal["kronecker", "gaussian", "rademacher", "sparse"]

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from backpack_core.tuning import memory_budget
 from backpack_products.contractions import flattened, square_norm_of
-from backpack_products.tuning import CACHE, piece_size
+from backpack_products.tuning import CACHE, memory_budget, piece_size
 from backpack_products.values import at_least_single, is_at_hand
 
 # Devices without double precision.

@@ -13,13 +13,12 @@ from math import isqrt, log2, sqrt
 import torch
 from torch import Tensor
 
-from backpack_core.tuning import memory_budget
 from backpack_firstorder.hashed import below, key_of, normal, places_of, signs
 from backpack_firstorder.pairs import tables
 from backpack_products.contractions import row_steps
 from backpack_products.lookup import LookupProduct
 from backpack_products.rows import Rows
-from backpack_products.tuning import CACHE
+from backpack_products.tuning import CACHE, memory_budget
 
 # Part of the key of all random numbers; it changes when the method changes.
 VERSION = 1

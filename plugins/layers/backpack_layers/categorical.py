@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core.tuning import memory_budget
 from backpack_products.contractions import slices
-from backpack_products.tuning import CACHE
+from backpack_products.tuning import CACHE, memory_budget
 
 
 def drawn(p: Tensor, samples: int) -> Tensor:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from backpack_core._torch import Node
 from backpack_core.graph.nodes import is_leaf, refuse
-from backpack_core.tuning import memory_budget
 from backpack_operations import bridge, nodes
 from backpack_operations.operands import FactoredColumns, by_root, operand_product
 from backpack_operations.runs import run_behind
@@ -24,6 +23,7 @@ from backpack_products.apart import owned_by, put_together, taken_apart
 from backpack_products.columns import ApartColumns, Columns, InRuns, Root
 from backpack_products.contractions import slices
 from backpack_products.regrouping import of_owners
+from backpack_products.tuning import memory_budget
 
 if TYPE_CHECKING:
     from backpack_operations.alignment import Crossing  # which imports this file

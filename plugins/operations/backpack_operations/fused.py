@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.tuning import memory_budget
 from backpack_operations import nodes
 from backpack_products.contractions import slices
+from backpack_products.tuning import memory_budget
 
 
 def fused_product(

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from backpack_core._torch import Node
-from backpack_core.discovery import preferred_version
 from backpack_core.record.storage import storage
 from backpack_operations import nodes
 from backpack_operations._torch import metadata_of
@@ -24,6 +23,7 @@ from backpack_operations.bridge import push
 from backpack_products.affine import AffineProduct
 from backpack_products.columns import ApartColumns, Columns, Root, require_one_form
 from backpack_products.factors import FactorProduct
+from backpack_products.open_functions import preferred_version
 from backpack_products.operations import dense
 from backpack_products.product import DenseProduct, SampleProduct, regrouped, sum_of
 from backpack_products.scale import TableProduct

@@ -26,13 +26,12 @@ from backpack_core.graph.survey import Survey
 from backpack_core.record.call import CallCaches, Site
 from backpack_core.record.nested import iter_tensors
 from backpack_core.record.storage import storage
-from backpack_core.tuning import memory_budget
 from backpack_operations.nodes import NodeOutput
 from backpack_operations.order import ranks
 from backpack_operations.schedule import NodeSchedule, OwnOrder
 from backpack_operations.sink import ChunkSink, Values
 from backpack_operations.straight import StraightTraversal
-from backpack_products.tuning import column_budget
+from backpack_products.tuning import column_budget, memory_budget
 
 if TYPE_CHECKING:
     from backpack_operations.between import Operations  # which imports this file

@@ -9,6 +9,8 @@ from backpack_products.extensions import FirstOrderExtension as FirstOrderExtens
 from backpack_products.extensions import SecondOrderExtension as SecondOrderExtension
 from backpack_products.lookup import LookupProduct as LookupProduct
 from backpack_products.loss import HessianLossRule as HessianLossRule
+from backpack_products.open_functions import OpenFunction as OpenFunction
+from backpack_products.open_functions import Operation as Operation
 from backpack_products.parametric import AffinePairsRule as AffinePairsRule
 from backpack_products.parametric import AffineRule as AffineRule
 from backpack_products.parametric import ParametricRule as ParametricRule

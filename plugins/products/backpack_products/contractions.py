@@ -18,11 +18,10 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from backpack_core.tuning import memory_budget
 from backpack_products.multiply import are_one_by_one, multiply, multiply_each
 from backpack_products.recycled import take
 from backpack_products.rows import DirectRows, Rows, whole
-from backpack_products.tuning import CACHE, DIRECT, LARGE, even_size, piece_size
+from backpack_products.tuning import CACHE, DIRECT, LARGE, even_size, memory_budget, piece_size
 
 
 def products(out: Tensor, inp: Rows) -> Tensor:

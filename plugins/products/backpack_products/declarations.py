@@ -17,8 +17,8 @@ from typing import Any, Final
 from torch import Tensor
 
 from backpack_core.contract.bases import BASES, Candidate, judge
-from backpack_core.contract.operation import Operation
 from backpack_core.contract.rules import MODULE_TYPES, LayerRule, is_module_type
+from backpack_products.open_functions import Operation
 
 _NAMES = "names of parameters", lambda item: isinstance(item, str) and bool(item)
 # Declarations that are tuples: what the entries are, in words, and a function that accepts one.

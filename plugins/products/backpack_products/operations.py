@@ -13,8 +13,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from backpack_core.contract.operation import OpenFunction, Operation
 from backpack_products import contractions
+from backpack_products.open_functions import OpenFunction, Operation
 from backpack_products.product import DenseProduct, Piece, SampleProduct, SumProduct
 from backpack_products.tuning import LARGE
 

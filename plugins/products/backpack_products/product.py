@@ -33,13 +33,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from backpack_core.contract.operation import OpenFunction
 from backpack_core.contract.reading import Reading
 from backpack_core.errors import ShapeError
-from backpack_core.tuning import memory_budget
 from backpack_products.columns import Root
 from backpack_products.contractions import slices
-from backpack_products.tuning import CACHE
+from backpack_products.open_functions import OpenFunction
+from backpack_products.tuning import CACHE, memory_budget
 
 Piece = tuple[slice, slice, Tensor]  # columns, samples, M[columns, samples]
 

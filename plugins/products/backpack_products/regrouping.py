@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backpack_core.contract.operation import OpenFunction
 from backpack_products.affine import AffineProduct
 from backpack_products.factors import FactorProduct
+from backpack_products.open_functions import OpenFunction
 from backpack_products.owned import OwnedAffine, gathered
 from backpack_products.product import DenseProduct, SampleProduct, regrouped
 

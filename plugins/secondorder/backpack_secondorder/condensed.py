@@ -15,12 +15,12 @@ from torch import Tensor
 
 from backpack_core import View
 from backpack_core.record.call import Call, Edge, site_at
-from backpack_core.tuning import memory_budget
 from backpack_products import Columns
 from backpack_products.apart import taken_apart
 from backpack_products.columns import ApartColumns, Root
 from backpack_products.contractions import slices
 from backpack_products.parametric import AffineRule
+from backpack_products.tuning import memory_budget
 
 # Columns are replaced where D is below this share of C: the factorisation takes about as long as
 # carrying all columns through the head.

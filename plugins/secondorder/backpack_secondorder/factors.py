@@ -8,13 +8,13 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from backpack_core.contract.operation import OpenFunction, Operation
 from backpack_core.errors import UnsupportedError
 from backpack_core.record.guards import versions_in
 from backpack_operations.bare import BareRule
 from backpack_products import AffineRule, contractions
 from backpack_products.affine import AffineProduct
 from backpack_products.multiply import multiply
+from backpack_products.open_functions import OpenFunction, Operation
 from backpack_products.product import SampleProduct, SumProduct
 from backpack_products.rows import JoinedRows, Rows
 from backpack_products.values import memory_of

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from backpack_core import memory_budget
 from backpack_core.errors import UnsupportedError
+from backpack_products.tuning import memory_budget
 
 NAMES = (
     "ScaledDotProductFlashAttentionForCpuBackward0",

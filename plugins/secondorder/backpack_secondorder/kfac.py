@@ -9,9 +9,9 @@ from torch import Tensor
 
 from backpack_core.contract.extension import FailMode
 from backpack_core.errors import UsageError
-from backpack_core.tuning import memory_budget
 from backpack_products import SampleProduct, SecondOrderExtension
 from backpack_products.operations import square_sum
+from backpack_products.tuning import memory_budget
 from backpack_secondorder import lookup_factors  # noqa: F401 - registers its operations
 from backpack_secondorder.both_ways import add_columns
 from backpack_secondorder.factors import (

@@ -12,7 +12,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from backpack_core import LayerRule, LossRule, Propagator, View, memory_budget
+from backpack_core import LayerRule, LossRule, Propagator, View
 from backpack_core.contract.extension import FailMode
 from backpack_core.contract.reading import Reading
 from backpack_core.errors import UnsupportedError, UsageError
@@ -28,6 +28,7 @@ from backpack_products.derivatives import second_order
 from backpack_products.extensions import as_subsampling
 from backpack_products.loss import with_hessian
 from backpack_products.some_samples import subsample
+from backpack_products.tuning import memory_budget
 from backpack_secondorder.factors import WeightSharing, kept_input_covariance, parameter_order
 from backpack_secondorder.hessian import add
 from backpack_secondorder.kfac import MatrixExtension, as_weight_sharing

@@ -11,14 +11,13 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from backpack_core.graph.nodes import refuse
-from backpack_core.tuning import memory_budget
 from backpack_operations import nodes
 from backpack_operations.alignment import Crossing
 from backpack_operations.nodes import NodeOutput
 from backpack_products import Columns
 from backpack_products.columns import ApartColumns, Root, most_often
 from backpack_products.contractions import slices
-from backpack_products.tuning import column_budget
+from backpack_products.tuning import column_budget, memory_budget
 from backpack_secondorder.hessian import Hessian
 from backpack_secondorder.node_derivative import (
     SecondDerivative,

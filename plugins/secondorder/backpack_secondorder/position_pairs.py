@@ -11,14 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backpack_core.contract.operation import Operation
-from backpack_core.tuning import memory_budget
 from backpack_products import SampleProduct
 from backpack_products.affine import AffineProduct, reads_formed
 from backpack_products.contractions import slices
+from backpack_products.open_functions import Operation
 from backpack_products.operations import per_sample_square_sum, square_sum
 from backpack_products.rows import Rows
-from backpack_products.tuning import CACHE, piece_size
+from backpack_products.tuning import CACHE, memory_budget, piece_size
 from backpack_secondorder import sample_squares  # noqa: F401 - registers its version
 
 # Cost of a multiply-add in the small products over columns, and of an entry that is copied or

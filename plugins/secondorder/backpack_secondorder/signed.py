@@ -9,10 +9,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from backpack_core.contract.operation import OpenFunction
 from backpack_products import contractions
 from backpack_products.affine import AffineProduct, for_weights
 from backpack_products.contractions import flattened
+from backpack_products.open_functions import OpenFunction
 from backpack_products.product import SampleProduct
 from backpack_products.rows import Rows
 from backpack_products.tuning import CACHE, piece_size

@@ -19,7 +19,6 @@ from torch.autograd.graph import Node
 
 from backpack_core import LayerRule, LossRule, Propagator, View
 from backpack_core.errors import UnsupportedError
-from backpack_core.tuning import memory_budget
 from backpack_operations import nodes
 from backpack_operations.alignment import Crossing
 from backpack_products import Columns, ElementwiseRule, ParametricRule
@@ -28,6 +27,7 @@ from backpack_products.contractions import flattened, slices
 from backpack_products.derivatives import second_order
 from backpack_products.loss import with_hessian
 from backpack_products.some_samples import subsample
+from backpack_products.tuning import memory_budget
 from backpack_secondorder.hessian import Factored, Hessian
 from backpack_secondorder.hessian_reading import HessianReading, Use
 from backpack_secondorder.node_residual import add_residual

@@ -150,8 +150,8 @@ class AdaptivePoolingDerivatives(PoolingDerivatives):
 class weight_jac_t_save_memory:
     """Accepted for scripts that choose an algorithm for the weights of convolutions.
 
-    Products are always made in pieces that fit ``backpack_core.memory_budget()``, so there is
-    nothing to choose.
+    Products are always made in pieces that fit ``backpack_products.tuning.memory_budget()``, so
+    there is nothing to choose.
     """
 
     _SAVE_MEMORY = False

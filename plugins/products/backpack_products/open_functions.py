@@ -12,14 +12,14 @@ not a method, anybody can add an operation, or a faster version of one for some 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import update_wrapper
+from collections.abc import Callable, Mapping
+from functools import cache, update_wrapper
 from typing import Any, Generic, TypeVar, get_args, get_type_hints
 
 from torch import Tensor
 
 from backpack_core.contract.reading import Reading
-from backpack_core.discovery import preferred_version, qualified_name
+from backpack_core.discovery import Claim, Provenance, choose, discover, qualified_name
 from backpack_core.errors import PluginError
 
 R = TypeVar("R")
@@ -109,3 +109,21 @@ class Operation(OpenFunction[R]):
             if isinstance(result, Tensor):
                 product.made += ((result, result._version),)
         return result
+
+
+def preferred_version(versions: Mapping[str, R], key: str) -> R:
+    """The only version, or that of the preferred package, of several by package.
+
+    Raises:
+        PluginConflictError: There are several, and none is preferred.
+    """
+    if len(versions) == 1:
+        return next(iter(versions.values()))
+    return choose([Claim(each, _of(who)) for who, each in versions.items()], key, "version").value
+
+
+@cache
+def _of(package: str) -> Provenance:
+    """The provenance of plugins in a package; if there are none, the package itself."""
+    named = (p.provenance for p in discover() if p.package == package)
+    return next(named, Provenance("", package))
