@@ -48,7 +48,7 @@ class Ledger:
             if status == "skipped":
                 return report
             name = check.check.name
-            noted = [_class_of(check.case), item.callspec.id.removesuffix(f"-{name}"), name, status]
+            noted = [_classes_of(check.case), item.callspec.id.removesuffix(f"-{name}"), name, status]
             report.user_properties.append((_KEY, [*noted, dict(closest)]))
             closest.clear()
         return report
@@ -64,9 +64,10 @@ class Ledger:
         self.path.write_text(json.dumps([self.found, provided_by(known_plugins())]), "utf-8")
 
 
-def _class_of(case: Case) -> str:
-    """The rule or extension of a case, as an entry point names it."""
-    checked = case.make()
+def _classes_of(case: Case) -> list[str]:
+    """The rule of a case, or its extension and propagator, as entry points name them."""
+    made: Any = case.make()
     with installed(case):
-        kind = type(registry.resolve(checked).rule if isinstance(checked, Module) else checked)
-    return f"{kind.__module__}:{kind.__qualname__}"
+        is_module = isinstance(made, Module)
+        checked = [registry.resolve(made).rule] if is_module else [made, made.propagator]
+    return [f"{type(one).__module__}:{type(one).__qualname__}" for one in checked]

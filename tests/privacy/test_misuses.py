@@ -106,6 +106,11 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
         "The parameter 1.weight is in float16",
     ),
     "no loss": (lambda: private(lossfunc=3), "second argument"),
+    "an optimizer for a loss": (
+        lambda: private(lossfunc=torch.optim.SGD(perceptron().parameters(), lr=0.1)),
+        r"Got SGD\.",
+    ),
+    "two bounds": (lambda: private(max_norm=1.0, clipping=Clipping(1.0)), "not both"),
     "losses not added up": (
         lambda: private(lossfunc=nn.CrossEntropyLoss(reduction="none")),
         'reduction="none"',
