@@ -47,9 +47,9 @@ class Ledger:
             status = "expected failure" if hasattr(report, "wasxfail") else report.outcome
             if status == "skipped":
                 return report
-            name = check.check.name
-            noted = [_classes_of(check.case), item.callspec.id.removesuffix(f"-{name}"), name, status]
-            report.user_properties.append((_KEY, [*noted, dict(closest)]))
+            about = item.callspec.id.removesuffix(f"-{check.check.name}"), check.check.name, status
+            classes = _classes_of(check.case)
+            report.user_properties.append((_KEY, [classes, *about, dict(closest)]))
             closest.clear()
         return report
 
