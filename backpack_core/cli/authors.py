@@ -97,8 +97,8 @@ def certify(
     for path in written:
         certificate = read(path)
         assert certificate is not None
-        number = sum(map(len, certificate.checks.values()))
-        output.say(f"{number} checks passed in {len(certificate.checks)} cases. Wrote {path}.")
+        number, cases = sum(map(len, certificate.checks.values())), len(certificate.checks)
+        output.say(f"{number} checks passed in {cases} case{'s' * (cases > 1)}. Wrote {path}.")
         if certificate.unchecked:
             output.say(f"No case builds the classes of {', '.join(certificate.unchecked)}.")
     if wheel is not None and wheel.is_dir():

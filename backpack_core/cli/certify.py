@@ -113,7 +113,7 @@ def _certified(package: Project, entries: list[Any], provides: dict[str, Any]) -
     checks: dict[str, dict[str, str]] = {}
     for _, case, check, status, _ in entries:
         checks.setdefault(case, {})[check] = status
-    checked = {kind for kind, *_ in entries}
+    checked = {kind for kinds, *_ in entries for kind in kinds}
     # Entry points of modules with hooks are not counted: they take part in all checks.
     unchecked = [n for n, v in package.entry_points.items() if ":" in v and v not in checked]
     if not checks or len(unchecked) == len(package.entry_points):

@@ -47,9 +47,9 @@ class Ledger:
             status = "expected failure" if hasattr(report, "wasxfail") else report.outcome
             if status == "skipped":
                 return report
-            name = check.check.name
-            noted = [_class_of(check.case), item.callspec.id.removesuffix(f"-{name}"), name, status]
-            report.user_properties.append((_KEY, [*noted, dict(closest)]))
+            about = item.callspec.id.removesuffix(f"-{check.check.name}"), check.check.name, status
+            classes = _classes_of(check.case)
+            report.user_properties.append((_KEY, [classes, *about, dict(closest)]))
             closest.clear()
         return report
 
@@ -64,9 +64,10 @@ class Ledger:
         self.path.write_text(json.dumps([self.found, provided_by(known_plugins())]), "utf-8")
 
 
-def _class_of(case: Case) -> str:
-    """The rule or extension of a case, as an entry point names it."""
-    checked = case.make()
+def _classes_of(case: Case) -> list[str]:
+    """The rule of a case, or its extension and propagator, as entry points name them."""
+    made: Any = case.make()
     with installed(case):
-        kind = type(registry.resolve(checked).rule if isinstance(checked, Module) else checked)
-    return f"{kind.__module__}:{kind.__qualname__}"
+        is_module = isinstance(made, Module)
+        checked = [registry.resolve(made).rule] if is_module else [made, made.propagator]
+    return [f"{type(one).__module__}:{type(one).__qualname__}" for one in checked]

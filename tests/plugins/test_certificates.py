@@ -108,17 +108,19 @@ def test_a_missing_quantity_names_the_switch(norm: Path, monkeypatch: pytest.Mon
         _ = __import__("backpack_core.extensions").extensions.GradNorm
 
 
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(params=["layer"])
+def package(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """A generated package, and metadata as if it were installed."""
     monkeypatch.setattr(scaffold.shutil, "which", lambda name: None)
-    made = scaffold.create("layer", "proved", tmp_path)
+    made = scaffold.create(request.param, "proved", tmp_path)
     folder = tmp_path / "site" / "backpack_plugin_proved-0.1.0.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text("Name: backpack-plugin-proved\nVersion: 0.1.0\n")
-    (folder / "entry_points.txt").write_text(
-        "[backpack]\nproved = backpack_plugin_proved:ProvedRule\n"
-    )
+    points = project(made).entry_points
+    lines = "".join(f"{name} = {value}\n" for name, value in points.items())
+    (folder / "entry_points.txt").write_text(f"[backpack]\n{lines}")
     path = os.pathsep.join([str(folder.parent), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
     return made
@@ -130,12 +132,13 @@ def wheel_of(package: Path) -> Path:
     return next((package / "dist").glob("*.whl"))
 
 
+@pytest.mark.parametrize("package", ["layer", "extension", "propagator"], indirect=True)
 def test_a_package_proves_itself(package: Path) -> None:
     """From its tests to a wheel that holds what they found."""
     told = provided.beside(package / "backpack_plugin_proved", provided.NAME)
     as_made = told.read_text()
     wheel = wheel_of(package)
-    told.write_text('{"torch.nn.Linear": "backpack_plugin_proved:ProvedRule"}')
+    told.write_text('{"torch.nn.Linear": "backpack_plugin_proved:Other"}')
     result = CliRunner().invoke(app, ["certify", str(package), "--wheel", str(wheel)])
     assert result.exit_code == 0, (result.output, result.exception)
     home = package / "backpack_plugin_proved"
@@ -145,12 +148,14 @@ def test_a_package_proves_itself(package: Path) -> None:
     assert found.checks
     assert json.loads(told.read_text()) == json.loads(as_made)
     assert not found.unchecked
+    assert "No case builds" not in result.output
+    assert f"in {'2 cases' if len(found.checks) == 2 else '1 case'}." in result.output
     assert 0 < found.worst["error"] <= found.worst["allowed"]
     with zipfile.ZipFile(wheel) as file:
         inside = file.read(f"backpack_plugin_proved/{certificate.NAME}")
         assert inside == file_of(home).read_bytes()
         said = json.loads(file.read(f"backpack_plugin_proved/{provided.NAME}"))
-        assert said == {"backpack_plugin_proved.Proved": "backpack_plugin_proved:ProvedRule"}
+        assert said == json.loads(as_made)
         record = file.read("backpack_plugin_proved-0.1.0.dist-info/RECORD").decode()
         assert sorted(line.partition(",")[0] for line in record.split()) == sorted(file.namelist())
     hook: Any = SimpleNamespace(root=str(package), target_name="wheel")

@@ -106,6 +106,10 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
         "The parameter 1.weight is in float16",
     ),
     "no loss": (lambda: private(lossfunc=3), "second argument"),
+    "an optimizer for a loss": (
+        lambda: private(lossfunc=torch.optim.SGD(perceptron().parameters(), lr=0.1)),
+        "Got SGD.",
+    ),
     "losses not added up": (
         lambda: private(lossfunc=nn.CrossEntropyLoss(reduction="none")),
         'reduction="none"',
@@ -144,7 +148,7 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
         "the order of rows",
     ),
     "no bound": (lambda: private(max_norm=None), "Give max_norm="),
-    "two bounds": (lambda: private(clipping=Clipping(1.0)), "Give max_norm="),
+    "two bounds": (lambda: private(clipping=Clipping(1.0)), "not both"),
     "bound of zero": (lambda: private(max_norm=0.0), "positive and finite"),
     "bound without end": (lambda: private(max_norm=float("inf")), "positive and finite"),
     "no clipping": (lambda: private(max_norm=None, clipping="flat"), "clipping is a Clipping"),

@@ -171,7 +171,9 @@ def make_private(
 
 
 def _clipping(max_norm: float | Mapping[str, float] | None, clipping: Clipping | None) -> Clipping:
-    if (max_norm is None) == (clipping is None):
+    if max_norm is not None and clipping is not None:
+        raise UsageError("Give max_norm= or clipping=, not both: Clipping(1.0) has the bound 1.0.")
+    if max_norm is None and clipping is None:
         raise UsageError(
             "Give max_norm=, the bound on the gradient of each sample's own loss, or clipping=. "
             "1.0 is a usual start; private.records says which share of the samples it clips."

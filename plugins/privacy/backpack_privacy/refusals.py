@@ -198,7 +198,9 @@ def check_loss(lossfunc: Any, normaliser: Any) -> None:
         UsageError: It is a function, and ``normaliser`` is not given; or it cannot be called.
     """
     if not callable(lossfunc):
-        raise UsageError(f"The second argument is the loss function. Got {lossfunc!r}.")
+        raise UsageError(
+            f"The second argument is the loss function. Got {type(lossfunc).__name__}."
+        )
     if getattr(lossfunc, "reduction", None) == "none":
         raise UsageError(
             f'{type(lossfunc).__name__} has reduction="none", so what adds up the losses is not '
