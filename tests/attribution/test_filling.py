@@ -84,3 +84,36 @@ def test_a_first_tensor_without_samples_is_refused(tmp_path) -> None:
         fill(store, _Shifted(), nn.CrossEntropyLoss(), [batch])
     turned = {"x": x, "shift": torch.ones(1, 5), "labels": y}
     assert len(fill(store, _Shifted(), nn.CrossEntropyLoss(), [turned])) == 4
+
+
+@pytest.mark.parametrize("other", [Projection(4, seed=1), Projection(4, "gaussian"), None])
+def test_queries_of_another_projection_are_refused(other, tmp_path) -> None:
+    model, lossfunc, projection = mlp(), nn.CrossEntropyLoss(), Projection(4)
+    train, queries = loader(vectors(6), 3), loader(vectors(2, seed=2), 2)
+    store = fill(GradientStore(tmp_path / "store"), model, lossfunc, train, projection)
+    own = project(model, lossfunc, queries, projection)
+    if other is None:  # rows of a store have the projection, too
+        elsewhere = GradientStore(tmp_path / "other")
+        fill(elsewhere, model, lossfunc, queries, Projection(4, seed=2))
+        asked = elsewhere[[0, 1]]
+    else:
+        asked = project(model, lossfunc, queries, other)
+    assert store.search(preconditioned(store, own), k=1).values.shape == (2, 1)
+    for ask in (store.search, store.scores, lambda q: preconditioned(store, q)):
+        with pytest.raises(UsageError, match="one map projects both"):
+            ask(asked)
+    with pytest.raises(UsageError, match="one map projects both"):
+        fill(store, model, lossfunc, train, other)
+
+
+def test_a_full_store_of_another_model_is_refused(tmp_path) -> None:
+    lossfunc, train = nn.CrossEntropyLoss(), loader(vectors(6), 3)
+    for number, projection in enumerate((None, Projection(4))):
+        store = fill(GradientStore(tmp_path / f"{number}"), mlp(), lossfunc, train, projection)
+        with pytest.raises(ShapeError, match="One store is for one model"):
+            fill(store, nn.Sequential(mlp()), lossfunc, train, projection)
+        frozen = mlp()
+        next(frozen.parameters()).requires_grad_(False)
+        with pytest.raises(ShapeError, match="One store is for one model"):
+            fill(store, frozen, lossfunc, train, projection)
+        fill(store, mlp(), lossfunc, train, projection)

@@ -50,7 +50,7 @@ class FaissIndex:
             ) from error
         if not len(store):
             raise UsageError(f"{store.folder} has no samples yet: append some first.")
-        self.shapes, self.identities = store.shapes, store.identities
+        self._store, self.shapes, self.identities = store, store.shapes, store.identities
         width = sum(shape.numel() for shape in self.shapes.values())
         self.index: Any = faiss.index_factory(width, factory, faiss.METRIC_INNER_PRODUCT)
         if not self.index.is_trained:
@@ -67,9 +67,10 @@ class FaissIndex:
 
         Raises:
             ShapeError: A query does not fit the part, or a part is left out.
-            UsageError: ``k`` is not a positive integer, or the store has no such part.
+            UsageError: ``k`` is not a positive integer, the store has no such part, or queries were
+                computed by other plugins or projected otherwise.
         """
-        forms.count_of(queries, self.shapes)
+        self._store.count_of(queries)
         if len(queries) != len(self.shapes):
             raise ShapeError(
                 f"The index joins the parts {[*self.shapes][:5]}, and queries have to have them "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.nn import Module
 from backpack_attribution import forms
 from backpack_attribution.forms import Gradients
 from backpack_attribution.identities import Identity, tokens_of
+from backpack_attribution.manifest import Projected
 from backpack_attribution.problem import Loss, Problem, Split
 from backpack_attribution.projected import inverse_product, projections_of
 from backpack_attribution.run import Identities, Run
@@ -19,7 +20,7 @@ from backpack_attribution.store import GradientStore
 from backpack_core.errors import ShapeError
 from backpack_firstorder import Projection
 from backpack_firstorder.tokens import Per
-from backpack_products.fingerprint import Marked, agreed_on_ranks, fingerprint_of
+from backpack_products.fingerprint import agreed_on_ranks, fingerprint_of
 
 
 def fill(
@@ -58,14 +59,17 @@ def fill(
         The store.
 
     Raises:
-        UsageError: What is stored was computed by other plugins or is of the other kind, or
-            processes differ in their plugins.
+        UsageError: What is stored was computed by other plugins, projected otherwise, or is of the
+            other kind, or processes differ in their plugins.
+        ShapeError: What is stored has other parts than the model's trained parameters.
     """
     problem = Problem(model, lossfunc, batch, per)
     plugins = problem.plugins()
     if process_group is not None:
         agreed_on_ranks(plugins, process_group)
-    store.computed_by(plugins, per)
+    store.computed_by(plugins, per, projection)
+    parts = _parts(problem, projection)
+    _require_fit(store, parts)
     run = Run(problem, problem, loader, (), progress, process_group)
     names = run.names(loader, identities, is_shared=True)
     first = 0
@@ -77,9 +81,7 @@ def fill(
             # A sample's tokens are stored together: the first says whether they are there.
             missing = store.missing(own if per == "sample" else [f"{name}:0" for name in own])
             if missing:
-                found = forms.completed(
-                    _gradients(problem, item, projection), _parts(store, problem, projection)
-                )
+                found = forms.completed(_gradients(problem, item, projection), parts)
                 tokens = _tokens_in(found, count, per)
                 rows = [n * tokens + t for n in missing for t in range(tokens)]
                 taken = {name: forms.rows(value, rows) for name, value in found.items()}
@@ -115,8 +117,8 @@ def _gradients(problem: Problem, batch: Any, projection: Projection | None) -> G
     return projections_of(problem, batch, projection)
 
 
-def _parts(store: GradientStore, problem: Problem, projection: Projection | None) -> Gradients:
-    """What a row has, as empty values: the parts of the store; at first, all trained parameters.
+def _parts(problem: Problem, projection: Projection | None) -> dict[str, Tensor]:
+    """What a row has, as empty values: all trained parameters.
 
     Batches may reach different ones, as experts without a token.
     """
@@ -124,8 +126,21 @@ def _parts(store: GradientStore, problem: Problem, projection: Projection | None
     sizes = {name: tuple(parameter.shape) for name, parameter in problem.parameters.items()}
     if projection is not None:
         sizes = dict.fromkeys(sizes, (projection.dim,))
-    shapes: Mapping[str, Sequence[int]] = store.shapes or sizes
-    return {name: like.new_zeros(0, *shape) for name, shape in shapes.items()}
+    return {name: like.new_zeros(0, *shape) for name, shape in sizes.items()}
+
+
+def _require_fit(store: GradientStore, parts: dict[str, Tensor]) -> None:
+    """Refuse a store of another model: a loader may be stored already, and nothing be computed."""
+    own, asked = store.shapes, {name: value.shape[1:] for name, value in parts.items()}
+    for name in {**own, **asked} if own else ():
+        if own.get(name) != asked.get(name):
+            has, needs = (
+                "no such part" if s is None else [*s] for s in (own.get(name), asked.get(name))
+            )
+            raise ShapeError(
+                f"One store is for one model: for {name!r}, the rows of {store.folder} have {has}, "
+                f"and this model's {needs}. Give another folder."
+            )
 
 
 def preconditioned(store: GradientStore, queries: Gradients, damping: float = 0.1) -> Gradients:
@@ -154,4 +169,5 @@ def preconditioned(store: GradientStore, queries: Gradients, damping: float = 0.
         query = forms.dense(value)
         flat = inverse_product(moments[name], query.flatten(1).cpu(), damping)
         found[name] = flat.reshape(query.shape)
-    return Marked(found, fingerprint_of(queries))
+    projection = getattr(queries, "projection", None)
+    return Projected(found, fingerprint_of(queries), projection)

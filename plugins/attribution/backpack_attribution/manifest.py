@@ -6,16 +6,41 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from backpack_attribution.disk import UNFINISHED, VERSION, write_json
 from backpack_core.errors import ShapeError, UsageError
-from backpack_products.fingerprint import Fingerprint, agreed
+from backpack_firstorder import Projection
+from backpack_products.fingerprint import Fingerprint, Marked, agreed, fingerprint_of
 
 NAME = "store.json"
+T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class Projected(Marked[T]):
+    """Gradients by parameter, with what computed them, and the projection that they went through.
+
+    Attributes:
+        projection: As :func:`shown` says it; ``None`` if it is not known.
+    """
+
+    def __init__(
+        self, values: Mapping[str, T], plugins: Fingerprint, projection: str | None
+    ) -> None:
+        """Store the values and where they are from."""
+        super().__init__(values, plugins)
+        self.projection = projection
+
+
+def shown(projection: Projection | None) -> str:
+    """The settings of a projection; empty for gradients themselves."""
+    if projection is None:
+        return ""
+    dim, seed = int(projection.dim), int(projection.seed)
+    return f"Projection(dim={dim}, kind={projection.kind!r}, seed={seed})"
 
 
 @dataclass(frozen=True)
@@ -29,6 +54,7 @@ class Manifest:
         shapes: The shape of each part for one sample; empty before the first row.
         plugins: Which plugins compute the gradients; empty if that is not known.
         per: Whether rows are those of samples or tokens; empty if that is not known.
+        projection: Of the gradients, as :func:`shown` says it; ``None`` if that is not known.
     """
 
     dtype: str
@@ -37,6 +63,7 @@ class Manifest:
     shapes: dict[str, list[int]]
     plugins: Fingerprint = field(default_factory=dict)
     per: str = ""
+    projection: str | None = None
 
     @classmethod
     def opened(
@@ -110,22 +137,37 @@ class Manifest:
         """Put it into the folder."""
         write_json(folder / NAME, {"version": VERSION, **asdict(self)})
 
-    def with_plugins(self, folder: Path, plugins: Fingerprint, per: str) -> Manifest:
-        """With the plugins that compute the first rows, which compute all that follow.
+    def compare(self, folder: Path, others: Mapping[str, Any], what: str = "the queries") -> None:
+        """Refuse gradients that do not belong to the rows; what is not known is not compared.
 
         Raises:
-            UsageError: The rows that are stored were computed by others, or are of the other kind.
+            UsageError: They were computed by other plugins, or are projected otherwise.
+        """
+        agreed({f"The rows of {folder}": self.plugins, what: fingerprint_of(others)})
+        own, other = self.projection, getattr(others, "projection", None)
+        if own is not None and other is not None and own != other:
+            raise UsageError(
+                f"Gradients are compared if one map projects both, and {what} went through "
+                f"{other or 'no projection'}. Use that of the rows of {folder}: {own or 'none'}."
+            )
+
+    def with_origin(self, folder: Path, rows: Projected[Any], per: str) -> Manifest:
+        """With what computes and projects the first rows, and so all that follow.
+
+        Raises:
+            UsageError: The rows that are stored were computed or projected otherwise, or are of the
+                other kind.
         """
         known = self if self.plugins else Manifest.read(folder) or self
-        agreed({f"The rows of {folder}": known.plugins, "those of this process": plugins})
+        known.compare(folder, rows, "those of this process")
         if known.per not in ("", per):
             raise UsageError(
                 f"A row of {folder} is a {known.per}, and a row for each {per} was asked for. Give "
                 "another folder."
             )
-        if known.plugins and known.per:
+        if known.plugins and known.per and known.projection is not None:
             return known
-        known = replace(known, plugins=plugins, per=per)
+        known = replace(known, plugins=rows.plugins, per=per, projection=rows.projection)
         known.write(folder)
         return known
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Module
 
+from backpack_attribution.manifest import Projected, shown
 from backpack_attribution.methods import Checkpoint, Method, at_checkpoint, joined
 from backpack_attribution.problem import FIELD, Loss, Problem, Split
 from backpack_attribution.run import Run, on_cpu
 from backpack_core.errors import UsageError
 from backpack_core.extensions import ProjectedGrad
 from backpack_firstorder import Projection
-from backpack_products.fingerprint import Marked
 
 Kind: TypeAlias = Literal["kronecker", "gaussian", "rademacher", "sparse"]
 
@@ -38,12 +38,12 @@ def project(
         batch: Makes ``(inputs, targets)`` of what the loader gives.
 
     Returns:
-        ``[M, dim]`` for each parameter, with the fingerprint of the plugins that computed them.
+        ``[M, dim]`` for each parameter, with what computed them; stores refuse others.
     """
     problem = Problem(model, lossfunc, batch)
     with problem.extended():
         found = _joined([projections_of(problem, item, projection) for item in loader])
-        return Marked(found, problem.plugins())
+        return Projected(found, problem.plugins(), shown(projection))
 
 
 def projections_of(problem: Problem, batch: Any, projection: Projection) -> dict[str, Tensor]:

@@ -13,11 +13,12 @@ from backpack_attribution import forms
 from backpack_attribution.disk import UNFINISHED
 from backpack_attribution.forms import Gradients, Value
 from backpack_attribution.identities import Identity, checked
-from backpack_attribution.manifest import DTYPES, Manifest
+from backpack_attribution.manifest import DTYPES, Manifest, Projected, shown
 from backpack_attribution.scores import Found, Scores, require_count
 from backpack_attribution.shard import Block, Shards, Waiting
 from backpack_core.errors import ShapeError, UsageError
-from backpack_products.fingerprint import Fingerprint, agreed, fingerprint_of
+from backpack_firstorder import Projection
+from backpack_products.fingerprint import Fingerprint
 
 if TYPE_CHECKING:
     import pyarrow
@@ -127,8 +128,10 @@ class GradientStore:
         """Places of the identities that are not stored: empty where a batch is done."""
         return [place for place, name in enumerate(identities) if name not in self]
 
-    def computed_by(self, plugins: Fingerprint, per: str = "sample") -> None:
-        """Compare the plugins that compute now with those that computed what is stored.
+    def computed_by(
+        self, plugins: Fingerprint, per: str = "sample", projection: Projection | None = None
+    ) -> None:
+        """Compare what computes rows now with what computed those that are stored.
 
         A store without a fingerprint takes this one. :func:`~backpack_attribution.fill` does so by
         itself; call it before rows that you compute are appended.
@@ -136,11 +139,13 @@ class GradientStore:
         Args:
             plugins: What :func:`backpack_products.fingerprint.fingerprint` says of the model.
             per: Whether a row is a ``"sample"`` or a ``"token"``.
+            projection: What rows go through; default: they are the gradients themselves.
 
         Raises:
             UsageError: They are others, or rows of the other kind are stored.
         """
-        self._manifest = self._manifest.with_plugins(self.folder, plugins, per)
+        origin = Projected[Value]({}, plugins, shown(projection))
+        self._manifest = self._manifest.with_origin(self.folder, origin, per)
 
     # Writing ----------------------------------------------------------------------------------
 
@@ -226,7 +231,8 @@ class GradientStore:
             if name not in self._shards:
                 where = "waits for its shard: call flush()" if name in self else "is not stored"
                 raise UsageError(f"{name!r} {where}. {self.folder} has {len(self)} samples.")
-        return self._shards.rows(names)
+        known = self._manifest
+        return Projected(self._shards.rows(names), known.plugins, known.projection)
 
     def scores(
         self,
@@ -243,7 +249,7 @@ class GradientStore:
 
         Raises:
             ShapeError: A query does not fit the part.
-            UsageError: The queries were computed by other plugins than the rows.
+            UsageError: The queries were computed by other plugins, or projected otherwise.
         """
         count = self.count_of(queries)
         names = checked(range(count) if names is None else names, count)
@@ -275,8 +281,7 @@ class GradientStore:
 
         Raises:
             ShapeError: A query does not fit the part.
-            UsageError: ``k`` is not a positive integer, or the queries were computed by other
-                plugins than the rows.
+            UsageError: ``k`` is not a positive integer; or as for :meth:`scores`.
         """
         count = self.count_of(queries)
         require_count(k)
@@ -300,11 +305,10 @@ class GradientStore:
             queries: For each part a tensor ``[M, *θ]``.
 
         Raises:
-            UsageError: They were computed by other plugins.
+            UsageError: They were computed by other plugins, or projected otherwise.
             ShapeError: They have other parts or shapes.
         """
-        asked = fingerprint_of(queries)
-        agreed({f"The rows of {self.folder}": self._manifest.plugins, "the queries": asked})
+        self._manifest.compare(self.folder, queries)
         return forms.count_of(queries, self.shapes)
 
     def index(self) -> dict[str, list[Any]]:
