@@ -7,7 +7,7 @@ and ``extension_hook`` of ``backpack(...)`` are handled by observers, too.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -59,16 +59,20 @@ class Observer:
         """
         return None
 
+    def goes_alone(self, run: Any, planned: Any, structure: Any) -> bool:
+        """Whether :meth:`instead` will make all visits of a pass with a known plan.
+
+        The arguments are those of :meth:`drive`.
+        """
+        return False
+
     def begin(self, run: Any) -> None:
         """Called when the graph is surveyed. It may append groups of its own to ``run.groups``."""
 
-    def instead(self, run: Any, given: Options, gradients: Grads) -> bool:
-        """Visit every call without autograd, if possible; returns whether it did.
+    def instead(self, run: Any) -> bool:
+        """Make all visits without autograd, if that is possible; returns whether it was.
 
-        Args:
-            run: The pass.
-            given: The arguments of ``backward()``.
-            gradients: The gradient at each root.
+        Only called if ``run.may_narrow``.
         """
         return False
 
@@ -103,11 +107,11 @@ class Driver(ABC):
     """Replaces the visits of a pass.
 
     Attributes:
-        outputs: The outputs of calls that it visits; others are ignored, and nothing is surveyed.
-            ``None`` if the engine visits calls, too.
+        outputs: The outputs of calls that it visits, in this order; others are ignored, and nothing
+            is surveyed. ``None`` if the engine visits calls, too.
     """
 
-    outputs: Container[tuple[Any, int]] | None = None
+    outputs: Collection[tuple[Any, int]] | None = None
 
     @abstractmethod
     def reach(self, run: Any, site: Any, grads: Grads, others: Any) -> None:

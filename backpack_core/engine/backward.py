@@ -7,7 +7,7 @@ node between calls, and each call and node is passed once.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from itertools import chain
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ class Arguments(NamedTuple):
     Attributes:
         roots: What is differentiated: tensors or gradient edges.
         gradients: The gradient that comes in at each root; ``None`` for one.
-        options: The other arguments: ``inputs`` and ``create_graph``.
+        options: ``inputs``, ``create_graph`` and ``accumulate_grad``.
     """
 
     roots: Sequence[Any] = ()
@@ -83,11 +83,11 @@ class BackwardPass:
         is_announced: Whether the call of ``backward()`` was seen, so that all roots are known.
         is_outermost: Whether it was begun outside of any other pass.
         is_part: Whether it belongs to another pass, as the backward of a re-entrant checkpoint.
-        is_whole: Whether it is no part of another pass. A part counts as the whole if the rest has
-            no calls.
+        is_whole: Whether it is not a part of another pass, or of one with no other calls.
         clears: Whether it removes results of earlier passes.
         is_running: Whether autograd has begun.
         is_alone: Whether calls are visited without autograd, so that there are no gradients.
+        may_narrow: Whether autograd may do less: it adds to ``.grad``, and no root is a leaf.
         is_differentiable: Whether gradients get a graph of their own.
         only_reads: Whether calls without parameters need no visit; see :meth:`passes_by`.
     """
@@ -112,8 +112,10 @@ class BackwardPass:
         self.is_announced = bool(entries)
         self.roots = [edge for edge, _ in entries] or [*roots]
         self.gradients = [gradient for _, gradient in entries]
+        accumulates = bool(arguments.options.get("accumulate_grad"))
+        self.may_narrow = accumulates and len(self.roots) == len(arguments.roots)
         self.driver: Driver | None = None
-        self.driven: Container[tuple[Call, int]] | None = None
+        self.driven: Collection[tuple[Call, int]] | None = None
         self.visiting: View | None = None
         self.is_running = self.is_alone = self.is_differentiable = self.only_reads = False
         self.between = between()(context)
@@ -162,8 +164,8 @@ class BackwardPass:
         survey.batch_size = known.batch_size
         if self.driven is None or any(observer.needs_survey for observer in self.observers):
             known.fill(survey, structure)
-        if self.driven is None:
             self.between.fill(known.plan.numbers, structure)
+        if self.driven is None:
             self.between.attend(self)
         context.seen.update(["ran", "trained"])
         calls = [call for call, _ in structure.sites if not call.rule.is_loss]
@@ -197,18 +199,17 @@ class BackwardPass:
         self._after = overriding(self.observers, "after")
         context = self.context
         asks = self._before, self._after, context.whole, context.with_normalisers
-        travel = [g.propagator.travels or g.has_overrides for g in self.groups]
-        self.only_reads = not (any(asks) or any(travel))
+        travel = any(g.propagator.travels or g.has_overrides for g in self.groups)
+        self.only_reads = not (travel or any(asks))
 
     def is_carried(self) -> bool:
-        """Whether an observer has made all visits, so that autograd need not run."""
-        _, gradients, options = self.arguments
-        return any(observer.instead(self, options, gradients) for observer in self.observers)
+        """Whether an observer has made all visits, without autograd."""
+        return self.may_narrow and any(observer.instead(self) for observer in self.observers)
 
     def options(self) -> Options:
         """The options that autograd is given: those of ``backward()``, as observers change them."""
         given = self.arguments.options
-        if not self.is_outermost or not self.survey.sites:
+        if not (self.may_narrow and self.is_outermost and self.survey.sites):
             return given
         found = dict(given)
         for observer in self.observers:

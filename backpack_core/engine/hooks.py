@@ -162,17 +162,19 @@ def announce(
         )
     context.announced.append(None)  # passes inside of this one are not announced
     try:
-        options: Options = {"inputs": inputs or None, "create_graph": create_graph}
+        options: Options = {
+            "inputs": inputs or None,
+            "create_graph": create_graph,
+            "accumulate_grad": accumulate_grad,
+        }
         announced = begin(context, Arguments(roots, gradients, options))
         if announced is None:
             return run()
         context.announced[0] = announced
-        # The gradient of a root that is a leaf comes from autograd alone.
-        may_narrow = accumulate_grad and len(announced.roots) == len(roots)
         result: Any = ()
         try:
-            if not (may_narrow and announced.is_carried()):
-                options = announced.options() if may_narrow else options
+            if not announced.is_carried():
+                options = announced.options()
                 keeps = any(extension.keeps_graph for extension in context.extensions)
                 result = run(keeps or retain_graph, options["inputs"] or ())
         except BaseException:

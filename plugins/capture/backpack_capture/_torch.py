@@ -25,6 +25,7 @@ _saved_tensor_hooks: Any = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignored: None
 )
 _peek_transform: Any = torch._C._functorch.peek_interpreter_stack
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
 def takes_tensor(operation: Any, place: int) -> bool:

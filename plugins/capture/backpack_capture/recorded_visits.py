@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, cast
 
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
@@ -13,6 +14,7 @@ from backpack_capture.code import pausing
 from backpack_capture.nested import Apart, HoldsCode
 from backpack_capture.program import Operation, Pause, numbers
 from backpack_capture.recorder import Recorder
+from backpack_capture.saved import inside, is_same, layout_of, looked_up, names_of, setting_of
 from backpack_capture.tidying import tidy
 from backpack_capture.unseen import seen_by, states_of_generators
 from backpack_capture.views import with_direct_views
@@ -26,14 +28,9 @@ from backpack_capture.visited import (
     alike,
     attributes_of,
     finished,
-    inside,
-    is_same,
-    layout_of,
-    looked_up,
-    names_of,
     noted_at_visit,
-    setting_of,
     turn_of,
+    visit,
     world,
 )
 from backpack_core.contract.observer import Driver
@@ -55,9 +52,11 @@ class _VisitRecorder(Recorder):
         self.site: Site | None = None
         self.node: Node | None = None  # between calls
         self.between: dict[Node, int] = {}
-        self.gradient: Tensor | None = None
+        # The gradients with which autograd is at the output of a call, or at a node.
+        self.gradients: Sequence[Tensor | None] = ()
         self.slots: dict[int, tuple[int, Slot]] = {}
         self.visits = 0
+        self.pauses = list[Pause]()  # which are written when something else begins
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -75,17 +74,36 @@ class _VisitRecorder(Recorder):
                 number = self._enter(tensor)
                 self.program.given.append(number)
                 # What a node has saved is read at the visit before autograd gets there.
-                visit = self.visits if self.node is None else self.visits - 1
+                is_before = self.node is not None and slot.what != "arriving"
+                visit = max(self.visits - is_before, 0)
                 self.slots[number] = visit, slot._replace(layout=layout_of(tensor))
                 self.note_geometry(number, tensor)
         return super().number_of(tensor)
 
+    def arrive(self, gradients: Sequence[Tensor | None]) -> None:
+        """Note that autograd is somewhere with gradients.
+
+        It may have been elsewhere with one of them, which may be another tensor in a later pass.
+        """
+        self.gradients = gradients
+        for gradient in gradients:
+            if gradient is not None:
+                self._numbers.pop(gradient, None)
+
     def _slot(self, tensor: Tensor) -> Slot | None:
         if self.node is not None:
-            return _saved("between", {self.node: self.between[self.node]}, tensor)
+            number = self.between.get(self.node)
+            if number is None:  # of a parameter that is used inside of a call, too
+                return None
+            for output_nr, gradient in enumerate(self.gradients):
+                if tensor is gradient:
+                    self.program.steps += self.pauses  # it is not there at the visit before
+                    self.pauses.clear()
+                    return Slot("arriving", (number, output_nr, tensor.shape, tensor.dtype))
+            return _saved("between", {self.node: number}, tensor)
         if self.site is None:
             return None
-        if tensor is self.gradient:
+        if tensor is self.gradients[0]:
             return Slot("gradient")
         slot = None if self.site.call.is_released else _of_call(self.site.call, tensor)
         return slot or _saved("inside", {n: k for k, n in enumerate(inside(self.site))}, tensor)
@@ -123,55 +141,78 @@ class Recording(Driver):
         self._stores, self._order = list[list[Store]](), list[int]()
         self._turns, self._alike = list[int](), list[tuple[int, ...]]()
         self._drawn, run.sink.noted = states_of_generators(), []
-        self._recorder.between, self._pause = structure.between, list[Pause]()
-        schedule: Any = run.schedule  # without operations, nothing is crossed
-        self._cross: Any = getattr(schedule, "cross", None)
-        schedule.cross = self.cross
+        self._recorder.between = structure.between
+        between, schedule = cast("Any", run.between), cast("Any", run.schedule)
+        # Functions, since methods of what holds this would be a cycle; without operations, nothing
+        # is crossed.
+        self._cross: Any = getattr(type(between), "cross", None)
+        self._visit_leaf: Any = getattr(type(between), "visit_leaf", None)
+        schedule.cross, between.visit_leaf = self.cross, self.visit_leaf
+        self._delayed = set[int]()  # parameters whose results a replay stores at the next visit
         self._settings = list[tuple[int, str, Any]]()
 
     def reach(self, run: BackwardPass, site: Site, grads: Any, others: Any) -> None:
         """By the engine."""
         recorder = self._recorder
         self._write_pause()
-        recorder.site, recorder.gradient = site, grads[site.edge.output_nr]
-        if recorder.gradient is None:
+        recorder.site, gradient = site, grads[site.edge.output_nr]
+        recorder.arrive([gradient])
+        if gradient is None and not run.is_alone:
             recorder.refusal = "a gradient is undefined"
-        if self._turns and turn_of(site) > self._turns[-1]:
+        if self._turns and turn_of(site) > self._turns[-1] and not run.is_alone:
             recorder.refusal = "calls are visited in another order than that of autograd"
         self._turns.append(turn_of(site))
         self._alike.append(alike(site.call))  # before it is released
         drop()  # memory that only this pass could write to
         with seen_by(recorder), recorder:
-            run.between.reach(run, site, grads, others)
+            visit(run, site, grads, others)
             self._note(noted_at_visit(run))
         self._order.append(self._places.index((site.call, site.index)))
         recorder.site, recorder.visits = None, recorder.visits + 1
 
-    def cross(self, schedule: Any, node: Node, grads: Any = ()) -> None:
+    def cross(self, schedule: Any, node: Node, grads: Sequence[Tensor | None] = ()) -> None:
         """By the engine. A replay crosses a node at the visit before autograd gets there."""
-        recorder = self._recorder
-        if node not in schedule.at_nodes:  # nothing waits there
-            self._cross(schedule, node, grads)
-            return
-        number = recorder.between.get(node)
+        recorder, site = self._recorder, self._recorder.site
+        number, waits = recorder.between.get(node), node in schedule.at_nodes
+        if site is not None and node is site.edge.node and number is None:
+            # A call with a rule may be gone through all the same, by what is inside.
+            number = -1 - self._places.index((site.call, site.index))
         if number is None or issubclass(type(node), BackwardCFunction):
-            recorder.refusal = "it is crossed by code of the model, or where no plan knows"
-            self._cross(schedule, node, grads)
+            if waits:
+                recorder.refusal = "it is crossed by code of the model, or where no plan knows"
+            self._cross(schedule.between, schedule, node, grads)
             return
-        self._settings += [(number, name, setting_of(node, name)) for name in names_of(node)]
-        if recorder.site is not None:  # the node of the visited output
-            self._cross(schedule, node, grads)
-            return
-        if not recorder.visits:
-            recorder.refusal = "a quantity begins between calls"
+        before = len(recorder.program.steps)
+        if site is not None:  # the node of the visited output
+            self._cross(schedule.between, schedule, node, grads)
+        else:
+            with self._at(node, grads):
+                self._cross(schedule.between, schedule, node, grads)
+        if len(recorder.program.steps) > before:
+            self._settings += [(number, name, setting_of(node, name)) for name in names_of(node)]
+            if not waits and any(gradient is None for gradient in grads):
+                recorder.refusal = "a gradient is undefined"
+
+    def visit_leaf(self, run: BackwardPass, node: Node, output_nr: int, grad: Any) -> None:
+        """By the engine: visit a parameter that operations use."""
+        with self._at(node, () if grad is None else (grad,)):
+            self._visit_leaf(run.between, run, node, output_nr, grad)
+        own = [parameter for _, parameter, _ in run.sink.noted or ()]
+        self._delayed.update(self._parameters.get(id(parameter), -1) for parameter in own)
+
+    @contextmanager
+    def _at(self, node: Node, gradients: Sequence[Tensor | None]) -> Iterator[None]:
+        """A block in which what is computed at a node is written down."""
+        recorder = self._recorder
         recorder.node = node
+        recorder.arrive(gradients)
         with seen_by(recorder), recorder:
-            self._cross(schedule, node, grads)
+            yield
         recorder.node = None
 
     def _write_pause(self) -> None:
-        self._recorder.program.steps += self._pause
-        self._pause.clear()
+        self._recorder.program.steps += self._recorder.pauses
+        self._recorder.pauses.clear()
 
     def _note(self, results: list[Result]) -> None:
         """Note what was stored at a visit, or at the end."""
@@ -196,7 +237,7 @@ class Recording(Driver):
             apart.tensors.clear()  # a form is kept, and not what was stored
         if recorder.refusal is None:
             pause = Pause("pause", tuple(numbers(made)), recorder.visits)
-            self._pause.append(pause)
+            recorder.pauses.append(pause)
             recorder.program.outs += numbers(made)
             self._stores.append(stores)
 
@@ -205,19 +246,20 @@ class Recording(Driver):
         recorder, entry = self._recorder, self._entry
         program = recorder.program
         self._write_pause()
-        if recorder.refusal is None and run.sink.deferred and not run.sink.noted:
+        if recorder.refusal is None and (run.sink.deferred or run.sink.noted):
+            results = noted_at_visit(run)
             with seen_by(recorder), recorder:
-                self._note(finished(run))
+                self._note([*results, *finished(run)])
             self._write_pause()
         if recorder.refusal is not None:
             entry.refusal = recorder.refusal
             return
         if states_of_generators() != self._drawn:
             recorder.refusal = "it draws random numbers that are not torch's"
+        elif entry.is_alone is not run.is_alone:
+            recorder.refusal = "autograd ran, or did not, otherwise than in passes before"
         elif not entry.is_of(run.context.extensions):
             recorder.refusal = "an extension keeps something"
-        elif run.sink.noted:
-            recorder.refusal = "something is read where there is no call"
         elif len({*program.outs}) < len(program.outs):
             recorder.refusal = "two results are one tensor"
         elif any(not isinstance(step, (Operation, Pause)) for step in program.steps):
@@ -233,21 +275,21 @@ class Recording(Driver):
             place += abs(store.size)
         try:
             program = with_direct_views(tidy(program))
-            received, visits = self._received({n for s in program.steps for n in s.reads})
+            received, visits, last = self._received({n for s in program.steps for n in s.reads})
             code = pausing(program, received)
         except Exception as error:  # the pass itself is through, and right
             entry.refusal = f"it could not be written ({type(error).__name__}: {error})"
             return
-        last = [store for stores in self._stores[len(visits) :] for store in stores]
-        sent = {slot.key[:2] for v in visits for slot in v.late if slot.what == "between"}
+        sent = {slot.key[:2] for v in (*visits, last) for slot in v.late if slot.what == "between"}
         settings = [s for s in self._settings if s[2] is not None and s[:2] not in sent]
-        taken = self._world, self._attributes, settings
+        taken = self._world, self._attributes, settings, [*self._delayed]
         entry.recorded = Recorded(visits, last, code, *taken, program.is_random)
 
-    def _received(self, used: set[int]) -> tuple[list[list[int]], list[Visit]]:
-        """What is sent at each visit, of what is used."""
+    def _received(self, used: set[int]) -> tuple[list[list[int]], list[Visit], Visit]:
+        """What is sent at each visit, and at the end, of what is used."""
         received, visits = list[list[int]](), list[Visit]()
-        seen = zip(self._order, self._stores, self._alike, strict=False)  # not what is at the end
+        stores_ = [*self._stores, []] if len(self._stores) == len(self._order) else self._stores
+        seen = zip([*self._order, -1], stores_, [*self._alike, ()], strict=True)
         for number, (place, stores, pattern) in enumerate(seen):
             known = self._recorder.slots.items()
             own = [(n, slot) for n, (at, slot) in known if at == number and n in used]
@@ -255,4 +297,4 @@ class Recording(Driver):
             received.append([n for n, _ in own])
             stored, late = [[s for _, s in own if s.is_late is it] for it in (False, True)]
             visits.append(Visit(place, stored, late, stores, pattern))
-        return received, visits
+        return received, visits[:-1], visits[-1]

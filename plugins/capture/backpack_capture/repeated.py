@@ -2,33 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
+from weakref import ref
 
 import torch
 from torch import Tensor
 
-from backpack_capture._torch import generator_states, set_generator_states
+from backpack_capture._torch import generator_states, graph_task_id, set_generator_states
 from backpack_capture.graph import difference_of
 from backpack_capture.nested import Apart
+from backpack_capture.saved import inside, layout_of, saved_by
 from backpack_capture.visited import (
     Entry,
     Result,
     Store,
     Stored,
+    Visit,
     finished,
-    inside,
-    layout_of,
     noted_at_visit,
-    saved_by,
+    visit,
 )
 from backpack_core.contract.observer import Driver
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.losses import changed_gradient
 from backpack_core.errors import InternalError, OverwrittenInputError, PluginCodeError
 from backpack_core.plan.structure import Structure
-from backpack_core.record.call import Call, Site
+from backpack_core.record.call import Site
 
 
 class Repeated(Driver):
@@ -50,6 +51,24 @@ class Repeated(Driver):
         self.outputs = self._order
         self._program: Generator[Any, Any, None] = entry.recorded.code.run()  # type: ignore[assignment]
         next(self._program)
+        seen = [*entry.recorded.visits, entry.recorded.last]
+        keys = [slot.key for each in seen for slot in each.late if slot.what == "arriving"]
+        self._arrived: dict[int, Any] = dict.fromkeys(number for number, *_ in keys)
+        for number in self._arrived:
+            cast("Any", run.schedule).hooks.append(
+                self._between[number].register_prehook(self._taking(run, number))
+            )
+
+    def _taking(self, run: BackwardPass, number: int) -> Callable[[Any], None]:
+        """A hook that notes the gradients with which autograd is at a node."""
+        arrived, schedule = self._arrived, ref(run.schedule)
+
+        def take(grads: Any) -> None:
+            found = schedule()
+            if found is not None and found.is_in(graph_task_id()):
+                arrived[number] = grads
+
+        return take
 
     def reach(self, run: BackwardPass, site: Site, grads: Any, others: Any) -> None:
         """Run what was computed at this visit, and store what was stored."""
@@ -69,22 +88,35 @@ class Repeated(Driver):
         if self._order.get((call, site.index)) != number:
             raise InternalError(f"{call.path} was visited in another order than before.")
         self._next += 1
-        given, visit, sent = self._given[number], self._recorded.visits[number], list[Tensor]()
+        given, seen, sent = self._given[number], self._recorded.visits[number], list[Tensor]()
         self._given[number] = []
         for tensor, version in given:
             if tensor._version != version:
-                raise _changed(call)
+                raise _changed(call.path)
             sent.append(tensor)
-        for what, key, layout in visit.late:
-            if what == "gradient":
-                sent.append(_laid_out(grad, call.stored.outputs[site.index], layout))
-                continue
-            saved = saved_by(self._between if what == "between" else inside(site), *key)
-            if saved is None:
-                raise _changed(call)
-            sent.append(saved)
+        return self._run(seen, sent, site, grad)
+
+    def _run(
+        self, seen: Visit, sent: list[Tensor], site: Site | None = None, grad: Tensor | None = None
+    ) -> list[tuple[Store, Any]]:
+        """Run the program up to the next pause, with what calls have stored, and what is late."""
+        for what, key, layout in seen.late:
+            if what == "gradient" and site is not None:
+                output = site.call.stored.outputs[site.index]
+                sent.append(_laid_out(grad, output.shape, layout, output.dtype))
+            elif what == "arriving":
+                number, output_nr, *form = key
+                arrived = self._arrived[number]
+                grad_there = None if arrived is None else arrived[output_nr]
+                sent.append(_laid_out(grad_there, form[0], layout, form[1]))
+            else:
+                own = self._between if what == "between" or site is None else inside(site)
+                saved = saved_by(own, *key)
+                if saved is None:
+                    raise _changed("the end of the pass" if site is None else site.call.path)
+                sent.append(saved)
         found = self._program.send(sent) if sent else next(self._program)
-        return _put_together(visit.stores, found)
+        return _put_together(seen.stores, found)
 
     def end(self, run: BackwardPass) -> None:
         """Store what had to wait for the end."""
@@ -97,26 +129,25 @@ class Repeated(Driver):
         if self._next < len(self._recorded.visits):
             raise InternalError("A backward pass did not get to calls that it got to before.")
         last = self._recorded.last
-        return _put_together(last, next(self._program)) if last else []
+        return self._run(last, []) if last.stores else []
 
 
 class Compared(Repeated):
     """Runs a recording and the engine, whose results count."""
 
-    def __init__(self, entry: Entry, *what: Any) -> None:
-        super().__init__(entry, *what)
-        self.outputs = None
+    def __init__(self, entry: Entry, run: BackwardPass, *what: Any) -> None:
+        super().__init__(entry, run, *what)
+        self.outputs, run.sink.noted = None, []
 
     def reach(self, run: BackwardPass, site: Site, grads: Any, others: Any) -> None:
         """Both; the engine draws the same random numbers."""
         places = self._order
         if (site.call, site.index) not in places:
-            run.between.reach(run, site, grads, others)
+            visit(run, site, grads, others)
             return
         with self._drawing_twice() as ours:
             ours += self.results(site, grads[site.edge.output_nr])
-        run.sink.noted = []
-        run.between.reach(run, site, grads, others)
+        visit(run, site, grads, others)
         rule = type(site.call.rule).__module__
         self._compare(run, ours, noted_at_visit(run), (site.call.path, f"{rule}, or "))
 
@@ -124,7 +155,8 @@ class Compared(Repeated):
         """Both."""
         with self._drawing_twice() as ours:
             ours += self.last()
-        self._compare(run, ours, finished(run), ("At the end of the pass", ""))
+        results = noted_at_visit(run)
+        self._compare(run, ours, [*results, *finished(run)], ("At the end of the pass", ""))
 
     @contextmanager
     def _drawing_twice(self) -> Iterator[list[tuple[Store, Any]]]:
@@ -159,9 +191,9 @@ class Compared(Repeated):
             )
 
 
-def _changed(call: Call) -> OverwrittenInputError:
+def _changed(where: str) -> OverwrittenInputError:
     return OverwrittenInputError(
-        f"{call.path}: what it received, returned or owns, or what an operation has saved, was "
+        f"{where}: what it received, returned or owns, or what an operation has saved, was "
         "changed in place during the backward pass, so derivatives would be computed with other "
         "values. Change it afterwards."
     )
@@ -180,10 +212,9 @@ def _put_together(stores: list[Store], found: Any) -> list[tuple[Store, Any]]:
     return values
 
 
-def _laid_out(grad: Tensor | None, output: Tensor, layout: Any) -> Tensor:
+def _laid_out(grad: Tensor | None, shape: torch.Size, layout: Any, dtype: torch.dtype) -> Tensor:
     """A gradient, as the recorded one lay in memory."""
-    grad = torch.zeros_like(output) if grad is None else grad
-    if layout_of(grad) == layout:
+    if grad is not None and layout_of(grad) == layout:
         return grad
-    laid = torch.empty_strided(output.shape, layout[1], dtype=grad.dtype, device=grad.device)
-    return laid.copy_(grad)
+    laid = torch.empty_strided(shape, layout[1], dtype=dtype, device=layout[2])
+    return laid.zero_() if grad is None else laid.copy_(grad)

@@ -11,16 +11,16 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
-from torch.nn import Parameter
 
 from backpack_capture.nested import is_plain
+from backpack_capture.saved import inside, layout_of, saved_by, setting_of
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Call, Site
 from backpack_core.record.state import MODULE_ATTRIBUTES, OUR_ATTRIBUTES
 from backpack_products.tuning import memory_budget
-from backpack_products.values import is_onednn_on, kernels_of
+from backpack_products.values import is_onednn_on
 
 if TYPE_CHECKING:  # what a recording needs is imported when there is one
     from backpack_capture.code import Code
@@ -29,9 +29,7 @@ if TYPE_CHECKING:  # what a recording needs is imported when there is one
 Result: TypeAlias = tuple[Extension, Tensor, Any]  # with the parameter that it is stored on
 # A tensor of a call, and how often it had been changed in place when it was stored.
 Stored: TypeAlias = tuple[Tensor, int]
-_ONE: Final = (Tensor, Parameter)
 _DEEPEST: Final = 4  # how deep lists and objects are looked into
-_INSIDE: Final = 100  # nodes of a call that are looked at
 
 
 class Slot(NamedTuple):
@@ -39,8 +37,8 @@ class Slot(NamedTuple):
 
     Attributes:
         what: ``"inputs"`` or ``"outputs"`` of the call, ``"owned"`` by the module, the
-            ``"gradient"`` at the output, or saved by a node ``"inside"`` the call or ``"between"``
-            calls.
+            ``"gradient"`` at the output, ``"arriving"`` as one at a node between calls, or saved by
+            a node ``"inside"`` the call or ``"between"`` calls.
         key: Its number or name among these; of what a node has saved, what :func:`saved_by` takes:
             the number of the node is that in :func:`inside`, or in the structure.
         layout: How it lies in memory, and what it is.
@@ -53,7 +51,7 @@ class Slot(NamedTuple):
     @property
     def is_late(self) -> bool:
         """Whether the tensor is taken at the visit, and not when the pass begins."""
-        return self.what in ("gradient", "inside", "between")
+        return self.what in ("gradient", "arriving", "inside", "between")
 
 
 class Store(NamedTuple):
@@ -95,21 +93,24 @@ class Recorded(NamedTuple):
 
     Attributes:
         visits: The visits, in their order.
-        last: Results that are stored behind them.
+        last: What is sent and stored behind them, as if it were one.
         code: A generator, which is sent the tensors of each, and yields results.
         world: What else it takes for granted.
         attributes: Those of modules that no structure knows, by the place of a call.
-        settings: Numbers that nodes between calls have saved: the number of the node, and the name
-            and the value. What is a number in the code of a model may be another one each time.
+        settings: Numbers that nodes have saved: the number of the node between calls, or -1 less
+            the place of an output, and the name and the value. What is a number in the code of a
+            model may be another one each time.
+        delayed: Parameters whose results are there after their gradients.
         is_random: Whether it draws random numbers.
     """
 
     visits: list[Visit]
-    last: list[Store]
+    last: Visit
     code: Code
     world: tuple[Any, ...]
     attributes: dict[int, dict[str, Any]]
     settings: list[tuple[int, str, Any]]
+    delayed: list[int]
     is_random: bool
 
 
@@ -118,13 +119,15 @@ class Entry:
 
     Attributes:
         form: The settings.
+        is_alone: Whether they are made without autograd, in an order of our own.
         passes: How many there were.
         uses: How many of them used the recording.
         recorded: The recording, once there is one.
         refusal: Why there will be none; empty otherwise.
     """
 
-    def __init__(self, extensions: Sequence[Extension]) -> None:
+    def __init__(self, extensions: Sequence[Extension], is_alone: bool) -> None:
+        self.is_alone = is_alone
         self.form = [(type(extension), {**vars(extension)}) for extension in extensions]
         self.passes = self.uses = 0
         self.recorded: Recorded | None = None
@@ -188,7 +191,7 @@ def world() -> tuple[Any, ...]:
     return memory_budget(), torch.get_num_threads(), torch.get_default_dtype(), kernels
 
 
-def given_to(recorded: Recorded, structure: Structure) -> list[list[Stored]] | None:
+def given_to(recorded: Recorded, structure: Structure, is_alone: bool) -> list[list[Stored]] | None:
     """What calls have stored for each visit; ``None`` if something is another thing now.
 
     How the tensors of calls lie in memory is a part of the structure.
@@ -199,20 +202,23 @@ def given_to(recorded: Recorded, structure: Structure) -> list[list[Stored]] | N
     for place, attributes in recorded.attributes.items():
         if not are_alike(sites[place].call.module.__dict__, attributes):
             return None
-    if any(setting_of(nodes[number], name) != value for number, name, value in recorded.settings):
-        return None
+    for number in recorded.delayed:
+        own: Any = structure.parameters[number]
+        if own._backward_hooks or own._post_accumulate_grad_hooks:  # they may look at results
+            return None
+    for number, name, value in recorded.settings:
+        node = nodes[number] if number >= 0 else sites[-1 - number].edge.node
+        if setting_of(node, name) != value:
+            return None
     found = list[list[Stored]]()
     for place, stored, late, _, pattern in recorded.visits:
         site = sites[place]
         call, turn = site.call, turn_of(site)
-        if turn > before or (pattern and pattern != alike(call)):
+        if (turn > before and not is_alone) or (pattern and pattern != alike(call)):
             return None
         own, before = call.stored, turn
-        for what, key, layout in late:
-            if what != "gradient":
-                saved = saved_by(nodes if what == "between" else inside(site), *key)
-                if saved is None or layout_of(saved) != layout:
-                    return None
+        if not are_saved(late, nodes, site):
+            return None
         given = list[Stored]()
         for what, key, _ in stored:
             if what == "owned":
@@ -222,57 +228,26 @@ def given_to(recorded: Recorded, structure: Structure) -> list[list[Stored]] | N
             else:
                 given.append((own.outputs[key], own.versions[len(own.inputs) + key]))
         found.append(given)
-    return found
+    return found if are_saved(recorded.last.late, nodes) else None
 
 
-def looked_up(node: Any, name: str) -> Any:
-    """Something that a node has saved; ``None`` if torch says that it was changed, or freed."""
-    try:
-        return getattr(node, name)
-    except RuntimeError:
-        return None
+def are_saved(late: list[Slot], nodes: list[Node], site: Site | None = None) -> bool:
+    """Whether nodes have what is taken at a visit, or behind the last, in the same form."""
+    for what, key, layout in late:
+        if what not in ("gradient", "arriving"):
+            own = nodes if what == "between" or site is None else inside(site)
+            saved = saved_by(own, *key)
+            if saved is None or layout_of(saved) != layout:
+                return False
+    return True
 
 
-def names_of(node: Node) -> list[str]:
-    """The names of what a node has saved, but for shapes, which a structure has."""
-    return [name for name in dir(node) if name.startswith("_saved_") and "_sym_" not in name]
-
-
-def setting_of(node: Node, name: str) -> Any:
-    """A setting that a node has saved; of a tensor with a single number on the host, the number.
-
-    Torch saves a number as such a tensor, and hands it to a formula as a number. ``None`` stands
-    for other tensors.
-    """
-    value = looked_up(node, name)
-    if isinstance(value, Tensor):
-        return value.item() if not value.dim() and value.is_cpu else None
-    is_list = isinstance(value, (list, tuple))
-    return tuple([None if isinstance(v, Tensor) else v for v in value]) if is_list else value
-
-
-def inside(site: Site) -> list[Node]:
-    """The nodes inside of a call, from its output on; the first of them if there are many."""
-    ends = {edge.node for edge in site.call.edges if edge is not None}
-    found = dict.fromkeys([site.edge.node])
-    todo = [site.edge.node]
-    while todo and len(found) < _INSIDE:
-        for node, _ in todo.pop().next_functions:
-            if node is not None and node not in found and node not in ends:
-                found[node] = None
-                todo.append(node)
-    return [*found]
-
-
-def saved_by(
-    nodes: Sequence[Node], number: int, name: str, kind: type, shape: torch.Size
-) -> Tensor | None:
-    """What a node has saved; ``None`` if it was changed in place since, or is something else."""
-    node = nodes[number] if number < len(nodes) else None
-    if type(node) is not kind:
-        return None
-    saved = looked_up(node, name)
-    return saved if isinstance(saved, Tensor) and saved.shape == shape else None
+def visit(run: BackwardPass, site: Site, grads: Any, others: Any) -> None:
+    """Have the engine visit an output."""
+    if run.is_alone:
+        run.visit(site, grads[site.edge.output_nr], others)
+    else:
+        run.between.reach(run, site, grads, others)
 
 
 def are_alike(table: dict[str, Any], attributes: dict[str, Any]) -> bool:
@@ -295,21 +270,6 @@ def alike(call: Call) -> tuple[int, ...]:
     inputs = call.stored.inputs
     known = [id(tensor) for tensor in inputs]
     return tuple(map(known.index, known)) if len(known) > 1 else ()
-
-
-def layout_of(tensor: Tensor) -> tuple[Any, ...]:
-    """How a tensor lies in its memory, and what decides which kernels run; not its shape."""
-    return type(tensor) in _ONE, tensor.stride(), tensor.device, kernels_of(tensor)
-
-
-def is_same(saved: Any, tensor: Tensor) -> bool:
-    """Whether something that a node has saved is a tensor, in the form of another object."""
-    if not isinstance(saved, Tensor) or layout_of(saved) != layout_of(tensor):
-        return False
-    if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
-        return False
-    is_there = saved.untyped_storage()._cdata == tensor.untyped_storage()._cdata
-    return is_there and saved.storage_offset() == tensor.storage_offset()
 
 
 def noted_at_visit(run: BackwardPass) -> list[Result]:

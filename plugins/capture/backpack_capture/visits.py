@@ -37,7 +37,8 @@ class Visits(Observer):
         """By a recording that holds; one that makes it; or ``None``."""
         if not _may_repeat(run):
             return None
-        entry = _entry(planned, run.context.extensions)
+        is_alone = any(each.goes_alone(run, planned, structure) for each in run.observers)
+        entry = _entry(planned, run.context.extensions, is_alone)
         if entry is None or entry.refusal:
             return None
         entry.passes += 1
@@ -48,7 +49,7 @@ class Visits(Observer):
 
         if entry.recorded is None:
             return Recording(run, structure, entry) if _may_record(entry, run, structure) else None
-        given = given_to(entry.recorded, structure)
+        given = given_to(entry.recorded, structure, is_alone)
         if given is None:
             return None
         entry.uses += 1
@@ -73,13 +74,14 @@ def _may_repeat(run: BackwardPass) -> bool:
     )
 
 
-def _entry(planned: Planned, extensions: Sequence[Any]) -> Entry | None:
+def _entry(planned: Planned, extensions: Sequence[Any], is_alone: bool) -> Entry | None:
     known: list[Entry] = planned.kept.setdefault(Visits, [])
-    found = next((entry for entry in known if entry.is_of(extensions)), None)
+    alike = (entry for entry in known if entry.is_alone is is_alone)
+    found = next((entry for entry in alike if entry.is_of(extensions)), None)
     if found is None:
         if any(map(_has_loose_settings, extensions)):
             return None
-        found = Entry(extensions)
+        found = Entry(extensions, is_alone)
         known.append(found)
         del known[:-MOST]
     return found

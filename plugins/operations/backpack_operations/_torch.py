@@ -67,8 +67,13 @@ def quiet_vmap() -> Iterator[None]:
 
 def will_get_gradient(tensor: Tensor) -> bool:
     """Whether the current backward pass computes the gradient of a parameter."""
+    return will_get_to(torch.autograd.graph.get_gradient_edge(tensor).node)
+
+
+def will_get_to(node: Node) -> bool:
+    """Whether the current backward pass gets to a node, which may be that of a leaf."""
     try:
-        return will_execute(torch.autograd.graph.get_gradient_edge(tensor).node)
+        return will_execute(node)
     except RuntimeError:  # torch does not tell for leaves that autograd.grad() was called with
         return True
 

@@ -19,7 +19,7 @@ from backpack_core.engine.schedule import add
 from backpack_core.graph.nodes import is_leaf
 from backpack_core.record.call import Edge
 from backpack_operations import nodes
-from backpack_operations._torch import will_get_gradient
+from backpack_operations._torch import will_get_to
 from backpack_operations.alignment import Crossing
 from backpack_operations.order import children_of
 from backpack_operations.schedule import NodeSchedule
@@ -148,5 +148,5 @@ class Crossings:
         if leaf is None:
             if not is_leaf(edge.node):  # other parameters are read at calls
                 schedule.deliver(lane, Edge(edge.node, edge.output_nr), wide=quantity)
-        elif schedule.groups[lane].propagator.keeps_apart and will_get_gradient(leaf):
+        elif schedule.groups[lane].propagator.keeps_apart and will_get_to(edge.node):
             schedule.leave(lane, edge, wide=quantity)

@@ -10,8 +10,8 @@ Otherwise autograd drives a pass; both orders are in ``schedule.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
@@ -50,19 +50,41 @@ def visit_all(
         order: The number of every node in the order.
         gradients: The gradient at each loss.
     """
-    run.is_running = run.is_alone = True
     between, hooked = cast("Operations", run.between), cast("NodeSchedule", run.schedule)
     schedule = OwnOrder(between, run.groups, order)
-    schedule.chunks = hooked.chunks
+    schedule.chunks, schedule.cross = hooked.chunks, hooked.cross
     run.schedule = run.traversal.schedule = schedule
 
-    def visit(site: Site) -> None:
-        run.visit(site, gradients.get(site.edge[:2]), None)
-
-    with torch.no_grad(), without_autocast():
+    with _alone(run, gradients) as visit:
         for site in run.survey.sites.values():  # a call to which nothing is sent is an error
             schedule.await_site(site)
         schedule.run(visit)
+
+
+def drive_all(run: BackwardPass, gradients: Mapping[NodeOutput, Tensor]) -> None:
+    """The same as :func:`visit_all`, if the driver of the pass replaces all of its visits."""
+    assert run.driven is not None
+    with _alone(run, gradients) as visit:
+        for key in run.driven:
+            visit(run.survey.sites[key])
+
+
+@contextmanager
+def _alone(
+    run: BackwardPass, gradients: Mapping[NodeOutput, Tensor]
+) -> Iterator[Callable[[Site], None]]:
+    """A block in which outputs are visited by a function, as autograd does not run."""
+    run.is_running = run.is_alone = True
+
+    def visit(site: Site) -> None:
+        gradient = gradients.get(site.edge[:2])
+        if run.driver is None:
+            run.visit(site, gradient, None)
+        else:
+            run.driver.reach(run, site, [None] * site.edge.output_nr + [gradient], None)
+
+    with torch.no_grad(), without_autocast():
+        yield visit
 
 
 # Chunks of columns -------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ class OwnOrder(NodeSchedule):
             _, node = heapq.heappop(self._queue)
             for site in self._sites.pop(node, {}).values():
                 visit(site)
-            self.between.cross(self, node)
+            self.cross(self, node)
         self.see_end()
 
 

@@ -18,13 +18,11 @@ from backpack_core.contract.reading import Reading
 from backpack_core.engine.groups import Group
 from backpack_core.engine.sink import Sink, Uses
 from backpack_core.errors import InternalError, UnsupportedError
-from backpack_core.graph.nodes import is_leaf
 from backpack_core.graph.parameters import Trained
 from backpack_core.graph.survey import Survey
-from backpack_core.record.call import Site
 from backpack_core.record.guards import visible_memory
 from backpack_core.record.view import View
-from backpack_operations._torch import will_get_gradient
+from backpack_operations._torch import will_get_gradient, will_get_to
 
 Values = dict[tuple[Extension, int], Any]  # by extension, and id of the parameter
 
@@ -202,7 +200,7 @@ class GraphSink(SharedSink):
         survey = self.survey
         if self._missing[0] != len(survey.sites):
             sites = survey.sites.values()
-            calls = [s.call for s in sites if not (s.call.is_released or _is_reached(s))]
+            calls = [s.call for s in sites if not (s.call.is_released or will_get_to(s.edge.node))]
             uses = Counter(id(use.parameter) for call in calls for use in survey.trained[call])
             self._missing = len(survey.sites), uses
         return self._missing[1]
@@ -224,10 +222,3 @@ def _combined(partial: Values, key: tuple[Extension, int], value: Any) -> Any:
         return value
     before = partial.pop(key)
     return None if before is None or value is None else key[0].combine(before, value)
-
-
-def _is_reached(site: Site) -> bool:
-    """Whether autograd will get to a site; one at a leaf stands for a parameter."""
-    if is_leaf(site.edge.node):
-        return will_get_gradient(site.edge.node.variable)  # type: ignore[attr-defined]
-    return _torch.will_execute(site.edge.node)

@@ -1,0 +1,81 @@
+"""What nodes of autograd have saved, and how tensors lie in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+from torch import Size, Tensor
+from torch.autograd.graph import Node
+from torch.nn import Parameter
+
+from backpack_core.record.call import Site
+from backpack_products.values import kernels_of
+
+_ONE: Final = (Tensor, Parameter)
+_INSIDE: Final = 100  # nodes of a call that are looked at
+
+
+def looked_up(node: Any, name: str) -> Any:
+    """Something that a node has saved; ``None`` if torch says that it was changed, or freed."""
+    try:
+        return getattr(node, name)
+    except RuntimeError:
+        return None
+
+
+def names_of(node: Node) -> list[str]:
+    """The names of what a node has saved, but for shapes, which a structure has."""
+    return [name for name in dir(node) if name.startswith("_saved_") and "_sym_" not in name]
+
+
+def setting_of(node: Node, name: str) -> Any:
+    """A setting that a node has saved; of a tensor with a single number on the host, the number.
+
+    Torch saves a number as such a tensor, and hands it to a formula as a number. ``None`` stands
+    for other tensors.
+    """
+    value = looked_up(node, name)
+    if isinstance(value, Tensor):
+        return value.item() if not value.dim() and value.is_cpu else None
+    is_list = isinstance(value, (list, tuple))
+    return tuple([None if isinstance(v, Tensor) else v for v in value]) if is_list else value
+
+
+def inside(site: Site) -> list[Node]:
+    """The nodes inside of a call, from its output on; the first of them if there are many."""
+    ends = {edge.node for edge in site.call.edges if edge is not None}
+    found = dict.fromkeys([site.edge.node])
+    todo = [site.edge.node]
+    while todo and len(found) < _INSIDE:
+        for node, _ in todo.pop().next_functions:
+            if node is not None and node not in found and node not in ends:
+                found[node] = None
+                todo.append(node)
+    return [*found]
+
+
+def saved_by(
+    nodes: Sequence[Node], number: int, name: str, kind: type, shape: Size
+) -> Tensor | None:
+    """What a node has saved; ``None`` if it was changed in place since, or is something else."""
+    node = nodes[number] if number < len(nodes) else None
+    if type(node) is not kind:
+        return None
+    saved = looked_up(node, name)
+    return saved if isinstance(saved, Tensor) and saved.shape == shape else None
+
+
+def layout_of(tensor: Tensor) -> tuple[Any, ...]:
+    """How a tensor lies in its memory, and what decides which kernels run; not its shape."""
+    return type(tensor) in _ONE, tensor.stride(), tensor.device, kernels_of(tensor)
+
+
+def is_same(saved: Any, tensor: Tensor) -> bool:
+    """Whether something that a node has saved is a tensor, in the form of another object."""
+    if not isinstance(saved, Tensor) or layout_of(saved) != layout_of(tensor):
+        return False
+    if saved.shape != tensor.shape or saved.dtype != tensor.dtype:
+        return False
+    is_there = saved.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+    return is_there and saved.storage_offset() == tensor.storage_offset()
