@@ -336,6 +336,29 @@ def test_hooks_that_change_one_of_two_gradients_which_were_one_tensor(
     assert ours.repeated
 
 
+@pytest.mark.parametrize("extension", ["BatchGrad", "BatchL2Grad"])
+def test_a_gradient_that_was_expanded(extension: str) -> None:
+    torch.manual_seed(0)
+    layers = {"a": nn.Linear(5, 4), "b": nn.Linear(4, 3)}
+    factor = list[float]()
+
+    def tripled(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if factor:
+            output.register_hook(lambda grad: grad * factor[0])
+
+    layers["a"].register_forward_hook(tripled)
+    model = Net(lambda net, x: net.b(net.a(x).sum(1)), **layers)
+    ours, right = Twin(copy.deepcopy(model)), Twin(model)
+    for number in range(PASSES + 2):
+        factor[:] = [] if number < PASSES - 1 else [3.0]
+        batch = torch.randn(4, 2, 5), torch.randint(3, (4,))
+        found = ours.step(batch, getattr(known, extension)())
+        with by_the_engine():
+            expected = right.step(batch, getattr(known, extension)())
+        assert not differs(found, expected)
+    assert ours.repeated
+
+
 def test_gradients_that_hooks_change() -> None:
     torch.manual_seed(0)
     model = NETS["mlp"].make()

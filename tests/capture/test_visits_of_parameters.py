@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import random
+import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 import backpack_core.extensions as known
 from backpack_capture import visits
@@ -17,9 +21,11 @@ from backpack_core import backpack, extend
 from backpack_core.errors import BackpackError
 from backpack_core.extensions import KFAC, BatchGrad, DiagGGNExact
 from tests.capture.nets import NETS
+from tests.capture.test_random_nets import Side, differs, move
 from tests.capture.test_visits import PASSES, Twin, by_the_engine, compare
 from tests.cases import Net
 from tests.core.test_gradient_skipped import Seen
+from tests.nets.draw import draw
 
 
 @pytest.fixture(autouse=True)
@@ -148,6 +154,43 @@ def test_a_pass_inside_of_a_repeated_one() -> None:
         ours.step(batch, BatchGrad())
         torch.testing.assert_close(model.a.weight.grad_batch.sum(0), model.a.weight.grad)
     assert not torch.equal(model.scale.grad_batch.sum(0), model.scale.grad)
+
+
+class Changing(TorchFunctionMode):
+    """Puts hooks that change gradients on a quarter of what a net computes."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._drawn = random.Random(seed)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        is_made = isinstance(found, Tensor) and found.grad_fn is not None
+        if is_made and not found._is_view() and self._drawn.random() < 0.25:
+            found.register_hook(lambda grad: grad * 1.5)
+        return found
+
+
+@pytest.mark.parametrize("seeds", [range(164, 176), range(430, 442)], ids=str)
+def test_random_nets_with_hooks_that_come_later(seeds: range) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for seed in seeds:
+            prepared = draw(seed)
+            ours, right = Side(prepared), Side(prepared)
+            if not ours.extensions or not isinstance(ours.whole, nn.Module):
+                continue
+            for number in range(1, 11):
+                with Changing(number) if number > 5 else nullcontext():
+                    found = ours.run(number)
+                with Changing(number) if number > 5 else nullcontext(), by_the_engine():
+                    expected = right.run(number)
+                assert not differs(found, expected), f"net {seed}, step {number}\n{prepared.recipe}"
+                for side in (ours, right):
+                    move(side.whole)
+            for side in (ours, right):
+                for parameter in side.whole.parameters():
+                    parameter.__dict__.clear()
 
 
 # Without autograd --------------------------------------------------------------------------------

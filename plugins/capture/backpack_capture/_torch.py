@@ -28,6 +28,12 @@ _peek_transform: Any = torch._C._functorch.peek_interpreter_stack
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 
+def may_overlap(tensor: Tensor) -> bool:
+    """Whether entries may share memory, as those of ``expand`` do."""
+    # 0 says that they do not, 1 that they do, and 2 that it is not known.
+    return bool(torch._debug_has_internal_overlap(tensor))
+
+
 def takes_tensor(operation: Any, place: int) -> bool:
     """Whether an argument of an operation has to be a tensor, for which no number may stand."""
     schema = operation._schema

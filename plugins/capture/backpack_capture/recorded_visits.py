@@ -14,7 +14,15 @@ from backpack_capture.code import pausing
 from backpack_capture.nested import Apart, HoldsCode
 from backpack_capture.program import Operation, Pause, numbers
 from backpack_capture.recorder import Recorder
-from backpack_capture.saved import inside, is_same, layout_of, looked_up, names_of, setting_of
+from backpack_capture.saved import (
+    inside,
+    is_same,
+    laid_apart,
+    layout_of,
+    looked_up,
+    names_of,
+    setting_of,
+)
 from backpack_capture.tidying import tidy
 from backpack_capture.unseen import seen_by, states_of_generators
 from backpack_capture.views import with_direct_views
@@ -155,6 +163,7 @@ class Recording(Driver):
         """By the engine."""
         recorder = self._recorder
         self._write_pause()
+        grads = laid_apart(grads)
         recorder.site, gradient = site, grads[site.edge.output_nr]
         recorder.arrive([gradient])
         if gradient is None and not run.is_alone:
@@ -174,6 +183,7 @@ class Recording(Driver):
         """By the engine. A replay crosses a node at the visit before autograd gets there."""
         recorder, site = self._recorder, self._recorder.site
         number, waits = recorder.between.get(node), node in schedule.at_nodes
+        grads = laid_apart(grads)
         if site is not None and node is site.edge.node and number is None:
             # A call with a rule may be gone through all the same, by what is inside.
             number = -1 - self._places.index((site.call, site.index))
@@ -195,6 +205,7 @@ class Recording(Driver):
 
     def visit_leaf(self, run: BackwardPass, node: Node, output_nr: int, grad: Any) -> None:
         """By the engine: visit a parameter that operations use."""
+        (grad,) = laid_apart((grad,))
         with self._at(node, () if grad is None else (grad,)):
             self._visit_leaf(run.between, run, node, output_nr, grad)
         own = [parameter for _, parameter, _ in run.sink.noted or ()]

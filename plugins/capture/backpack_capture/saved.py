@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Final
 
-from torch import Size, Tensor
+from torch import Size, Tensor, contiguous_format
 from torch.autograd.graph import Node
 from torch.nn import Parameter
 
+from backpack_capture._torch import may_overlap
 from backpack_core.record.call import Site
 from backpack_products.values import kernels_of
 
@@ -79,3 +80,12 @@ def is_same(saved: Any, tensor: Tensor) -> bool:
         return False
     is_there = saved.untyped_storage()._cdata == tensor.untyped_storage()._cdata
     return is_there and saved.storage_offset() == tensor.storage_offset()
+
+
+def laid_apart(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gradients, each with memory for every entry, so that another one can be laid out so."""
+    found = [*gradients]
+    for number, gradient in enumerate(gradients):
+        if gradient is not None and may_overlap(gradient):
+            found[number] = gradient.clone(memory_format=contiguous_format)
+    return found
