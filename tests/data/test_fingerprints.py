@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -47,9 +47,15 @@ def changed(plugins: Fingerprint) -> Fingerprint:
 
 
 @pytest.fixture
-def update(monkeypatch: pytest.MonkeyPatch) -> Any:
+def update(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Has the code of all plugins be another one from now on."""
-    return lambda: monkeypatch.setattr(module, "_digest", lambda home: "0123456789ab")
+
+    def change() -> None:
+        monkeypatch.setattr(module, "_digest", lambda home: "0123456789ab")
+        module._marks.cache_clear()  # what was found is the same for the rest of a process
+
+    yield change
+    module._marks.cache_clear()
 
 
 DIFFERENT = r"were computed by different plugins: .*backpack-plugin-layers: 0\.\S+ \S+ and 0\."

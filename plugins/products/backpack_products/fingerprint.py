@@ -12,9 +12,9 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -57,7 +57,28 @@ def fingerprint(
 
 def of_parts(parts: Iterable[Any]) -> Fingerprint:
     """The fingerprint of classes and functions that take part in a computation."""
-    plugins = {plugin.package: plugin for plugin in known_plugins()}
+    plugins = known_plugins()
+    if _INSTALLED[-1][0] is not plugins:  # they are found once; a test may have others
+        found = [Installed(p.package, p.distribution, p.version, p.users) for p in plugins]
+        _INSTALLED[:] = [(plugins, tuple(found))]
+    return dict(_marks(tuple(dict.fromkeys(parts)), _INSTALLED[-1][1]))
+
+
+class Installed(NamedTuple):
+    """What a fingerprint depends on of an installed plugin."""
+
+    package: str
+    distribution: str
+    version: str
+    users: frozenset[str]
+
+
+_INSTALLED: Final[list[tuple[Any, tuple[Installed, ...]]]] = [(None, ())]
+
+
+@lru_cache(maxsize=100)
+def _marks(parts: tuple[Any, ...], installed: tuple[Installed, ...]) -> Fingerprint:
+    plugins = {plugin.package: plugin for plugin in installed}
     marks = {name: _code(package, version_of(name)) for package, name in _UNDER_ALL.items()}
     for part in dict.fromkeys(base for each in parts for base in _with_bases(each)):
         package = part.__module__.partition(".")[0]
@@ -172,7 +193,8 @@ def fingerprint_of(results: object) -> Fingerprint:
 
 def as_tensor(plugins: Fingerprint) -> Tensor:
     """A fingerprint as a tensor (the bytes of its JSON), for files that hold only tensors."""
-    return torch.tensor([*json.dumps(plugins, sort_keys=True).encode()], dtype=torch.uint8)
+    text = bytearray(json.dumps(plugins, sort_keys=True).encode())
+    return torch.frombuffer(text, dtype=torch.uint8)
 
 
 def from_tensor(data: Tensor) -> Fingerprint:
