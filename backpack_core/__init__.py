@@ -20,17 +20,22 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from backpack_core.api import *  # noqa: F403
+else:
 
-
-def __getattr__(name: str) -> Any:
-    # Public names are imported lazily. Pytest imports this package wherever it is installed, which
-    # must not take the seconds that importing torch takes.
-    if name == "__all__":
-        return [public for public in __dir__() if not public.startswith("_")]
-    if name.startswith("_") or name not in vars(import_module("backpack_core.api")):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module("backpack_core.api"), name)
-    return value
+    def __getattr__(name: str) -> Any:
+        # Public names are imported lazily. Pytest imports this package wherever it is installed,
+        # which must not take the seconds that importing torch takes.
+        if name == "__all__":
+            return [public for public in __dir__() if not public.startswith("_")]
+        public = {} if name.startswith("_") else vars(import_module("backpack_core.api"))
+        if name not in public:
+            # ``from backpack_core import ...`` hides the message of an AttributeError, which tools
+            # expect that only look whether there is such a name.
+            near = errors.nearest(name, public)
+            raise (ImportError if near else AttributeError)(
+                f"module {__name__!r} has no attribute {name!r}{near}"
+            )
+        return globals().setdefault(name, public[name])
 
 
 def __dir__() -> list[str]:

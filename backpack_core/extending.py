@@ -56,7 +56,7 @@ def extend(module: M, *, debug: bool = False, batch_axis: int | Mapping[str, int
         if isroutine(given):
             hint = " A function is not extended: as a loss, curvature needs its module of torch.nn."
         raise UsageError(
-            f"extend(...) takes an instance of torch.nn.Module. Got {abridged(given)}.{hint}"
+            f"extend(...) takes an instance of torch.nn.Module. Got {' '.join(abridged(given).split())}.{hint}"
         )
     ensure_loaded()
     is_first = type(batch_axis) is int and not batch_axis

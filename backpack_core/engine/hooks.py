@@ -17,7 +17,7 @@ from torch import Tensor
 from backpack_core import _torch
 from backpack_core._hooks import KEY
 from backpack_core._torch import current_node, graph_task_id
-from backpack_core.contract.observer import Grads, Options
+from backpack_core.contract.observer import Grads
 from backpack_core.engine.active import Context, current, innermost, stacks
 from backpack_core.engine.backward import Arguments, BackwardPass
 from backpack_core.engine.chain import between
@@ -162,11 +162,8 @@ def announce(
         )
     context.announced.append(None)  # passes inside of this one are not announced
     try:
-        options: Options = {
-            "inputs": inputs or None,
-            "create_graph": create_graph,
-            "accumulate_grad": accumulate_grad,
-        }
+        options: dict[str, Any] = {"inputs": inputs or None, "create_graph": create_graph}
+        options["accumulate_grad"] = accumulate_grad
         announced = begin(context, Arguments(roots, gradients, options))
         if announced is None:
             return run()

@@ -304,6 +304,11 @@ class _Run:
     ) -> Weights:
         with torch.enable_grad(), uncompiled:  # a compiled graph has no modules
             loss = self.lossfunc(output_of(self.model, inputs), targets)
+        if loss.numel() != 1:
+            raise UsageError(
+                f"The loss of a batch has shape {list(loss.shape)}, and backward() needs a single "
+                'number: use reduction="mean" or "sum".'
+            )
         weights = Weights(of_losses)
         with backpack(*readers, check=self.check, observer=weights, gradient="skipped"):
             if self.is_hooked:

@@ -253,12 +253,16 @@ def test_refusals() -> None:
         influence(model, lossfunc, train, queries, "dot", batch=lambda item: item[0])
     with pytest.raises(UsageError, match="3 identities for 4 samples"):
         influence(model, lossfunc, train, queries, identities=["a", "b", "c"])
-    with pytest.raises(UsageError, match="Damping is not negative"):
+    with pytest.raises(UsageError, match="has to be zero or positive"):
         Influence(damping=-1.0)
     with pytest.raises(UsageError, match="curvature is one of"):
         Influence("ggn")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="2 checkpoints and 1 learning rates"):
+    with pytest.raises(UsageError, match="Got 1 rates, and 2 states"):
         TracIn([{}, {}], [0.1])
+    with pytest.raises(UsageError, match=r"Write TracIn\(\.\.\.\)"):
+        influence(model, lossfunc, train, queries, TracIn)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="The order is model, loss"):
+        influence(model, train, lossfunc, queries)  # type: ignore[arg-type]
     noisy = nn.Sequential(nn.Linear(5, 4), nn.Dropout(0.5), nn.Linear(4, 3))
     with pytest.raises(UsageError, match=r"Dropout '1' is in train mode.*model.eval\(\)"):
         influence(noisy, lossfunc, train, queries)

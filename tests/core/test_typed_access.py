@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import backpack_core
 from backpack_core import backpack, extend, quantities
 from backpack_core.extensions import KFAC, BatchGrad
 
@@ -38,3 +39,11 @@ def test_near_misses() -> None:
         found["0.wieght"]
     with pytest.raises(AttributeError, match="It has: none"):
         quantities(nn.Linear(2, 2))["weight"].kfac  # noqa: B018
+
+
+@pytest.mark.parametrize(("name", "near"), [("Backpack", "backpack"), ("extnd", "extend")])
+def test_a_near_miss_of_a_public_name(name: str, near: str) -> None:
+    with pytest.raises(ImportError, match=f"did you mean '{near}'"):
+        exec(f"from backpack_core import {name}")
+    assert not hasattr(backpack_core, "__wrapped__")
+    assert not hasattr(backpack_core, "qqqq")

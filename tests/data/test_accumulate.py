@@ -327,6 +327,12 @@ def test_what_is_not_there_is_named_and_no_bar_is_drawn_where_nobody_looks(
     assert ("nowhere", field) not in found
 
 
+def test_a_loss_that_is_not_one_number():
+    model, data = extend(nn.Linear(3, 2)), [(torch.randn(4, 3), torch.zeros(4, dtype=torch.long))]
+    with pytest.raises(UsageError, match=r"shape \[4\], .* reduction=.mean. or .sum."):
+        accumulate(model, extend(nn.CrossEntropyLoss(reduction="none")), data, BatchL2Grad())
+
+
 def test_model_and_loss_that_are_swapped():
     with pytest.raises(UsageError, match=r"got CrossEntropyLoss, which has no parameters.*swap"):
         accumulate(loss(), net(), [data(3)], DiagGGNExact(), progress=False)

@@ -347,7 +347,7 @@ class TestRefusals:
             *(("lr", -1.0), ("damping", 0.0), ("damping", float("nan")), ("momentum", -0.1)),
             *(("factors_every", 0), ("inverses_every", 1.5), ("split", "Pi"), ("method", "sgd")),
             *(("factor_decay", 1.0), ("factor_decay", -0.1), ("kl_clip", 0.0), ("mc_samples", 0)),
-            ("weight_sharing", "x"),
+            *(("weight_sharing", "x"), ("adapt", LevenbergMarquardt), ("adapt", 5)),
         ],
     )
     def test_settings(self, setting: str, value: Any) -> None:

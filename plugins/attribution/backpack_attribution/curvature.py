@@ -79,7 +79,7 @@ class Influence(InnerProduct):
         if isinstance(refine, bool) or not isinstance(refine, int) or refine < 0:
             raise UsageError(f"refine is a number of steps, or zero. Got {refine!r}.")
         if isinstance(damping, (int, float)) and not damping >= 0:
-            raise UsageError(f"Damping is not negative. Got {damping!r}.")
+            raise UsageError(f"Damping has to be zero or positive. Got {damping!r}.")
         self.curvature, self.damping, self.refine = curvature, damping, refine
         self.rtol, self.mc_samples, self.weight_sharing = rtol, mc_samples, weight_sharing
         self._loader = curvature_loader

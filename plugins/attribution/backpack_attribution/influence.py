@@ -151,6 +151,10 @@ def _chosen(method: Any, per: Per) -> Method:
 def _named(method: Any) -> Method:
     if method == "tracin":
         raise UsageError("TracIn needs checkpoints: method=TracIn([state, ...], learning_rates).")
+    if isinstance(method, type):
+        raise UsageError(
+            f"The method is an object or a name. Write {method.__name__}(...) with its settings."
+        )
     if method not in METHODS:
         raise UsageError(
             f"There is no method {method!r}{nearest(str(method), METHODS) or '.'} There are "

@@ -191,8 +191,8 @@ class TracIn(Method):
         rates = [1.0] * len(checkpoints) if learning_rates is None else [*learning_rates]
         if len(rates) != len(checkpoints):
             raise UsageError(
-                f"There are {len(checkpoints)} checkpoints and {len(rates)} learning rates: give "
-                "one for each."
+                f"TracIn takes one learning rate for each checkpoint. Got {len(rates)} rates, and "
+                f"{len(checkpoints)} states."
             )
         self.learning_rates = rates
         self._checkpoints, self._method = [*checkpoints], method or GradDot()

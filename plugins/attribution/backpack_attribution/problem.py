@@ -257,7 +257,7 @@ def _require(model: Any, lossfunc: Any) -> None:
     if not callable(lossfunc) or isinstance(lossfunc, type):
         raise UsageError(
             "The loss is a module, such as CrossEntropyLoss(), or a function of output and target. "
-            f"Got {lossfunc!r:.80}."
+            f"Got {lossfunc!r:.80}. The order is model, loss, training data, queries."
         )
     if getattr(lossfunc, "reduction", None) == "none":
         raise UsageError('The loss has reduction="none": take "mean" or "sum".')

@@ -9,7 +9,17 @@ from math import isfinite
 import torch
 from torch import Tensor
 
+from backpack_core.errors import UsageError
 from backpack_optimizers.groups import require_count, require_positive
+
+
+def require_adapting(adapt: object) -> None:
+    """Raise :class:`UsageError` unless something is ``None`` or a rule that adapts damping."""
+    if adapt is not None and not isinstance(adapt, LevenbergMarquardt):
+        raise UsageError(
+            "adapt is None, or a rule with its settings: write adapt=LevenbergMarquardt(). Got "
+            f"{adapt!r:.80}."
+        )
 
 
 @dataclass(frozen=True)

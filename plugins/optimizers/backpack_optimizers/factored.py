@@ -15,7 +15,7 @@ from torch.nn import Module
 from backpack_core import Extension, is_extended
 from backpack_core.errors import UsageError
 from backpack_optimizers import processes
-from backpack_optimizers.damping import LevenbergMarquardt, predicted_change
+from backpack_optimizers.damping import LevenbergMarquardt, predicted_change, require_adapting
 from backpack_optimizers.groups import Group, GroupedOptimizer, require_count, require_positive
 from backpack_optimizers.passes import CapturedPasses, Factors, Joined, joining
 from backpack_optimizers.reading import Nothing, factors_of_some
@@ -111,6 +111,7 @@ class FactoredOptimizer(GroupedOptimizer):
                 f"{type(self).__name__} computes curvature in the backward pass, so model and loss "
                 "have to be extended before: model = extend(model), lossfunc = extend(lossfunc)."
             )
+        require_adapting(adapt)
         require_positive("damping", damping)
         require_positive("factor_decay", factor_decay, or_zero=True)
         require_positive("1 - factor_decay", 1 - factor_decay)

@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 from torch.nn import Module
 
 from backpack_core.errors import UsageError
-from backpack_optimizers.damping import LevenbergMarquardt
+from backpack_optimizers.damping import LevenbergMarquardt, require_adapting
 from backpack_optimizers.groups import Group, GroupedOptimizer, require_count, require_positive
 from backpack_secondorder.conjugate_gradients import Solution, conjugate_gradients
 from backpack_secondorder.over_data import GGN
@@ -95,6 +95,7 @@ class GaussNewton(GroupedOptimizer):
         """
         for name, number in (("damping", damping), ("rtol", rtol), ("warm_start", warm_start)):
             require_positive(name, number, or_zero=True)
+        require_adapting(adapt)
         require_count("max_iterations", max_iterations)
         require_count("halvings + 1", halvings + 1)
         settings = {"lr": lr, "weight_decay": weight_decay, "method": method}
