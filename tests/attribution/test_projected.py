@@ -39,7 +39,7 @@ def test_logra_is_influence_of_the_projected_gradients(problem) -> None:
         moments = rows.T @ rows
         shift = 0.2 * moments.trace() / 6 * torch.eye(6)
         wanted += rows @ torch.linalg.solve(moments + shift, q[name].T)
-    assert torch.allclose(scores.values, wanted, rtol=1e-8, atol=1e-8)
+    assert torch.allclose(scores.values, wanted.cpu(), rtol=1e-8, atol=1e-8)
     assert scores.method == "logra"
 
 

@@ -14,6 +14,8 @@ from backpack_core.errors import ShapeError, UsageError
 from backpack_firstorder import SampleGradients
 from tests.attribution.crash import crash
 
+pytestmark = pytest.mark.host("files are read to there")
+
 SHAPES = {"0.weight": (5, 7), "0.bias": (5,), "conv.weight": (4, 3, 2, 2)}
 
 

@@ -17,6 +17,8 @@ from backpack_core.errors import BackpackError
 from tests.capture.nets import NETS
 from tests.capture.twins import Function, Twins, same
 
+pytestmark = pytest.mark.usefixtures("reproducible")
+
 CODE = ("GGNMP", "HMP", "DiagHMP", "PCHMP", "GGNGram", "JMP")  # results that are code
 OWN = ("GradInner",)  # the sum over parameters is an attribute of its own, so the engine runs it
 NAMES = [

@@ -16,6 +16,8 @@ from backpack_operations.order import ranks
 from tests.nets.passes import budget
 from tests.oracle import assert_close
 
+pytestmark = pytest.mark.host("no kernel of a GPU takes double precision")
+
 N, H, L, E = 2, 3, 4, 5
 
 

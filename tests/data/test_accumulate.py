@@ -229,6 +229,7 @@ def test_weights_of_zero_are_refused():
         accumulate(net(), loss(), [(x, torch.full((2,), 2))], DiagGGNExact(), progress=False)
 
 
+@pytest.mark.host("files are read to there")
 def test_results_are_saved_and_calculated_with(tmp_path: Path):
     found = run(KFLR(), DiagGGNExact(), Variance())
     found.save(tmp_path / "all.safetensors")
@@ -262,6 +263,7 @@ class Interrupted(Exception):
     pass
 
 
+@pytest.mark.host("a loader shuffles there")
 def test_goes_on_with_the_same_numbers(tmp_path: Path):
     torch.manual_seed(3)
     asked = (KFAC(), DiagGGNMC(), EKFAC(savefield="other"), Variance())

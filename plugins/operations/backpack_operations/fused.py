@@ -73,11 +73,15 @@ def _of_convolution(node: Any, mat: Tensor) -> Tensor | None:
 def weight_norm(node: Any, mat: Tensor) -> list[Tensor]:
     """Columns at ``v`` and at ``g``, from columns ``[V, *w]`` at ``w = g v / |v|``.
 
-    Torch's own backward treats the norm as a constant when it is differentiated again.
+    Torch's own backward treats the norm as a constant when it is differentiated again. Otherwise
+    the norm is the one that torch divided by: on a GPU it has single precision for any weight.
     """
     v, g = node._saved_v, node._saved_g
     axes = [axis for axis in range(v.dim()) if axis != node._saved_dim]
-    norm = torch.linalg.vector_norm(v, dim=axes, keepdim=True)
+    if torch.is_grad_enabled():
+        norm = torch.linalg.vector_norm(v, dim=axes, keepdim=True)
+    else:
+        norm = node._saved_result1.to(v.dtype)
     along = (mat * v).sum([axis + 1 for axis in axes], keepdim=True) / norm
     return [g / norm * (mat - v / norm * along), along]
 
