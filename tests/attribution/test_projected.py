@@ -59,7 +59,7 @@ def test_trak_is_the_linear_model_of_margins(problem) -> None:
         products += f @ torch.linalg.solve(f.T @ f, q.T) / 2
         p = model(train[0]).softmax(1).gather(1, train[1].unsqueeze(1)).flatten(1)
         misses += (1 - p).mean(1).detach() / 2
-    assert torch.allclose(scores.values, products * misses.unsqueeze(1), rtol=1e-6, atol=1e-8)
+    assert torch.allclose(scores.values, (products * misses[:, None]).cpu(), rtol=1e-6, atol=1e-8)
 
 
 def test_margins_and_their_gradients(problem) -> None:

@@ -36,7 +36,10 @@ from tests.devices import rng_state
 from tests.forks import python
 from tests.nets.draw import draw
 
-pytestmark = pytest.mark.usefixtures("reproducible")
+pytestmark = [
+    pytest.mark.usefixtures("reproducible"),
+    pytest.mark.filterwarnings("ignore:.*deterministic implementation"),
+]
 
 EXTENSIONS: dict[str, Callable[[], Any]] = {
     name: getattr(known, name)

@@ -107,6 +107,7 @@ def test_one_vector(net: str, field: str) -> None:
         oracle.assert_close(product, getattr(p, field)(vectors)[1])
 
 
+@pytest.mark.usefixtures("without_cudnn")
 @pytest.mark.parametrize("net", ["tied", "twice", "own", "recurrent"])
 def test_one_vector_where_parameters_are_shared_or_enter_nonlinearly(net: str) -> None:
     problem = classification(NETS[net](), (3,))
@@ -153,6 +154,7 @@ def test_conjugate_gradients(field: str) -> None:
         oracle.assert_close(x.detach(), solution, 1e-8)
 
 
+@pytest.mark.usefixtures("without_cudnn")
 @pytest.mark.parametrize("field", BLOCKS)
 @pytest.mark.parametrize("net", NETS)
 def test_nets(net: str, field: str) -> None:

@@ -15,13 +15,15 @@ from backpack_core.extensions import BatchGrad
 from tests.cases import Net
 from tests.oracle import assert_close
 
-CAUSAL = torch.ones(5, 5, dtype=torch.bool).triu(1)
-PADDING = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 5, [True] + [False] * 4])
+CAUSAL = torch.ones(5, 5, dtype=torch.bool, device="cpu").triu(1)
+PADDING = torch.tensor(
+    [[False] * 5, [False] * 3 + [True] * 2, [False] * 5, [True] + [False] * 4], device="cpu"
+)
 # Options of the module, and of its call.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "causal": ({}, {"attn_mask": CAUSAL, "is_causal": True}),
-    "mask": ({}, {"attn_mask": torch.linspace(-1, 1, 25).reshape(5, 5)}),
+    "mask": ({}, {"attn_mask": torch.linspace(-1, 1, 25, device="cpu").reshape(5, 5)}),
     "padding": ({}, {"key_padding_mask": PADDING}),
     "more positions": ({"add_bias_kv": True, "add_zero_attn": True}, {}),
     "one head": ({"num_heads": 1}, {}),

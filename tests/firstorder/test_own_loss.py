@@ -109,6 +109,7 @@ def test_no_sample_changes_the_value_by_more_than_the_bound(
     assert (sizes > 0.49).sum() >= 3  # and it is reached
 
 
+@pytest.mark.host("its share is that of one seed")
 def test_the_share_that_is_clipped_is_that_of_norms() -> None:
     model, lossfunc = extend(net()), extend(nn.CrossEntropyLoss())
     drawn = torch.Generator().manual_seed(0)

@@ -116,6 +116,7 @@ def test_modules_without_a_rule() -> None:
     compare(problem, "hmp", hessian)
 
 
+@pytest.mark.usefixtures("without_cudnn")
 @pytest.mark.parametrize("layers", [1, 2])
 def test_modules_whose_rule_refuses_how_they_were_called(layers: int) -> None:
     """Steps first, and dropout between layers: autograd knows what was dropped."""
@@ -232,6 +233,7 @@ def test_arguments() -> None:
     assert [GGNMP("a").savefield, HMP("b").savefield, PCHMP("c").savefield] == ["a", "b", "c"]
 
 
+@pytest.mark.usefixtures("without_cudnn")
 def test_parameters_that_enter_nonlinearly() -> None:
     parts = {"rnn": nn.RNN(2, 3, batch_first=True), "last": nn.Linear(3, 3)}
     problem = classification(Net(lambda net, x: net.last(net.rnn(x)[0][:, -1]), **parts), (2, 2))

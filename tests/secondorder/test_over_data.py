@@ -120,6 +120,7 @@ def test_sums_of_many_batches_in_half_precision(dtype: torch.dtype) -> None:
     torch.testing.assert_close(product.double(), wanted, rtol=0.02, atol=0.01)
 
 
+@pytest.mark.host("scipy")
 def test_scipy() -> None:
     given = make()
     dense = dense_ggn(given)
@@ -314,6 +315,7 @@ def test_wrong_arguments() -> None:
         GGN(model, nn.CrossEntropyLoss(), ignored).gradient()
 
 
+@pytest.mark.host("scipy")
 def test_wrong_arguments_of_conjugate_gradients() -> None:
     operator = GGN(*make())
     rhs = torch.ones(operator.shape[0])
