@@ -101,6 +101,10 @@ def test_a_gradient_that_is_not_dense_is_left_to_the_engine() -> None:
     assert torch.equal(twins.model[0].weight.grad, twins.other[0].weight.grad)
 
 
+def autocast(enabled: bool) -> torch.autocast:
+    return torch.autocast(torch.get_default_device().type, torch.bfloat16, enabled=enabled)
+
+
 @pytest.mark.parametrize("place", ["inside", "outside"])
 @pytest.mark.filterwarnings("ignore")
 def test_autocast(place: str) -> None:
@@ -113,7 +117,7 @@ def test_autocast(place: str) -> None:
             return lossfunc(out.float(), y)
 
         def whole(x: Tensor, y: Tensor) -> Tensor:
-            with torch.autocast(torch.get_default_device().type, enabled=False):
+            with autocast(False):
                 scale = (x @ x.T).mean()
             return lossfunc(model(x).float(), y) * scale
 
