@@ -62,6 +62,15 @@ def test_scores_and_search_are_products_with_what_was_appended(tmp_path, dtype, 
     assert len(store.search(queries, k=100).identities[0]) == 8
 
 
+def test_the_default_device_does_not_matter(tmp_path) -> None:
+    store, queries = filled(tmp_path / "store"), rows(2, seed=1)
+    expected = store.search(queries, k=3)
+    with torch.device("meta"):
+        found = store.search(queries, k=3)
+    assert found.identities == expected.identities
+    assert torch.equal(found.values, expected.values)
+
+
 def test_cosines(tmp_path) -> None:
     for options in ({}, {"rank": 1}):
         store = filled(tmp_path / f"store{options}", **options)

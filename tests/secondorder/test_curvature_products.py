@@ -24,6 +24,7 @@ from backpack_core.errors import (
 )
 from backpack_core.extensions import GGNMP, HMP, PCHMP, BatchGrad, DiagGGNExact, DiagHessian
 from backpack_core.record.call import live_calls
+from backpack_secondorder.torch_errors import explained
 from tests import oracle
 from tests.cases import Net, Problem, classification
 from tests.secondorder.problems import CHAINS, NETS, SETTINGS, chain_curvature, hessians, make
@@ -272,3 +273,9 @@ def test_a_parameter_that_was_thawed_after_the_forward_pass(extension: Any) -> N
     assert not hasattr(net[0].weight, extension.savefield)
     assert net[0].weight.grad is None
     assert getattr(net[0].bias, extension.savefield)(vector[:, 0]).any()
+
+
+def test_recurrent_layers_of_cudnn_are_named() -> None:
+    text = "the derivative for '_cudnn_rnn_backward' is not implemented. Double backwards is not"
+    with pytest.raises(UnsupportedError, match="cuDNN's recurrent layers"), explained():
+        raise NotImplementedError(f"{text} supported for CuDNN RNNs")
