@@ -6,6 +6,9 @@ and ``backpack-for-pytorch`` where it is installed. All ways alternate in one pr
 quantile counts. The guard is a part of the step, and is shown by itself. Below, the mebibytes of
 tensors that live at the peak of a step of each kind, above weights and batch: of a step after
 another one, whose results are still there.
+
+With ``--device cuda``, also as CUDA graphs, each step waited for; and results of captured steps are
+compared with the engine's. The memory that a graph keeps for itself is not counted.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -25,7 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from backpack_capture import CapturedStep, capture
 from backpack_core import backpack, extend
 from backpack_core import extensions as known
-from benchmarks.measure import forget_all
+from benchmarks.measure import forget_all, machine, synchroniser
 from benchmarks.peers import Unsupported, incumbent
 from benchmarks.problems import Problem, find
 from benchmarks.quantities import QUANTITIES
@@ -91,10 +95,10 @@ Step = Callable[[], object]
 def ways(problem: Problem, name: str, compiles: bool) -> tuple[dict[str, Step], list[nn.Module]]:
     """Each way to run a step, and the models."""
     x, y = problem.data(problem.batch)
-    bare, model, other, third = (problem.net() for _ in range(4))
+    bare, model, other, third, fourth = (problem.net() for _ in range(5))
     bare_loss, lossfunc = nn.CrossEntropyLoss(), extend(nn.CrossEntropyLoss())
     extension = getattr(known, name)()
-    for net in (model, other, third):
+    for net in (model, other, third, fourth):
         extend(net)
 
     def captured(net: nn.Module, word: str | None) -> CapturedStep:
@@ -119,6 +123,12 @@ def ways(problem: Problem, name: str, compiles: bool) -> tuple[dict[str, Step], 
         "captured": lambda: step(x, y),
         "guard": lambda: step.holds(x, y),
     }
+    if problem.device != "cpu":
+        graphs = captured(fourth, "cudagraphs")
+        found["CUDA graph"] = lambda: graphs(x, y)
+        for way, net in (("captured", other), ("CUDA graph", fourth)):
+            worst = difference(found[way], net, eager, model, extension.savefield)
+            print(f"{problem.name}, {name}: {way} differs from the engine by {worst:.1e}")
     if compiles:
         compiled = captured(third, "inductor")
         found["Inductor"] = lambda: compiled(x, y)
@@ -140,7 +150,24 @@ def ways(problem: Problem, name: str, compiles: bool) -> tuple[dict[str, Step], 
     except (Unsupported, KeyError):
         its = nn.Module()
 
-    return found, [bare, model, other, third, its]
+    return found, [bare, model, other, third, fourth, its]
+
+
+def difference(step: Step, net: nn.Module, right: Step, model: nn.Module, field: str) -> float:
+    """The largest difference of a gradient or a result, relative to its largest entry."""
+    worst = 0.0
+    for run, its in ((step, net), (right, model)):
+        its.zero_grad()
+        torch.manual_seed(0)
+        run()
+    for one, other in zip(net.parameters(), model.parameters(), strict=True):
+        for name in ("grad", field):
+            values = (getattr(one, name), getattr(other, name))
+            pairs = zip(*(v if isinstance(v, list | tuple) else [v] for v in values), strict=True)
+            for ours, expected in pairs:
+                size = expected.abs().max().clamp(min=1e-12)
+                worst = max(worst, float((ours - expected).abs().max() / size))
+    return worst
 
 
 def settle(step: Step) -> None:
@@ -164,15 +191,20 @@ def of_functions(model: nn.Module, x: Tensor, y: Tensor) -> Step:
 
 
 def alternate(
-    steps: Mapping[str, Step], models: Sequence[nn.Module], seconds: float
+    steps: Mapping[str, Step],
+    models: Sequence[nn.Module],
+    seconds: float,
+    wait: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """The 10 % quantile of the time of each, in seconds."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times["plain"]) < 10:
         for name, step in steps.items():
+            wait()
             start = time.perf_counter()
             result = step()
+            wait()
             times[name].append(time.perf_counter() - start)
             del result
             for model in models:  # results stay: the next ones take their memory
@@ -185,6 +217,8 @@ def peak(step: Step, models: Sequence[nn.Module]) -> float:
     by_number = {str(number): model for number, model in enumerate(models)}
     for number in by_number:
         forget_all(by_number, number)
+    if next(models[0].parameters()).is_cuda:
+        return peak_of_device(step, models)
     held, highest = 0, 0
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         for _ in range(2):
@@ -199,7 +233,28 @@ def peak(step: Step, models: Sequence[nn.Module]) -> float:
     return highest / 2**20
 
 
-COLUMNS = ("engine", "captured", "guard", "Inductor", "vmap(grad)", "compiled", "incumbent")
+def peak_of_device(step: Step, models: Sequence[nn.Module]) -> float:
+    """The same on a GPU, by the counts of its allocator."""
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2):
+        result = step()
+        del result
+        for model in models:
+            model.zero_grad()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+COLUMNS = (
+    "engine",
+    "captured",
+    "CUDA graph",
+    "guard",
+    "Inductor",
+    "vmap(grad)",
+    "compiled",
+    "incumbent",
+)
 
 
 def main() -> None:
@@ -209,15 +264,22 @@ def main() -> None:
     parser.add_argument("--quantity", nargs="*", default=["BatchGrad"])
     parser.add_argument("--compile", action="store_true", help="with Inductor, which takes minutes")
     parser.add_argument("--seconds", type=float, default=3.0)
+    parser.add_argument("--device", default="cpu", help="where nets and data are (default: cpu)")
     given = parser.parse_args()
     torch.set_num_threads(1)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     warnings.simplefilter("ignore")
+    wait = synchroniser(given.device) or (lambda: None)
+    print(machine(given.device))
     print(f"{'':28}{'plain, µs':>12}" + "".join(f"{name:>12}" for name in COLUMNS))
+
+    def at(name: str) -> Problem:
+        return replace(PROBLEMS[name], device=given.device)
+
     for problem in given.problem:
         for quantity in given.quantity:
-            steps, models = ways(PROBLEMS[problem], quantity, given.compile)
-            found = alternate(steps, models, given.seconds)
+            steps, models = ways(at(problem), quantity, given.compile)
+            found = alternate(steps, models, given.seconds, wait)
             plain = found["plain"]
             cells = [f"{found[n] / plain:12.2f}" if n in found else f"{'':12}" for n in COLUMNS]
             print(f"{problem + ', ' + quantity:28}{plain * 1e6:12.0f}{''.join(cells)}", flush=True)

@@ -27,6 +27,7 @@ from benchmarks.measure import (
     allocator,
     alternate,
     forget,
+    machine,
     peak_memory,
     synchroniser,
     write_rate,
@@ -131,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unit = "plain MB" if options.memory else "plain ms"
     columns = "".join(f"{name:>10}" for name in _HEAD)
     settings = f"{options.threads} threads, {options.clock} clock, {allocator()}"
-    print(f"{options.device}, {settings}")
+    print(f"{machine(options.device)}, {settings}")
     print(f"{'problem':14}{'quantity':16}{'N':>4}{unit:>10}{columns}")
     for name in options.problem:
         problem = replace(PROBLEMS[name], device=options.device)

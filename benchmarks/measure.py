@@ -98,6 +98,13 @@ def synchroniser(device: str) -> Callable[[], None] | None:
     return None if kind == "cpu" else getattr(torch, kind).synchronize
 
 
+def machine(device: str) -> str:
+    """The device, and the version of torch."""
+    kind = torch.device(device).type
+    name = kind if kind == "cpu" else getattr(torch, kind).get_device_name(device)
+    return f"{name}, torch {torch.__version__}"
+
+
 def allocator() -> str:
     """The settings of the C library's allocator, for the head of a table."""
     found = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("MALLOC_")]

@@ -14,6 +14,8 @@ counts is the pass that a tenth of them are faster than: it is one of a structur
 since the measured ones (by default 1, 2, 4, 8, ...) become rare, and the first of them come before
 the clock runs.
 
+With ``--device cuda`` the clock is the wall's, and every pass is waited for.
+
 The incumbent needs its import name, so ``compat`` must be neither installed nor on the path:
 ``make bench-env``, then ``.venv-bench/bin/python -m benchmarks.small``.
 """
@@ -24,8 +26,8 @@ import argparse
 import gc
 import time
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
@@ -35,7 +37,7 @@ from torch import nn
 from backpack_core.errors import BackpackError
 from benchmarks import peers
 from benchmarks.cells import check
-from benchmarks.measure import CLOCKS, SETTLED, allocator, forget
+from benchmarks.measure import CLOCKS, SETTLED, allocator, forget, machine, synchroniser
 from benchmarks.moved import MOVED
 from benchmarks.peers import LIBRARIES, Peer, Step
 from benchmarks.problems import PROBLEMS, Problem
@@ -143,7 +145,11 @@ def warm(problem: Problem, lines: Sequence[Quantity], names: Sequence[str], insi
 
 
 def low(
-    steps: Mapping[Key, Step], drops: Mapping[Key, Step], rounds: int, clock: str
+    steps: Mapping[Key, Step],
+    drops: Mapping[Key, Step],
+    rounds: int,
+    clock: str,
+    wait: Callable[[], None] = lambda: None,
 ) -> dict[Key, float]:
     """Seconds of a pass, by step: a tenth of its passes were faster."""
     now = CLOCKS[clock]
@@ -153,8 +159,10 @@ def low(
         for key, step in steps.items():
             begin, passes = time.perf_counter(), 0
             while passes < PASSES and (passes < 2 or time.perf_counter() - begin < TURN):
+                wait()
                 start = now()
                 step()
+                wait()
                 found[key].append(now() - start)
                 passes += 1
             drops[key]()
@@ -228,6 +236,7 @@ def _arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=20)
     add("--forward-outside", action="store_true", help="blocks have only backward() inside")
     add("--threads", type=int, default=1)
+    add("--device", default="cpu", help="where nets and data are (default: cpu)")
     add("--clock", choices=CLOCKS, default="cpu", help="cpu: also on a machine that others use")
     return parser.parse_args(arguments)
 
@@ -236,16 +245,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure and print."""
     options = _arguments(arguments)
     torch.set_num_threads(options.threads)
+    wait = synchroniser(options.device)
+    if wait is not None:
+        options.clock = "wall"  # the time of this process is not that of the device
     inside = not options.forward_outside
     lines = [EXTENDED, EMPTY, *(QUANTITIES[name] for name in options.quantity)]
     where = "forward and backward pass" if inside else "backward pass only"
     print(f"blocks: {where}; {options.threads} threads, {options.clock} clock, {allocator()}")
+    if wait is not None:
+        print(machine(options.device))
     for name in options.net:
+        problem = replace(NETS[name], device=options.device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # peers warn of what does not matter here
-            ready = warm(NETS[name], lines, options.peer, inside)
-            times = low(ready.steps, ready.drops, options.rounds, options.clock)
-        print(table(NETS[name], [q.name for q in lines], times, ready.refused), flush=True)
+            ready = warm(problem, lines, options.peer, inside)
+            steps = ready.steps, ready.drops
+            times = low(*steps, options.rounds, options.clock, wait or (lambda: None))
+        print(table(problem, [q.name for q in lines], times, ready.refused), flush=True)
 
 
 if __name__ == "__main__":

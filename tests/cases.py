@@ -17,6 +17,7 @@ from backpack_core import backpack, extend
 from backpack_core.contract.extension import Extension
 from backpack_core.extensions import BatchGrad, DiagGGNExact, SumGradSquared
 from tests import oracle
+from tests.devices import rng_state, set_rng_state
 
 
 class Net(Module):
@@ -85,10 +86,10 @@ class Problem:
         from backpack_core import unextend
 
         model, lossfunc = (unextend(copy.deepcopy(m)) for m in (self.model, self.lossfunc))
-        state = torch.random.get_rng_state()
+        state = rng_state()
 
         def forward(*inputs: Tensor) -> Tensor:
-            torch.random.set_rng_state(state)
+            set_rng_state(state)
             output: Tensor = model(*inputs)
             return output
 
@@ -96,7 +97,7 @@ class Problem:
         found = quantity(
             forward, lambda out: lossfunc(out, self.target), self.inputs, parameters, self.whole
         )
-        torch.random.set_rng_state(state)
+        set_rng_state(state)
         return found
 
     def compare(self, name: str, expected: list[Tensor]) -> None:

@@ -15,7 +15,7 @@ from backpack_core.engine.planning import Planning
 from backpack_core.errors import warned
 from backpack_core.testing.layer_run import forget_runs
 from tests import steps
-from tests.devices import DrawnOnHost, usable
+from tests.devices import DrawnOnHost, everywhere, usable
 from tests.leftovers import left_behind, state
 
 
@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     device = usable(config.getoption("--device"))
     if device.type != "cpu":
-        torch.set_default_device(device)
+        everywhere(device)
     steps.switch_on()
     plans = config.getoption("--plans")
     if plans != "on":
@@ -96,7 +96,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _double_precision() -> Iterator[None]:
+def _double_precision(request: pytest.FixtureRequest) -> Iterator[None]:
     """With a fixed seed, and the same numbers on every device.
 
     And warnings that come once per process come once per test: a fixture for each of the two would
@@ -105,6 +105,12 @@ def _double_precision() -> Iterator[None]:
     warned.clear()
     before, device = torch.get_default_dtype(), torch.get_default_device()
     torch.set_default_dtype(torch.float64)
+    if device.type != "cpu" and request.node.get_closest_marker("host"):
+        with torch.device("cpu"):
+            torch.manual_seed(0)
+            yield
+        torch.set_default_dtype(before)
+        return
     if device.type == "cpu":
         torch.default_generator.manual_seed(0)  # that of other devices notes who asks, for long
         yield
@@ -135,6 +141,13 @@ def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     forget_runs()
     if not request.node.stash.get(_FAILED, False):
         assert not left_behind(before)
+
+
+@pytest.fixture
+def without_cudnn() -> Iterator[None]:
+    """Its recurrent layers are differentiated once, and in training mode alone."""
+    with torch.backends.cudnn.flags(enabled=torch.get_default_device().type == "cpu"):
+        yield
 
 
 @pytest.fixture

@@ -83,9 +83,16 @@ class Arguments:
 
 
 def seeded(function: Callable[[], T], seed: int) -> T:
-    """Call a function with a seeded generator, and restore the generator's state."""
-    with torch.random.fork_rng(devices=[]):
+    """Call a function with seeded generators, and restore their state.
+
+    They are the host's, and that of the default device.
+    """
+    device = torch.get_default_device()
+    others = [] if device.type == "cpu" else [device.index or 0]
+    with torch.random.fork_rng(others, device_type=device.type if others else "cuda"):
         torch.default_generator.manual_seed(seed)
+        if others:
+            getattr(torch, device.type).manual_seed(seed)
         return function()
 
 

@@ -117,16 +117,23 @@ def _hint(found: Tensor, expected: Tensor) -> str:
     return ""
 
 
+def _states() -> Tensor:
+    """The states of the host's generator, and of the default device's."""
+    host, device = torch.get_rng_state(), torch.get_default_device()
+    module = None if device.type == "cpu" else getattr(torch, device.type)
+    return host if module is None else torch.cat([host, module.get_rng_state(device)])
+
+
 @contextmanager
 def untouched(rule: LayerRule, module: Module, *tensors: Tensor) -> Iterator[None]:
     """Require that a rule changes no tensor that it gets, keeps no state, and draws no numbers."""
     before, kept = dict(vars(rule)), set(vars(module))
-    numbers, copies = torch.get_rng_state(), [tensor.detach().clone() for tensor in tensors]
+    numbers, copies = _states(), [tensor.detach().clone() for tensor in tensors]
     yield
     require(dict(vars(rule)) == before, "The rule changed its own attributes: keep no state.")
     added = sorted(set(vars(module)) - kept)
     require(not added, f"The rule stored {added} on the module: view.once(key, compute) keeps it.")
-    same = torch.equal(numbers, torch.get_rng_state())
+    same = torch.equal(numbers, _states())
     require(same, "The rule drew random numbers: those of the user's next batch would be others.")
     for tensor, copy in zip(tensors, copies, strict=True):
         same = torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(copy))

@@ -91,7 +91,7 @@ class SoftmaxLoss(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[N, C] →`` a number."""
-        target = torch.linspace(0.2, 0.8, x.shape[1], dtype=x.dtype)
+        target = torch.linspace(0.2, 0.8, x.shape[1], dtype=x.dtype, device=x.device)
         terms = x.logsumexp(1) - x @ target
         return terms.mean() if self.reduction == "mean" else terms.sum()
 
@@ -200,14 +200,14 @@ class SoftmaxLossRule(HessianLossRule):
 
     def _sqrt_hessian(self, view: View) -> Tensor:
         p = view.input.softmax(1)
-        eye = torch.eye(p.shape[1], dtype=p.dtype)
+        eye = torch.eye(p.shape[1], dtype=p.dtype, device=p.device)
         columns = p.sqrt().T.unsqueeze(2) * (eye.unsqueeze(1) - p)
         root: Tensor = columns * self.normalisation(view) ** 0.5
         return root
 
     def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
         exact = self._sqrt_hessian(view)
-        mixing = fixed_mixing(samples, len(exact)).to(exact.dtype)
+        mixing = fixed_mixing(samples, len(exact)).to(exact)
         return torch.einsum("sv,vnc->snc", mixing, exact)
 
     def _hessian_mat_prod(self, view: View, mat: Tensor) -> Tensor:

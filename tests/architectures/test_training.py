@@ -104,6 +104,7 @@ def test_an_optimizer_inside_the_backward_pass() -> None:
         torch.testing.assert_close(parameter.detach(), old - 0.1 * gradients.sum(0))
 
 
+@pytest.mark.host("it moves the model by itself")
 def test_accelerate() -> None:
     accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
     model, lossfunc = extend(mlp()), extend(nn.CrossEntropyLoss())

@@ -18,6 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.host("gloo joins tensors of there")
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_scores_are_those_of_one_process(ranks: int, tmp_path: Path) -> None:
     wanted = scores(0, 1, tmp_path)

@@ -20,6 +20,8 @@ from backpack_core.errors import UsageError
 from backpack_firstorder import SampleGradients
 from tests.attribution.test_store import SHAPES, filled, flat, rows
 
+pytestmark = pytest.mark.host("numpy reads what is written")
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_bergson(tmp_path, dtype) -> None:

@@ -24,6 +24,8 @@ from backpack_attribution.quality import (
 )
 from backpack_core.errors import ShapeError, UsageError
 
+pytestmark = pytest.mark.host("measures of scores, which lie there")
+
 
 def test_rank_correlations_are_scipys() -> None:
     a, b = torch.randn(20, 4), torch.randint(4, (20, 4)).double()

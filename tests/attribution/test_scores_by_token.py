@@ -53,7 +53,7 @@ def test_tokens_have_scores_of_their_own(method) -> None:
         g, q = nn.functional.normalize(g), nn.functional.normalize(q)
     wanted = g @ q.T * (0.5 if method == "tracin" else 1)
     assert scores.train == NAMES
-    assert torch.allclose(scores.values, wanted, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(scores.values, wanted.cpu(), rtol=1e-12, atol=1e-12)
     assert scores.sorted().train == NAMES
 
 

@@ -14,6 +14,8 @@ from backpack_core.errors import ShapeError, UsageError
 from backpack_firstorder import SampleGradients
 from tests.attribution.crash import crash
 
+pytestmark = pytest.mark.host("files are read to there")
+
 SHAPES = {"0.weight": (5, 7), "0.bias": (5,), "conv.weight": (4, 3, 2, 2)}
 
 
@@ -58,6 +60,15 @@ def test_scores_and_search_are_products_with_what_was_appended(tmp_path, dtype, 
             assert found.identities == scores.top(3, largest).identities
             assert torch.allclose(found.values, scores.top(3, largest).values)
     assert len(store.search(queries, k=100).identities[0]) == 8
+
+
+def test_the_default_device_does_not_matter(tmp_path) -> None:
+    store, queries = filled(tmp_path / "store"), rows(2, seed=1)
+    expected = store.search(queries, k=3)
+    with torch.device("meta"):
+        found = store.search(queries, k=3)
+    assert found.identities == expected.identities
+    assert torch.equal(found.values, expected.values)
 
 
 def test_cosines(tmp_path) -> None:

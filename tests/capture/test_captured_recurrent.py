@@ -14,6 +14,11 @@ from backpack_core import backpack, extend
 from backpack_core.extensions import BatchGrad, DiagGGNExact
 from tests.capture.nets import Last
 
+pytestmark = [
+    pytest.mark.usefixtures("reproducible"),
+    pytest.mark.filterwarnings("ignore:.*deterministic implementation"),
+]
+
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])

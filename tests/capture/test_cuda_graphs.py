@@ -179,10 +179,11 @@ def test_buffers_are_written_once(compile: str | None) -> None:
     assert "graph of" in pair.step.report()
 
 
+@pytest.mark.parametrize("names", [("BatchGrad", "DiagGGNExact"), ("BatchGrad", "KFAC")])
 @needs_gpu
-def test_parameters_that_move_are_followed() -> None:
+def test_parameters_that_move_are_followed(names: tuple[str, ...]) -> None:
     make, draw = NETS["mlp"]
-    pair = Pair(make(), ("BatchGrad", "KFAC"), "cudagraphs")
+    pair = Pair(make(), names, "cudagraphs")
     pair.train(draw, 9)
     for model in pair.models:
         model[0].weight.data = model[0].weight.data * 2

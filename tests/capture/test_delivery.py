@@ -101,17 +101,23 @@ def test_a_gradient_that_is_not_dense_is_left_to_the_engine() -> None:
     assert torch.equal(twins.model[0].weight.grad, twins.other[0].weight.grad)
 
 
+def autocast(enabled: bool) -> torch.autocast:
+    return torch.autocast(torch.get_default_device().type, torch.bfloat16, enabled=enabled)
+
+
 @pytest.mark.parametrize("place", ["inside", "outside"])
 @pytest.mark.filterwarnings("ignore")
 def test_autocast(place: str) -> None:
     def write(model: nn.Module, lossfunc: nn.Module) -> Callable[..., Tensor]:
         def step(x: Tensor, y: Tensor) -> Tensor:
-            with torch.autocast("cpu", torch.bfloat16, enabled=place == "inside"):
+            with torch.autocast(
+                torch.get_default_device().type, torch.bfloat16, enabled=place == "inside"
+            ):
                 out = model(x)
             return lossfunc(out.float(), y)
 
         def whole(x: Tensor, y: Tensor) -> Tensor:
-            with torch.autocast("cpu", enabled=False):
+            with autocast(False):
                 scale = (x @ x.T).mean()
             return lossfunc(model(x).float(), y) * scale
 
@@ -120,7 +126,9 @@ def test_autocast(place: str) -> None:
     torch.set_default_dtype(torch.float32)
     twins = Twins(mlp(), [BatchGrad(), KFAC()], write)
     for _ in range(8):
-        with torch.autocast("cpu", torch.bfloat16, enabled=place == "outside"):
+        with torch.autocast(
+            torch.get_default_device().type, torch.bfloat16, enabled=place == "outside"
+        ):
             twins.run(*batch())
         twins.update()
     assert twins.replays == 4

@@ -17,6 +17,11 @@ from backpack_core.errors import BackpackError
 from tests.capture.nets import NETS
 from tests.capture.twins import Function, Twins, same
 
+pytestmark = [
+    pytest.mark.usefixtures("reproducible"),
+    pytest.mark.filterwarnings("ignore:.*deterministic implementation"),
+]
+
 CODE = ("GGNMP", "HMP", "DiagHMP", "PCHMP", "GGNGram", "JMP")  # results that are code
 OWN = ("GradInner",)  # the sum over parameters is an attribute of its own, so the engine runs it
 NAMES = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +34,7 @@ def _right(model: nn.Module, x: Tensor) -> Tensor:
     return found
 
 
+@pytest.mark.host("torch itself recycles the memory of a GPU")
 def test_memory_is_written_again() -> None:
     model = _model()
     step, weight = _step(model), model[0].weight
@@ -88,6 +90,7 @@ def test_a_model_of_a_single_layer_is_captured() -> None:
     assert re.search(r"[1-9]\d* replays", step.report())
 
 
+@pytest.mark.host("torch itself recycles the memory of a GPU")
 def test_the_engine_takes_turns_with_a_step() -> None:
     """Each writes into the memory of what the other has stored."""
     model = _model()

@@ -20,6 +20,7 @@ from backpack_capture import CapturedStep, capture
 from backpack_capture.nested import Apart
 from backpack_core import backpack, extend
 from backpack_core.errors import BackpackError
+from tests.devices import rng_state
 from tests.nets import losses
 from tests.nets.draw import draw
 from tests.nets.losses import Losses
@@ -93,7 +94,7 @@ class Side:
             (p.grad, [p.__dict__.get(field) for field in self.fields])
             for p in self.whole.parameters()
         ]
-        return loss, results, torch.get_rng_state()
+        return loss, results, rng_state()
 
 
 def differs(ours: Any, right: Any) -> bool:

@@ -238,6 +238,7 @@ def _seeded() -> Iterator[None]:
     np.random.set_state(numpy)
 
 
+@pytest.mark.host("numpy is one of the reasons")
 @pytest.mark.usefixtures("_seeded")
 @pytest.mark.parametrize("name", CASES)
 def test_refused(name: str) -> None:

@@ -14,6 +14,7 @@ from backpack_capture.recorder import Recorder
 from backpack_capture.tidying import tidy
 from backpack_capture.unseen import seen_by
 from backpack_capture.views import with_direct_views as direct
+from tests.devices import rng_state, set_rng_state
 
 WEIGHT = torch.rand(3, 3)
 Function = Callable[[Tensor], Sequence[Tensor]]
@@ -38,20 +39,20 @@ def check(function: Function, size: int | None = None) -> str:
     assert len(program.operations) <= before
     for _ in range(2):
         x = torch.randn(3, 3)
-        state, memory, weight = torch.get_rng_state(), x.clone(), WEIGHT.clone()
+        state, memory, weight = rng_state(), x.clone(), WEIGHT.clone()
         right = [t.clone() for t in function(x)]
-        after, drawn, kept = x.clone(), torch.get_rng_state(), WEIGHT.clone()
-        torch.set_rng_state(state)
+        after, drawn, kept = x.clone(), rng_state(), WEIGHT.clone()
+        set_rng_state(state)
         x.copy_(memory), WEIGHT.copy_(weight)
         for _ in range(2):  # nothing of the first run is left in the second
-            torch.set_rng_state(state)
+            set_rng_state(state)
             x.copy_(memory), WEIGHT.copy_(weight)
             found = code.run(x)
             assert all(map(torch.equal, found, right))
             assert [t.dtype for t in found] == [t.dtype for t in right]
         assert torch.equal(x, after)
         assert torch.equal(WEIGHT, kept)
-        assert torch.equal(torch.get_rng_state(), drawn)
+        assert torch.equal(rng_state(), drawn)
         for result in found:
             assert result is not WEIGHT
     return code.text

@@ -33,8 +33,14 @@ from backpack_products._torch import onednn_linear
 from tests.capture.nets import NETS
 from tests.capture.test_random_nets import Side, differs, move
 from tests.cases import Net
+from tests.devices import rng_state
 from tests.forks import python
 from tests.nets.draw import draw
+
+pytestmark = [
+    pytest.mark.usefixtures("reproducible"),
+    pytest.mark.filterwarnings("ignore:.*deterministic implementation"),
+]
 
 EXTENSIONS: dict[str, Callable[[], Any]] = {
     name: getattr(known, name)
@@ -86,7 +92,7 @@ class Twin:
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
                     parameter -= 0.05 * parameter.grad
-        return [loss.detach(), torch.get_rng_state(), found]
+        return [loss.detach(), rng_state(), found]
 
 
 def compare(model: nn.Module, batches: list[Any], make: Callable[[], Any]) -> int:
@@ -596,6 +602,7 @@ import sys, torch
 from torch import nn
 from backpack_core import backpack, extend
 from backpack_core.extensions import BatchGrad
+from tests.devices import rng_state
 model, lossfunc = extend(nn.Linear(4, 3)), extend(nn.MSELoss())
 for _ in range(20):
     loss = lossfunc(model(torch.rand(8, 4)), torch.rand(8, 3))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from backpack_capture import CapturedStep, capture
 from backpack_capture.nested import Apart
 from backpack_core import Extension, backpack, extend
+from tests.devices import rng_state
 
 Function = Callable[..., Any]
 
@@ -62,10 +63,10 @@ class Twins:
         self._seed += 1
         torch.manual_seed(self._seed)
         right = self.engine(*args)
-        state = torch.get_rng_state()
+        state = rng_state()
         torch.manual_seed(self._seed)
         ours = self.step(*args)
-        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.equal(rng_state(), state)
         same(ours, right)
         self.compare()
 

@@ -17,6 +17,7 @@ def differences() -> ModuleType:
     return importlib.import_module("benchmarks.differences")
 
 
+@pytest.mark.host("the page has the numbers of a CPU")
 @pytest.mark.parametrize("row", range(11))
 def test_numbers_are_right(differences: ModuleType, row: int) -> None:
     _, make, shape, name, scale = differences.ROWS[row]

@@ -135,7 +135,7 @@ def test_loss_by_hand() -> None:
             assert bpQuantities is None
             assert module.input1.shape == module.input0.shape
             n, d = module.input0.shape
-            return 2**0.5 * torch.eye(d).unsqueeze(1).expand(d, n, d)
+            return 2**0.5 * torch.eye(d).to(module.input0).unsqueeze(1).expand(d, n, d)
 
     problem = Problem(nn.Linear(3, 2), (torch.randn(4, 3),), Squares(), torch.randn(4, 2))
     expected = [d.sum(0) for d in problem.expected(oracle.ggn_diagonals)]

@@ -30,7 +30,7 @@ class NumpyCube(Cube):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
-        return torch.from_numpy(3 * x.detach().numpy() ** 2 * grad.numpy())
+        return torch.from_numpy(3 * x.detach().cpu().numpy() ** 2 * grad.cpu().numpy()).to(grad)
 
 
 class VmapCube(torch.autograd.Function):

@@ -149,6 +149,7 @@ def test_a_function_as_loss_of_a_model_that_turns_its_input() -> None:
             torch.testing.assert_close(p.grad_batch[n], gradient)
 
 
+@pytest.mark.usefixtures("without_cudnn")
 def test_a_loss_of_steps_and_samples_merged() -> None:
     """A product with the curvature needs no samples, and so not to know which is whose."""
     model, lossfunc = nn.Sequential(nn.GRU(D, D), Steps()), nn.MSELoss(reduction="sum")

@@ -103,6 +103,7 @@ def test_nothing_is_said_if_nothing_is_asked() -> None:
         backpack(BatchGrad(), check="sometimes")  # type: ignore[arg-type]
 
 
+@pytest.mark.host("a default device has a line of its own")
 @pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected")
 def test_the_line_is_named_in_anomaly_mode() -> None:
     with (

@@ -151,6 +151,7 @@ def test_as_many_gradients_as_roots(gradient: Any) -> None:
         backward([loss], [])
 
 
+@pytest.mark.host("it looks up the block of the thread that visits")
 @pytest.mark.parametrize("gradient", ["autograd", "none", "shared", "skipped"])
 def test_a_pass_inside_of_another_one_is_seen_by_hooks_alone(gradient: Any) -> None:
     """Whether autograd goes in the outer one, or not; a block of its own sees it."""

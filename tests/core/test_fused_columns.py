@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,8 @@ from backpack_operations.bridge import push_through
 from backpack_operations.order import ranks
 from tests.nets.passes import budget
 from tests.oracle import assert_close
+
+pytestmark = pytest.mark.host("no kernel of a GPU takes double precision")
 
 N, H, L, E = 2, 3, 4, 5
 
@@ -38,6 +41,40 @@ def test_as_one_by_one(mask: tuple[int, ...] | None, bytes_: int) -> None:
     each = [torch.autograd.grad(out, [q, k, v], g, retain_graph=True) for g in mat]
     for position, expected in enumerate(zip(*each, strict=True)):
         assert_close(found[position], torch.stack(expected))
+
+
+@pytest.mark.parametrize("mask", [None, (L, L), (N, H, L, L)], ids=str)
+@pytest.mark.parametrize("columns", [1, 5])
+@pytest.mark.parametrize("bytes_", [1, 2**26])
+def test_attention_by_its_formula(
+    mask: tuple[int, ...] | None, columns: int, bytes_: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for the kernel of cuDNN, which is called by autograd alone."""
+    formulas = dict.fromkeys(fused._KERNELS, fused.attention_by_formula)
+    monkeypatch.setattr(fused, "_KERNELS", formulas)
+    q, k, v = (torch.randn(N, H, L, E, requires_grad=True) for _ in range(3))
+    shown = None if mask is None else torch.randn(mask)
+    out, node = kernel(q, k, v, attn_mask=shown, scale=0.3, is_causal=mask is None)
+    mat = torch.randn(columns, *out.shape)
+    with budget(bytes_), mock.patch.object(torch, "vmap", side_effect=AssertionError):
+        found = bridge.push(node, {0: mat})
+    each = [torch.autograd.grad(out, [q, k, v], g, retain_graph=True) for g in mat]
+    for position, expected in enumerate(zip(*each, strict=True)):
+        assert_close(found[position], torch.stack(expected))
+
+
+def test_heads_that_share_keys_and_values() -> None:
+    q = torch.randn(N, 6, L, E, requires_grad=True)
+    k, v = (torch.randn(N, 2, L, E, requires_grad=True) for _ in range(2))
+    out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    mat = torch.randn(3, *out.shape)
+    options = {"dropout_p": 0.0, "is_causal": False, "scale": None, "attn_mask": None}
+    saved = {"query": q, "key": k, "value": v, **options}
+    node = SimpleNamespace(**{f"_saved_{name}": value for name, value in saved.items()})
+    found = fused.attention_by_formula(node, mat)
+    each = [torch.autograd.grad(out, [q, k, v], g, retain_graph=True) for g in mat]
+    for ours, expected in zip(found or (), zip(*each, strict=True), strict=True):
+        assert_close(ours, torch.stack(expected))
 
 
 def test_an_operand_without_gradient() -> None:

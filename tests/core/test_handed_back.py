@@ -18,6 +18,7 @@ def _equal(first: SampleIds | None, second: SampleIds | None) -> bool:
     return first.expand(6, 2).equal(second.expand(6, 2))
 
 
+@pytest.mark.host("numbers of samples are looked up there")
 @pytest.mark.parametrize("seed", range(60))
 def test_as_by_a_call_of_the_node(seed: int) -> None:
     choice = random.Random(seed)

@@ -165,6 +165,7 @@ def test_what_models_do_with_them(way: str, loss: str, sizes: tuple[int, ...]) -
     _check(way, "sums", sizes, loss)
 
 
+@pytest.mark.host("torch packs lengths of there")
 @pytest.mark.parametrize("sizes", [(2, 3), (4, 5), (3, 3), (3, 2, 4)])
 def test_packed_sequences(sizes: tuple[int, ...]) -> None:
     _check("packed", "", sizes, "module")

@@ -55,6 +55,7 @@ def test_a_nested_tensor_is_refused(where: str, layout: torch.layout, extension:
         extend(nn.MSELoss())(output := model(x), torch.zeros_like(output)).backward()
 
 
+@pytest.mark.host("torch warns of its slow kernels")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training_goes_on_without_a_block(layout: torch.layout) -> None:
     model, x = net("around", layout)

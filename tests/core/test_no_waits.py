@@ -123,6 +123,7 @@ SEEN: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+@pytest.mark.host("numpy is one of the ways")
 @pytest.mark.parametrize("name", SEEN)
 def test_a_read_is_seen(name: str) -> None:
     with Reads() as found:
@@ -156,6 +157,7 @@ def reads(
     raise AssertionError("none of the passes was meant")
 
 
+@pytest.mark.usefixtures("without_cudnn")
 @pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_a_pass_that_is_never_measured_reads_no_values(name: str, kind: str) -> None:
@@ -163,6 +165,7 @@ def test_a_pass_that_is_never_measured_reads_no_values(name: str, kind: str) -> 
     assert not reads(MODELS[name](), kind, "never", lambda passes: passes > (kind == "DiagHMP"))
 
 
+@pytest.mark.usefixtures("without_cudnn")
 @pytest.mark.filterwarnings("ignore::backpack_core.errors.AutodiffFallbackWarning")
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_a_pass_of_a_trusted_structure_reads_no_values(

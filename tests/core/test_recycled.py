@@ -19,6 +19,8 @@ from backpack_core.extensions import BatchGrad, BatchL2Grad, Jacobians, SumGradS
 from backpack_products import recycled
 from backpack_secondorder.outputs import SumOutputs
 
+pytestmark = pytest.mark.host("torch itself recycles the memory of a GPU")
+
 SAMPLES, WIDTH = 4, 160
 
 

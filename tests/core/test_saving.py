@@ -211,6 +211,7 @@ HOOKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
+@pytest.mark.host("a hook of it moves tensors to there")
 @pytest.mark.parametrize("hooks", HOOKS)
 def test_hooks_of_users(hooks: str) -> None:
     found = problem(lambda block, h: block(h))

@@ -110,6 +110,7 @@ def test_device_threads_of_two_training_threads() -> None:
             assert not hasattr(p, f"of_{1 - number}")
 
 
+@pytest.mark.host("for a GPU, the thread of the forward pass counts")
 def test_plain_backward_on_another_thread_does_not_see_the_context() -> None:
     problem = classification(mlp(), (3,))
     loss = problem.loss()
@@ -122,6 +123,7 @@ def test_plain_backward_on_another_thread_does_not_see_the_context() -> None:
     assert not hasattr(problem.parameters[0], "grad_batch")
 
 
+@pytest.mark.host("for a GPU, the thread of the forward pass counts")
 def test_context_and_backward_on_another_thread_than_forward() -> None:
     problem = classification(mlp(), (3,))
     expected = problem.expected(oracle.individual_gradients)
@@ -155,6 +157,7 @@ def test_device_thread_with_the_number_of_an_ended_one() -> None:
     assert found[0] is not None
 
 
+@pytest.mark.host("for a GPU, the thread of the forward pass counts")
 def test_foreign_thread_with_a_context_of_its_own() -> None:
     problem: Problem = classification(mlp(), (3,))
     loss = problem.loss()

@@ -55,7 +55,7 @@ class ScaleNumpy(Scale):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return None, torch.from_numpy(ctx.factor * grad.numpy())
+        return None, torch.from_numpy(ctx.factor * grad.cpu().numpy()).to(grad)
 
 
 class ScaleInPlace(Function):

@@ -17,6 +17,7 @@ from backpack_core.errors import ShapeError
 from backpack_core.extensions import GGNMP, HMP, PCHMP
 from tests import oracle
 from tests.cases import Problem, classification, mlp
+from tests.devices import rng_state, set_rng_state
 from tests.faults.block_nets import NETS, normalised, normalised_images
 from tests.secondorder.problems import hessians
 
@@ -52,9 +53,9 @@ BLOCKS = {"hmp": hessian, "ggnmp": gauss_newton}
 def blocks(problem: Problem, field: str) -> list[Tensor]:
     """The block of each trained parameter, from an untouched copy of the model."""
     model, lossfunc = (unextend(copy.deepcopy(m)) for m in (problem.model, problem.lossfunc))
-    state = torch.random.get_rng_state()
+    state = rng_state()
     output = model(*problem.inputs)
-    torch.random.set_rng_state(state)
+    set_rng_state(state)
 
     def of_output(out: Tensor) -> Tensor:
         result: Tensor = lossfunc(out, problem.target)
@@ -106,6 +107,7 @@ def test_one_vector(net: str, field: str) -> None:
         oracle.assert_close(product, getattr(p, field)(vectors)[1])
 
 
+@pytest.mark.usefixtures("without_cudnn")
 @pytest.mark.parametrize("net", ["tied", "twice", "own", "recurrent"])
 def test_one_vector_where_parameters_are_shared_or_enter_nonlinearly(net: str) -> None:
     problem = classification(NETS[net](), (3,))
@@ -152,6 +154,7 @@ def test_conjugate_gradients(field: str) -> None:
         oracle.assert_close(x.detach(), solution, 1e-8)
 
 
+@pytest.mark.usefixtures("without_cudnn")
 @pytest.mark.parametrize("field", BLOCKS)
 @pytest.mark.parametrize("net", NETS)
 def test_nets(net: str, field: str) -> None:

@@ -257,6 +257,7 @@ def test_no_sample_with_a_small_budget() -> None:
         set_memory_budget(before)
 
 
+@pytest.mark.usefixtures("without_cudnn")
 @pytest.mark.parametrize("name", MODELS)
 def test_a_batch_after_an_empty_one(name: str) -> None:
     """Nothing of it stays behind."""

@@ -108,6 +108,7 @@ def test_exact_or_refused(name: str, kind: str) -> None:
 # Products and eigenvectors that are asked for after the pass.
 
 
+@pytest.mark.usefixtures("without_cudnn")
 @pytest.mark.parametrize("name", REPLACED)
 def test_products_after_a_replacement(name: str) -> None:
     make, shape, change = REPLACED[name]

@@ -80,6 +80,7 @@ def test_one_warning(loss: str, extension: str) -> None:
     assert all(not field.any() for field in problem.fields("another"))
 
 
+@pytest.mark.host("a default device has a line of its own")
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_warning_points_at_the_users_line(loss: str) -> None:
     with warnings.catch_warnings(record=True) as caught:

@@ -75,6 +75,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], type[Warning]
 }
 
 
+@pytest.mark.host("a default device has a line of its own")
 @pytest.mark.parametrize("name", CASES)
 def test_a_warning_points_at_the_users_line(name: str) -> None:
     make, extension, category = CASES[name]

@@ -174,6 +174,7 @@ def test_operations_on_tokens(operation: str, kind: str) -> None:
     check(classification(net, TOKENS), kind)
 
 
+@pytest.mark.usefixtures("without_cudnn")
 @pytest.mark.parametrize("kind", KINDS[:2])
 @pytest.mark.parametrize("operation", ["module", "residual", "part"])
 @pytest.mark.parametrize("layer", [name for name in LAYERS if name != "tokens"])

@@ -15,13 +15,15 @@ from backpack_core.extensions import BatchGrad
 from tests.cases import Net
 from tests.oracle import assert_close
 
-CAUSAL = torch.ones(5, 5, dtype=torch.bool).triu(1)
-PADDING = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 5, [True] + [False] * 4])
+CAUSAL = torch.ones(5, 5, dtype=torch.bool, device="cpu").triu(1)
+PADDING = torch.tensor(
+    [[False] * 5, [False] * 3 + [True] * 2, [False] * 5, [True] + [False] * 4], device="cpu"
+)
 # Options of the module, and of its call.
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "causal": ({}, {"attn_mask": CAUSAL, "is_causal": True}),
-    "mask": ({}, {"attn_mask": torch.linspace(-1, 1, 25).reshape(5, 5)}),
+    "mask": ({}, {"attn_mask": torch.linspace(-1, 1, 25, device="cpu").reshape(5, 5)}),
     "padding": ({}, {"key_padding_mask": PADDING}),
     "more positions": ({"add_bias_kv": True, "add_zero_attn": True}, {}),
     "one head": ({"num_heads": 1}, {}),
@@ -78,12 +80,14 @@ def compare(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **options: Any) -
     return len(again)
 
 
+@pytest.mark.host("no kernel of a GPU takes double precision")
 @pytest.mark.parametrize("case", CASES)
 def test_what_was_saved(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, call = CASES[case]
     assert compare(net(module, call), monkeypatch, **call) == 0
 
 
+@pytest.mark.host("no kernel of a GPU takes double precision")
 @pytest.mark.parametrize("case", CASES)
 def test_one_column_goes_through_the_kernel(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no mask has to be looked at; also for some samples, in any order."""
@@ -107,9 +111,27 @@ def test_one_column_goes_through_the_kernel(case: str, monkeypatch: pytest.Monke
         assert_close(chosen.some, chosen.grad_batch[[2, 0]])
 
 
+@pytest.mark.host("no kernel of a GPU takes double precision")
 def test_without_the_kernel_the_formula_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rule, "KERNEL_BACKWARD", "_no_such_operation")
     module, call = CASES["plain"]
+    assert compare(net(module, call), monkeypatch, **call) == 0
+
+
+@pytest.mark.host("no kernel of a GPU takes double precision")
+@pytest.mark.parametrize("case", CASES)
+def test_zeros_behind_the_features_of_a_head(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As kernels for half precision on a GPU save them, which take eight features and more."""
+    kept = rule.kept_by_kernel
+
+    def padded(view: Any, names: Any, kernel: str = "") -> Any:
+        saved = None if kernel else kept(view, names, kernel)
+        return (
+            None if saved is None else [nn.functional.pad(x, (0, 8 - x.shape[-1])) for x in saved]
+        )
+
+    monkeypatch.setattr(rule, "kept_by_kernel", padded)
+    module, call = CASES[case]
     assert compare(net(module, call), monkeypatch, **call) == 0
 
 
@@ -121,6 +143,7 @@ def test_runs_again(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert compare(net({}, {}, way == "weights are asked for"), monkeypatch) == 2
 
 
+@pytest.mark.host("no kernel of a GPU takes double precision")
 def test_an_earlier_layer_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first layer saves, the second does not: it must not take the first one's."""
     model = net({}, {})

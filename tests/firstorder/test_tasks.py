@@ -121,7 +121,7 @@ def test_samples_of_tasks() -> None:
 
 def weights_of(gram: Tensor) -> Tensor:
     """A weighting that is not linear."""
-    return torch.linalg.solve(gram + 0.1 * torch.eye(len(gram)), torch.ones(len(gram)))
+    return torch.linalg.solve(gram + 0.1 * torch.eye(len(gram)).to(gram), gram.new_ones(len(gram)))
 
 
 @pytest.mark.parametrize("merged", [False, True])

@@ -169,7 +169,7 @@ def test_cast_on_the_way(carried: list[str], dtype: torch.dtype, bias: bool) -> 
     x, y = torch.randn(2, 3, WIDTH, dtype=torch.float32), torch.tensor([0, 1])
 
     def loss(x: Tensor, y: Tensor) -> Tensor:
-        with torch.autocast("cpu", dtype=dtype):
+        with torch.autocast(torch.get_default_device().type, dtype=dtype):
             out = model(x)
         value: Tensor = lossfunc(out.float(), y)
         return value

@@ -155,6 +155,7 @@ def test_draws_of_a_likelihood(reduction: str) -> None:
         oracle.assert_close(p.kfac[0], p.kflr[0], 0.05)
 
 
+@pytest.mark.host("numpy")
 def test_formulas_that_vmap_cannot_batch() -> None:
     class Cube(torch.autograd.Function):
         @staticmethod

@@ -133,6 +133,7 @@ DIRECT_CASES: list[tuple[int, dict[str, Any], int]] = [
 ]
 
 
+@pytest.mark.host("a kernel of a CPU")
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="a kernel of oneDNN")
 @pytest.mark.parametrize(("channels", "case", "columns"), DIRECT_CASES)
 @pytest.mark.parametrize("dims", [1, 2, 3])
@@ -166,6 +167,7 @@ def test_grouped_kernel_agrees_with_patches(
                 )
 
 
+@pytest.mark.host("a kernel of a CPU")
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="a kernel of oneDNN")
 @pytest.mark.parametrize("groups", [1, 2])
 def test_grouped_kernel_takes_some_columns_at_a_time(groups: int) -> None:

@@ -25,6 +25,8 @@ from backpack_core.record.view import View
 from backpack_layers.recurrent import GRURule, LSTMRule, RecurrentRule, RNNRule
 from backpack_products.some_samples import subsample
 
+pytestmark = pytest.mark.usefixtures("without_cudnn")
+
 INPUT, HIDDEN, STEPS = 3, 2, 4
 
 KINDS: dict[str, tuple[RecurrentRule, type[nn.RNNBase], dict[str, Any]]] = {

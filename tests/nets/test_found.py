@@ -466,6 +466,7 @@ def _nothing_is_left_behind() -> None:
     """Every net is judged by itself for what it leaves."""
 
 
+@pytest.mark.usefixtures("without_cudnn")
 @pytest.mark.parametrize("name", FOUND)
 def test_found(name: str) -> None:
     verdict = judge(Prepared(FOUND[name]))

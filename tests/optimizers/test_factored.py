@@ -15,6 +15,7 @@ from backpack_core.errors import NotExtendedError, UsageError
 from backpack_core.extensions import KFAC as FactorsOfBatch
 from backpack_optimizers import EKFAC, KFAC, LevenbergMarquardt
 from backpack_optimizers.factored import FIELD
+from tests.devices import rng_state, set_rng_state
 from tests.optimizers.problems import (
     KINDS,
     assert_near,
@@ -269,14 +270,14 @@ def test_a_state_goes_on_exactly(kind: Any, settings: Any) -> None:
     model, *_, optimizer, schedule = first
     file = io.BytesIO()
     states = [model.state_dict(), optimizer.state_dict(), schedule.state_dict()]
-    torch.save([*states, torch.get_rng_state()], file)
+    torch.save([*states, rng_state()], file)
     run(*first)
     second = fresh()
     file.seek(0)
     *states, random = torch.load(file)
     for thing, state in zip((second[0], second[4], second[5]), states, strict=True):
         thing.load_state_dict(state)
-    torch.set_rng_state(random)
+    set_rng_state(random)
     run(*second)
     assert torch.equal(values(first[0]), values(second[0]))
 
@@ -303,7 +304,7 @@ def test_damping_adapts_in_a_step(kind: Any, lr: float, damping: float) -> None:
     optimizer = kind(model, lr=lr, damping=0.1, adapt=rule, **EXACT)
     start = values(model)
     seen: list[torch.Tensor] = []
-    random = torch.get_rng_state()
+    random = rng_state()
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
@@ -318,7 +319,7 @@ def test_damping_adapts_in_a_step(kind: Any, lr: float, damping: float) -> None:
     gradient = torch.cat([p.grad.flatten() for p in model.parameters()])
     dense = torch.block_diag(*_dense(optimizer, kind))
     predicted = float(gradient @ step + 0.5 * step @ dense @ step)
-    torch.set_rng_state(random)
+    set_rng_state(random)
     change = closure().item() - before
     assert optimizer.damping == rule(0.1, change, predicted)
     assert optimizer.damping == damping

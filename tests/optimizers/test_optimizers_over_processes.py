@@ -83,6 +83,7 @@ def work(rank: int, folder: str) -> None:
     distributed.destroy_process_group()
 
 
+@pytest.mark.host("gloo joins tensors of there")
 @pytest.mark.skipif(
     not distributed.is_available() or sys.platform == "win32",
     reason="this torch was built without torch.distributed, or has no gloo over files",

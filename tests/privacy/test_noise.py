@@ -16,6 +16,7 @@ from tests.privacy.problems import privately
 ALARM = 1e-6  # with which probability a right program fails one of these tests
 
 
+@pytest.mark.host("scipy")
 @pytest.mark.parametrize("source", [System(), Seeded(0)])
 def test_numbers_of_a_source(source: Source) -> None:
     """Kolmogorov-Smirnov tests; odd counts, empty tensors, other precisions."""
@@ -36,6 +37,7 @@ def test_the_system_is_never_asked_for_the_same() -> None:
     assert not torch.equal(System().normal(torch.empty(9)), System().normal(torch.empty(9)))
 
 
+@pytest.mark.host("scipy")
 def test_noise_of_steps() -> None:
     """Standard deviation by parameter, no mean, no correlation between parameters.
 

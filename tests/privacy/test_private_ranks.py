@@ -28,6 +28,7 @@ MESSAGES = (
 )
 
 
+@pytest.mark.host("gloo joins tensors of there")
 def test_two_processes_are_one(tmp_path: Path) -> None:
     """With noise once; as they are, as replicas, as shards; with batches that are empty in one."""
     run_ranks(work, 2, tmp_path)

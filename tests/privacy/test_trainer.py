@@ -76,6 +76,7 @@ def trainer_of(private: Any, folder: Path, **options: Any) -> Any:
     )
 
 
+@pytest.mark.host("it moves the model by itself")
 def test_the_trainer_of_transformers(tmp_path: Path) -> None:
     from backpack_privacy.trainer import PrivateCallback
 

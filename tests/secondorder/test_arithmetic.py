@@ -77,6 +77,7 @@ def test_what_every_matrix_can_do(matrix: CurvatureMatrix) -> None:
     assert_close(root.matmul(root.matmul(vectors)), matrix @ vectors)
 
 
+@pytest.mark.host("its generator is of there")
 def test_draws_have_the_inverse_as_covariance(matrix: CurvatureMatrix) -> None:
     """Draws are a linear map of standard normal noise: the map is what counts."""
     size = len(matrix.dense())

@@ -25,6 +25,7 @@ def dense(blocks: BlockDiagonal) -> torch.Tensor:
     return torch.block_diag(*[block.dense() for block in blocks.values()])
 
 
+@pytest.mark.host("numpy")
 def test_as_one_matrix(blocks: BlockDiagonal) -> None:
     matrix = dense(blocks)
     size = len(matrix)
@@ -73,6 +74,7 @@ def test_a_parameter_that_is_a_single_number() -> None:
     assert [part.shape for part in both] == [(3,), (3, 2)]
 
 
+@pytest.mark.host("its generator is of there")
 def test_draws(blocks: BlockDiagonal) -> None:
     shapes = [block.order.shape for block in blocks.values()]
     assert [draw.shape for draw in blocks.sample(damping=1.0)] == shapes

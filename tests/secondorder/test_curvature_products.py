@@ -24,6 +24,7 @@ from backpack_core.errors import (
 )
 from backpack_core.extensions import GGNMP, HMP, PCHMP, BatchGrad, DiagGGNExact, DiagHessian
 from backpack_core.record.call import live_calls
+from backpack_secondorder.torch_errors import explained
 from tests import oracle
 from tests.cases import Net, Problem, classification
 from tests.secondorder.problems import CHAINS, NETS, SETTINGS, chain_curvature, hessians, make
@@ -116,6 +117,7 @@ def test_modules_without_a_rule() -> None:
     compare(problem, "hmp", hessian)
 
 
+@pytest.mark.usefixtures("without_cudnn")
 @pytest.mark.parametrize("layers", [1, 2])
 def test_modules_whose_rule_refuses_how_they_were_called(layers: int) -> None:
     """Steps first, and dropout between layers: autograd knows what was dropped."""
@@ -232,6 +234,7 @@ def test_arguments() -> None:
     assert [GGNMP("a").savefield, HMP("b").savefield, PCHMP("c").savefield] == ["a", "b", "c"]
 
 
+@pytest.mark.usefixtures("without_cudnn")
 def test_parameters_that_enter_nonlinearly() -> None:
     parts = {"rnn": nn.RNN(2, 3, batch_first=True), "last": nn.Linear(3, 3)}
     problem = classification(Net(lambda net, x: net.last(net.rnn(x)[0][:, -1]), **parts), (2, 2))
@@ -270,3 +273,9 @@ def test_a_parameter_that_was_thawed_after_the_forward_pass(extension: Any) -> N
     assert not hasattr(net[0].weight, extension.savefield)
     assert net[0].weight.grad is None
     assert getattr(net[0].bias, extension.savefield)(vector[:, 0]).any()
+
+
+def test_recurrent_layers_of_cudnn_are_named() -> None:
+    text = "the derivative for '_cudnn_rnn_backward' is not implemented. Double backwards is not"
+    with pytest.raises(UnsupportedError, match="cuDNN's recurrent layers"), explained():
+        raise NotImplementedError(f"{text} supported for CuDNN RNNs")

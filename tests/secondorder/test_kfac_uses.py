@@ -87,7 +87,7 @@ def test_rows_of_samples_in_other_orders(order: Any, sharing: Any) -> None:
             c=nn.Linear(2, 5),
         )
         net.a.requires_grad_(order is not _frozen)
-        problem = classification(net, (4, 3), 3)
+        problem = classification(net, (4, 3), 3, classes=2)
         received: list[Tensor] = []
         handle = net.b.register_forward_hook(lambda m, x, y: received.append(x[0]))  # noqa: B023
         problem.run(KFLR(sharing))

@@ -229,6 +229,7 @@ def test_what_takes_columns_is_each_propagators_own(is_first: bool) -> None:
     assert not any(there.grads for there in listening.heard)
 
 
+@pytest.mark.host("no kernel of a GPU takes double precision")
 def test_kernel_without_second_derivative() -> None:
     problem = _make("attention", forward=_fused(SDPBackend.FLASH_ATTENTION))
     with pytest.raises(UnsupportedError, match="has no second derivative"):

@@ -18,6 +18,7 @@ from backpack_core.extensions import KFLR
 from backpack_secondorder.blocks import BlockDiagonal
 from backpack_secondorder.conjugate_gradients import ConvergenceError, conjugate_gradients
 from backpack_secondorder.over_data import GGN, Fisher, Hessian
+from tests.devices import rng_state, set_rng_state
 from tests.oracle import assert_close
 from tests.secondorder.data_problems import (
     KINDS,
@@ -72,7 +73,7 @@ def test_empirical_fisher(loss: str) -> None:
 @pytest.mark.parametrize("loss", ["cross entropy", "sum", "squares", "binary"])
 def test_sampled_fisher(loss: str) -> None:
     given = make(loss=loss)
-    state = torch.random.get_rng_state()
+    state = rng_state()
     operator = Fisher(*given, mc_samples=20_000)
     expected, vector = dense_ggn(given), torch.randn(operator.shape[0])
     found = operator @ vector
@@ -80,14 +81,14 @@ def test_sampled_fisher(loss: str) -> None:
     torch.testing.assert_close(operator @ vector, found, rtol=0, atol=0)
     other = Fisher(*given, mc_samples=20_000, seed=1) @ vector
     assert not torch.equal(other, found)
-    torch.random.set_rng_state(state)
+    set_rng_state(state)
     model, lossfunc, (batch, *_) = given
     once, twice = Fisher(model, lossfunc, [batch]), Fisher(model, lossfunc, [batch, batch])
     assert not torch.allclose(once.dense(), twice.dense())  # draws of their own for each batch
     few = Fisher(*given)
-    before = torch.random.get_rng_state()
+    before = rng_state()
     dense = few.dense()
-    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(rng_state(), before)
     assert_close(dense, dense.T)
     assert torch.linalg.matrix_rank(dense) <= sum(SIZES)
 
@@ -119,6 +120,7 @@ def test_sums_of_many_batches_in_half_precision(dtype: torch.dtype) -> None:
     torch.testing.assert_close(product.double(), wanted, rtol=0.02, atol=0.01)
 
 
+@pytest.mark.host("scipy")
 def test_scipy() -> None:
     given = make()
     dense = dense_ggn(given)
@@ -313,6 +315,7 @@ def test_wrong_arguments() -> None:
         GGN(model, nn.CrossEntropyLoss(), ignored).gradient()
 
 
+@pytest.mark.host("scipy")
 def test_wrong_arguments_of_conjugate_gradients() -> None:
     operator = GGN(*make())
     rhs = torch.ones(operator.shape[0])

@@ -150,6 +150,7 @@ def test_a_fallback_adds_up_over_chunks() -> None:
     oracle.assert_close(problem.parameters[2].kflr[0], whole)
 
 
+@pytest.mark.usefixtures("without_cudnn")
 def test_time_steps_first_have_the_factors_of_samples_first() -> None:
     def model(batch_first: bool) -> Net:
         last = (slice(None), -1) if batch_first else (-1,)

@@ -122,6 +122,7 @@ def blocks(model: nn.Module, matrix: Tensor) -> list[Tensor]:
     return [row.split(sizes, 1)[k] for k, row in enumerate(matrix.split(sizes, 0))]
 
 
+@pytest.mark.host("a GPU has norms of weights in single precision")
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
 @pytest.mark.parametrize("made", [fused, by_hooks, plain])
 @pytest.mark.parametrize("net", NETS)
@@ -140,6 +141,7 @@ def test_products(net: str, made: Made) -> None:
         assert_close(p.diag_hmp.flatten(), block.diagonal())
 
 
+@pytest.mark.host("a GPU has norms of weights in single precision")
 @pytest.mark.parametrize("net", NETS)
 def test_over_data(net: str) -> None:
     model, other, x, y = pair(net, fused)
@@ -150,6 +152,7 @@ def test_over_data(net: str) -> None:
         assert_close(found @ eye, wanted @ eye)
 
 
+@pytest.mark.host("a GPU has norms of weights in single precision")
 def test_inside_of_a_checkpoint() -> None:
     model, other, x, y = pair("several", fused)
     forward = lambda model, batch: (checkpoint(model, batch[0], use_reentrant=False), batch[1])  # noqa: E731
@@ -157,6 +160,7 @@ def test_inside_of_a_checkpoint() -> None:
     assert_close(found.dense(), Hessian(other, nn.MSELoss(), [(x, y)]).dense())
 
 
+@pytest.mark.host("a GPU has norms of weights in single precision")
 def test_against_differences() -> None:
     """No formula of torch's own takes part."""
     model, _, x, y = pair("several", fused)
@@ -180,6 +184,7 @@ def test_against_differences() -> None:
         assert_close(p.hmp(v), wanted, rtol=1e-6)
 
 
+@pytest.mark.host("a GPU has norms of weights in single precision")
 def test_nothing_is_left_at_the_nodes() -> None:
     """A pass of the user's is torch's, before and after."""
     model, _, x, y = pair("first axis", fused)

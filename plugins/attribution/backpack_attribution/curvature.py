@@ -215,7 +215,7 @@ def solved(
         rtol: A right side whose residual is below this share of its norm is left alone.
     """
     x = dict(start)
-    residual = _plus(rhs, multiply(x), torch.tensor(-1.0))
+    residual = _plus(rhs, multiply(x), torch.tensor(-1.0, device="cpu"))
     bound = rtol**2 * _dots(rhs, rhs)
     direction = precondition(residual)
     product = _dots(residual, direction)
@@ -235,7 +235,7 @@ def solved(
 
 def _dots(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Tensor:
     """``⟨a_m, b_m⟩`` over all parameters, ``[M]``."""
-    return sum(((a[n] * b[n]).flatten(1).sum(1) for n in a), torch.zeros(()))
+    return sum(((a[n] * b[n]).flatten(1).sum(1) for n in a), torch.zeros((), device="cpu"))
 
 
 def _plus(a: Mapping[str, Tensor], b: Mapping[str, Tensor], factor: Tensor) -> dict[str, Tensor]:

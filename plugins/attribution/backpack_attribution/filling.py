@@ -163,7 +163,7 @@ def preconditioned(store: GradientStore, queries: Gradients, damping: float = 0.
         for name in queries:
             rows = forms.dense(block.gradients[name]).flatten(1)
             rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-            moments[name] = moments.get(name, torch.zeros(())) + rows.T @ rows
+            moments[name] = moments.get(name, rows.new_zeros(())) + rows.T @ rows
     found = {}
     for name, value in queries.items():
         query = forms.dense(value)

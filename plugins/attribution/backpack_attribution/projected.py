@@ -154,7 +154,7 @@ class TRAK(Method):
         """Scores, ``[N, M]``."""
         model = run.problem.model
         states = self._checkpoints or [model.state_dict()]
-        total, misses = torch.zeros(()), torch.zeros(())
+        total, misses = torch.zeros((), device="cpu"), torch.zeros((), device="cpu")
         for number, state in enumerate(states):
             with at_checkpoint(model, state):
                 part, missed = self._at(run, Projection(self.dim, self.kind, self.seed + number))

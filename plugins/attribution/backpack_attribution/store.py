@@ -255,7 +255,7 @@ class GradientStore:
         names = checked(range(count) if names is None else names, count)
         product = forms.cosines if cosine else forms.inner
         parts = [product(block.gradients, queries) for block in self.blocks()]
-        values = torch.cat(parts) if parts else torch.zeros(0, count)
+        values = torch.cat(parts) if parts else torch.zeros(0, count, device="cpu")
         kind = "cosines" if cosine else "inner products"
         return Scores(values.cpu(), self.identities, names, kind)
 
@@ -285,11 +285,12 @@ class GradientStore:
         """
         count = self.count_of(queries)
         require_count(k)
-        values, places, done = torch.zeros(count, 0), torch.zeros(count, 0, dtype=torch.long), 0
+        values, done = torch.zeros(count, 0, device="cpu"), 0
+        places = values.long()
         product = forms.cosines if cosine else forms.inner
         for block in self.blocks(rows):
             scores = product(block.gradients, queries).T.cpu()
-            rows_of = done + torch.arange(scores.shape[1]).expand_as(scores)
+            rows_of = done + torch.arange(scores.shape[1], device="cpu").expand_as(scores)
             done += scores.shape[1]
             values = torch.cat([values.to(scores.dtype), scores], 1)
             places = torch.cat([places, rows_of], 1)

@@ -100,7 +100,9 @@ class CudaGraph:
 
     def _capture(self, given: Sequence[Tensor]) -> None:
         """Warm up on a stream of its own, then capture; nothing of it counts."""
-        self._graph = None
+        # An earlier graph stays until there is another: memory of a pool without a graph is freed,
+        # and a capture into it fails, after which the generator cannot draw any more.
+        earlier, self._graph, self._outs = self._graph, None, []
         self._inputs = [
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in given
         ]
@@ -123,6 +125,7 @@ class CudaGraph:
             kinds.setdefault(out.dtype, []).append(place)
         self._kinds = [*kinds.values()]
         self._graph = graph
+        del earlier
 
     def _fill(self, given: Sequence[Tensor]) -> None:
         """Copy arguments to where the graph reads."""

@@ -142,7 +142,7 @@ class SumCheck(FirstOrderExtension):
 def magnitude(product: SampleProduct) -> Tensor:
     """The size of the terms of a sum over samples, which may cancel: about ``Σ ‖out‖ ‖inp‖``."""
     if isinstance(product, SumProduct):
-        return sum(map(magnitude, product.parts), torch.zeros(()))
+        return sum(map(magnitude, product.parts), torch.zeros((), device="cpu"))
     if isinstance(product, AffineProduct | ScaleProduct) and product.inp is not None:
         inp: Any = product.inp
         some = min(4, product.samples)

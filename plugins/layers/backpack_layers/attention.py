@@ -243,8 +243,14 @@ def _by_kernel(view: View, context: Tensor) -> tuple[Tensor, Tensor, Tensor] | N
 
 def _context(view: View) -> Tensor:
     """The context, without running the attention again if a kernel saved it. ``[N, H, L, D]``."""
-    saved = kept_by_kernel(view, ("output",))
+    saved = _kept(view, ("output",))
     return _heads(view).context if saved is None else saved[0].to(view.dtype)
+
+
+def _kept(view: View, names: tuple[str, ...]) -> list[Tensor] | None:
+    """What a fused kernel saved, without the zeros that some put behind the features of a head."""
+    saved = kept_by_kernel(view, names)
+    return None if saved is None else [x[..., : _module(view).head_dim] for x in saved]
 
 
 def _heads(view: View) -> Heads:
@@ -253,7 +259,7 @@ def _heads(view: View) -> Heads:
 
 def _attend(view: View) -> Heads:
     """The heads: as saved by torch's fused kernels, or from running the attention again."""
-    saved = kept_by_kernel(view, SAVED)
+    saved = _kept(view, SAVED)
     if saved is None:
         return _attend_again(view)
     query, key, value, context = [x.to(view.dtype) for x in saved]

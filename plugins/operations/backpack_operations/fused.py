@@ -1,8 +1,8 @@
 """Columns through fused kernels, for which vmap has no rule and would loop over columns.
 
 The backward kernel of fused attention on a CPU takes columns as further samples,
-``[V · N, H, L, E]``, as many in one call as fit into memory. Weight normalisation is written as a
-formula of few operations.
+``[V · N, H, L, E]``, as many in one call as fit into memory. Weight normalisation, and attention of
+cuDNN on a GPU, are written as formulas of few operations.
 """
 
 from __future__ import annotations
@@ -73,11 +73,15 @@ def _of_convolution(node: Any, mat: Tensor) -> Tensor | None:
 def weight_norm(node: Any, mat: Tensor) -> list[Tensor]:
     """Columns at ``v`` and at ``g``, from columns ``[V, *w]`` at ``w = g v / |v|``.
 
-    Torch's own backward treats the norm as a constant when it is differentiated again.
+    Torch's own backward treats the norm as a constant when it is differentiated again. Otherwise
+    the norm is the one that torch divided by: on a GPU it has single precision for any weight.
     """
     v, g = node._saved_v, node._saved_g
     axes = [axis for axis in range(v.dim()) if axis != node._saved_dim]
-    norm = torch.linalg.vector_norm(v, dim=axes, keepdim=True)
+    if torch.is_grad_enabled():
+        norm = torch.linalg.vector_norm(v, dim=axes, keepdim=True)
+    else:
+        norm = node._saved_result1.to(v.dtype)
     along = (mat * v).sum([axis + 1 for axis in axes], keepdim=True) / norm
     return [g / norm * (mat - v / norm * along), along]
 
@@ -110,8 +114,40 @@ def _by_kernel(node: Any, mat: Tensor) -> list[Tensor]:
     return [each.unflatten(0, (columns, -1)) for each in grads]
 
 
+def attention_by_formula(node: Any, mat: Tensor) -> list[Tensor] | None:
+    """With ``P`` the softmax: ``Pᵀ g`` at the value, and ``P ∘ (g vᵀ - rowsum(P ∘ g vᵀ))`` between.
+
+    The backward kernel of cuDNN is left to autograd. Torch keeps a plan of it for the shapes and
+    strides of query, key and value. It takes that plan for a gradient with other strides, too, and
+    then computes something else, after our call also for ``.grad``.
+    """
+    if node._saved_dropout_p:
+        return None
+    dtype = torch.promote_types(mat.dtype, torch.float32)
+    query, key, value = (getattr(node, f"_saved_{n}").to(dtype) for n in ("query", "key", "value"))
+    groups = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(groups, 1) for t in (key, value))
+    scale = query.shape[-1] ** -0.5 if node._saved_scale is None else node._saved_scale
+    scores = query @ key.mT * scale
+    bias = getattr(node, "_saved_attn_bias", getattr(node, "_saved_attn_mask", None))
+    if bias is not None:
+        scores = scores + bias
+    if node._saved_is_causal:
+        later = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(later, float("-inf"))
+    weights, parts = scores.softmax(-1), []
+    for some in slices(len(mat), memory_budget() // max(1, 4 * weights.nbytes)):
+        columns = mat[some].to(dtype)
+        along = columns @ value.mT
+        between = scale * weights * (along - (weights * along).sum(-1, keepdim=True))
+        parts.append((between @ key, between.mT @ query, weights.mT @ columns))
+    sent = [torch.cat(part).to(mat.dtype) for part in zip(*parts, strict=True)]
+    return [sent[0], *(t.unflatten(2, (-1, groups)).sum(3) for t in sent[1:])]
+
+
 _KERNELS = {
     "ScaledDotProductFlashAttentionForCpu": _attention,
+    "ScaledDotProductCudnnAttention": attention_by_formula,
     "WeightNormInterface": weight_norm,
 }
 # The position of an operand that has the samples as a rule, and columns there alone.

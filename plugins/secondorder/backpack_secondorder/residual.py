@@ -67,8 +67,7 @@ def unit_vectors(like: Tensor, some: slice = slice(None)) -> Tensor:
     """Unit vectors at a tensor ``[N, *]``, for each sample: ``[d, N, *]``."""
     size = like.shape[1:].numel()
     places = torch.arange(size, device=like.device)[some]
-    eye = like.new_zeros(len(places), size)
-    eye[torch.arange(len(places), device=like.device), places] = 1
+    eye = (places[:, None] == torch.arange(size, device=like.device)).to(like.dtype)
     return eye.reshape(len(places), 1, *like.shape[1:]).expand(-1, *like.shape)
 
 

@@ -27,7 +27,7 @@ def of_layer_norm(node: Any, *arrived: Tensor | None) -> Grads:
         eps = (scale.reshape(variance.shape) ** -2 - variance).detach()
         return (x - x.mean(axes, keepdim=True)) * (variance + eps).rsqrt(), [*lengths]
 
-    grad_out, x, weight = _again(node, arrived, normalise)
+    grad_out, x, weight = _again(node, node._saved_grad_out, arrived, normalise)
     return grad_out, x, None, None, weight, None
 
 
@@ -44,14 +44,26 @@ def of_batch_norm(node: Any, *arrived: Tensor | None) -> Grads:
             mean, variance = mean.reshape(shape), variance.reshape(shape)
         return (x - mean) * (variance + node._saved_eps).rsqrt(), shape
 
-    grad_out, x, weight = _again(node, arrived, normalise)
+    grad_out, x, weight = _again(node, node._saved_grad_out, arrived, normalise)
     return grad_out, x, weight, None, None
 
 
-def _again(node: Any, arrived: Grads, normalise: Normalise) -> Grads:
+def of_cudnn_batch_norm(node: Any, *arrived: Tensor | None) -> Grads:
+    """The same by statistics of the batch, of the node that a GPU has."""
+
+    def normalise(x: Tensor) -> tuple[Tensor, list[int]]:
+        axes = [0, *range(2, x.dim())]
+        variance, mean = torch.var_mean(x, axes, correction=0, keepdim=True)
+        return (x - mean) * (variance + node._saved_epsilon).rsqrt(), [*variance.shape]
+
+    grad_out, x, weight = _again(node, node._saved_grad_output, arrived, normalise)
+    return x, grad_out, weight, *(None for _ in node.next_functions[3:])
+
+
+def _again(node: Any, given_out: Tensor, arrived: Grads, normalise: Normalise) -> Grads:
     """The gradients at the arguments of a normalisation's derivative: gradient, input, gain."""
     # Nodes of their own: the gradient depends on the input, too, and that is not asked for.
-    grad_out, x = (t.view_as(t) for t in (node._saved_grad_out, node._saved_input))
+    grad_out, x = (t.view_as(t) for t in (given_out, node._saved_input))
     gain = node._saved_weight
     gain = x.new_ones(()) if gain is None else gain.view_as(gain)
     given = [t if t.requires_grad else t.detach().requires_grad_() for t in (grad_out, x, gain)]

@@ -25,6 +25,11 @@ def explained() -> Iterator[None]:
                 "Parameters were frozen since the backward pass, and what it left differentiates "
                 "them: freeze them before the forward pass, or when the products are taken."
             ) from error
+        if "cudnn" in text.lower():
+            raise UnsupportedError(
+                "cuDNN's recurrent layers have no second derivative. Run the forward pass inside "
+                "of torch.backends.cudnn.flags(enabled=False)."
+            ) from error
         if "double backward" in text:
             raise UnsupportedError(
                 "The forward pass was compiled by torch.compile, and what is compiled is not "

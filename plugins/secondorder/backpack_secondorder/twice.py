@@ -20,7 +20,7 @@ from backpack_operations.fused import weight_norm
 from backpack_operations.order import behind
 from backpack_secondorder.convolution_again import of_convolution
 from backpack_secondorder.fused_attention import NAMES, of_fused_attention
-from backpack_secondorder.statistics_again import of_batch_norm, of_layer_norm
+from backpack_secondorder.statistics_again import of_batch_norm, of_cudnn_batch_norm, of_layer_norm
 
 Place: TypeAlias = Tensor | GradientEdge
 Grads: TypeAlias = tuple[Tensor | None, ...]
@@ -111,6 +111,7 @@ FORMULAS: Formulas = {
     "WeightNormInterfaceBackward0": _weight_norm,
     "NativeLayerNormBackwardBackward0": of_layer_norm,
     "NativeBatchNormBackwardBackward0": of_batch_norm,
+    "CudnnBatchNormBackwardBackward0": of_cudnn_batch_norm,
     **dict.fromkeys(NAMES, of_fused_attention),
 }
 # Right in torch, too, and faster here.
