@@ -12,6 +12,7 @@ with backpack(DiagGGNExact()):
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from backpack_core import errors as errors  # modules of this package import it from here
@@ -29,9 +30,9 @@ else:
             return [public for public in __dir__() if not public.startswith("_")]
         public = {} if name.startswith("_") else vars(import_module("backpack_core.api"))
         if name not in public:
-            # ``from backpack_core import ...`` hides the message of an AttributeError, which tools
-            # expect that only look whether there is such a name.
-            near = errors.nearest(name, public)
+            # ``from backpack_core import ...`` hides the message of an AttributeError, which is
+            # expected of a module that is not imported yet, and where somebody only looks.
+            near = "" if find_spec(f"{__name__}.{name}") else errors.nearest(name, public)
             raise (ImportError if near else AttributeError)(
                 f"module {__name__!r} has no attribute {name!r}{near}"
             )

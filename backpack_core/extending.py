@@ -55,9 +55,8 @@ def extend(module: M, *, debug: bool = False, batch_axis: int | Mapping[str, int
         hint = f" Write {given.__name__}(...)." if isinstance(given, type) else ""
         if isroutine(given):
             hint = " A function is not extended: as a loss, curvature needs its module of torch.nn."
-        raise UsageError(
-            f"extend(...) takes an instance of torch.nn.Module. Got {' '.join(abridged(given).split())}.{hint}"
-        )
+        shown = " ".join(abridged(given).split())
+        raise UsageError(f"extend(...) takes an instance of torch.nn.Module. Got {shown}.{hint}")
     ensure_loaded()
     is_first = type(batch_axis) is int and not batch_axis
     owner = Owner(module, {} if is_first else between().axes_of(module, batch_axis))

@@ -66,8 +66,9 @@ def test_a_planned_pass_does_not_wait(name: str, kind: str) -> None:
         waits = [w for w in told if "synchronizing" in str(w.message)]
         if waits and passes > 16:
             found[passes] = {Path(w.filename).name for w in waits}
-    # Where masks hide a part of the net, passes are measured again.
-    assert set().union(*found.values()) <= {"dyed.py", "graph.py"}, found
+    # Where masks hide a part of the net, passes are measured again: these look at values.
+    others = [files for files in found.values() if "dyed.py" not in files]
+    assert set().union(*others) <= {"graph.py"}, found
     assert len(found) < 15
 
 

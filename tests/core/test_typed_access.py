@@ -9,6 +9,7 @@ from torch import nn
 import backpack_core
 from backpack_core import backpack, extend, quantities
 from backpack_core.extensions import KFAC, BatchGrad
+from tests.forks import python
 
 
 def run() -> nn.Sequential:
@@ -47,3 +48,9 @@ def test_a_near_miss_of_a_public_name(name: str, near: str) -> None:
         exec(f"from backpack_core import {name}")
     assert not hasattr(backpack_core, "__wrapped__")
     assert not hasattr(backpack_core, "qqqq")
+
+
+@pytest.mark.parametrize("name", ["extensions", "context", "fields", "errors", "plugins", "api"])
+def test_modules_whose_names_are_near_public_ones(name: str) -> None:
+    done = python(f"from backpack_core import {name}; print({name}.__name__)")
+    assert done.strip() == f"backpack_core.{name}"
