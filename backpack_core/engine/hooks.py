@@ -162,9 +162,9 @@ def announce(
         )
     context.announced.append(None)  # passes inside of this one are not announced
     try:
-        options: dict[str, Any] = {"inputs": inputs or None, "create_graph": create_graph}
-        options["accumulate_grad"] = accumulate_grad
-        announced = begin(context, Arguments(roots, gradients, options))
+        given: dict[str, Any] = {"inputs": inputs or None, "create_graph": create_graph}
+        given["accumulate_grad"] = accumulate_grad
+        announced = begin(context, Arguments(roots, gradients, given))
         if announced is None:
             return run()
         context.announced[0] = announced
