@@ -293,8 +293,10 @@ class Recording(Driver):
             return
         sent = {slot.key[:2] for v in (*visits, last) for slot in v.late if slot.what == "between"}
         settings = [s for s in self._settings if s[2] is not None and s[:2] not in sent]
-        taken = self._world, self._attributes, settings, [*self._delayed]
-        entry.recorded = Recorded(visits, last, code, *taken, program.is_random)
+        slots = [slot for v in (*visits, last) for slot in v.late if slot.what == "arriving"]
+        taken = self._world, self._attributes, settings, [slot.key[0] for slot in slots]
+        delayed = [*self._delayed]
+        entry.recorded = Recorded(visits, last, code, *taken, delayed, program.is_random)
 
     def _received(self, used: set[int]) -> tuple[list[list[int]], list[Visit], Visit]:
         """What is sent at each visit, and at the end, of what is used."""

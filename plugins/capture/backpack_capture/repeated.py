@@ -51,9 +51,7 @@ class Repeated(Driver):
         self.outputs = self._order
         self._program: Generator[Any, Any, None] = entry.recorded.code.run()  # type: ignore[assignment]
         next(self._program)
-        seen = [*entry.recorded.visits, entry.recorded.last]
-        keys = [slot.key for each in seen for slot in each.late if slot.what == "arriving"]
-        self._arrived: dict[int, Any] = dict.fromkeys(number for number, *_ in keys)
+        self._arrived: dict[int, Any] = dict.fromkeys(entry.recorded.arriving)
         for number in self._arrived:
             cast("Any", run.schedule).hooks.append(
                 self._between[number].register_prehook(self._taking(run, number))

@@ -100,6 +100,7 @@ class Recorded(NamedTuple):
         settings: Numbers that nodes have saved: the number of the node between calls, or -1 less
             the place of an output, and the name and the value. What is a number in the code of a
             model may be another one each time.
+        arriving: The numbers of nodes between calls whose gradients are sent.
         delayed: Parameters whose results are there after their gradients.
         is_random: Whether it draws random numbers.
     """
@@ -110,6 +111,7 @@ class Recorded(NamedTuple):
     world: tuple[Any, ...]
     attributes: dict[int, dict[str, Any]]
     settings: list[tuple[int, str, Any]]
+    arriving: list[int]
     delayed: list[int]
     is_random: bool
 
