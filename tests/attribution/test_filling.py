@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from backpack_attribution import (
+    FaissIndex,
     GradientStore,
     LoGra,
     fill,
@@ -104,6 +105,17 @@ def test_queries_of_another_projection_are_refused(other, tmp_path) -> None:
             ask(asked)
     with pytest.raises(UsageError, match="one map projects both"):
         fill(store, model, lossfunc, train, other)
+
+
+def test_an_index_refuses_queries_of_another_projection(tmp_path) -> None:
+    pytest.importorskip("faiss", reason="the extra for faster search is not installed")
+    model, lossfunc, projection = mlp(), nn.CrossEntropyLoss(), Projection(4)
+    train, queries = loader(vectors(6), 3), loader(vectors(2, seed=2), 2)
+    index = FaissIndex(fill(GradientStore(tmp_path), model, lossfunc, train, projection))
+    own = project(model, lossfunc, queries, projection)
+    assert index.search(own, k=1).values.shape == (2, 1)
+    with pytest.raises(UsageError, match="one map projects both"):
+        index.search(project(model, lossfunc, queries, Projection(4, seed=1)), k=1)
 
 
 def test_a_full_store_of_another_model_is_refused(tmp_path) -> None:
