@@ -12,7 +12,6 @@ with backpack(DiagGGNExact()):
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from backpack_core import errors as errors  # modules of this package import it from here
@@ -29,13 +28,9 @@ else:
         if name == "__all__":
             return [public for public in __dir__() if not public.startswith("_")]
         public = {} if name.startswith("_") else vars(import_module("backpack_core.api"))
-        if name not in public:
-            # ``from backpack_core import ...`` hides the message of an AttributeError, which is
-            # expected of a module that is not imported yet, and where somebody only looks.
-            near = "" if find_spec(f"{__name__}.{name}") else errors.nearest(name, public)
-            raise (ImportError if near else AttributeError)(
-                f"module {__name__!r} has no attribute {name!r}{near}"
-            )
+        if name not in public:  # others look whether there is such a name, and expect this error
+            near = errors.nearest(name, public)
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near}")
         return globals().setdefault(name, public[name])
 
 

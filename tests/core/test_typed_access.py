@@ -44,10 +44,10 @@ def test_near_misses() -> None:
 
 @pytest.mark.parametrize(("name", "near"), [("Backpack", "backpack"), ("extnd", "extend")])
 def test_a_near_miss_of_a_public_name(name: str, near: str) -> None:
-    with pytest.raises(ImportError, match=f"did you mean '{near}'"):
-        exec(f"from backpack_core import {name}")
-    assert not hasattr(backpack_core, "__wrapped__")
-    assert not hasattr(backpack_core, "qqqq")
+    with pytest.raises(AttributeError, match=f"did you mean '{near}'"):
+        getattr(backpack_core, name)
+    # Tools look whether there is a name: one that is near must not raise another error.
+    assert not any(hasattr(backpack_core, other) for other in (name, "__wrapped__", "qqqq"))
 
 
 @pytest.mark.parametrize("name", ["extensions", "context", "fields", "errors", "plugins", "api"])
