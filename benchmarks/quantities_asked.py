@@ -36,7 +36,7 @@ from backpack_firstorder.agreement import agreement
 from backpack_layers.autodiff_loss import AutodiffLoss
 from backpack_secondorder.outputs import SumOutputs
 
-REPEATS, BEFORE = 15, 33
+REPEATS, BEFORE = 15, 33  # a pass is written down at the eighth, and compared at few later ones
 
 
 class Row(NamedTuple):
