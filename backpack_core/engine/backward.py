@@ -143,11 +143,12 @@ class BackwardPass:
             self._look_around(self.roots)
             if self.is_announced or context.whole or not self.is_outermost:  # else more may come
                 self.between.refuse_terms(self.roots, not self.is_outermost)
-        survey.is_measured = False
-        if context.check == "first" and not answers(self.observers, "check"):
+        is_checked = answers(self.observers, "check")
+        if context.check == "first" and not is_checked:
             self.between.warn_unmeasured()
-            survey.is_measured = not survey.is_planned  # values may be looked at, all the same
         planning.make()  # of what the walk has found, and not of what observers look at besides
+        is_new = planning.is_first if is_checked else not survey.is_planned
+        survey.is_measured = context.check == "first" and is_new
         for observer in self.observers:
             observer.begin(self)
 

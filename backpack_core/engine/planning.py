@@ -60,6 +60,11 @@ class Planning:
         self.structure = None
         return None
 
+    @property
+    def is_first(self) -> bool:
+        """Whether this pass has made the first plan of its structure, for what is asked."""
+        return self._plan is not None and self._known is None
+
     def take(self, observers: Sequence[Observer]) -> Planned | None:
         """The plan of earlier passes, if there is one and all observers agree to it."""
         known = self._known

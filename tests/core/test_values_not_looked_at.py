@@ -64,6 +64,15 @@ def test_a_factor_whose_sign_changes() -> None:
         _pass(model, DiagGGNExact(), nn.CrossEntropyLoss(), -1.0)
 
 
+def test_an_extension_that_is_new_to_a_trusted_structure() -> None:
+    """What it refuses by values is refused in its own first pass."""
+    model = mlp()
+    for _ in range(3):
+        _pass(model, DiagHessian(), nn.CrossEntropyLoss(), -1.0)
+    with pytest.raises(UnsupportedError, match="negative"):  # the fourth one is not measured
+        _pass(model, DiagGGNExact(), nn.CrossEntropyLoss(), -1.0)
+
+
 @pytest.mark.parametrize("name", NOT_POSITIVE)
 def test_the_hessian_needs_no_root(name: str) -> None:
     """Where there is none it goes another way, in every pass."""
