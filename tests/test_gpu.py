@@ -39,8 +39,7 @@ def _single_precision(_double_precision: None) -> Iterator[None]:
     torch.cuda.set_sync_debug_mode("default")
 
 
-# Eigenvalues are computed with the host's help, and roots of a loss depend on its values.
-WAITING = {"EKFAC", "DiagHessian", "BatchDiagHessian"}
+WAITING = {"EKFAC"}  # eigenvalues are computed with the host's help
 
 
 @pytest.mark.parametrize(("name", "kind"), [case for case in CASES if case[1] not in WAITING])

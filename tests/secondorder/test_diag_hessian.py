@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests import oracle
 from tests.cases import Net, classification
 from tests.kit.layers import Power, PowerRule
 from tests.secondorder.problems import NETS, SETTINGS, hessians, make
+from tests.waits import Reads
 
 
 def diagonals(blocks: list[Tensor], shapes: list[torch.Size]) -> list[Tensor]:
@@ -53,6 +55,67 @@ def test_negative_loss() -> None:
     with backpack(DiagHessian()):
         loss.backward()
     problem.compare("diag_h", [-0.5 * d.sum(0) for d in expected])
+
+
+CONVEX: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "classes": lambda: (nn.CrossEntropyLoss(), torch.tensor([0, 2, 1, 1])),
+    "smoothed": lambda: (nn.CrossEntropyLoss(label_smoothing=0.3), torch.tensor([0, 2, -100, 1])),
+    "squares": lambda: (nn.MSELoss(), torch.randn(4, 3)),
+    "Huber": lambda: (nn.HuberLoss(), torch.randn(4, 3)),
+    "smooth": lambda: (nn.SmoothL1Loss(), torch.randn(4, 3)),
+    "Poisson": lambda: (nn.PoissonNLLLoss(), -torch.rand(4, 3)),
+    "logistic": lambda: (nn.BCEWithLogitsLoss(), torch.randn(4, 3)),
+    "margin": lambda: (nn.SoftMarginLoss(), torch.randn(4, 3)),
+    "labels": lambda: (nn.MultiLabelSoftMarginLoss(), torch.randn(4, 3)),
+    "Gauss": lambda: (Gaussian(), torch.randn(4, 3)),
+}
+
+
+class Gaussian(nn.Module):
+    """Its module takes a third argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loss = nn.GaussianNLLLoss()
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return self.loss(x, target, target.square())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 1}, {"subsampling": [2, 0, 2]}], ids=str)
+@pytest.mark.parametrize("name", CONVEX)
+def test_a_convex_loss_whose_factor_changes_its_sign(name: str, options: dict[str, Any]) -> None:
+    """No pass looks at the sign, however weights and targets are."""
+    problem = make("mlp")
+    problem.lossfunc, problem.target = CONVEX[name]()
+    chosen = options.get("subsampling", range(4))
+    blocks = diagonals(problem.expected(hessians), [p.shape for p in problem.parameters])
+    expected = [block[[*chosen]] for block in blocks]
+    extend(problem.model), extend(problem.lossfunc)
+    for factor in (1.0, -0.5, 2.0, -3.0):
+        loss = factor * problem.loss()
+        extensions = DiagHessian(**options), BatchDiagHessian(**options)
+        with Reads() as found, backpack(*extensions, check="never"):
+            loss.backward()
+        assert not found.found
+        problem.compare("diag_h", [factor * d.sum(0) for d in expected])
+        problem.compare("diag_h_batch", [factor * d for d in expected])
+
+
+def test_a_sign_where_samples_have_several_rows() -> None:
+    torch.manual_seed(0)
+    layers = {"a": nn.Linear(3, 4), "b": nn.Linear(4, 3)}
+    model = extend(
+        Net(lambda net, x: net.b((net.a(x) + net.a.bias).tanh().flatten(0, 1)), **layers)
+    )
+    lossfunc, x, y = extend(nn.CrossEntropyLoss()), torch.randn(4, 2, 3), torch.arange(8) % 3
+    found = []
+    for factor in (1.0, -0.5):
+        with backpack(BatchDiagHessian()):
+            (factor * lossfunc(model(x), y)).backward()
+        found.append([p.diag_h_batch / factor for p in model.parameters()])
+    for plain, turned in zip(*found, strict=True):
+        oracle.assert_close(turned, plain)
 
 
 def test_two_losses() -> None:

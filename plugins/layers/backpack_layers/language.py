@@ -133,6 +133,10 @@ class CausalLMLossRule(SoftmaxLossRule):
 
     module_types = (CausalLMLoss,)
 
+    def is_convex(self, view: View) -> bool:
+        """Always: tokens are counted."""
+        return True
+
     def check_terms(self, view: View) -> None:
         """The input needs axes of samples, positions and classes."""
         check_arguments(view, axes=3)

@@ -95,6 +95,11 @@ class CrossEntropyLossRule(SoftmaxLossRule):
 
     module_types = (nn.CrossEntropyLoss,)
 
+    def is_convex(self, view: View) -> bool:
+        """Without class weights, for targets that are indices: others may be negative."""
+        target = tensor(view.full, "target")
+        return module_tensor(view, "weight") is None and not target.is_floating_point()
+
     def check_terms(self, view: View) -> None:
         """The input needs a batch and a class axis."""
         check_arguments(view, axes=2)
@@ -163,6 +168,11 @@ class BCEWithLogitsLossRule(ElementwiseLossRule):
     module_types = (nn.BCEWithLogitsLoss,)
     likelihood = "Bernoulli with probability σ(x)"
 
+    def is_convex(self, view: View) -> bool:
+        """Without weights, which may be negative."""
+        names = "weight", "pos_weight"
+        return all(module_tensor(view, name) is None for name in names)
+
     def curvature(self, view: View) -> Tensor:
         """``w (1 + (a - 1) y) σ(x) σ(-x)``."""
         return _logistic_curvature(view.input) * self._weight(view)
@@ -205,6 +215,10 @@ class SoftMarginLossRule(ElementwiseLossRule):
     module_types = (nn.SoftMarginLoss,)
     likelihood = "±1 with P(1) = σ(x)"
 
+    def is_convex(self, view: View) -> bool:
+        """Always."""
+        return True
+
     def curvature(self, view: View) -> Tensor:
         """``y² σ(y x) σ(-y x)``."""
         target = self.target(view)
@@ -221,6 +235,10 @@ class MultiLabelSoftMarginLossRule(ElementwiseLossRule):
 
     module_types = (nn.MultiLabelSoftMarginLoss,)
     likelihood = "Bernoulli with probability σ(x), independent for each class"
+
+    def is_convex(self, view: View) -> bool:
+        """Without weights, which may be negative."""
+        return module_tensor(view, "weight") is None
 
     def check_terms(self, view: View) -> None:
         """The input is ``[N, C]``."""

@@ -24,6 +24,10 @@ class MSELossRule(ElementwiseLossRule):
     module_types = (nn.MSELoss,)
     likelihood = "Gaussian with mean x and variance 1/2"
 
+    def is_convex(self, view: View) -> bool:
+        """Always."""
+        return True
+
     def curvature(self, view: View) -> Tensor:
         """``2``."""
         return torch.full_like(view.input, 2.0)
@@ -45,6 +49,10 @@ class HuberLossRule(ElementwiseLossRule):
 
     module_types = (nn.HuberLoss,)
 
+    def is_convex(self, view: View) -> bool:
+        """Always."""
+        return True
+
     def curvature(self, view: View) -> Tensor:
         """``1`` near the target, ``0`` beyond."""
         delta: float = setting(view, "delta")
@@ -55,6 +63,10 @@ class SmoothL1LossRule(ElementwiseLossRule):
     """``ℓ = (x - y)² / (2β)`` where ``|x - y| < β``, linear beyond; ``|x - y|`` for ``β = 0``."""
 
     module_types = (nn.SmoothL1Loss,)
+
+    def is_convex(self, view: View) -> bool:
+        """Always."""
+        return True
 
     def curvature(self, view: View) -> Tensor:
         """``1/β`` near the target, ``0`` beyond."""
@@ -83,6 +95,10 @@ class PoissonNLLLossRule(ElementwiseLossRule):
     module_types = (nn.PoissonNLLLoss,)
     likelihood = "Poisson with rate eˣ"
 
+    def is_convex(self, view: View) -> bool:
+        """Whatever the target is, if the input is the logarithm of the rate."""
+        return bool(setting(view, "log_input"))
+
     def curvature(self, view: View) -> Tensor:
         """``eˣ`` or ``y / (x + ε)²``."""
         if setting(view, "log_input"):
@@ -107,6 +123,11 @@ class GaussianNLLLossRule(ElementwiseLossRule):
 
     module_types = (nn.GaussianNLLLoss,)
     likelihood = "Gaussian with mean x and variance max(var, ε)"
+
+    def is_convex(self, view: View) -> bool:
+        """For a positive ``ε``."""
+        eps: float = setting(view, "eps")
+        return eps > 0
 
     def check(self, view: View) -> None:
         """The variance must be constant."""

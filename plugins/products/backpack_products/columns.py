@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +42,8 @@ class Root:
 
     Attributes:
         name: A name for messages and debugging.
-        signs: The sign of each column for each sample, ``[V, N]``; ``None`` means all positive.
+        signs: The sign of each column for each sample, ``[V, N]``, or one sign of all, ``[]``;
+            ``None`` means all positive.
         scale: The factor of each sample's loss; ``None`` if it is unknown.
         turns: Masks ``[K, R]`` of entries of axis 0, if samples have several: of ``V · K`` columns,
             number ``v · K + k`` is zero except at the entries of mask ``k``.
@@ -54,6 +55,11 @@ class Root:
     scale: Tensor | None = None
     turns: Tensor | None = None
     part: Part | None = None
+
+    def signs_of(self, columns: slice, samples: Any = slice(None)) -> Tensor | None:
+        """The signs of some columns and samples."""
+        signs = self.signs
+        return signs if signs is None or not signs.dim() else signs[columns, samples]
 
 
 class Columns:
@@ -143,7 +149,7 @@ class Columns:
             total = by_turn.shape[1]
             for start in range(0, total, size):
                 stop = min(total, start + size)
-                signs = None if root.signs is None else root.signs[start:stop]
+                signs = root.signs_of(slice(start, stop))
                 new = Root(root.name, signs, root.scale, part=Part(root, start, stop, total))
                 result.append(self.like({new: by_turn[:, start:stop].flatten(0, 1)}))
         return result
@@ -188,7 +194,7 @@ class Columns:
         turns = most_often(chosen)
         blocks: dict[Root, Tensor] = {}
         for root, mat in self.blocks.items():
-            signs = None if root.signs is None else root.signs[:, [*chosen]]
+            signs = root.signs_of(slice(None), [*chosen])
             blocks[Root(root.name, signs, root.scale)] = mat.repeat(turns, *[1] * (mat.dim() - 1))
         return Columns(blocks)
 
@@ -326,7 +332,7 @@ def split_positions(columns: Columns, owners: Tensor | None, samples: int) -> Co
     blocks: dict[Root, Tensor] = {}
     for root, mat in columns.blocks.items():
         signs = root.signs
-        if signs is not None:
+        if signs is not None and signs.dim():
             turn, own = (mask.to(signs.device, signs.dtype) for mask in (turns, owned))
             signs = torch.einsum("vr,kr,nr->vkn", signs, turn, own).flatten(0, 1)
         blocks[Root(root.name, signs, root.scale, turns)] = taken_apart(mat, turns).flatten(0, 1)

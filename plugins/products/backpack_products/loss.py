@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from copy import copy
 from typing import Any, ClassVar
 
 import torch
@@ -41,6 +42,14 @@ class HessianLossRule(SecondOrderRule, LossRule):
     likelihood: ClassVar[str] = ""
     instead: ClassVar[str] = ""
 
+    def is_convex(self, view: View) -> bool:
+        """Whether settings and shapes of a call tell that the loss is convex in its input.
+
+        No number in a tensor, as a weight or a target, may make the Hessian indefinite. Then
+        ``DiagHessian`` need not look at numbers. Default: it has to.
+        """
+        return False
+
     @abstractmethod
     def _sqrt_hessian(self, view: View) -> Tensor:
         """Columns ``S`` with ``∇²ℓ_n = Σ_v S[v, n] S[v, n]ᵀ``. Shape ``[V, N, *in]``."""
@@ -74,6 +83,25 @@ class HessianLossRule(SecondOrderRule, LossRule):
                 are measured raise it; in others the result is NaN.
         """
         return self._asked(view, "_sqrt_hessian") * self._root_scale(view)
+
+    def signed_sqrt_hessian(self, view: View) -> tuple[Tensor, Tensor | None]:
+        """Columns ``S`` and a sign ``σ`` with ``∇²ℓ_n = σ Σ_v S[v, n] S[v, n]ᵀ``.
+
+        Args:
+            view: The loss call.
+
+        Returns:
+            Shape ``[V, N, *in]``; and the sign, ``[]``, or ``None`` for a plus.
+
+        Raises:
+            UnsupportedError: The Hessian has no such form.
+        """
+        scale = self._scale(view)
+        if not scale.dim() and self.is_convex(view):
+            return self._asked(view, "_sqrt_hessian") * scale.abs().sqrt(), scale.sign()
+        looking = copy(view)  # in every pass: how many columns there are depends on the numbers
+        looking.is_measured = True
+        return self.sqrt_hessian(looking), None
 
     def sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
         """A Monte-Carlo square root of the loss Hessian. Shape ``[samples, N, *in]``."""

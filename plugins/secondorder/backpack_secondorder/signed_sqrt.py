@@ -9,7 +9,6 @@ elementwise function is diagonal, and stays diagonal through further elementwise
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from copy import copy
 from dataclasses import dataclass, replace
 
 import torch
@@ -74,12 +73,9 @@ class SignedSqrt(Propagator):
         if rule.hessian_is_zero:
             return Hessian(Columns.start("loss", torch.zeros_like(view.input).unsqueeze(0)))
         if rule.hessian_is_psd:
-            # In every pass: how many columns there are depends on whether there is a real root.
-            looking = copy(view)
-            looking.is_measured = True
             try:
-                return Hessian(Columns.start("loss", rule.sqrt_hessian(looking)))
-            except UnsupportedError:  # negative weights, or a negative factor after the loss
+                return Hessian(Columns.start("loss", *rule.signed_sqrt_hessian(view)))
+            except UnsupportedError:  # negative weights, or negative factors after the loss
                 pass
         eye = unit_vectors(view.input)
         hessian = rule.hessian_mat_prod(view, eye)
