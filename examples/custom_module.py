@@ -1,9 +1,8 @@
 """A layer of your own, in two ways, both verified against autograd.
 
-The layer multiplies its input by one learned number. First it is supported by *module extensions*,
-one class for each pair (quantity, layer), as the distribution ``backpack-compat`` has them. Then by
-a *layer rule*: two formulas of one line each, and every quantity that is installed works on the
-layer.
+The layer multiplies its input by one learned number. The first way is *module extensions* of the
+distribution ``backpack-compat``: one class for each pair (quantity, layer). The second way is a
+*layer rule*: two formulas of one line each. Then every installed quantity works on the layer.
 
 Run: ``python examples/custom_module.py``
 """

@@ -1,8 +1,8 @@
 """The main job on real data. Needs scikit-learn and the families of layers and quantities.
 
-Individual gradients, the exact and the Monte-Carlo diagonal of the generalised Gauss-Newton matrix
-of a small convolutional net on the 1797 digits that scikit-learn ships, all in one backward pass,
-and each number compared with plain autograd.
+One backward pass computes individual gradients and the exact and Monte-Carlo diagonals of the
+generalised Gauss-Newton matrix, for a small convolutional net on the 1797 digits that scikit-learn
+ships. Each number is compared with plain autograd.
 
 Run: ``python examples/demo.py``, or ``make demo``
 """

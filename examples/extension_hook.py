@@ -1,8 +1,8 @@
 """Trace of the generalised Gauss-Newton matrix, while its diagonal is being freed.
 
-``extension_hook`` is called with every module as soon as all quantities of its parameters are
-there. It can boil them down and free them at once, so that never more than one module's quantities
-exist. Here the trace of the GGN is summed up that way, and compared with the trace taken
+``backpack`` calls ``extension_hook`` with every module as soon as all quantities of its parameters
+exist. The hook can reduce and free them at once, so that the quantities of at most one module exist
+at a time. Here it sums up the trace of the GGN. The result is compared with the trace taken
 afterwards.
 
 Run: ``python examples/extension_hook.py``

@@ -1,9 +1,9 @@
 """A Laplace approximation on two moons: one function for Kronecker factors, EKFAC and diagonals.
 
-The posterior about the trained parameters is a Gaussian whose precision is the curvature of the
-summed loss plus that of the prior. Matrices have the same methods whatever their form, so the
+The posterior about the trained parameters is a Gaussian. Its precision is the curvature of the
+summed loss plus the precision of the prior. Matrices of all forms have the same methods, so the
 evidence, draws and predictions below are written once. The evidence is compared with that of the
-full generalised Gauss-Newton matrix, and the best precision of the prior is chosen by it.
+full generalised Gauss-Newton matrix. It also chooses the precision of the prior.
 MacKay (1992); Ritter et al. (2018); Immer et al. (2021), arXiv:2104.04975.
 
 Run: ``python examples/laplace_two_moons.py``

@@ -1,9 +1,9 @@
 """Steps along the natural gradient, from Kronecker factors and from the full matrix.
 
-Both damp ``(F + damping · I) d = gradient`` and go against ``d``. With Kronecker factors that is
-one solve for each parameter, with the factors averaged over steps, and the length of the step from
-one product with the generalised Gauss-Newton matrix (Martens and Grosse, 2015, arXiv:1503.05671,
-section 6.4). With that matrix itself it takes conjugate gradients. Amari (1998).
+Both solve the damped ``(F + damping · I) d = gradient`` and go against ``d``. With Kronecker
+factors, this is one solve for each parameter. Factors are averaged over steps, and one product with
+the generalised Gauss-Newton matrix gives the length of the step (Martens and Grosse, 2015,
+arXiv:1503.05671, section 6.4). With that matrix itself, conjugate gradients solve. Amari (1998).
 
 Run: ``python examples/natural_gradient.py``
 """

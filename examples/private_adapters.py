@@ -2,9 +2,9 @@
 
 Run: ``python examples/private_adapters.py``
 
-The model is trained on public text first, without noise: names and verbs in any order. The private
-text is written by 600 authors, four lines each. All of them have one habit, by which the loss on
-lines of authors who are never seen shows what was learnt.
+The model is first trained on public text, without noise: names and verbs in any order. 600 authors
+wrote the private text, four lines each. All of them share one habit. So the loss on lines of unseen
+authors shows what the model learnt.
 """
 
 from __future__ import annotations

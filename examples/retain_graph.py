@@ -1,10 +1,9 @@
 """The GGN diagonal of an auto-encoder in 1, 4, 16 and 64 backward passes through one graph.
 
 The exact GGN diagonal carries one column for each output of the model, and an auto-encoder has as
-many outputs as inputs. ``retain_graph=True`` keeps what a backward pass needs, so that the outputs
-can be taken a slice at a time: less memory, same result. Every setting runs in a process of its
-own, so that its peak memory can be told; the plot shows memory and time against the number of
-passes.
+many outputs as inputs. ``retain_graph=True`` keeps what a backward pass needs, so several passes
+can each take a slice of the outputs: less memory, same result. Every setting runs in a separate
+process, which has its own peak memory. The plot shows memory and time against the number of passes.
 
 Run: ``python examples/retain_graph.py [--size 32] [--plot retain_graph.png]``
 """

@@ -2,8 +2,8 @@ r"""
 Every quantity on one model
 ===========================
 
-One backward pass, all quantities. The model reads 8 × 8 digits, so everything that has the shape of a
-first-layer weight can be looked at as an image: one row of pictures per quantity, one column per unit.
+One backward pass computes all quantities. The model reads 8 × 8 digits, so everything with the shape of a
+first-layer weight is also an image: one row of pictures per quantity, one column per unit.
 """
 
 import torch
@@ -29,7 +29,7 @@ for _ in range(150):
     optimizer.step()
 
 # %%
-# Now everything at once. Extensions that need the same thing share it.
+# Now all quantities at once. Extensions that need the same thing share it.
 torch.manual_seed(0)
 quantities = [
     ext.BatchGrad(),
@@ -67,8 +67,8 @@ for quantity in quantities:
     print(f"{type(quantity).__name__:18} weight.{quantity.savefield:22} {shape}")
 
 # %%
-# The claims: sums of individual gradients are the gradient, norms are theirs, the sampled curvature is
-# close to the exact one, and a product with a basis vector finds the diagonal.
+# The claims: the individual gradients sum to the gradient, the norms are their norms, the sampled curvature is
+# close to the exact one, and products with basis vectors give the diagonal.
 assert torch.allclose(weight.grad_batch.sum(0), weight.grad, atol=1e-6)
 assert torch.allclose(weight.grad_batch.flatten(1).square().sum(1), weight.batch_l2, rtol=1e-4)
 assert torch.allclose(weight.diag_ggn_exact_batch.sum(0), weight.diag_ggn_exact, rtol=1e-4)

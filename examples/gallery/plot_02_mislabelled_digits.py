@@ -2,9 +2,9 @@
 Mislabelled digits have large gradients
 =======================================
 
-Five percent of the labels are wrong, and nobody knows which. A model that has learned the rule is pulled
-hardest by the examples that contradict it: their individual gradients are the longest.
-``BatchL2Grad`` has the squared norms, without forming a single individual gradient.
+Five percent of the labels are wrong, and nobody knows which. Once a model has learned the rule, the examples that
+contradict it pull hardest: their individual gradients are the longest.
+``BatchL2Grad`` computes the squared norms without forming a single individual gradient.
 """
 
 import torch
@@ -47,15 +47,14 @@ for _ in range(8):
         optimizer.step()
 
 # %%
-# The norms of all 1797 gradients, from one more backward pass. The norm of the gradient in all parameters
-# follows from the sum over parameters.
+# The norms of all 1797 gradients, from one more backward pass. Squared norms add up over parameters.
 loss = lossfunc(model(X), y)
 with backpack(BatchL2Grad()):
     loss.backward()
 norms = sum(p.batch_l2 for p in model.parameters()).sqrt()
 
 # %%
-# How many of the longest are truly wrong labels?
+# How many of the longest gradients belong to wrong labels?
 order = norms.argsort(descending=True)
 is_wrong = torch.zeros(len(X), dtype=torch.bool)
 is_wrong[wrong] = True
@@ -65,7 +64,7 @@ print(f"among the {len(wrong)} longest gradients, {hits} belong to wrong labels"
 assert hits > 0.8 * len(wrong)
 
 # %%
-# The twelve longest: what they were labelled (red, if that is wrong), and what they are.
+# The digits with the twelve longest gradients: their labels (red if wrong), and what they really are.
 figure = plt.figure(figsize=(8, 5.2), layout="constrained")
 top, bottom = figure.subfigures(2, 1, height_ratios=[1.25, 1])
 for axis, index in zip(top.subplots(2, 6).flat, order[:12].tolist(), strict=True):

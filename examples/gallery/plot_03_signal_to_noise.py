@@ -2,10 +2,10 @@ r"""
 Signal, noise, and the batch size they suggest
 ==============================================
 
-Early in training all examples pull in one direction; later they disagree, and a larger batch is needed to
-hear the signal. The *simple noise scale* :math:`B = \operatorname{tr}\Sigma / \|\bar g\|^2`
-(McCandlish et al., 2018, arXiv:1812.06162) is the batch size at which the noise of a gradient is as large as
-the gradient. ``Variance`` has the diagonal of :math:`\Sigma`.
+Early in training, all examples pull in one direction. Later they disagree, and only a larger batch shows
+the signal. The *simple noise scale* :math:`B = \operatorname{tr}\Sigma / \|\bar g\|^2`
+(McCandlish et al., 2018, arXiv:1812.06162) is the batch size that makes the noise of a gradient as large as
+the gradient. ``Variance`` gives the diagonal of :math:`\Sigma`.
 """
 
 import torch
@@ -63,8 +63,8 @@ print(f"noise scale: {scales[0]:.0f} at the start, {scales[-1]:.0f} at the end")
 assert scales[-1] > 3 * scales[0]
 
 # %%
-# Is the scale true? At the end, the squared error of the gradient of a random batch of that size has to be
-# as large as the squared gradient.
+# Is the scale right? Take random batches of that size at the end of training. The squared error of their gradient
+# must be as large as the squared gradient.
 size = max(2, round(noise_scale()[0]))
 parameters = list(model.parameters())
 whole = torch.autograd.grad(lossfunc(model(X), y), parameters)

@@ -2,8 +2,8 @@ r"""
 Differentially private training
 ===============================
 
-DP-SGD (Abadi et al., 2016, arXiv:1607.00133) clips the gradient of every example, adds them up, and adds noise.
-``ClippedSumGrad`` has the clipped sum, and forms no individual gradient on the way. Opacus draws the batches,
+DP-SGD (Abadi et al., 2016, arXiv:1607.00133) clips the gradient of every example, adds these up, and adds noise.
+``ClippedSumGrad`` computes the clipped sum without forming individual gradients. Opacus draws the batches,
 counts the budget :math:`\varepsilon`, and trains a second copy for comparison.
 """
 
@@ -52,8 +52,8 @@ def draw(step: int) -> Tensor:
 
 
 # %%
-# Our step. ``max_norm`` bounds the gradient of each example's own loss, and the clipped sum has that scale, whether
-# the loss is a mean or a sum: noise is added to it, and it is divided by the expected number of examples.
+# Our step. ``max_norm`` bounds the gradient of each example's own loss. The clipped sum has that scale, whether
+# the loss is a mean or a sum. We add noise to it and divide by the expected number of examples.
 
 
 def clipped_sum(model: nn.Module, lossfunc: nn.Module, batch: Tensor) -> list[Tensor]:
@@ -111,7 +111,7 @@ def train_with_opacus(noise: float) -> list[float]:
 
 
 # %%
-# First the claim: without noise, the step of both is the same, number by number.
+# First the claim: without noise, both steps are the same, number by number.
 warnings.simplefilter("ignore")  # Opacus: hooks on modules whose inputs need no gradient
 first, second = extend(make_model()), GradSampleModule(make_model(), loss_reduction="sum")
 batch = draw(0)
@@ -129,7 +129,7 @@ for total, parameter in zip(ours, second.parameters(), strict=True):
 print(f"the clipped sums of {len(batch)} gradients agree")
 
 # %%
-# Then training, with much and with little noise. Both begin with one seed, so even the noise is the same,
+# Then training, with much and with little noise. Both start with the same seed, so even the noise is the same,
 # and the circles of Opacus lie on our curves.
 curves = {}
 for noise in (0.8, 1.5, 4.0):

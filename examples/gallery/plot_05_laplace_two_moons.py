@@ -2,10 +2,10 @@ r"""
 Laplace: knowing what one does not know
 =======================================
 
-A trained classifier is sure of itself everywhere, also where it never saw a point. The Laplace approximation
+A trained classifier is sure of itself everywhere, even far from all data. The Laplace approximation
 takes the curvature at the trained weights as the precision of a Gaussian over weights
-(MacKay, 1992; Daxberger et al., 2021, arXiv:2106.14806). Three forms of the curvature: its diagonal, Kronecker
-factors, and the whole matrix.
+(MacKay, 1992; Daxberger et al., 2021, arXiv:2106.14806). This example compares three forms of the curvature: its
+diagonal, Kronecker factors, and the whole matrix.
 """
 
 import torch
@@ -34,7 +34,7 @@ for _ in range(800):
     optimizer.step()
 
 # %%
-# One backward pass has all three. The whole matrix is the square of its root.
+# One backward pass gives all three. The whole matrix is the square of its root.
 loss = lossfunc(model(X), y)
 with backpack(DiagGGNExact(), KFLR(), SqrtGGNExact()):
     loss.backward()
@@ -47,7 +47,7 @@ print(f"{len(diagonal)} parameters, {len(X)} points")
 
 # %%
 # The variance of the output at a point is :math:`J \Sigma J^\top`, with the gradient :math:`J` of the output in
-# the weights: an individual gradient, of a "loss" that is just the sum of outputs.
+# the weights. That is an individual gradient if the "loss" is the sum of outputs.
 
 
 def jacobians(inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -80,7 +80,7 @@ for name, variance in variances(rows).items():
     confidence[name] = (output / (1 + torch.pi / 8 * variance).sqrt()).sigmoid()
 
 # %%
-# Far from the data, the weights alone are certain; with any of the curvatures, the model is not.
+# Far from the data, the model with trained weights alone is certain. With any form of the curvature, it is not.
 distance = torch.cdist(grid, X).amin(1)
 sure = {name: (p - 0.5).abs().mul(2)[distance > 2].mean().item() for name, p in confidence.items()}
 for name, value in sure.items():

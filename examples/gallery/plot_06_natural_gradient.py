@@ -3,7 +3,7 @@ A natural-gradient step with Kronecker factors
 ==============================================
 
 Steps along ``(curvature + damping)⁻¹ gradient`` suit badly scaled problems, such as a deep auto-encoder
-(Martens and Grosse, 2015, arXiv:1503.05671). ``param.kfac`` solves with itself, so the optimizer is a few lines.
+(Martens and Grosse, 2015, arXiv:1503.05671). ``param.kfac`` has a solver, so the optimizer is a few lines.
 SGD with momentum and Adam get the best of several learning rates.
 """
 
@@ -32,8 +32,8 @@ def make_model() -> nn.Sequential:
 
 
 # %%
-# The optimizer. Factors are averaged over steps; the damping is that of the exact damped product, not of its
-# factors one by one.
+# The optimizer. It averages the factors over steps. It damps the product of the factors exactly, not each
+# factor separately.
 
 
 class NaturalGradient:
@@ -81,7 +81,7 @@ def train(kind: str, lr: float) -> tuple[list[float], list[float]]:
 
 
 # %%
-# The best learning rate for each.
+# The best learning rate for each optimizer.
 rates = {"SGD": (0.3, 1.0, 3.0), "Adam": (1e-3, 3e-3, 1e-2), "natural gradient": (0.1, 0.3)}
 best = {}
 for kind, choices in rates.items():

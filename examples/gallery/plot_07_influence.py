@@ -4,7 +4,7 @@ Which training digits are to blame?
 
 A test digit is misclassified. The influence function (Koh and Liang, 2017, arXiv:1703.04730) estimates how its
 loss would change if one training digit were left out: :math:`\Delta \approx g_\text{test}^\top H^{-1} g_n`, with
-individual gradients :math:`g_n` and the curvature :math:`H`. Then those digits really are left out.
+individual gradients :math:`g_n` and the curvature :math:`H`. Then we really leave out those digits.
 """
 
 import torch
@@ -24,8 +24,8 @@ train, test = shuffled[:600], shuffled[600:]
 DECAY = 3.0
 
 # %%
-# A linear classifier with weight decay, trained until the gradient is zero: influence functions suppose a
-# minimum. For this model the generalised Gauss-Newton matrix is the Hessian.
+# A linear classifier with weight decay, trained until the gradient is zero, since influence functions assume a
+# minimum. For this model, the generalised Gauss-Newton matrix is the Hessian.
 
 
 def fit(indices: Tensor) -> nn.Linear:
@@ -77,7 +77,7 @@ order = influence.argsort()
 harmful, helpful = order[:6], order.flip(0)[:6]  # leaving out the first lowers the loss
 
 # %%
-# The check: train again without each of them, and without some that should not matter.
+# The check: train again without each of these digits, and without some that should not matter.
 chosen = torch.cat([harmful, helpful, order[100:500:80]])
 actual = []
 for index in chosen.tolist():

@@ -2,8 +2,8 @@ r"""
 Pruning by curvature
 ====================
 
-Which weights can go? The smallest, says habit. Optimal brain damage (LeCun et al., 1990) asks what the loss
-says: removing :math:`w` costs :math:`\tfrac12 h w^2`, with the diagonal :math:`h` of the curvature.
+Which weights can go? Usually the smallest are removed. Optimal brain damage (LeCun et al., 1990) asks what this does to
+the loss: removing :math:`w` costs :math:`\tfrac12 h w^2`, with the diagonal :math:`h` of the curvature.
 """
 
 import torch
@@ -71,8 +71,8 @@ for name, score in scores.items():
 assert sum(accuracies["by curvature"]) > sum(accuracies["by magnitude"])
 
 # %%
-# What is kept of the first layer at 80 %, summed over its units, shows why: weights of pixels that are black in
-# every image may be large, and mean nothing.
+# The weights of the first layer that are kept at 80 %, summed over its units, show why: weights of pixels that are
+# black in every image may be large, but mean nothing.
 figure, (left, middle, right) = plt.subplots(
     1, 3, figsize=(8.6, 3.2), width_ratios=[1.7, 1, 1], layout="constrained"
 )

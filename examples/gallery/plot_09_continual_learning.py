@@ -3,9 +3,9 @@ Learning a second task without forgetting the first
 ===================================================
 
 A net that learns one task after another forgets the first. Elastic weight consolidation (Kirkpatrick et al.,
-2017, arXiv:1612.00796) holds on to each weight as firmly as the first task needs it: with a spring of stiffness
-:math:`F_i`, the diagonal of the Fisher information, which for this loss is the diagonal of the generalised
-Gauss-Newton matrix, summed over the data of the task at the weights that it ended with.
+2017, arXiv:1612.00796) holds each weight as firmly as the first task needs it, with a spring of stiffness
+:math:`F_i`. These are the diagonal of the Fisher information, averaged over the data of the task at the weights
+after its training. For this loss, it is the diagonal of the generalised Gauss-Newton matrix.
 """
 
 import torch

@@ -2,9 +2,9 @@
 Which texts does a language model stumble over?
 ===============================================
 
-A small Transformer learns simple sentences, letter by letter. Among its texts are a few that do not belong:
-letters at random, a sentence backwards, one in Latin, one in Esperanto. The norm of each text's gradient finds them. The causal
-attention below is written with plain functions: nothing about the model was prepared for this.
+A small Transformer learns simple sentences, letter by letter. A few of its texts do not belong there:
+random letters, a sentence backwards, one in Latin, one in Esperanto. The norms of the texts' gradients find them.
+The causal attention below uses plain functions. The model was not prepared for this.
 """
 
 import random
@@ -24,7 +24,7 @@ LENGTH, WIDTH, HEADS = 32, 48, 4
 ALPHABET = " abcdefghijklmnopqrstuvwxyz."
 
 # %%
-# 240 sentences, and 8 texts that are none.
+# 240 sentences, and 8 other texts.
 random.seed(0)
 subjects = ("the cat", "the dog", "a bird", "the child", "my friend", "the old man")
 verbs = ("sees", "likes", "follows", "hears", "finds")
@@ -86,8 +86,8 @@ for _ in range(6):
 print(f"loss per letter: {loss.item():.2f}")
 
 # %%
-# Norms of the gradient of every text. The model itself has a parameter, ``places``, and no layer rule: that
-# parameter is read where operations use it, which is exact. A warning would say that a rule may be faster.
+# The norm of each text's gradient. The model itself has a parameter, ``places``, but no layer rule. The library reads
+# this parameter where operations use it, which is exact. A warning would say that a rule may be faster.
 warnings.simplefilter("ignore", AutodiffFallbackWarning)
 loss = lossfunc(model(inputs), targets)
 with backpack(BatchL2Grad()):

@@ -2,9 +2,9 @@
 An exact curvature diagonal in little memory
 ============================================
 
-The exact diagonal of the generalised Gauss-Newton matrix carries one column for each output of the model, and
-an auto-encoder has as many outputs as inputs: 3072 here. All columns at once need gigabytes. ``chunk_size`` says
-how many travel together; left out, it follows from ``memory_budget()``. The numbers are the same.
+The exact diagonal of the generalised Gauss-Newton matrix carries one column for each output of the model.
+An auto-encoder has as many outputs as inputs: 3072 here. All columns at once need gigabytes. ``chunk_size`` says
+how many travel together. By default, it follows from ``memory_budget()``. The numbers are the same.
 """
 
 import subprocess
@@ -14,8 +14,8 @@ import torch
 from matplotlib import pyplot as plt
 
 # %%
-# Peak memory belongs to a process, so every setting runs in one of its own. This is the program;
-# ``VmHWM`` is the most memory that a process of Linux has had.
+# Peak memory belongs to a process, so every setting runs in a separate one. This is the program.
+# ``VmHWM`` is the peak memory of a Linux process.
 PROGRAM = """
 import sys, time
 from pathlib import Path
@@ -59,7 +59,7 @@ def measure(chunk_size: int) -> tuple[float, float, torch.Tensor]:
 
 
 # %%
-# Zero stands for "chosen by the budget".
+# Zero means "chosen by the budget".
 sizes = [12, 48, 192, 768, 3072]
 results = {size: measure(size) for size in [*sizes, 0]}
 for size, (memory, seconds, _) in results.items():

@@ -2,9 +2,9 @@
 The trace of the Hessian, layer by layer, while it is freed
 ===========================================================
 
-``extension_hook`` is called with every module as soon as its quantities are there. It can boil them down and
-free them at once, so that the diagonals of one module only exist at a time. Here it follows the trace of the
-Hessian of every layer through training, and the trace of the generalised Gauss-Newton matrix beside it.
+``backpack`` calls ``extension_hook`` with every module as soon as its quantities exist. The hook can reduce and
+free them at once, so that only the diagonals of one module exist at a time. Here it follows the trace of the
+Hessian of every layer through training, together with the trace of the generalised Gauss-Newton matrix.
 """
 
 import torch

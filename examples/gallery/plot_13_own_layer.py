@@ -2,11 +2,11 @@ r"""
 A layer of your own, in two ways
 ================================
 
-A layer that nobody has heard of: a learned radial bump, :math:`y = x \exp(-w^2 \|x\|^2)`. Any quantity works
-on it at once, since its parameter is read where operations use it. A *layer rule*, two products, makes it fast, for
-every quantity there is.
-A *module extension* is written for one quantity only, and is what scripts for older libraries have; the compatibility
-layer runs it.
+A layer that nobody has heard of: a learned radial bump, :math:`y = x \exp(-w^2 \|x\|^2)`. Every quantity works
+on it at once, since the library reads its parameter where operations use it. A *layer rule*, two products, makes every
+quantity fast.
+A *module extension* computes one quantity only. Scripts for older libraries have these, and the compatibility
+layer runs them.
 """
 
 import time
@@ -37,7 +37,7 @@ class Bump(nn.Module):
 
 
 # %%
-# The rule. Columns ``mat`` have the shape ``[V, N, *out]``; nothing is summed over samples.
+# The rule. Columns ``mat`` have the shape ``[V, N, *out]``. The rule never sums over samples.
 
 
 class BumpRule(ParametricRule):
@@ -108,7 +108,7 @@ with temporary_plugin(BumpRule):
     ruled, timings["rule"] = run(BatchGrad(), DiagGGNExact(), repeat=8)
 
 # %%
-# All ways agree. For the GGN diagonal there is no module extension, so only two.
+# All three agree on individual gradients. The GGN diagonal has no module extension, so there we compare two.
 for other in (automatic, extended):
     for p, q in zip(ruled.parameters(), other.parameters(), strict=True):
         assert torch.allclose(p.grad_batch, q.grad_batch, rtol=1e-3, atol=1e-6)

@@ -3,8 +3,8 @@ Curvature of a Transformer, layer by layer and head by head
 ===========================================================
 
 Which heads does a small Transformer rely on? The generalised Gauss-Newton diagonal :math:`h` of its projections,
-summed head by head, is a map of that: :math:`\tfrac12 \sum h w^2` estimates what the loss would pay for switching
-off a head. Then each head really is switched off.
+summed head by head, shows it: :math:`\tfrac12 \sum h w^2` estimates how much the loss would rise without
+a head. Then we really switch off each head.
 """
 
 import torch
@@ -40,8 +40,8 @@ class Block(nn.Module):
 
 
 # %%
-# The task: which symbol follows the marker? It takes attention to find out. Symbols come with their place,
-# as one-hot vectors.
+# The task: which symbol follows the marker? The model needs attention to find out. Symbols and their places are
+# one-hot vectors.
 
 
 def draw(count: int) -> tuple[Tensor, Tensor]:
@@ -101,7 +101,7 @@ estimate = torch.stack(
 )
 
 # %%
-# Switch off each head, by its values.
+# Switch off each head by its values.
 actual = torch.zeros(LAYERS, HEADS)
 with torch.no_grad():
     before = lossfunc(model(X), y)

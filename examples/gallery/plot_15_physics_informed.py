@@ -2,9 +2,9 @@ r"""
 A physics-informed net, by Gauss-Newton
 =======================================
 
-A net is to solve :math:`u'' = f` on the unit interval with :math:`u(0) = u(1) = 0`. Adam takes thousands of steps to
-be roughly right; steps with the Gauss-Newton matrix of the residuals are far more exact
-(Müller and Zeinhofer, 2023, arXiv:2302.13163). The square root of that matrix is one quantity of a backward pass.
+A net learns to solve :math:`u'' = f` on the unit interval with :math:`u(0) = u(1) = 0`. Adam needs thousands of steps to
+get roughly right. Steps with the Gauss-Newton matrix of the residuals are far more exact
+(Müller and Zeinhofer, 2023, arXiv:2302.13163). One backward pass gives the square root of that matrix.
 """
 
 import time
@@ -34,9 +34,9 @@ def right_hand_side(x: Tensor) -> Tensor:
 
 
 # %%
-# The net carries a value and its first two derivatives in the point along, as three positions
-# ``[N, 3, width]``: a linear layer treats all alike, only its bias belongs to the value. This is Taylor-mode
-# differentiation with plain functions between modules; nothing about it is known to the library.
+# The net carries a value and its first two derivatives in the point, as three positions
+# ``[N, 3, width]``. A linear layer treats all three alike, but its bias belongs to the value only. This is Taylor-mode
+# differentiation with plain functions between modules. The library knows nothing about it.
 
 
 class Net(nn.Module):
@@ -81,7 +81,7 @@ def error(net: Net) -> float:
 
 
 # %%
-# Levenberg-Marquardt: the step solves ``(G + λ) d = g``, and λ follows from whether the step was good.
+# Levenberg-Marquardt: the step solves ``(G + λ) d = g``, and λ falls after a good step and rises after a bad one.
 
 
 def gauss_newton(net: Net, steps: int) -> list[tuple[float, float]]:

@@ -2,8 +2,8 @@
 Which sentences taught it this?
 ===============================
 
-A small GPT has read, letter by letter, two sentences about each of forty invented countries. Asked for their capitals in
-words of its own, which of the hundred sentences does its answer come from? Influence functions say it better than inner
+A small GPT has read, letter by letter, two sentences about each of forty invented countries. We ask it for their capitals
+in other words. Which of the hundred sentences does its answer come from? Influence functions say it better than inner
 products of gradients.
 """
 
@@ -20,9 +20,9 @@ for text in (task.texts[0], task.texts[1], task.texts[-1]):
 model = task.train()
 
 # %%
-# Queries are "the capital of ... is ...", and count the letters of the town alone. Every sentence is scored for every
-# query: by inner products of gradients, by influence functions with Kronecker factors (EKFAC), and with the exact
-# Gauss-Newton matrix, by conjugate gradients.
+# Queries are "the capital of ... is ...". Their loss counts only the letters of the town. Three methods score every
+# sentence for every query: inner products of gradients, influence functions with Kronecker factors (EKFAC), and
+# influence functions with the exact Gauss-Newton matrix, by conjugate gradients.
 methods = {
     "inner product": "dot",
     "cosine": "cosine",
@@ -41,7 +41,7 @@ ranks = {name: mean_reciprocal_rank(s, task.relevant) for name, s in found.items
 assert ranks["conjugate gradients"].mean > ranks["inner product"].mean
 
 # %%
-# The highest sentences for one country.
+# The sentences with the highest scores for one country.
 country = task.texts[0].split()[-1].strip(".")
 best = found["conjugate gradients"].top(4)
 print(f"the capital of {country}")
@@ -49,7 +49,7 @@ for score, place in zip(best.values[0].tolist(), best.identities[0], strict=True
     print(f"  {score:8.4f}  {task.texts[place]}")
 
 # %%
-# Where the two sentences that state the fact stand among all, for all countries.
+# The rank of the two sentences that state the fact, for all countries.
 figure, (left, right) = plt.subplots(
     1, 2, figsize=(8, 3.4), layout="constrained", width_ratios=[1.1, 1]
 )

@@ -3,8 +3,8 @@ Second-order optimizers beside AdamW
 ====================================
 
 ``backpack_optimizers`` has K-FAC, EKFAC and Gauss-Newton as optimizers of torch (Martens and Grosse, 2015,
-arXiv:1503.05671; George et al., 2018, arXiv:1806.03884; Martens, 2010). Each gets the best of several learning rates,
-as AdamW does, on two nets that classify digits.
+arXiv:1503.05671; George et al., 2018, arXiv:1806.03884; Martens, 2010). Each of them, and AdamW, gets the best of
+several learning rates, on two nets that classify digits.
 """
 
 import time
@@ -34,7 +34,7 @@ def problem(name: str):
 
 
 # %%
-# K-FAC and EKFAC compute their factors in the backward pass, of an extended model. Gauss-Newton takes batches.
+# K-FAC and EKFAC compute their factors in the backward pass of an extended model. Gauss-Newton takes batches.
 
 
 def train(name: str, make, lr: float):

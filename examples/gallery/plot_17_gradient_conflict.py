@@ -2,8 +2,9 @@ r"""
 Which classes pull against each other?
 ======================================
 
-Gradients of two tasks conflict where their inner product is negative (Yu et al., 2020, arXiv:2001.06782).
-``BatchDotGrad`` has the inner products of all examples, without their gradients; averages of it are those of classes.
+Gradients of two tasks conflict if their inner product is negative (Yu et al., 2020, arXiv:2001.06782).
+``BatchDotGrad`` computes the inner products of all examples without their gradients. Averages of these are the inner
+products of classes.
 """
 
 import torch
@@ -35,7 +36,7 @@ for step in range(31):
 assert (pictures[0] < -0.3).sum() < (pictures[30] < -0.3).sum()
 
 # %%
-# Classes that agree at first (any progress helps all) are rivals later on.
+# Classes that agree at first, when any progress helps all, are rivals later.
 figure, axes = plt.subplots(1, 3, figsize=(8, 2.8), layout="constrained")
 for axis, (step, cosines) in zip(axes, pictures.items(), strict=True):
     image = axis.imshow(cosines, cmap="RdBu", vmin=-1, vmax=1)

@@ -2,8 +2,8 @@ r"""
 Pruning with a surgeon
 ======================
 
-Optimal brain damage removes weights, optimal brain surgeon (Hassibi and Stork, 1992) lets the others make up for it:
-weights :math:`S` of a layer cost :math:`\tfrac12 w_S^T (H^{-1}_{SS})^{-1} w_S`, and the rest moves by
+Optimal brain damage only removes weights. Optimal brain surgeon (Hassibi and Stork, 1992) lets the others make up for it.
+Removing weights :math:`S` of a layer costs :math:`\tfrac12 w_S^T (H^{-1}_{SS})^{-1} w_S`, and the rest moves by
 :math:`-H^{-1}_{:S} (H^{-1}_{SS})^{-1} w_S`. The blocks :math:`H` are Kronecker products, one for each layer.
 """
 

@@ -2,8 +2,8 @@ r"""
 Saliency, and channels to prune
 ===============================
 
-``perturb`` reads quantities at what modules receive. The curvature in the input shows which pixels a net is sensitive to.
-The curvature in activations tells what removing a channel costs: :math:`\tfrac12 a^T G a`.
+``perturb`` reads quantities at the inputs of modules. The curvature in the input shows which pixels a net is sensitive to.
+The curvature in activations says what removing a channel costs: :math:`\tfrac12 a^T G a`.
 """
 
 import torch
