@@ -46,7 +46,7 @@ class GainBatchGrad(FirstOrderModuleExtension):
 
 
 class GainDiagGGN(ModuleExtension):
-    """The diagonal of the GGN: what is read off, and what is passed on."""
+    """The diagonal of the GGN of the gain, and the columns at its input."""
 
     def __init__(self) -> None:
         super().__init__(params=["weight"])
@@ -139,7 +139,7 @@ def with_a_rule() -> tuple[Tensor, Tensor]:
         result = ours(BatchGrad(), DiagGGNExact())
         model, lossfunc, inputs, targets = make_problem()
         loss = extend(lossfunc)(extend(model)(inputs), targets)
-        with backpack(SumGradSquared()):  # comes with the rule; no line was written for it
+        with backpack(SumGradSquared()):  # comes with the rule, without a line of code
             loss.backward()
     squares = torch.cat([p.sum_grad_squared.flatten() for p in model.parameters()])
     if not torch.allclose(squares, result[0].square().sum(0)):

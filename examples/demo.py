@@ -70,7 +70,7 @@ def make_problem() -> Problem:
 
 
 def individual_gradients(problem: Problem) -> dict[str, Tensor]:
-    """By autograd alone: a loop over the samples."""
+    """Individual gradients by autograd alone, in a loop over the samples."""
     names, parameters = zip(*problem.model.named_parameters(), strict=True)
     total = len(problem.labels)
     rows = []
@@ -83,7 +83,7 @@ def individual_gradients(problem: Problem) -> dict[str, Tensor]:
 
 
 def ggn_diagonal(problem: Problem) -> dict[str, Tensor]:
-    """By autograd alone: explicit Jacobians and loss Hessians, some samples at a time."""
+    """The diagonal by autograd alone: explicit Jacobians and loss Hessians, in batches."""
     parameters = {n: p.detach() for n, p in problem.model.named_parameters()}
     result = {n: torch.zeros_like(p) for n, p in parameters.items()}
 

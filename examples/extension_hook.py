@@ -52,7 +52,7 @@ def trace_after_backward() -> float:
 
 
 def trace_while_backward() -> tuple[float, int]:
-    """Add it up module by module; also say how many diagonals existed at once."""
+    """Add up the trace module by module, and count the diagonals that existed at once."""
     model, lossfunc, images, labels = make_problem()
     hook = TraceHook()
     loss = lossfunc(model(images), labels)

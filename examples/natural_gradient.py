@@ -31,7 +31,7 @@ def make_problem() -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
 
 
 def move(model: nn.Module, direction: list[Tensor]) -> None:
-    """Against a direction."""
+    """Move the parameters against a direction."""
     with torch.no_grad():
         for parameter, part in zip(model.parameters(), direction, strict=True):
             parameter -= part
@@ -51,7 +51,7 @@ def gradient_steps() -> list[float]:
 
 
 def factored_steps() -> list[float]:
-    """With Kronecker factors, averaged over steps."""
+    """The losses with Kronecker factors, averaged over steps."""
     model, lossfunc, x, y = make_problem()
     ggn = GGN(model, lossfunc, [*zip(x.split(128), y.split(128), strict=True)])
     average: BlockDiagonal | None = None
@@ -73,7 +73,7 @@ def factored_steps() -> list[float]:
 
 
 def full_steps() -> tuple[list[float], list[int]]:
-    """With the matrix over all data; also, how many products each step took."""
+    """The losses with the matrix over all data, and the number of products in each step."""
     model, lossfunc, x, y = make_problem()
     ggn = GGN(model, lossfunc, [*zip(x.split(128), y.split(128), strict=True)])
     losses, products = [], []

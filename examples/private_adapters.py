@@ -31,7 +31,7 @@ class Adapted(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum of both."""
+        """The sum of the frozen layer and the product."""
         found: Tensor = self.layer(x) + 4 * self.up(self.down(x))
         return found
 
@@ -46,7 +46,7 @@ class Block(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of hidden states, ``[N, T, D]``."""
+        """Map hidden states ``[N, T, D]`` to hidden states."""
         heads = self.qkv(self.before(x)).unflatten(2, (3, 2, -1)).permute(2, 0, 3, 1, 4)
         seen = F.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).flatten(2))
@@ -64,7 +64,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Of words, ``[N, T]``."""
+        """Take words, ``[N, T]``."""
         places = torch.arange(x.shape[1], device=x.device).expand(x.shape)
         hidden = self.blocks(self.words(x) + self.places(places))
         found: Tensor = self.head(self.norm(hidden)).transpose(1, 2)
@@ -91,7 +91,7 @@ def public(model: nn.Module, generator: torch.Generator) -> None:
 
 
 def adapt(model: nn.Module) -> list[nn.Parameter]:
-    """Freeze everything, and put adapters beside the layers of each block."""
+    """Freeze everything, and add adapters to the layers of each block."""
     model.requires_grad_(False)
     for block in model.get_submodule("blocks").children():
         for name in ("qkv", "out", "first", "second"):
@@ -100,13 +100,13 @@ def adapt(model: nn.Module) -> list[nn.Parameter]:
 
 
 def loss_of(model: nn.Module, text: Tensor) -> float:
-    """On lines that were not seen, for each word."""
+    """The loss for each word, on unseen lines."""
     with torch.no_grad():
         return float(F.cross_entropy(model(text[:, :-1]), text[:, 1:]))
 
 
 def train(noise: float) -> tuple[float, float]:
-    """The loss before and after."""
+    """The loss before and after private training."""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(1)
     model = GPT()
@@ -138,7 +138,7 @@ def train(noise: float) -> tuple[float, float]:
 
 
 def main() -> None:
-    """Less noise, more of the habit."""
+    """Train with different noise: with less noise, the model learns more of the habit."""
     before, little = train(2.0)
     _, much = train(0.8)
     _, without = train(0.0)

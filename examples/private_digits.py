@@ -14,7 +14,7 @@ DELTA, EPOCHS = 1e-4, 8
 
 
 def data() -> tuple[TensorDataset, Tensor, Tensor]:
-    """1,400 images to train on, and 397 that are never seen."""
+    """1,400 images for training, and 397 unseen ones."""
     digits = load_digits()
     x = torch.tensor(digits.data / 16, dtype=torch.float32).reshape(-1, 1, 8, 8)
     y = torch.tensor(digits.target)
@@ -32,7 +32,7 @@ def net() -> nn.Module:
 
 
 def accuracy(epsilon: float, size: int, users: list[int] | None = None) -> float:
-    """On the images that were not seen, after spending a budget."""
+    """The accuracy on unseen images, after spending a budget."""
     train, inputs, labels = data()
     model, lossfunc = net(), nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.8)
@@ -62,7 +62,7 @@ def accuracy(epsilon: float, size: int, users: list[int] | None = None) -> float
 
 
 def main() -> None:
-    """More budget, better digits; users who have two images each cost more."""
+    """Compare budgets, and users with two images each, who cost more."""
     little, much = accuracy(3.0, 128), accuracy(8.0, 128)
     with_users = accuracy(8.0, 64, users=[number // 2 for number in range(1400)])
     assert little > 0.6

@@ -61,7 +61,7 @@ def diag_ggn(size: int, passes: int) -> list[Tensor]:
 
 
 def peak_memory() -> float:
-    """The most memory that this process had so far, in MiB."""
+    """The peak memory of this process so far, in MiB."""
     status = Path("/proc/self/status")
     if status.exists():  # on Linux, ru_maxrss is inherited from the parent process
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines())
@@ -71,7 +71,7 @@ def peak_memory() -> float:
 
 
 def measure(job: tuple[int, int]) -> Result:
-    """Diagonal, seconds, and peak memory in MiB above what the process had before."""
+    """The diagonal, seconds, and additional peak memory in MiB."""
     before = peak_memory()
     start = time.perf_counter()
     diagonal = diag_ggn(*job)
@@ -80,7 +80,7 @@ def measure(job: tuple[int, int]) -> Result:
 
 
 def measure_all(size: int, settings: Sequence[int]) -> list[Result]:
-    """Every setting in a fresh process."""
+    """Measure every setting in a fresh process."""
     context = multiprocessing.get_context("spawn")
     results = []
     for number, passes in enumerate(settings):
@@ -92,7 +92,7 @@ def measure_all(size: int, settings: Sequence[int]) -> list[Result]:
 
 
 def show_progress(what: str, done: int, total: int, width: int = 30) -> None:
-    """A bar on the terminal; nothing where the output goes elsewhere."""
+    """Show a bar on a terminal, and nothing elsewhere."""
     if sys.stderr.isatty():
         bar = "#" * (width * done // total)
         end = "\n" if done == total else ""

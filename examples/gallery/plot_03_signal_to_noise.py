@@ -29,7 +29,7 @@ lossfunc = extend(nn.CrossEntropyLoss())
 
 
 def noise_scale() -> tuple[float, float]:
-    """Of the whole data: the simple noise scale, and the share of parameters above the noise."""
+    """The simple noise scale of the whole data, and the share of parameters above the noise."""
     model.zero_grad()
     loss = lossfunc(model(X), y)
     with backpack(Variance(), BatchL2Grad()):

@@ -65,7 +65,7 @@ def clipped_sum(model: nn.Module, lossfunc: nn.Module, batch: Tensor) -> list[Te
 
 
 def accuracy(model: nn.Module) -> float:
-    """On the digits that training never saw."""
+    """The share of right answers on digits that training never saw."""
     with torch.no_grad():
         return (model(X[test]).argmax(1) == y[test]).float().mean().item()
 
@@ -90,7 +90,7 @@ def train_with_ours(noise: float) -> tuple[list[float], list[float]]:
 
 
 def train_with_opacus(noise: float) -> list[float]:
-    """The same with per-sample gradients of Opacus and its optimizer."""
+    """The accuracy with per-sample gradients of Opacus and its optimizer."""
     model = GradSampleModule(make_model(), loss_reduction="sum")
     lossfunc = nn.CrossEntropyLoss(reduction="sum")
     optimizer = DPOptimizer(

@@ -59,7 +59,7 @@ def jacobians(inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
 
 
 def variances(rows: list[Tensor]) -> dict[str, Tensor]:
-    """Of the output, for the three forms."""
+    """The variance of the output, for the three forms."""
     flat = torch.cat([row.flatten(1) for row in rows], dim=1)
     kron = [p.kflr.solve(row, damping=PRIOR) for p, row in zip(parameters, rows, strict=True)]
     solved = torch.linalg.solve(full + PRIOR * torch.eye(len(full)), flat.T).T

@@ -45,7 +45,7 @@ class NaturalGradient:
         self.factors, self.weight = {}, 0.0
 
     def step(self) -> None:
-        """After a backward pass with ``KFAC``."""
+        """Take a step, after a backward pass with ``KFAC``."""
         self.weight = self.keep * self.weight + 1 - self.keep  # the average starts at nothing
         for p in self.parameters:
             old = self.factors.get(p, [torch.zeros_like(f) for f in p.kfac])

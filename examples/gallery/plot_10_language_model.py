@@ -42,7 +42,7 @@ inputs, targets = codes[:, :-1], codes[:, 1:]
 
 
 class Block(nn.Module):
-    """Causal attention and a feed-forward part, each added to what came in."""
+    """Causal attention and a feed-forward part, each added to its input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -50,7 +50,7 @@ print(*(v for p in model.parameters() for v in p.diag_ggn_exact.flatten().tolist
 
 
 def measure(chunk_size: int) -> tuple[float, float, torch.Tensor]:
-    """Megabytes above what the process had before, seconds, and the diagonal."""
+    """Additional megabytes, seconds, and the diagonal, from a separate process."""
     command = [sys.executable, "-c", PROGRAM, str(chunk_size)]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     figures, diagonal = printed.splitlines()

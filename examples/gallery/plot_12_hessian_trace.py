@@ -33,7 +33,7 @@ class Traces:
         self.most = 0
 
     def __call__(self, module: nn.Module) -> None:
-        """What ``backpack`` calls."""
+        """Reduce the quantities of one module; called by ``backpack``."""
         alive = [p for p in model.parameters() if hasattr(p, "diag_h")]
         self.most = max(self.most, len(alive))
         for p in module.parameters(recurse=False):

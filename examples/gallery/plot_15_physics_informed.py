@@ -24,7 +24,7 @@ pi = torch.pi
 
 
 def solution(x: Tensor) -> Tensor:
-    """What is to be found."""
+    """The exact solution."""
     return torch.sin(pi * x) + 0.3 * torch.sin(5 * pi * x)
 
 

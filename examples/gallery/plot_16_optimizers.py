@@ -1,6 +1,6 @@
 """
-Second-order optimizers beside AdamW
-====================================
+Second-order optimizers against AdamW
+=====================================
 
 ``backpack_optimizers`` has K-FAC, EKFAC and Gauss-Newton as optimizers of torch (Martens and Grosse, 2015,
 arXiv:1503.05671; George et al., 2018, arXiv:1806.03884; Martens, 2010). Each of them, and AdamW, gets the best of
@@ -90,7 +90,7 @@ for name, row in zip(("fully connected", "convolutions"), axes, strict=True):
         print(f"{name:15} {kind:12} lr {lr:<6g} loss {losses[-1]:.1e} after {seconds[-1]:.1f} s")
         row[0].plot(losses, label=kind)
         row[1].plot(seconds, losses)
-    # That of EKFAC varies by a factor of eight between draws of the batches, that of KFAC by two.
+    # Between draws of the batches, the loss of EKFAC varies by a factor of eight, of KFAC by two.
     assert last["KFAC"] < last["AdamW"] / 2
     row[0].set(yscale="log", ylabel=f"loss, {name}")
     row[1].set(yscale="log")

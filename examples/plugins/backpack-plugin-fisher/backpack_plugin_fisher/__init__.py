@@ -19,7 +19,7 @@ class EmpiricalFisherRoot(ColumnPropagator):
     """One column ``S_n = √c ∇ℓ_n`` at the input of a loss ``c Σ_n ℓ_n``, pushed by ``Jᵀ``.
 
     Its outer products are the empirical Fisher matrix of type 2, ``c Σ_n ∇ℓ_n ∇ℓ_nᵀ``, with targets
-    of the data in place of targets drawn from the model (Kunstner, Balles, Hennig, 2019,
+    of the data instead of targets drawn from the model (Kunstner, Balles, Hennig, 2019,
     arXiv:1905.12558, equation 3). ``c`` is the reduction of the loss times the arriving gradient.
 
     Attributes:
@@ -74,7 +74,7 @@ class DiagFisher(_FisherExtension):
     needs = (square_sum,)
 
     def read(self, product: SampleProduct) -> Tensor:
-        """A contraction that never forms ``[V, N, *θ]`` where the product knows one."""
+        """Contract the product, without forming ``[V, N, *θ]`` if its form allows that."""
         return square_sum(product)
 
 

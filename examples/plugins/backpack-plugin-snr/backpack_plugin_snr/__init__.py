@@ -13,8 +13,8 @@ class SNR(FirstOrderExtension):
 
     Stored in ``snr``, shape ``[*θ]``: ``m² / (s - m²)`` with the mean ``m = 1/N Σ_n g_n`` and the
     second moment ``s = 1/N Σ_n g_n²`` of the gradients ``g_n`` (squared mean over variance; Balles
-    and Hennig, 2018, arXiv:1705.07774, section 2). The scale of the loss cancels. Infinite where
-    all gradients agree, and zero where all of them vanish.
+    and Hennig, 2018, arXiv:1705.07774, section 2). The scale of the loss cancels. The ratio is
+    infinite if all gradients agree, and zero if all of them vanish.
     """
 
     savefield = "snr"
