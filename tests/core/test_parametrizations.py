@@ -113,6 +113,24 @@ def test_parametrized_weight_of_another_kind_of_quantity() -> None:
         classification(model, (3,)).run(DiagHessian())
 
 
+@pytest.mark.parametrize("name", ["", "parametrizations.weight", "parametrizations.weight.0"])
+def test_a_hook_that_changes_what_a_parametrization_computes(name: str) -> None:
+    """It may come between passes of a trusted structure."""
+    torch.manual_seed(0)
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
+    model, lossfunc = extend(nn.Sequential(layer, nn.Tanh())), extend(nn.MSELoss())
+    for number in range(6):
+        if number == 3:
+            layer.get_submodule(name).register_forward_hook(lambda part, given, out: 1.3 * out)
+        model.zero_grad()
+        loss = lossfunc(model(torch.randn(5, 4)), torch.randn(5, 3))
+        with backpack(BatchGrad()):
+            loss.backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            oracle.assert_close(parameter.grad_batch.sum(0), parameter.grad)
+
+
 def test_parametrized_module_without_a_rule() -> None:
     model = nn.Sequential(nn.Linear(3, 3), parametrizations.weight_norm(Shift(), "shift"))
     with pytest.warns(AutodiffFallbackWarning, match="Shift '1'"):

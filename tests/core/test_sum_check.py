@@ -31,6 +31,21 @@ def test_what_does_not_add_up(monkeypatch: pytest.MonkeyPatch, check: Any) -> No
         problem.run(BatchGrad(), check=check)
 
 
+def test_sums_that_were_wrong_are_compared_in_the_next_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether or not that one is among the passes 1, 2, 4, 8, … of the structure."""
+    problem = classification(mlp(), (3,))
+    problem.run(BatchGrad())
+    original = LinearRule.affine_input
+    with monkeypatch.context() as patch:
+        patch.setattr(LinearRule, "affine_input", lambda self, view: 1.001 * original(self, view))
+        for _ in range(6):
+            with pytest.raises(UnsupportedError, match="do not add up"):
+                problem.run(BatchGrad())
+    problem.run(BatchGrad())
+
+
 def _triple(parameter: Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.mul_(3)

@@ -68,7 +68,10 @@ class Checks(Observer):
         if self._sums is not None:
             self._sums.leave()
 
-    def finish(self, run: Any) -> None:
-        """Note the outputs at which later passes have nothing more to measure."""
+    def stored(self, run: Any) -> None:
+        """Note the outputs at which later passes have nothing more to measure.
+
+        Nothing is noted of a pass that fails, also if its sums are wrong: the next one is measured.
+        """
         if self._measurement is not None:
             self._measurement.settle()

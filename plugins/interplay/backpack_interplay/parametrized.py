@@ -48,6 +48,8 @@ def begin(module: Module, execution: Execution) -> None:
     extend(module)  # some may have been registered after ``extend(model)``
     entries = _computing.entries
     for name, parametrization in parametrizations_of(module).items():
+        hooks: Any = parametrization._forward_hooks
+        hooks.move_to_end(_hooks.KEY)  # hooks of the user's may return another tensor
         outer = entries.get(parametrization) if _torch.running_calls(module) > 1 else None
         entries[parametrization] = execution, name, outer
 
