@@ -91,14 +91,9 @@ def optimising(model: nn.Module, heard: list[Any]) -> None:
         parameter.register_post_accumulate_grad_hook(update)
 
 
-def _doubled(model: nn.Module, heard: list[Any]) -> None:
-    for parameter in model.parameters():
-        parameter.register_hook(lambda grad: 2 * grad)
-
-
 @pytest.mark.parametrize("number", [0, 6])
 def test_a_parameter_that_is_frozen_keeps_its_hooks(number: int) -> None:
-    pair = Pair(_doubled)
+    pair = Pair(doubling)
     for step in range(12):
         for model in pair.models:
             first, *_ = model.parameters()

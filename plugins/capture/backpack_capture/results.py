@@ -138,7 +138,7 @@ class GradientsApart:
             )
         for parameter in self._parameters:
             parameter.grad = None
-            if gradient_hooks(parameter):
+            if parameter.requires_grad and gradient_hooks(parameter):
                 self._put_back.append(take_hooks(parameter))
                 note = parameter.register_post_accumulate_grad_hook(self.order.append)
                 self._put_back.append(note.remove)

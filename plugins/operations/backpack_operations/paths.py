@@ -116,9 +116,7 @@ def losses_without_rule(survey: GraphSurvey, roots: Iterable[Edge]) -> set[Call]
 
 
 def is_factor(survey: GraphSurvey, parameter: Tensor) -> bool:
-    """Whether a number that depends on a module's output is multiplied, or divided, by a parameter.
-
-    A parameter that a product within the net uses, whose result has samples, is none.
+    """Whether a module's output is multiplied or divided by a function of a parameter.
 
     Args:
         survey: What is known about the graph.
@@ -127,8 +125,6 @@ def is_factor(survey: GraphSurvey, parameter: Tensor) -> bool:
     of_modules = {site.edge.node for site in survey.sites.values()}
     for product in {node for node, _ in survey.between}:
         if nodes.operation_of(product) not in nodes.FACTORS.keys() | nodes.QUOTIENTS:
-            continue
-        if survey.alignment.owned_at(Edge(product, 0)) is not None:
             continue
         factors = [{edge.node, *behind([edge.node])} for edge in _sent_on(product)]
         uses = [any(getattr(n, "variable", None) is parameter for n in each) for each in factors]
