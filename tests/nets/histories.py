@@ -503,5 +503,5 @@ def _diagonal(value: Tensor, parameter: Tensor) -> Tensor:
         for place, entry in enumerate(gradient.flatten()):
             (row,) = torch.autograd.grad(entry, parameter, **options)
             if row is not None:
-                found.view(-1)[place] = row.flatten()[place]
-    return found
+                found[place] = row.flatten()[place]
+    return found.view(parameter.shape)
