@@ -125,7 +125,7 @@ def _owner_of_model(module: Module) -> Owner | None:
 
 
 def _record(module: Module, args: tuple[Any, ...], result: Any, execution: Execution) -> Any:
-    """Make the call; returns the result of the module if it has to be replaced, else ``None``."""
+    """Make the call; returns the result of the module if it must be replaced, else ``None``."""
     traits = _traits(module)
     resolved = traits.resolved
     simple = simple_node(args, result, execution)

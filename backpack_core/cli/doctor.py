@@ -123,7 +123,7 @@ def _of_others() -> Iterator[Finding]:
         try:
             finding = entry_point.load()()
         except Exception as error:
-            problem = f"what it has to say fails ({type(error).__name__}: {error})"
+            problem = f"what it says fails ({type(error).__name__}: {error})"
             remedy = f"Update or uninstall {owner}."
             yield Finding("fault", owner, entry_point.name, problem, remedy)
             continue

@@ -1,7 +1,7 @@
 """Finds what plugins provide, for the files beside their code, and checks such files.
 
 ``backpack certify`` writes the file of a package. To write those of all distributions that the core
-knows, which have to be installed::
+knows, which must be installed::
 
     python -m backpack_core.cli.provides
 """

@@ -140,7 +140,7 @@ def templates() -> Path:
 def published() -> str:
     """Commit the shipped templates to :data:`REPOSITORY`, with a tag.
 
-    ``copier update`` compares two versions of a template, which have to be tags of a repository.
+    ``copier update`` compares two versions of a template, which must be tags of a repository.
 
     Returns:
         The tag, which is named after this release. In a checkout, templates may change while the

@@ -199,7 +199,7 @@ def _made(target: str, factory: Any) -> Any:
         module, _, attribute = target.partition(":")
         raise UsageError(
             f"{target} was called and raised {type(error).__name__}: {error}"
-            f"{_line(error, module)}\nIt has to run by itself, as python -c "
+            f"{_line(error, module)}\nIt must run by itself, as python -c "
             f"'import {module} as m; m.{attribute}()' runs it."
         ) from error
 

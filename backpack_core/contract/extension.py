@@ -44,7 +44,7 @@ class Extension(ABC):
         needs_every_parameter: Whether the result is meaningless if a trained parameter of the
             model is left out, as a bound on the norm of all of them is.
         needs_normalisers: Whether :meth:`finish` needs the number that each extended loss divides
-            by. ``backward()`` then has to be called on a weighted sum of these losses.
+            by. ``backward()`` then must be called on a weighted sum of these losses.
         unless_told: If ``needs_normalisers``: what to write if the number is not known, as a
             sentence.
         is_of_everything: Whether the value belongs to everything that ``backward()`` is called on,
@@ -52,7 +52,7 @@ class Extension(ABC):
         is_whole: Whether nothing is read at parameters. :meth:`attend` then makes an observer of
             the pass, which computes the results and provides what the propagator needs.
         is_of_losses: If ``is_whole``: whether the result belongs to the extended losses, so that
-            ``backward()`` has to be called on a weighted sum of them. Otherwise it belongs to
+            ``backward()`` must be called on a weighted sum of them. Otherwise it belongs to
             whatever ``backward()`` is called on.
         degree: How values scale with the loss: as its power ``degree``. It is 1 for gradients and
             curvature, 2 for their squares, and ``None`` if there is no such power, as for a

@@ -26,7 +26,7 @@ class Observer:
 
     Attributes:
         answers: The arguments of ``backpack(...)`` that it handles.
-        needs_autograd: Whether autograd has to run, since gradients are looked at.
+        needs_autograd: Whether autograd must run, since gradients are looked at.
         needs_visits: Whether it looks at visits, or adds to them, in passes with a known plan, so
             that no driver may replace them.
         needs_survey: Whether it asks the survey for more than sites, even where a driver replaces

@@ -244,7 +244,7 @@ class Propagator(ABC):
             quantity: The quantity at the output of the call; at a loss, and for a residual, at its
                 input.
             size: How many columns fit into memory at the widest call.
-            is_rooted: Whether what goes on has to be in the form of :meth:`rooted`, because a
+            is_rooted: Whether what goes on must be in the form of :meth:`rooted`, because a
                 parameter is used several times, or an operation between modules follows.
 
         Returns:
@@ -257,7 +257,7 @@ class Propagator(ABC):
         """The quantity in a form in which several uses of one parameter can be added.
 
         Called if a parameter is used several times: contributions with the same root that reach it
-        along several paths have to be added before they are squared.
+        along several paths must be added before they are squared.
         """
         return quantity
 

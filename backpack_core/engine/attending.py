@@ -70,7 +70,7 @@ def observers_of_libraries(run: Any) -> list[Observer]:
     for observer in found:
         given: object = observer
         if not isinstance(given, Observer):
-            raise PluginCodeError(f"backpack_run has to return an Observer. Got {given!r:.80}.")
+            raise PluginCodeError(f"backpack_run must return an Observer. Got {given!r:.80}.")
     for argument, word, library in _answered_by(run.context):
         if not answers(found, argument):
             raise missing(

@@ -1,7 +1,7 @@
 """What core alone knows: chains of modules with rules, with samples on axis 0.
 
 Every input of a call is data or the output of a call. Functions may follow the last calls, as long
-as no quantity has to go through them. For everything else there is the library *operations*, which
+as no quantity goes through them. For everything else there is the library *operations*, which
 errors name where it is missing.
 """
 

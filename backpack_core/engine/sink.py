@@ -166,5 +166,5 @@ def see_values(values: Any, who: str) -> None:
     is_mapping = isinstance(values, Mapping)
     if not is_mapping or any(not isinstance(p, Tensor) or v is None for p, v in values.items()):
         raise PluginCodeError(
-            f"{who} has to return a mapping from parameters to values. Got {abridged(values)}."
+            f"{who} must return a mapping from parameters to values. Got {abridged(values)}."
         )

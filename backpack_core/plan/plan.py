@@ -81,7 +81,7 @@ class Plan:
             travels: Whether any quantity is sent, besides autograd's own gradient.
 
         Raises:
-            Unplanned: Passes like this one have to be surveyed each time.
+            Unplanned: Passes like this one must be surveyed each time.
         """
         at_leaves = {(site.call, site.index) for site in survey.leaves.values()}
         is_same = survey.sites.keys() - at_leaves == structure.sites.keys()

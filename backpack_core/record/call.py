@@ -123,7 +123,7 @@ class Call:
         settings: Names and values of the module's plain attributes (``eps``, ``p``, ``stride``).
         run: What the extended model received in this forward pass.
         is_rewired: Whether the module changed a *view* in place. Autograd then rewrites the graph
-            behind the input, so that ``edges`` are stale, and quantities have to go through the
+            behind the input, so that ``edges`` are stale, and quantities must go through the
             output's own node.
         is_readable: Whether the tensors that autograd saved may be read. They may not if
             saved-tensor hooks are active, such as those of a checkpoint, which hands out each

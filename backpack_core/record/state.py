@@ -1,6 +1,6 @@
 """The state of a module in a forward pass: its tensors, and its plain attributes (settings).
 
-Both may change before the backward pass, and rules have to compute with the values of the forward
+Both may change before the backward pass, and rules must compute with the values of the forward
 pass. What is the same in all calls of a module is cached in ``Traits``.
 """
 
@@ -148,7 +148,7 @@ def _as_key(value: Any) -> Any:
 class Traits:
     """What all calls of a module have in common until one of its attributes changes.
 
-    It is computed once and checked at each call by :meth:`hold`, since recording has to be fast.
+    It is computed once and checked at each call by :meth:`hold`, since recording must be fast.
 
     Attributes:
         settings: Names and values of its plain attributes.

@@ -53,7 +53,7 @@ class UnpackedTensors(ABC):
 class Storage:
     """How tensors of calls are kept. This class keeps them in memory, as they are.
 
-    Where more has to be done, its methods raise :class:`MissingPluginError`.
+    Where more must be done, its methods raise :class:`MissingPluginError`.
     """
 
     def block(self, is_asked: bool) -> AbstractContextManager[Any]:
@@ -83,7 +83,7 @@ class Storage:
         raise _missing("A call that was stored through hooks")
 
     def is_computed_again(self) -> bool:
-        """Whether a checkpoint recomputes its forward pass now, which has to be recorded again."""
+        """Whether a checkpoint recomputes its forward pass now, which must be recorded again."""
         return False
 
     def reading(self, node: Node) -> AbstractContextManager[Any]:

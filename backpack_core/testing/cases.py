@@ -157,9 +157,9 @@ class RuleCase(Case):
             differentiated (a mask, for example).
         output_nr: The index of the output to differentiate, if there are several.
         twice_differentiable: Whether torch can differentiate the layer twice, so that there is an
-            oracle for second derivatives. If not, torch has to raise.
+            oracle for second derivatives. If not, torch must raise.
         overwrites_input: Whether the layer overwrites an input that its rule needs. The rule then
-            has to raise, and quantities go through the layer's autograd nodes instead.
+            must raise, and quantities go through the layer's autograd nodes instead.
     """
 
     kind: ClassVar[str] = "rule"

@@ -31,7 +31,7 @@ class Check:
 
     Attributes:
         name: Name of the check.
-        function: Raises if it finds a fault, or yields what has to be compared.
+        function: Raises if it finds a fault, or yields what must be compared.
         subject: Makes the argument of the function from a case.
         needs: Traits that a case must have for the check to apply; see ``traits``.
         prerequisites: Names of the checks that it builds on, as far as they apply to a case.

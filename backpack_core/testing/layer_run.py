@@ -104,7 +104,7 @@ def run_layer(
     strided: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> LayerRun:
-    """Run a case's layer, whose rule has to be installed.
+    """Run a case's layer, whose rule must be installed.
 
     Args:
         case: The case.

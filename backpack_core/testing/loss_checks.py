@@ -1,6 +1,6 @@
 """Checks of a loss rule against the Hessian by autograd, in every reduction.
 
-A check takes a case, and possibly a reduction. It raises, or yields what has to be compared.
+A check takes a case, and possibly a reduction. It raises, or yields what must be compared.
 """
 
 from __future__ import annotations

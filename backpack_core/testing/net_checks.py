@@ -1,6 +1,6 @@
 """Checks of extensions in small nets against the reference: around a layer, or for one extension.
 
-A check takes the nets of a case. It raises, or yields what has to be compared.
+A check takes the nets of a case. It raises, or yields what must be compared.
 """
 
 from __future__ import annotations

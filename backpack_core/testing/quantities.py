@@ -2,7 +2,7 @@
 
 The package of an extension provides it: its module ``oracles``, which the kit imports, calls
 :func:`register_quantity`. Authors may also pass it to an ``ExtensionCase``. The values of an
-extension without an oracle only have to be finite.
+extension without an oracle must only be finite.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Checks of a rule's products and declarations against dense derivatives by autograd.
 
-A check takes the run of a layer. It raises, or yields what has to be compared: a name, the value
+A check takes the run of a layer. It raises, or yields what must be compared: a name, the value
 that was found, and the one that is expected.
 """
 

@@ -147,7 +147,7 @@ def _judged(case: Case, check: Check) -> CheckResult:
 
 @dataclass(eq=False)
 class BoundCheck:
-    """One check of one case: the argument of a decorated test, which has to call it once.
+    """One check of one case: the argument of a decorated test, which must call it once.
 
     Attributes:
         case: The case.

@@ -38,7 +38,7 @@ def converted(node: Node) -> Conversion:
         node: A function or method call.
 
     Returns:
-        The module and its inputs, or ``None`` where the node has to stay: there is no module, it
+        The module and its inputs, or ``None`` where the node must stay: there is no module, it
         computes with numbers or takes its settings from them, or it overwrites a tensor that is
         read elsewhere.
     """

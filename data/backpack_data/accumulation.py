@@ -78,7 +78,7 @@ def accumulate(
         device: Of the results; default: that of each parameter.
         dtype: Of the results; default: that of each value.
         state_file: File for the state of the run. If the file exists, the run resumes from it, with
-            the same numbers as without the interruption; the arguments have to be the same. The
+            the same numbers as without the interruption; the arguments must be the same. The
             file is kept at the end. The state of another model, loss, extension or of other data
             is refused.
         every: The file is written after this many batches.

@@ -1,4 +1,4 @@
-"""What the arguments of ``accumulate`` have to be, seen before anything is computed."""
+"""What the arguments of ``accumulate`` must be, seen before anything is computed."""
 
 from __future__ import annotations
 

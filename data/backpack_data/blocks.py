@@ -37,7 +37,7 @@ class combined:
     is a sum. So do not divide the loss by the number of batches. ``.grad`` accumulates as always in
     PyTorch.
 
-    With a process group, values are for the batches of all ranks, which have to enter and leave
+    With a process group, values are for the batches of all ranks, which must enter and leave
     blocks together. Values per sample stay on their rank, with the scale of the joined batch.
     """
 

@@ -35,7 +35,7 @@ class Heartbeat:
     """
 
     def __init__(self, group: distributed.ProcessGroup | None, timeout: float) -> None:
-        """Begin. Runs are numbered, so every rank has to begin its runs in the same order."""
+        """Begin. Runs are numbered, so every rank must begin its runs in the same order."""
         self._group, self._timeout = group, timeout
         self._looked = time.monotonic()
         if group is None:

@@ -170,7 +170,7 @@ class Quantities(Mapping[Place, Any]):
         return self._map(moved)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor, by ``path|field|part``. Shards are gathered, so all ranks have to call."""
+        """Every tensor, by ``path|field|part``. Shards are gathered, so all ranks must call."""
         found = {}
         for (path, name), value in self.items():
             if isinstance(value, Tensor):

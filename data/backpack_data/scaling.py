@@ -41,7 +41,7 @@ def unscale(model: Module, extensions: Extension | list[Extension], scaler: Scal
         raise UsageError(f"scaler is a torch.amp.GradScaler, or the scale. Got {scaler!r:.80}.")
     factor = float(scaler) if isinstance(scaler, (int, float)) else float(scaler.get_scale())
     if not 0 < factor < inf:
-        raise UsageError(f"The scale has to be positive and finite. Got {factor!r}.")
+        raise UsageError(f"The scale must be positive and finite. Got {factor!r}.")
     asked = listed(extensions)
     new = []
     for parameters in carriers(model).values():

@@ -20,7 +20,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor; a sharded one is gathered, which all processes have to do together."""
+    """The whole tensor; a sharded one is gathered, which all processes must do together."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 

@@ -250,11 +250,11 @@ def test_refusals() -> None:
         influence(model, lossfunc, iter(()), queries)
     with pytest.raises(UsageError, match="A batch is"):
         influence(model, lossfunc, [torch.zeros(2, 5)], queries)
-    with pytest.raises(UsageError, match=r"has to return \(inputs, targets\)\. Got tensor"):
+    with pytest.raises(UsageError, match=r"must return \(inputs, targets\)\. Got tensor"):
         influence(model, lossfunc, train, queries, "dot", batch=lambda item: item[0])
     with pytest.raises(UsageError, match="3 identities for 4 samples"):
         influence(model, lossfunc, train, queries, identities=["a", "b", "c"])
-    with pytest.raises(UsageError, match="has to be zero or positive"):
+    with pytest.raises(UsageError, match="must be zero or positive"):
         Influence(damping=-1.0)
     with pytest.raises(UsageError, match="curvature is one of"):
         Influence("ggn")  # type: ignore[arg-type]

@@ -251,7 +251,7 @@ class OfRoot(SecondOrderExtension):
 )
 def test_columns_that_do_not_fit_are_the_propagator_s(starts: Any, found: str) -> None:
     problem = classification(nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)), (3,))
-    told = rf"Root\.start has to return Columns\.start\(name, mat\): it gave {found} at .*\[V, 3"
+    told = rf"Root\.start must return Columns\.start\(name, mat\): it gave {found} at .*\[V, 3"
     with pytest.raises(ShapeError, match=told):
         problem.run(OfRoot(Root(starts)))
 
@@ -362,5 +362,5 @@ def test_values_that_are_no_mapping_of_parameters(value: Any) -> None:
     begun = type("Slip", (Whole,), {"begin": lambda self: value})
     wanted = "a mapping from parameters to values"
     for kind, said in ((whole, wanted), (late, wanted), (begun, "a GraphReading")):
-        with pytest.raises(PluginCodeError, match=rf"Slip\.\w+ has to return {said}"):
+        with pytest.raises(PluginCodeError, match=rf"Slip\.\w+ must return {said}"):
             classification(nn.Linear(3, 3), (3,)).run(kind())

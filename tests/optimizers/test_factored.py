@@ -335,7 +335,7 @@ def _dense(optimizer: Any, kind: Any) -> list[torch.Tensor]:
 
 class TestRefusals:
     def test_a_model_that_is_not_extended(self) -> None:
-        with pytest.raises(UsageError, match="have to be extended"):
+        with pytest.raises(UsageError, match="must be extended"):
             KFAC(net()[0])
 
     def test_parameters_in_the_place_of_the_model(self) -> None:

@@ -219,7 +219,7 @@ def test_backpack_run() -> None:
     with temporary_plugin(provide(backpack_run=backpack_run)):
         counted(linear, Count())
     assert len(seen) == 1
-    refused = pytest.raises(PluginCodeError, match=r"has to return an Observer\. Got 3")
+    refused = pytest.raises(PluginCodeError, match=r"must return an Observer\. Got 3")
     with temporary_plugin(provide(backpack_run=lambda run: 3)), refused:
         counted(linear, Count())
 

@@ -222,7 +222,7 @@ def test_batches_of_other_kinds_and_functions() -> None:
         GGN(model, loss, loader).dense()
     with pytest.raises(UsageError, match=r'tell a likelihood .* kind="empirical"'):
         Fisher(model, loss, loader, normaliser=count).dense()
-    with pytest.raises(ShapeError, match="has to be a number"):
+    with pytest.raises(ShapeError, match="must be a number"):
         GGN(model, nn.CrossEntropyLoss(reduction="none"), loader).dense()
     with pytest.raises(UnsupportedError, match="nothing to sample"):
         Fisher(model, nn.L1Loss(), make(loss="squares")[2]).dense()

@@ -28,12 +28,12 @@ Positions = int | Tensor  # how many entries of axis 0 each sample has, or a mas
 
 
 class Question(NamedTuple):
-    """What a pass has to show, which depends on the extensions.
+    """What a pass must show, which depends on the extensions.
 
     Attributes:
-        is_per_sample: Whether samples have to stay apart, for per-sample quantities.
-        is_curvature: Whether autograd's gradient has to equal the first column of the dye.
-        is_of_losses: Whether all of the gradient has to come from extended losses.
+        is_per_sample: Whether samples must stay apart, for per-sample quantities.
+        is_curvature: Whether autograd's gradient must equal the first column of the dye.
+        is_of_losses: Whether all of the gradient must come from extended losses.
     """
 
     is_per_sample: bool
@@ -97,7 +97,7 @@ class Weights:
     """The random weights of samples: powers of two, which cause no rounding.
 
     If it is unknown where the samples of a tensor lie, there are several guesses. Each has a
-    weighted column of its own, and one of them has to be right everywhere.
+    weighted column of its own, and one of them must be right everywhere.
 
     Attributes:
         guesses: The number of guesses.
@@ -191,7 +191,7 @@ class Judge:
     """Compares columns with each other, and with autograd's gradient, to answer a question."""
 
     def __init__(self, weights: Weights, question: Question) -> None:
-        """Begin; one and the same guess has to be right at every comparison."""
+        """Begin; one and the same guess must be right at every comparison."""
         self.weights = weights
         self.question = question
         self._right = {*range(weights.guesses)}

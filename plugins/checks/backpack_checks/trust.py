@@ -90,7 +90,7 @@ def trust_in(survey: Survey, question: Question) -> Trust | None:
 
     Args:
         survey: The graph.
-        question: What the pass has to show.
+        question: What the pass must show.
     """
     if not survey.sites or not any(question):
         return None

@@ -64,9 +64,9 @@ def _reads_gradients(run: BackwardPass) -> bool:
 
 
 def _order(run: BackwardPass) -> dict[Node, int] | None:
-    """The number of every node in the order; ``None`` if autograd has to run.
+    """The number of every node in the order; ``None`` if autograd must run.
 
-    It has to run if something needs a gradient (a propagator, a parameter without quantities, a
+    It must run if something needs a gradient (a propagator, a parameter without quantities, a
     hook that gathers shards), or if the graph has Python functions: only autograd knows which
     gradients they leave undefined.
     """

@@ -89,7 +89,7 @@ class PlainGradient(Observer):
         self._decide(survey, group)
         lane = [each.first for each in run.groups].index(group.first)
         own = run.groups[lane]  # to which a check may have been added
-        # Readings have to support the sum, too.
+        # Readings must support the sum, too.
         run.groups[lane] = own._replace(needs=own.needs | {operations.batch_sum})
         run.sink.watcher = self.take
         if self._judged:

@@ -66,7 +66,7 @@ class Crossing(NamedTuple):
     def push(
         self, node: Node, quantities: Mapping[int, Columns], keeps_all: bool = True
     ) -> list[tuple[int, Columns]]:
-        """Push columns through the node, apart by sample where they have to be.
+        """Push columns through the node, apart by sample where they must be.
 
         Args:
             node: An autograd node that autograd has not executed yet.

@@ -1,4 +1,4 @@
-"""The two walks through a graph that find where samples lie, and what has to be kept apart.
+"""The two walks through a graph that find where samples lie, and what must be kept apart.
 
 The first walk goes from the loss to the inputs and finds the tensors with samples on axis 0. The
 second goes back and finds those among the others behind which something is read.

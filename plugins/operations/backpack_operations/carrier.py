@@ -57,7 +57,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def starts(self, view: View) -> bool:
-        """Whether the quantity starts at this call, so that nothing has to arrive."""
+        """Whether the quantity starts at this call, so that nothing need arrive."""
 
     @abstractmethod
     def arrive(self, view: View, waiting: Any) -> Any:

@@ -69,7 +69,7 @@ class Received:
     def __init__(
         self, execution: Execution, outputs: tuple[Tensor, ...], views: Iterable[Tensor]
     ) -> None:
-        """Take what is needed to tell which inputs have to be replaced.
+        """Take what is needed to tell which inputs must be replaced.
 
         Args:
             execution: What was known before the forward.

@@ -119,7 +119,7 @@ class StraightTraversal(Traversal):
         return kept
 
     def _is_rooted(self, edge: Edge) -> bool:
-        """Whether a quantity at an edge has to be in the form of ``Propagator.rooted``."""
+        """Whether a quantity at an edge must be in the form of ``Propagator.rooted``."""
         return self.survey.is_shared or self.survey.site_at(edge) is None
 
 

@@ -43,7 +43,7 @@ class GraphTraversal(StraightTraversal):
     def __init__(self, schedule: Schedule, sink: Sink) -> None:
         super().__init__(schedule, sink)
         self._alignment = self.survey.alignment
-        self.inside: dict[Node, list[Later]] = {}  # by the node that autograd has to reach
+        self.inside: dict[Node, list[Later]] = {}  # by the node that autograd must reach
 
     def arrive(self, visit: Visit) -> Any:
         """The quantity that arrived; at a loss with several entries per sample, split by entry."""
@@ -212,7 +212,7 @@ class GraphTraversal(StraightTraversal):
         return propagator.take_apart(quantity, owned)
 
     def _sends_apart(self, lane: int, site: Site) -> bool:
-        """Whether columns are kept apart behind a call, or stop being so and have to be checked."""
+        """Whether columns are kept apart behind a call, or stop being so and must be checked."""
         call, alignment = site.call, self._alignment
         if call.rule.is_loss:
             return False

@@ -142,7 +142,7 @@ class AffineProduct(FactorProduct):
             return False
         if self.arrange is other.arrange:
             return True
-        # On the host, so that no device has to be waited for.
+        # On the host, so that no device is waited for.
         entries = torch.arange(prod(self.sizes), device="cpu").reshape(self.sizes)
         return bool(torch.equal(self.to_parameter(entries), other.to_parameter(entries)))
 

@@ -50,7 +50,7 @@ class ColumnPropagator(Propagator):
             waiting = super().arrive(rule, view, waiting)
             mats = waiting.blocks.values() if isinstance(waiting, Columns) else [type(waiting)]
             for mat in mats:
-                what = "start has to return Columns.start(name, mat): it gave"
+                what = "start must return Columns.start(name, mat): it gave"
                 expect(view, self, what, mat, view.input_shape)
         return None if waiting is None else waiting.to(view.dtype)
 

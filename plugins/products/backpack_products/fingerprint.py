@@ -163,7 +163,7 @@ def _difference(own: Fingerprint, other: Fingerprint, is_one_quantity: bool) -> 
 
 
 def agreed_on_ranks(own: Fingerprint, group: distributed.ProcessGroup | None = None) -> None:
-    """Compare the fingerprints of all processes of a group, which all have to call it.
+    """Compare the fingerprints of all processes of a group, which all must call it.
 
     Args:
         own: The fingerprint in this process.

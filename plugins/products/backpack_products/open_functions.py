@@ -94,7 +94,7 @@ class OpenFunction(Generic[R]):
 class Operation(OpenFunction[R]):
     """An open function whose result is cached on the reading.
 
-    Further arguments have to be hashable settings. A function of further tensors is an
+    Further arguments must be hashable settings. A function of further tensors is an
     :class:`OpenFunction`.
     """
 

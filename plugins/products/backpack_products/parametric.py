@@ -238,7 +238,7 @@ class AffineRule(AffinePairsRule):
     def affine_input(self, view: View) -> Rows:
         """The inputs that the weight multiplies. Shape ``[N, S, G, I]``.
 
-        If they have to be copied (patches of a convolution), an object that copies those of some
+        If they must be copied (patches of a convolution), an object that copies those of some
         samples at a time takes the place of the tensor: see :class:`~backpack_products.rows.Rows`.
         """
 

@@ -66,7 +66,7 @@ BAND: Final = 32
 WHOLE: Final = 2**22
 # The same for each product of a batch; the products are then computed one by one.
 EACH: Final = 2**21
-# How many times as fast a library has to be to be chosen.
+# How many times as fast a library must be to be chosen.
 LARGER: Final = 1.4
 
 
