@@ -121,7 +121,7 @@ def test_refusals_of_tokens(tmp_path) -> None:
             influence(mlp(), lossfunc, data, data, method, per="token")
     with pytest.raises(UnsupportedError, match="logra scores whole samples"):
         self_influence(mlp(), lossfunc, data, "logra", per="token")
-    with pytest.raises(UsageError, match="per is one of"):
+    with pytest.raises(UsageError, match="per must be one of"):
         influence(mlp(), lossfunc, data, data, "dot", per="word")
     x, y = torch.randn(4, 6, 2), torch.randint(2, (4,))
     for method in ("dot", "cosine"):

@@ -241,5 +241,5 @@ def test_parameters_with_other_positions_are_not_added_up() -> None:
 
 
 def test_per_is_one_of_two_words() -> None:
-    with pytest.raises(UsageError, match="per is one of"):
+    with pytest.raises(UsageError, match="per must be one of"):
         BatchL2Grad(per="word")

@@ -42,7 +42,8 @@ def projection(view: View, weight: str, bias: str) -> Node | None:
     """The first node, from the output on, that uses the weight or the bias of a projection.
 
     The bias is added after the product, or by the same node. ``None`` if the parameter was
-    converted before its use, as by autocast: what arrives there is summed over samples already.
+    converted before its use, for instance by autocast: what arrives there is already summed over
+    samples.
     """
     owned = view.stored.owned
     names = [name for name in (bias, weight) if name in owned and owned[name][0].requires_grad]

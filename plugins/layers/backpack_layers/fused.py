@@ -32,5 +32,5 @@ class FusedRule(ElementwiseRule):
 
 @cache
 def _has_fused(kind: type[FusedRule]) -> bool:
-    """Whether the class that has the derivative has it fused, too."""
+    """Whether the class that defines ``derivative`` also defines ``fused``."""
     return "fused" in next(vars(base) for base in kind.__mro__ if "derivative" in vars(base))

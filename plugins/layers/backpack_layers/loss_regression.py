@@ -77,7 +77,7 @@ class PoissonNLLLossRule(ElementwiseLossRule):
     """``ℓ = eˣ - y x`` for ``log_input``, else ``ℓ = x - y log(x + ε)``.
 
     Stirling's term (``full``) does not depend on ``x``. Without ``log_input`` the Hessian is
-    ``y / (x + ε)²`` and not the Fisher information ``1/x``, so random signs are sampled.
+    ``y / (x + ε)²``, not the Fisher information ``1/x``, so random signs are sampled.
     """
 
     module_types = (nn.PoissonNLLLoss,)
