@@ -240,7 +240,7 @@ def test_refusals() -> None:
         influence(model, lossfunc, train, queries, "tracin")
     with pytest.raises(UsageError, match=r"is a torch\.nn\.Module"):
         influence(lossfunc.forward, lossfunc, train, queries)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="The loss is a module"):
+    with pytest.raises(UsageError, match="The loss must be a module"):
         influence(model, nn.CrossEntropyLoss, train, queries)
     with pytest.raises(UsageError, match='reduction="none"'):
         influence(model, nn.CrossEntropyLoss(reduction="none"), train, queries)
@@ -248,7 +248,7 @@ def test_refusals() -> None:
         influence(mlp().requires_grad_(False), lossfunc, train, queries)
     with pytest.raises(UsageError, match="gave no sample"):
         influence(model, lossfunc, iter(()), queries)
-    with pytest.raises(UsageError, match="A batch is"):
+    with pytest.raises(UsageError, match="A batch must be"):
         influence(model, lossfunc, [torch.zeros(2, 5)], queries)
     with pytest.raises(UsageError, match=r"has to return \(inputs, targets\)\. Got tensor"):
         influence(model, lossfunc, train, queries, "dot", batch=lambda item: item[0])
@@ -256,7 +256,7 @@ def test_refusals() -> None:
         influence(model, lossfunc, train, queries, identities=["a", "b", "c"])
     with pytest.raises(UsageError, match="has to be zero or positive"):
         Influence(damping=-1.0)
-    with pytest.raises(UsageError, match="curvature is one of"):
+    with pytest.raises(UsageError, match="curvature must be one of"):
         Influence("ggn")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="Got 1 rates, and 2 states"):
         TracIn([{}, {}], [0.1])

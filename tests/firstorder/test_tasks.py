@@ -205,5 +205,5 @@ def test_refusals() -> None:
             AggregatedGrad(wrong)
     with pytest.raises(UsageError, match='"samples" or "losses"'):
         AggregatedGrad(weights_of, rows="tasks")
-    with pytest.raises(ShapeError, match=r"each of 3 rows, \[3\]. Got \[2\]"):
+    with pytest.raises(ShapeError, match=r"return 3 weights, one for each row. Got \[2\]"):
         go(Tasks(), AggregatedGrad(lambda gram: torch.ones(2)))

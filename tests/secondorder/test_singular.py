@@ -177,7 +177,7 @@ def test_negative_numbers(wrong: Any) -> None:
         for method in (each.inverse, each.damped, each.logdet, partial(each.solve, vector)):
             with pytest.raises(UsageError, match="damping must not be negative"):
                 method(damping=wrong)
-        with pytest.raises(UsageError, match="numbers that are not negative"):
+        with pytest.raises(UsageError, match="must not be negative"):
             _ = wrong * each if isinstance(wrong, float) else each * wrong
 
 
