@@ -216,12 +216,12 @@ def optimizer_inside(model: nn.Module, lossfunc: nn.Module) -> Function:
     return step
 
 
-@because("numbers or shapes off values, which differ each time")
+@because("numbers or shapes from values, which differ each time")
 def number_in_a_formula(model: nn.Module, lossfunc: nn.Module) -> Function:
     return lambda x, y: lossfunc(model(x), y) * x.mean().item()
 
 
-@because("numbers or shapes off values, which differ each time")
+@because("numbers or shapes from values, which differ each time")
 def list_of_numbers(model: nn.Module, lossfunc: nn.Module) -> Function:
     return lambda x, y: lossfunc(model(x), y) * x.flatten().tolist()[0]
 
