@@ -303,7 +303,7 @@ def test_bad_vectors() -> None:
 def test_wrong_arguments() -> None:
     model, lossfunc, loader = make()
     for wrong in (None, "model", nn.Linear):
-        with pytest.raises(UsageError, match=r"The model is a torch\.nn\.Module"):
+        with pytest.raises(UsageError, match=r"The model must be a torch\.nn\.Module"):
             GGN(wrong, lossfunc, loader)  # type: ignore[arg-type]
     for wrong in (None, "loss", nn.CrossEntropyLoss):
         with pytest.raises(UsageError, match="The loss must be a module"):
