@@ -106,9 +106,9 @@ def test_factors_of_dattri_are_products(tmp_path) -> None:
 
 
 def test_folders_of_something_else(tmp_path) -> None:
-    with pytest.raises(UsageError, match="not a directory of gradients of Bergson's"):
+    with pytest.raises(UsageError, match="not a directory of gradients of Bergson"):
         next(read_bergson(tmp_path))
-    with pytest.raises(UsageError, match="not a store of dattri-LLM's"):
+    with pytest.raises(UsageError, match="not a store of dattri-LLM"):
         next(read_dattri(tmp_path))
     (tmp_path / "index.jsonl").write_text('{"file": "batch_000000.pt", "records": []}\n')
     with pytest.raises(UsageError, match="pickle"):

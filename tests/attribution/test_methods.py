@@ -90,7 +90,7 @@ def test_losses_of_the_user(problem) -> None:
     wanted = gradients(model, train) @ gradients(model, queries, squares).T
     assert torch.allclose(scores.values, wanted.cpu(), rtol=1e-12, atol=1e-12)
     function, asked = nn.functional.cross_entropy, loader(queries, 1)
-    with pytest.raises(UsageError, match="is not the sum of those of its samples"):
+    with pytest.raises(UsageError, match="is not the sum of its samples' losses"):
         influence(model, function, loader(train, 3), asked, "dot")
     with pytest.raises(UsageError, match="'ekfac' needs the Hessian of the loss in the output"):
         influence(model, function, loader(train, 3), asked, "ekfac")
@@ -254,7 +254,7 @@ def test_refusals() -> None:
         influence(model, lossfunc, train, queries, "dot", batch=lambda item: item[0])
     with pytest.raises(UsageError, match="3 identities for 4 samples"):
         influence(model, lossfunc, train, queries, identities=["a", "b", "c"])
-    with pytest.raises(UsageError, match="has to be zero or positive"):
+    with pytest.raises(UsageError, match="must be zero or positive"):
         Influence(damping=-1.0)
     with pytest.raises(UsageError, match="curvature must be one of"):
         Influence("ggn")  # type: ignore[arg-type]

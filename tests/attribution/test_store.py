@@ -215,7 +215,7 @@ def test_an_index_of_faiss_finds_the_same(tmp_path) -> None:
     assert torch.allclose(found.values, wanted.values, atol=1e-4)
     cells = FaissIndex(store, "IVF1,Flat").search(queries, k=20)
     assert len(cells.identities[0]) == 8
-    with pytest.raises(ShapeError, match="have them all"):
+    with pytest.raises(ShapeError, match="have all of them"):
         index.search({"0.bias": queries["0.bias"]})
     with pytest.raises(UsageError, match="no samples"):
         FaissIndex(GradientStore(tmp_path / "empty"))
@@ -288,7 +288,7 @@ def test_a_damaged_shard_and_one_sample_in_two(tmp_path) -> None:
     for store in stores:
         store.append(["a"], rows(1))
         store.flush()
-    with pytest.raises(UsageError, match=r"'a' is in .* and in a shard before it"):
+    with pytest.raises(UsageError, match=r"'a' is in .* and in an earlier shard"):
         GradientStore(tmp_path / "store")
     paths = sorted((tmp_path / "store").glob("*.safetensors"))
     paths[1].write_bytes(paths[0].read_bytes()[:-50])

@@ -219,7 +219,7 @@ AFTER: dict[str, tuple[Callable[[], Any], str]] = {
             perceptron().float(),
             optimizer=lambda p: torch.optim.SGD(p, lr=1e-15),
         ).each(stepping(lambda loop, x, y: loop.loss(x.float(), y)), 3),
-        "smaller than what float32",
+        "too small for the precision of torch.float32",
     ),
     "an adapter that is not used": (lambda: Loop(Unused()).each(well, 3), "only noise"),
     "values put back": (lambda: Loop().each(put_back), "between two steps"),

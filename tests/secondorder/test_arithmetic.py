@@ -211,7 +211,7 @@ def test_what_is_refused() -> None:
         )
     with pytest.raises(ShapeError, match=r"one by one.* Got \[3, 8\]"):
         two + KroneckerFactors([psd(24)], two.order)
-    with pytest.raises(UsageError, match=r"not negative. Got -1"):
+    with pytest.raises(UsageError, match=r"must not be negative. Got -1"):
         -1 * two
     with pytest.raises(UsageError, match="for vectors, use @"):
         two * torch.ones(3)
