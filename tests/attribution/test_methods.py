@@ -238,7 +238,7 @@ def test_refusals() -> None:
         influence(model, lossfunc, train, queries, "ekfca")
     with pytest.raises(UsageError, match="TracIn needs checkpoints"):
         influence(model, lossfunc, train, queries, "tracin")
-    with pytest.raises(UsageError, match=r"is a torch\.nn\.Module"):
+    with pytest.raises(UsageError, match=r"must be a torch\.nn\.Module"):
         influence(lossfunc.forward, lossfunc, train, queries)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="The loss must be a module"):
         influence(model, nn.CrossEntropyLoss, train, queries)
@@ -319,7 +319,7 @@ def test_results_as_a_frame_and_as_a_file(tmp_path) -> None:
     assert (again.train, again.queries, again.method) == (["a", 1, "c"], ["q", "r"], "dot")
     assert scores.sorted().train == [1, "a", "c"]
     assert scores.top(2, largest=False).identities == [["a", 1], ["a", 1]]
-    with pytest.raises(UsageError, match="no scores of 'x'"):
+    with pytest.raises(UsageError, match="have none for 'x'"):
         scores.aligned(["x"])
     pandas = pytest.importorskip("pandas", reason="the extra for frames is not installed")
     frame = scores.to_pandas()

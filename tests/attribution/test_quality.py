@@ -44,7 +44,7 @@ def test_lds_of_perfect_useless_and_turned_scores() -> None:
     named = Scores(scores, [*range(12)], [*range(3)])
     assert torch.equal(lds(named, subsets, outputs.exp()).each, found.each)
     assert lds(torch.ones(12, 3), subsets, outputs).mean != lds(scores, subsets, outputs).mean
-    with pytest.raises(ShapeError, match=r"subsets are \[S, 12\], boolean"):
+    with pytest.raises(ShapeError, match=r"subsets must be \[S, 12\], boolean"):
         lds(scores, subsets.double(), outputs)
     with pytest.raises(ShapeError, match=r"Scores must be \[N, M\]"):
         lds(scores[:, 0], subsets, outputs)
@@ -122,7 +122,7 @@ def test_tasks_of_texts() -> None:
         answer = told.query_targets[row]
         word = "".join(" abcdefghijklmnopqrstuvwxyz."[c] for c in answer[answer >= 0].tolist())
         assert all(word.strip(" .") in text for text in stated)
-    with pytest.raises(UsageError, match="kind is"):
+    with pytest.raises(UsageError, match="kind must be"):
         digits("tree")  # type: ignore[arg-type]
 
 

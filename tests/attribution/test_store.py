@@ -243,7 +243,7 @@ def test_refusals(tmp_path) -> None:
         store.append(["b", "b"], rows(2))
     with pytest.raises(UsageError, match="a text or an integer"):
         store.append([1.5], rows(1))  # type: ignore[list-item]
-    with pytest.raises(ShapeError, match=r"part '0.bias' has the shape \[5\], and \[4\]"):
+    with pytest.raises(ShapeError, match=r"part '0.bias' has the shape \[5\], but \[4\]"):
         store.append(["b"], {**rows(1), "0.bias": torch.zeros(1, 4)})
     with pytest.raises(ShapeError, match=r"part '0.bias' has the shape \[5\], and nothing"):
         store.append(["b"], {k: v for k, v in rows(1).items() if k != "0.bias"})

@@ -103,7 +103,7 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Loop(Remembers(), public_buffers="means").each(well),
         "public_buffers=['mean']",
     ),
-    "penalty": (lambda: Loop().each(stepping(penalty)), "names another term than the loss"),
+    "penalty": (lambda: Loop().each(stepping(penalty)), "beside the loss"),
     "no sum over samples": (
         lambda: Loop(normaliser="samples").each(
             stepping(lambda loop, x, y: loop.model(x).mean(0).square().sum())
@@ -219,7 +219,7 @@ AFTER: dict[str, tuple[Callable[[], Any], str]] = {
             perceptron().float(),
             optimizer=lambda p: torch.optim.SGD(p, lr=1e-15),
         ).each(stepping(lambda loop, x, y: loop.loss(x.float(), y)), 3),
-        "too small for the precision of torch.float32",
+        "too small for the precision of float32",
     ),
     "an adapter that is not used": (lambda: Loop(Unused()).each(well, 3), "only noise"),
     "values put back": (lambda: Loop().each(put_back), "between two steps"),

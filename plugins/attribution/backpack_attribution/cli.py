@@ -35,7 +35,7 @@ Length = Annotated[
 ]
 Parameters = Annotated[
     str | None,
-    typer.Option("--parameters", help="Regular expression: only parameters whose names have it."),
+    typer.Option("--parameters", help="Regular expression for the names of parameters to use."),
 ]
 Count = Annotated[int, typer.Option("--count", "-k", min=1, help="Texts to show for each query.")]
 _GONE = "(no longer in the data)"

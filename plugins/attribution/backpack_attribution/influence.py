@@ -98,7 +98,7 @@ def self_influence(
     process_group: distributed.ProcessGroup | None = None,
     per: Per = "sample",
 ) -> Scores:
-    """Score every training sample for itself: which ones did the model have to learn by heart?
+    """Score every training sample for itself: which ones did the model learn by heart?
 
     Wrong labels and outliers have the highest scores. The computation avoids values of size ``N²``.
 

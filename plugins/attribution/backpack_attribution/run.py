@@ -33,7 +33,7 @@ class Run:
 
     Attributes:
         problem: The model with the loss of the training samples.
-        query: The model with the loss (or other function) whose change is predicted.
+        query: The model with the loss, or the other function, to predict a change of.
         train_loader: Batches of training samples, the same in every pass over it.
         query_loader: Batches of queries; every process has all queries.
         progress: Whether bars are shown, if the output is a terminal.

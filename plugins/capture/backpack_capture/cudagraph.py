@@ -77,7 +77,7 @@ class CudaGraph:
             given: The tensors among the arguments of the step.
 
         Returns:
-            Results in memory of their own.
+            Results in their own memory.
 
         Raises:
             AnotherAnswer: A value differs from the one that was read in the recorded step.

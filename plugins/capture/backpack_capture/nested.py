@@ -1,7 +1,7 @@
 """Tensors in nested values: taken out, and put in again.
 
-An object consists of its attributes, and is made anew without a call of its ``__init__``. An object
-that holds code is refused.
+An object consists of its attributes, and is made again without a call of its ``__init__``. An
+object that holds code is refused.
 """
 
 from __future__ import annotations

@@ -305,7 +305,7 @@ def _is_large(out: Tensor, args: Sequence[Any]) -> bool:
 
 
 def _depends(func: Any, args: Any) -> bool:
-    """Whether a shape depends on values: with an index, only if there is a mask."""
+    """Whether a shape depends on values: for an index, only if it has a mask."""
     if func is not aten.index.Tensor:
         return True
     return any(i is not None and i.dtype in _MASKS for i in args[1])

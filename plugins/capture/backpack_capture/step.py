@@ -170,7 +170,7 @@ class CapturedStep:
             self._warn(self._reason)
 
     def _keep(self, key: Hashable, form: _Form) -> None:
-        """Remember a form, as the one that ran last."""
+        """Store a form as the one that ran last."""
         self._forms.setdefault(key, []).append(form)
         self._forms.move_to_end(key)
         while sum(map(len, self._forms.values())) > MOST:

@@ -1,4 +1,4 @@
-"""Shortens a recorded program: it drops operations whose values are fixed, equal or not needed.
+"""Shortens a recorded program: drops operations with fixed, equal or unneeded values.
 
 The program computes the same numbers by the same operations. Overwritten values stay as recorded.
 """
@@ -51,7 +51,7 @@ def _filtered(program: Program, keep: Callable[[Operation, dict[int, int]], bool
 
 
 def _without_detach(program: Program) -> None:
-    """Drop detach: nothing is differentiated. But results stay tensors of their own."""
+    """Drop detach, since nothing is differentiated. But results stay separate tensors."""
     outs, outside = {*program.outs}, {*program.given, *program.known, *program.fixed}
 
     def keep(step: Operation, same: dict[int, int]) -> bool:

@@ -21,10 +21,10 @@ Block: TypeAlias = tuple[int, int]  # an axis of the parameter, and how many blo
 
 
 def see_blocks(blocks: Any) -> dict[str, Block]:
-    """Check an argument ``blocks``; returns it.
+    """Check an argument ``blocks`` and return it.
 
     Raises:
-        UsageError: It has the wrong form.
+        UsageError: The argument has the wrong form.
     """
     checked: dict[str, Any] = {} if blocks is None else blocks
     if not isinstance(checked, Mapping) or not all(map(_is_block, checked.values())):

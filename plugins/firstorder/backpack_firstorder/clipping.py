@@ -43,8 +43,8 @@ from backpack_products.product import DenseProduct
 from backpack_products.tuning import READ, WRITE
 
 Clipping: TypeAlias = Literal["flat", "per_layer"]
-# From a parameter and the module whose rule reads it to a key: parameters with the same key are
-# clipped together.
+# From a parameter and the module that reads it by a rule to a key: parameters with the same key
+# are clipped together.
 GroupOf: TypeAlias = Callable[[Tensor, Module | None], Hashable]
 # From the norms ``[N]`` of each group to the weights ``[N]`` of the samples' gradients.
 WeightsOf: TypeAlias = Callable[[Mapping[Hashable, Tensor]], Mapping[Hashable, Tensor]]
@@ -80,7 +80,7 @@ class ClippedSumGrad(FirstOrderExtension):
     several batches and processes add up. The value does not have the scale of ``.grad``: for a
     step, divide it by the (expected) number of samples.
 
-    ``ℓ_n`` is what the extended loss module gives for the sample alone with ``reduction="sum"``. If
+    ``ℓ_n`` is what the extended loss module gives for this sample with ``reduction="sum"``. If
     a sample has several rows or elements at the loss, it is their sum, with class weights and
     without ignored targets. ``MSELoss()`` on ``[N, D]`` has ``W = N D``, and ``ℓ_n`` is a sum of
     ``D`` squares. For ``CrossEntropyLoss()`` on ``[N T, C]``, ``W`` is the number of tokens that
@@ -272,9 +272,9 @@ def _rows(product: SampleProduct) -> Tensor:
 
 @OpenFunction
 def is_cheaper_kept(product: SampleProduct) -> bool:
-    """Whether keeping individual gradients costs less than forming the weighted sum anew.
+    """Whether keeping individual gradients costs less than forming the weighted sum again.
 
-    Less time, and no more memory than what the sum would be formed from.
+    It must take less time, and at most the memory of what the sum would be formed from.
     """
     return False
 

@@ -192,7 +192,7 @@ def _scaled_norm(out: Tensor, inp: Rows) -> Norm:
             peaks.append(peak)
         squares.append(torch.stack(found))
         scales.append(torch.stack(peaks))
-    # Rounding may leave a negative number, where positions cancel.
+    # Rounding may leave a negative number if positions cancel.
     return Norm(torch.cat(squares, 1).clamp(min=0), torch.cat(scales, 1)).wide()
 
 
@@ -220,7 +220,7 @@ def _squares_in_range(out: Tensor, inp: Rows) -> Tensor | None:
 def _gram(mat: Tensor) -> list[Tensor]:
     """Inner products of the positions of ``[n, S, I]``: bands on and above the diagonal.
 
-    A band is ``[n, b, S - start]``, of ``b`` positions with themselves and all behind them.
+    A band is ``[n, b, S - start]``: of ``b`` positions with themselves and all later ones.
     """
     positions = mat.shape[1]
     step = positions if positions < 2 * BAND else max(BAND, -(-positions // 4))

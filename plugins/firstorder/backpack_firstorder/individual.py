@@ -39,8 +39,8 @@ class BatchGrad(FirstOrderExtension):
 
     With ``form="product"``, they are not formed: ``grad_batch`` is a
     :class:`~backpack_firstorder.SampleGradients` of the same shape and scale, which gives norms,
-    inner products, projections and weighted sums, and can be kept, moved and stored. It has memory
-    of its own, and is not differentiable.
+    inner products, projections and weighted sums, and can be kept, moved and stored. It has its own
+    memory, and is not differentiable.
 
     With a ``consumer``, nothing is stored. ``consumer(name, gradients)`` is called once for each
     parameter during the backward pass, with its name in the model (for a tied parameter, the first)
@@ -53,8 +53,8 @@ class BatchGrad(FirstOrderExtension):
     input (for a convolution, of its output) that do not hold samples or features. The pass raises
     an error at a parameter without positions, or with uses of different numbers of positions.
 
-    Exact for every net whose samples do not influence each other (Dangel et al., 2020, BackPACK,
-    ICLR, section 2.2).
+    The result is exact for every net, unless samples influence each other (Dangel et al., 2020,
+    BackPACK, ICLR, section 2.2).
     """
 
     savefield = "grad_batch"

@@ -45,7 +45,7 @@ def factor_of(
     """The factor in front of ``Σ_n ℓ_n``: the scale, divided by the normaliser.
 
     Args:
-        scale: The number by which the loss was multiplied.
+        scale: The number that the loss was multiplied by.
         told: The divisor that the user gave.
         normalisers: The divisor of each loss of the pass.
         is_measured: Whether values on a device may be read. If not, the factor is NaN if the

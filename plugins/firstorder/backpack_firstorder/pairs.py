@@ -1,7 +1,7 @@
 """Inner products of two sets of individual gradients of one parameter, ``[N, M]``.
 
-Neither set is formed as a whole. Each pair of forms has a method of its own. If there are several,
-the one with fewer multiply-adds is used, unless the caller chooses.
+The sets are never formed as a whole. Each pair of forms has its own method. If it has several, the
+one with fewer multiply-adds is used, unless the caller chooses.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def _norm_of_columns(product: AffineProduct) -> Norm:
 
 @norm.register
 def norm_owned(product: OwnedAffine) -> Norm:
-    """Norms by samples with equally many rows; from formed products if inputs are made anew."""
+    """Norms by samples with equally many rows; from formed products if inputs are made again."""
     rows = product.of_rows
     if product.is_small:
         return norm_affine(product)

@@ -72,7 +72,7 @@ class Projection:
         """Projected gradients ``[N, dim]``, at least in single precision.
 
         Args:
-            product: Of one column, ``[1, N, *θ]``.
+            product: A product of one column, ``[1, N, *θ]``.
             name: The parameter's name.
         """
         shape = product.shape

@@ -77,10 +77,10 @@ class SampleGradients:
 
     @classmethod
     def of(cls, product: SampleProduct) -> SampleGradients:
-        """The gradients that a product stands for, in memory of their own.
+        """The gradients that a product stands for, in their own memory.
 
         Args:
-            product: Of one column, ``[1, N, *θ]``.
+            product: A product of one column, ``[1, N, *θ]``.
         """
         with torch.no_grad():
             return cls(kept(plain_terms(product)))
@@ -157,7 +157,7 @@ class SampleGradients:
         return self._map(lambda f: f.to(device, dtype), lambda rows: rows.to(device))
 
     def clone(self) -> SampleGradients:
-        """A copy in memory of its own."""
+        """A copy in its own memory."""
         return self._map(lambda factor: factor.clone(memory_format=torch.contiguous_format))
 
     @property
@@ -257,9 +257,9 @@ class SampleGradients:
         """Each gradient divided, entry by entry, at least in single precision.
 
         Args:
-            divisor: Shape ``[*θ]``, as of Adam: gradients of a weight are formed. Or rows ``[R]``
-                and columns ``[C]`` of ``rows ⊗ columns``, as of Adafactor: they stay products. The
-                parameter's first axis has the rows, all others the columns. See
+            divisor: Shape ``[*θ]``, as for Adam: gradients of a weight are then formed. Or rows
+                ``[R]`` and columns ``[C]`` of ``rows ⊗ columns``, as for Adafactor: gradients stay
+                products. The parameter's first axis has the rows, all others the columns. See
                 :func:`~backpack_firstorder.divisors_of`.
 
         Raises:
@@ -304,7 +304,7 @@ class SampleGradients:
         by_positions = first.samples * first.positions * groups * (features + size)
         if features * size * groups > by_positions or formed > most_bytes:
             return self
-        return SampleGradients.from_dense(dense(self.product()).squeeze(0))  # nobody else has it
+        return SampleGradients.from_dense(dense(self.product()).squeeze(0))  # it is not shared
 
     # Stored --------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Norms of vectors whose squares may overflow or underflow.
+"""Norms of vectors, even if their squares overflow or underflow.
 
 ``‖M‖²`` leaves the range of single precision for norms above 10¹⁹ and below 10⁻¹⁹, and that of half
 precision above 256. Squares of the factors of ``M`` may do so even if the norm is moderate. Only
@@ -36,7 +36,7 @@ class Norm(NamedTuple):
     """Norms of any size, ``√squares · scale``.
 
     Attributes:
-        squares: In double precision at least, if there is no scale.
+        squares: The squares; at least in double precision without a scale.
         scale: A constant of the same shape; ``None`` stands for one.
     """
 
@@ -66,7 +66,7 @@ class Norm(NamedTuple):
         return Norm(self.squares * other.squares, scale)
 
     def total(self, axis: int) -> Norm:
-        """The norms of vectors whose parts along an axis have these norms."""
+        """The norms of vectors from the norms of their parts along an axis."""
         squares, scale = self
         if scale is None:
             return Norm(squares.squeeze(axis) if squares.shape[axis] == 1 else squares.sum(axis))

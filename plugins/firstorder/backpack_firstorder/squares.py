@@ -14,7 +14,7 @@ class SquaresExtension(FirstOrderExtension):
     """An extension with values quadratic in the gradients; stored at least in single precision."""
 
     def dtype_for(self, parameter: Tensor) -> torch.dtype:
-        """Single precision for parameters in half precision, whose squares would overflow."""
+        """Single precision for parameters in half precision: their squares would overflow."""
         return torch.promote_types(parameter.dtype, torch.float32)
 
 

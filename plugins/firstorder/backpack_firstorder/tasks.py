@@ -30,7 +30,7 @@ Weighting = Callable[[Tensor], Tensor]  # weights [R] from a Gram matrix [R, R]
 
 @dataclass(frozen=True)
 class LossGradients(ColumnPropagator):
-    """The gradient of each extended loss, a column with a root of its own.
+    """The gradient of each extended loss, a column with its own root.
 
     Attributes:
         subsampling: The samples that take part; ``None`` for all.
@@ -148,7 +148,7 @@ class TaskDotGrad(_OfTasks):
         return Rows(product.roots, rows @ rows.T)
 
     def dtype_for(self, parameter: Tensor) -> torch.dtype:
-        """Single precision for half-precision parameters, whose squares leave the range."""
+        """Single precision for half-precision parameters: their squares leave the range."""
         return torch.promote_types(parameter.dtype, torch.float32)
 
     def padded(self, rows: Rows, places: Mapping[Root, int]) -> Tensor:
@@ -272,7 +272,7 @@ def weighting_of(aggregator: Any) -> Weighting:
         aggregator: An aggregator of torchjd, or a function ``[R, R] → [R]``.
 
     Raises:
-        UsageError: It is neither, or needs the Jacobian itself.
+        UsageError: The argument is not one of these, or needs the Jacobian itself.
     """
     weighting = getattr(aggregator, "gramian_weighting", None)
     if weighting is not None:

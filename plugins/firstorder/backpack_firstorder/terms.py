@@ -32,7 +32,7 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
 
 
 def kept(terms: Sequence[SampleProduct]) -> list[SampleProduct]:
-    """Terms in memory of their own, or their sum formed if that takes less."""
+    """Terms in their own memory, or their sum formed if that takes less."""
     size = terms[0].samples * prod(terms[0].shape)
     numbers = [_numbers(term) for term in terms]
     if None not in numbers and sum(filter(None, numbers)) <= size:

@@ -156,9 +156,9 @@ class ElementwiseLossRule(HessianLossRule):
 
 
 class LinearLossRule(HessianLossRule):
-    """A loss whose Hessian in the input vanishes (almost everywhere): a single column of zeros.
+    """A loss with a zero Hessian in the input (almost everywhere): a single column of zeros.
 
-    Exact quantities are zero. Sampling is refused: the likelihood of such a loss does have Fisher
+    Exact quantities are zero. Sampling is refused: the likelihood of this loss has Fisher
     information, and a Monte-Carlo quantity of zero would be mistaken for an estimate of it.
 
     Class attributes:

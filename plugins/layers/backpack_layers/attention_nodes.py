@@ -1,4 +1,4 @@
-"""The autograd nodes inside of attention: the tensors they saved, and where gradients arrive."""
+"""The autograd nodes inside attention: the tensors they saved, and where gradients arrive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from backpack_operations.order import children_of, reached
 
 
 def kept_by_kernel(view: View, names: Sequence[str], kernel: str = "") -> list[Tensor] | None:
-    """The tensors that a fused kernel saved; ``None`` if there is no kernel, or one is missing."""
+    """The tensors that a fused kernel saved; ``None`` without a kernel, or if one is missing."""
     node = None if view.node is None else _kernel(view.call, view.node)
     if node is None or view.is_differentiable or not node.name().startswith(kernel):
         return None

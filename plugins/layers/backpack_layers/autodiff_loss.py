@@ -31,7 +31,7 @@ class AutodiffLoss(Module):
     differentiable, and a sum over samples; the latter is measured.
 
     Roots (of ``DiagGGNExact``, ``KFLR``, ``SqrtGGNExact``, ...) come from eigenvalues. Products and
-    the Hessian's diagonal (``GGNMP``, ``DiagHessian``) are exact, whatever ``negative`` says.
+    the Hessian's diagonal (``GGNMP``, ``DiagHessian``) are exact for any ``negative``.
 
     Args:
         function: A module or function of output and further arguments. It returns the losses of
@@ -103,7 +103,7 @@ class AutodiffLoss(Module):
         """The loss, a number; without a reduction ``[N]``.
 
         Raises:
-            UsageError: The function returned neither a number nor the losses of the samples.
+            UsageError: The function did not return a number or the losses of the samples.
         """
         losses: Any = self.function(output, *arguments, **keywords)
         if not isinstance(losses, Tensor) or (losses.dim() and len(losses) != len(output)):
@@ -137,7 +137,7 @@ class AutodiffLoss(Module):
 
 
 class AutodiffLossRule(HessianLossRule):
-    """The rule of :class:`AutodiffLoss`, and of losses whose modules have its settings."""
+    """The rule of :class:`AutodiffLoss`, and of loss modules with the same settings."""
 
     module_types = (AutodiffLoss,)
 
@@ -153,7 +153,7 @@ class AutodiffLossRule(HessianLossRule):
         x, gradient = self._gradient(view)
         if view.indices is None:
             return _differentiated(gradient, x, mat)
-        # A sample that was named twice has columns of its own each time.
+        # A sample that was named twice has separate columns each time.
         products = [
             _differentiated(gradient, x, _alone(mat[:, place], n, x))[:, n]
             for place, n in enumerate(view.indices)

@@ -85,7 +85,7 @@ def _check(modules: list[_BatchNorm]) -> None:
 class _Held:
     """Makes a module run in eval mode with the statistics of the batch, one call at a time.
 
-    So rules and autograd see an affine map of fixed numbers, whose buffers are recorded as such.
+    So rules and autograd see an affine map of fixed numbers, which are recorded as its buffers.
     """
 
     def __init__(self, module: _BatchNorm) -> None:

@@ -141,8 +141,8 @@ def _axes_consumed(item: Any) -> int:
 def _keeps_batch(index: tuple[Any, ...], shape: torch.Size) -> bool:
     """Whether axis 0 of ``x[index]`` is axis 0 of ``x``.
 
-    The index has to start with a full slice, or an ellipsis that covers axis 0. Two index arrays
-    must not be separated by another index, because the axis that they make moves to the front.
+    The index must start with a full slice, or an ellipsis that covers axis 0. No other index may
+    separate two index arrays, because the axis that they make would move to the front.
     """
     arrays = [position for position, item in enumerate(index) if _is_array(item)]
     if any(isinstance(item, bool) for item in index) or (

@@ -1,4 +1,4 @@
-"""Base class of activations whose backward pass is one kernel of torch."""
+"""Base class of activations with a backward pass that is one kernel of torch."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ class PoissonNLLLossRule(ElementwiseLossRule):
 
 
 class GaussianNLLLossRule(ElementwiseLossRule):
-    """``ℓ = (log v + (x - y)² / v) / 2`` with ``v = max(var, ε)``, as a function of ``x`` alone.
+    """``ℓ = (log v + (x - y)² / v) / 2`` with ``v = max(var, ε)``, as a function of only ``x``.
 
     The Hessian in ``(x, v)`` is not positive semi-definite, so a variance that requires a gradient
     is refused.

@@ -47,7 +47,7 @@ class SumModule(Module):
             Their sum.
 
         Raises:
-            ValueError: There is nothing to add.
+            ValueError: No tensor was passed.
         """
         if not inputs:
             raise ValueError("SumModule got no tensor to add: pass at least one.")

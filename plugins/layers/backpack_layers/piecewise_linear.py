@@ -114,7 +114,7 @@ class ShrinkRule(ElementwiseRule):
     hessian_is_zero = True
 
     def derivative(self, view: View) -> Tensor:
-        """One outside of ``[-λ, λ]``."""
+        """One outside ``[-λ, λ]``."""
         x = view.input
         return (x.abs() > cast(Softshrink, view.module).lambd).to(x.dtype)
 

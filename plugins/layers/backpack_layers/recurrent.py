@@ -76,8 +76,8 @@ class RecurrentRule(AffinePairsRule):
         sequence = arguments(view)["input"]
         if isinstance(sequence, PackedSequence):
             raise UnsupportedError(
-                f"{view.path} received a PackedSequence, whose steps have no batch axis: pass the "
-                "padded tensor [N, T, I], and pick each sample's last step from the output."
+                f"{view.path} received a PackedSequence, which has no batch axis: pass the padded "
+                "tensor [N, T, I], and pick each sample's last step from the output."
             )
         if not module.batch_first:
             raise UnsupportedError(

@@ -69,7 +69,7 @@ class Cell(ABC):
         Args:
             now: The tables of this step.
             hidden: Columns at ``h_t``. Shape ``[V, N, H]``.
-            memory: Columns at the cell state ``c_t``, if there is one. Shape ``[V, N, H]``.
+            memory: Columns at the cell state ``c_t``, or ``None``. Shape ``[V, N, H]``.
 
         Returns:
             Columns at the input's part of the gates, shape ``[V, N, G·H]``; columns at ``h_{t-1}``

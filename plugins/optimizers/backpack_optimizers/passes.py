@@ -33,7 +33,7 @@ class Joined:
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        """Begin with nothing.
+        """Begin without passes.
 
         Args:
             parameters: The parameters whose gradients are joined.

@@ -212,7 +212,7 @@ class _Copies:
     """Fills up tensors that have a row for each sample, which are recognised by their length.
 
     Another tensor, such as weights of classes, may be as long as a batch by chance. A later batch
-    of another length shows at which places these are.
+    of another length shows the places of these tensors.
     """
 
     def __init__(self) -> None:

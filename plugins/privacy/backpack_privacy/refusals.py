@@ -310,7 +310,7 @@ def check_finite(gradients: Iterable[Tensor]) -> None:
 
 
 def check_no_gradient(named: Mapping[str, Tensor]) -> None:
-    """Refuse plain gradients in the place of private ones.
+    """Refuse plain gradients instead of private ones.
 
     Raises:
         UsageError: A trained parameter has one.

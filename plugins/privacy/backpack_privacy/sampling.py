@@ -300,7 +300,7 @@ class _Rows:
 
 
 def check_loader(loader: Any) -> None:
-    """Refuse loaders whose batches cannot be drawn anew.
+    """Refuse loaders with batches that cannot be drawn anew.
 
     Raises:
         UsageError: The argument is not a loader with a data set of known length, or its sampler's
@@ -336,7 +336,7 @@ def check_loader(loader: Any) -> None:
 
 
 def check_order(loader: DataLoader[Any]) -> None:
-    """Refuse batches whose rows may be in another order than they were drawn.
+    """Refuse batches that may have rows in another order than they were drawn.
 
     Raises:
         UsageError: The loader puts batches together by a function of the user's.

@@ -79,7 +79,7 @@ class Waiting:
             )
 
     def take(self) -> Draw:
-        """The draw whose backward pass begins; it stays in the queue until :meth:`done`.
+        """The draw for the next backward pass; it stays in the queue until :meth:`done`.
 
         Raises:
             UsageError: No draw waits, or another part of its batch is lost.

@@ -180,7 +180,7 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
         return self._with(other, lambda a, b: a.moving_average(b, decay))
 
     def to(self, *args: Any, **kwargs: Any) -> BlockDiagonal:
-        """The matrix on another device or in another dtype; arguments as of ``Tensor.to``."""
+        """The matrix on another device or in another dtype; arguments as for ``Tensor.to``."""
         return self.map(lambda block: block.to(*args, **kwargs))
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -194,7 +194,7 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> BlockDiagonal:
-        """The matrix from its :meth:`state_dict`, whose entries may be in any order.
+        """The matrix from its :meth:`state_dict`, with entries in any order.
 
         Raises:
             UsageError: The state is not that of a block-diagonal matrix.

@@ -40,7 +40,7 @@ def kronecker_factors_sum(product: SumProduct, sharing: WeightSharing = "kfc") -
 
 
 def factors_of_table(product: SampleProduct, sharing: WeightSharing) -> KroneckerFactors:
-    """Factors of a use of a table whose rows are looked up elsewhere: diagonal in the rows.
+    """Factors of a use of a table that is looked up elsewhere: diagonal in the rows.
 
     At a look-up, that factor is diagonal anyway. As a matrix that gives logits, the table has the
     covariance of all pairs of logits, ``[num, num]``; only its diagonal is taken. So the block

@@ -82,7 +82,7 @@ def split_at_head(view: View, quantity: Columns) -> tuple[Columns, Columns]:
 def condensed(columns: Columns) -> Columns:
     """``D`` columns for each root with the same ``Σ_v M[v, n] M[v, n]ᵀ``, ``[D, N, *in]``.
 
-    If samples have several entries of axis 0, there are ``K`` sets of columns, with ``D`` each:
+    If samples have several entries of axis 0, the result has ``K`` sets of ``D`` columns each:
     ``[D · K, R, *in]``.
 
     Args:
@@ -116,6 +116,6 @@ def _triangles(mat: Tensor) -> Tensor:
 
 
 def _only_edge(call: Call) -> Edge | None:
-    """The only edge to which a call sends something; ``None`` if there are several."""
+    """The only edge that a call sends something to; ``None`` if it sends to several."""
     edges = [edge for edge in call.edges if edge is not None]
     return edges[0] if len(edges) == 1 else None

@@ -1,4 +1,4 @@
-"""Kronecker factors from and to curvlinops, whose classes hold one pair for each module.
+"""Kronecker factors from and to curvlinops; its classes hold one pair for each module.
 
 curvlinops (https://curvlinops.readthedocs.io) is imported when a function is called. Only its
 public interface is used: ``state_dict`` and ``load_state_dict``, as of version 3.
@@ -81,7 +81,7 @@ def to_curvlinops(
     Args:
         blocks: A block for each trained parameter, with the names of ``named_parameters``.
         model: The model, made of modules that curvlinops knows.
-        lossfunc: Passed on to curvlinops, whose constructor requires it; it is not called.
+        lossfunc: Passed on to curvlinops because its constructor requires it; it is not called.
         loader: Passed on in the same way.
         settings: Further arguments of the operator, such as ``kfac_approx``.
 

@@ -53,8 +53,8 @@ class DiagHessian(HessianExtension):
     chunks. Nonlinear modules need a rule with second derivatives. Operations need what autograd
     needs to differentiate twice, which fused attention lacks. Parameters must enter linearly, as in
     affine and normalisation layers or in a product that a function computes; a parameter with
-    several uses on one path does not. The pass raises an error if ``backpack(..., beside=[...])``
-    has a term, since its curvature would belong here. Dangel et al. (2020), BackPACK, appendix A.3.
+    several uses on one path does not. The pass refuses terms in ``backpack(..., beside=[...])``,
+    because their curvature would be missing. Dangel et al. (2020), BackPACK, appendix A.3.
     """
 
     savefield = "diag_h"

@@ -76,7 +76,7 @@ class KroneckerEigenbasis(CurvatureMatrix):
         return multiply(transposed, self.sizes, self.order.coordinates(vectors))
 
     def matmul(self, vectors: Tensor) -> Tensor:
-        """``Q diag(λ) Qᵀ`` times vectors. Shape ``[*θ]`` or ``[V, *θ]``, as the result."""
+        """``Q diag(λ) Qᵀ`` times vectors. Shape ``[*θ]`` or ``[V, *θ]``, like the result."""
         return self._back(self.rotate(vectors) * self.values.flatten(), vectors)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> KroneckerEigenbasis:

@@ -43,7 +43,7 @@ def block(product: SampleProduct) -> Tensor:
 
 @Operation
 def kronecker_factors(product: SampleProduct, sharing: WeightSharing = "kfc") -> KroneckerFactors:
-    """Factors whose Kronecker product approximates ``Σ_v Σ_n M[v, n] M[v, n]ᵀ``.
+    """Factors with a Kronecker product that approximates ``Σ_v Σ_n M[v, n] M[v, n]ᵀ``.
 
     A vector (such as the gain of a normalisation) is small enough for its exact block as the only
     factor. So are a single number, and a matrix of one row or column without other factors.
@@ -97,7 +97,7 @@ def _why_bare(product: SampleProduct) -> str:
             "axis than its layer rule expects. Call the module, with samples on axis 0"
         )
     return (
-        "no layer rule takes batch_first=False, whose axis 0 holds time steps. Build the module "
+        "no layer rule takes batch_first=False: its axis 0 holds time steps. Build the module "
         "with batch_first=True, which changes no weight, and call it with x.transpose(0, 1)"
     )
 

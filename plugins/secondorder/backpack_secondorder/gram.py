@@ -66,7 +66,7 @@ class GramBlock:
     """The Gram matrix of one parameter, and its part of the eigenvectors.
 
     Attributes:
-        gram: The Gram matrix of this parameter alone, for the ``V`` columns that reach it. Shape
+        gram: The Gram matrix of only this parameter, for the ``V`` columns that reach it. Shape
             ``[V, N, V, N]``.
         spectrum: The spectrum over all parameters, the same object on each.
     """

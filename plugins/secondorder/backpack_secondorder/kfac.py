@@ -53,7 +53,7 @@ class MatrixExtension(SecondOrderExtension):
         """The factors; without factors the block or its diagonal, as ``fallback`` says.
 
         Raises:
-            StructureError: The parameter has no factors, and there is no fallback.
+            StructureError: The parameter has no factors, and the fallback is ``None``.
         """
         try:
             return kronecker_factors(product, sharing)

@@ -47,7 +47,7 @@ from backpack_secondorder.residual import (
 
 
 class Average(NamedTuple):
-    """``Ḡ`` at a tensor, ``[D, D]``, and the losses at which its terms started."""
+    """``Ḡ`` at a tensor, ``[D, D]``, and the losses that its terms started at."""
 
     mat: Tensor
     losses: frozenset[Call]

@@ -1,6 +1,6 @@
 """Kronecker-factored curvature as a matrix: sums, products, solves, eigenvalues.
 
-``param.kfac`` is such a value: a list of factors, with arithmetic.
+``param.kfac`` is an example: a list of factors, with arithmetic.
 """
 
 from __future__ import annotations
@@ -234,7 +234,7 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
             per_factor: Whether ``damping`` is meant for the factors: ``γ = damping``.
 
         Raises:
-            UsageError: There are more than two factors, or the damping is negative.
+            UsageError: The product has more than two factors, or the damping is negative.
         """
         damping = check_damping(damping)
         if len(self) == 1:

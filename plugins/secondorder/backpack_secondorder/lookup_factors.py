@@ -1,4 +1,4 @@
-"""Kronecker factors of tables whose rows are looked up: the input factor is diagonal.
+"""Kronecker factors of look-up tables: the input factor is diagonal.
 
 To look up row ``r`` is to multiply the table by the unit vector ``e_r``. So
 ``M[v, n] = Σ_k e_{r[n, k]} ⊗ g[v, n, k]`` is an affine product whose inputs are unit vectors, and

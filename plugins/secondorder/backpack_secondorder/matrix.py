@@ -149,7 +149,7 @@ class CurvatureMatrix(ABC):
 
     @abstractmethod
     def matmul(self, vectors: Tensor) -> Tensor:
-        """``F`` times vectors. Shape ``[*θ]`` or ``[V, *θ]``, as the result."""
+        """``F`` times vectors. Shape ``[*θ]`` or ``[V, *θ]``, like the result."""
 
     @abstractmethod
     def eigenbasis(self) -> KroneckerEigenbasis:
@@ -278,7 +278,7 @@ class CurvatureMatrix(ABC):
         return self.with_tensors({name: function(t) for name, t in self.tensors().items()})
 
     def to(self: Matrix, *args: Any, **kwargs: Any) -> Matrix:
-        """The matrix on another device or in another dtype; arguments as of ``Tensor.to``."""
+        """The matrix on another device or in another dtype; arguments as for ``Tensor.to``."""
         tensors = self.tensors()
         moved = {name: tensor.to(*args, **kwargs) for name, tensor in tensors.items()}
         return self if all(moved[n] is tensors[n] for n in moved) else self.with_tensors(moved)

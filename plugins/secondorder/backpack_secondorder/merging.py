@@ -50,7 +50,7 @@ class OfFactors(OfMatrix):
 
 
 class OfAverages(OfFactors):
-    """The same as :class:`OfFactors`, for factors whose weight is one for any batch."""
+    """The same as :class:`OfFactors`, for factors that have the weight one for any batch."""
 
     def part(self, name: str) -> Part:
         """The same as for :class:`OfFactors`, except that weights must agree."""

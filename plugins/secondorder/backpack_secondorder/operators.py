@@ -146,7 +146,7 @@ class HessianOperator(Operator):
         return entries if self._is_differentiable else entries.detach()
 
     def _several(self, parameter: Tensor, vectors: Tensor) -> Tensor:
-        """Multiply several vectors at once by vmap; a random combination is checked alone.
+        """Multiply several vectors at once by vmap; a random combination is checked separately.
 
         The check makes the host wait for its result. So it takes place in measured passes, and for
         the first graph with operations of these types. Python functions are always checked.

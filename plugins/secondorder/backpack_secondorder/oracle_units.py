@@ -1,7 +1,7 @@
 """Oracles of quantities that depend on where modules begin and end, by *units* of a net.
 
-A unit is a call of the outermost module whose rule is not transparent. Between units, everything is
-autograd's.
+A unit is a call of the outermost module with a rule that is not transparent. Autograd does all the
+rest.
 """
 
 from __future__ import annotations

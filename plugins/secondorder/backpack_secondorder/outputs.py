@@ -58,7 +58,7 @@ class SumOutputs(Module):
 
 
 class SumOutputsRule(HessianLossRule):
-    """The rule of :class:`SumOutputs`, whose Hessian is zero."""
+    """The rule of :class:`SumOutputs`; its Hessian is zero."""
 
     module_types = (SumOutputs,)
     hessian_is_zero = True

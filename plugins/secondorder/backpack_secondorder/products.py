@@ -78,7 +78,7 @@ class GraphBlock:
 
 
 class BlockProduct(GraphBlock):
-    """``v ↦ F v`` for one parameter, where ``F`` is its block of a curvature matrix."""
+    """``v ↦ F v`` for one parameter, with ``F`` its block of a curvature matrix."""
 
     field = "hmp"
     whole: Operator

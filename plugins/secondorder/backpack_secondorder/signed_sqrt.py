@@ -123,7 +123,7 @@ class SignedSqrt(Propagator):
         return {place: self._of_samples(view, quantity) for place, quantity in residuals.items()}
 
     def _of_samples(self, view: View, quantity: Hessian) -> Hessian:
-        """The Hessian of each row as that of each sample: rows of one get columns of their own.
+        """The Hessian of each row as that of each sample: rows of one get separate columns.
 
         If rows are in no order, all rows are there, as often as a sample is chosen.
         """
@@ -273,7 +273,7 @@ class SignedSqrt(Propagator):
         return replace(quantity, columns=self._of_columns.put_together(quantity.columns, positions))
 
     def split_positions(self, quantity: Hessian, owners: Tensor | None, samples: int) -> Hessian:
-        """Give several positions of one sample columns of their own."""
+        """Give several positions of one sample separate columns."""
         assert quantity.columns is not None
         return Hessian(split_positions(quantity.columns, owners, samples))
 

@@ -20,7 +20,7 @@ class EmbeddingRule(ProductRule):
     """``y[n, k] = c W[row[n, k]]`` with one number ``c``.
 
     Some modules compute the row themselves (positions counted from a mask, or with an offset). The
-    rows are found by running the module with a table whose entries are the row numbers.
+    rows are found by running the module with a table of row numbers.
     """
 
     module_types = EMBEDDINGS
