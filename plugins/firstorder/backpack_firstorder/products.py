@@ -128,7 +128,7 @@ def norm_affine(product: AffineProduct) -> Norm:
 
 
 def _norm_of_columns(product: AffineProduct) -> Norm:
-    """Of a single position, by group: weight and bias have the same. Shape ``[V, N, G]``."""
+    """Norms for a single position, by group: weight and bias share them. Shape ``[V, N, G]``."""
     known: tuple[Tensor, Norm] | None = product.column_cache.get(norm)
     if known is None or known[0] is not product.out:
         known = product.out, vector_norm(product.out.squeeze(2), 3)

@@ -102,7 +102,7 @@ def _of_term(sketch: Sketch, term: SampleProduct) -> Tensor:
 
 
 def _of_formed(sketch: Sketch, values: Tensor) -> Tensor:
-    """Of formed gradients ``[N, *θ]``, some rows at a time."""
+    """Project formed gradients ``[N, *θ]``, some rows at a time."""
     values = values.reshape(len(values), *sketch.shape)
     total = values.new_zeros(len(values), sketch.dim)
     for some in slices(sketch.shape[0], sketch.most_rows()):
@@ -112,7 +112,7 @@ def _of_formed(sketch: Sketch, values: Tensor) -> Tensor:
 
 
 def _by_features(sketch: Sketch, term: AffineProduct) -> Tensor:
-    """Of gradients that are formed for some output features at a time."""
+    """Project gradients that are formed for some output features at a time."""
     assert term.inp is not None
     groups, features, size = term.sizes
     total = term.new_zeros(term.samples, sketch.dim)

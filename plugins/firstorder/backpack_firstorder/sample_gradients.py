@@ -178,7 +178,7 @@ class SampleGradients:
     # Read ----------------------------------------------------------------------------------------
 
     def product(self) -> SampleProduct:
-        """One product of the terms, ``[1, N, *θ]``, which holds what operations store on it."""
+        """The terms as one product, ``[1, N, *θ]``, which holds what operations store on it."""
         parts = [fresh(term) for term in self._terms]
         return parts[0] if len(parts) == 1 else SumProduct(parts)
 

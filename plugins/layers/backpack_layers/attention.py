@@ -249,7 +249,7 @@ def _context(view: View) -> Tensor:
 
 
 def _kept(view: View, names: tuple[str, ...]) -> list[Tensor] | None:
-    """What a fused kernel saved, without the zeros that some put behind the features of a head."""
+    """What a fused kernel saved, without the zeros that some append to the features of a head."""
     saved = kept_by_kernel(view, names)
     return None if saved is None else [x[..., : _module(view).head_dim] for x in saved]
 

@@ -50,7 +50,7 @@ class SoftmaxLossRule(HessianLossRule):
 
     @abstractmethod
     def weight(self, view: View) -> Tensor:
-        """What stands in front of ``diag p - p pᵀ``, reduction included. Shape ``[N, 1, S]``."""
+        """The factor in front of ``diag p - p pᵀ``, reduction included. Shape ``[N, 1, S]``."""
 
     def _sqrt_hessian(self, view: View) -> Tensor:
         factor = real_sqrt(view, self.weight(view))
@@ -249,7 +249,7 @@ class MultiLabelSoftMarginLossRule(ElementwiseLossRule):
 
 
 def _mean_over_targets(view: View, smoothing: float = 0.0) -> float | Tensor:
-    """One over what a mean divides by, else one."""
+    """One over the divisor of a mean, else one."""
     if setting(view, "reduction") != "mean":
         return 1.0
     divisor = _target_weight(view, smoothing)[1]

@@ -54,7 +54,7 @@ class HardtanhRule(ElementwiseRule):
     hessian_is_zero = True
 
     def derivative(self, view: View) -> Tensor:
-        """One strictly inside the interval, which can be read off input or output."""
+        """One strictly inside the interval, as input and output both show."""
         module = cast(Hardtanh, view.module)
         x = _either(view)
         return ((x > module.min_val) & (x < module.max_val)).to(x.dtype)

@@ -153,7 +153,7 @@ class Hessian:
         return replace(self, rows=None, block=add(self.block, rows(slice(0, size))))
 
     def as_columns(self) -> Hessian:
-        """The same Hessian in columns only."""
+        """The same Hessian as columns only."""
         result = replace(self, diagonal=None, block=None, factored=None, rows=None)
         for part in self.chunks(max(1, self.unformed)):
             result = result.merge(part)

@@ -162,7 +162,7 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
         return self.decomposed(is_measured=True)
 
     def decomposed(self, is_measured: bool) -> KroneckerEigenbasis:
-        """The same as :meth:`eigenbasis`, but factors are checked in measured passes only."""
+        """The same as :meth:`eigenbasis`, but factors are checked only in measured passes."""
         if self._eigen is not None:
             factors, state, basis = self._eigen
             if len(self) == len(factors) and all(map(is_, self, factors)) and self._state == state:

@@ -63,7 +63,7 @@ def _error(found: Tensor, expected: Tensor) -> float:
 
 
 def _one_plus_worst(errors: list[float]) -> Tensor:
-    """One plus the largest error, to be compared with one; NaN stays NaN."""
+    """One plus the largest error, for a comparison with one; NaN stays NaN."""
     return 1 + torch.tensor(errors, dtype=torch.float64).max()
 
 
