@@ -250,7 +250,7 @@ def test_refusals() -> None:
         influence(model, lossfunc, iter(()), queries)
     with pytest.raises(UsageError, match="A batch must be"):
         influence(model, lossfunc, [torch.zeros(2, 5)], queries)
-    with pytest.raises(UsageError, match=r"has to return \(inputs, targets\)\. Got tensor"):
+    with pytest.raises(UsageError, match=r"must return \(inputs, targets\)\. Got tensor"):
         influence(model, lossfunc, train, queries, "dot", batch=lambda item: item[0])
     with pytest.raises(UsageError, match="3 identities for 4 samples"):
         influence(model, lossfunc, train, queries, identities=["a", "b", "c"])
@@ -258,7 +258,7 @@ def test_refusals() -> None:
         Influence(damping=-1.0)
     with pytest.raises(UsageError, match="curvature must be one of"):
         Influence("ggn")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="Got 1 rates, and 2 states"):
+    with pytest.raises(UsageError, match="Got 1 rates and 2 states"):
         TracIn([{}, {}], [0.1])
     with pytest.raises(UsageError, match=r"Write TracIn\(\.\.\.\)"):
         influence(model, lossfunc, train, queries, TracIn)  # type: ignore[arg-type]

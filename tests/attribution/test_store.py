@@ -245,7 +245,7 @@ def test_refusals(tmp_path) -> None:
         store.append([1.5], rows(1))  # type: ignore[list-item]
     with pytest.raises(ShapeError, match=r"part '0.bias' has the shape \[5\], but \[4\]"):
         store.append(["b"], {**rows(1), "0.bias": torch.zeros(1, 4)})
-    with pytest.raises(ShapeError, match=r"part '0.bias' has the shape \[5\], and nothing"):
+    with pytest.raises(ShapeError, match=r"part '0.bias' has the shape \[5\], but nothing"):
         store.append(["b"], {k: v for k, v in rows(1).items() if k != "0.bias"})
     with pytest.raises(ShapeError, match="samples on axis 0"):
         store.append(["b"], {**rows(1), "0.bias": torch.zeros(2, 5)})
@@ -259,9 +259,9 @@ def test_refusals(tmp_path) -> None:
         store["b"]
     with pytest.raises(UsageError, match="no part 'x'"):
         store.scores({"x": torch.zeros(1, 5)})
-    with pytest.raises(ShapeError, match=r"are \[M, 5\]. Got \[5\]"):
+    with pytest.raises(ShapeError, match=r"must be \[M, 5\]. Got \[5\]"):
         store.search({"0.bias": torch.zeros(5)})
-    with pytest.raises(UsageError, match="Queries are"):
+    with pytest.raises(UsageError, match="Queries must be"):
         store.scores({})
     with pytest.raises(UsageError, match=r"a positive integer\. Got -1"):
         store.search({"0.bias": torch.zeros(1, 5)}, k=-1)
