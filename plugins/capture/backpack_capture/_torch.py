@@ -153,5 +153,5 @@ class without_gradients:
         torch._C._set_grad_enabled(False)
 
     def __exit__(self, *error: object) -> None:
-        """As before."""
+        """Restore the earlier mode."""
         torch._C._set_grad_enabled(self._before)

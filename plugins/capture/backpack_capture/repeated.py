@@ -150,7 +150,7 @@ class Compared(Repeated):
         self._compare(run, ours, noted_at_visit(run), (site.call.path, f"{rule}, or "))
 
     def end(self, run: BackwardPass) -> None:
-        """Both."""
+        """Run both."""
         with self._drawing_twice() as ours:
             ours += self.last()
         results = noted_at_visit(run)
