@@ -145,7 +145,7 @@ def test_long_texts_and_wrong_expressions(folder: Path, tmp_path: Path) -> None:
     long = tmp_path / "long.txt"
     long.write_text(" ".join(4 * TEXTS) + "\n")
     assert "1 samples" in call("build", folder / "gpt2", long, tmp_path / "store")
-    with pytest.raises(UsageError, match="is a regular expression"):
+    with pytest.raises(UsageError, match="must be a regular expression"):
         call("build", folder / "gpt2", long, tmp_path / "other", "--parameters", "h.(")
 
 
@@ -192,10 +192,10 @@ def test_refusals(folder: Path, tmp_path: Path) -> None:
         (("build", folder / "gpt2", data, store, "--text", "words"), "no field 'words'"),
         (("build", folder / "gpt2", data, store, "--id", "name"), "no field 'name'"),
         (("build", folder / "gpt2", data, store, "--kind", "normal"), "kind must be one of"),
-        (("build", folder / "gpt2", data, store, "--dtype", "int8"), "--dtype is one of"),
+        (("build", folder / "gpt2", data, store, "--dtype", "int8"), "--dtype must be one of"),
         (("build", folder / "gpt2", data, store, "--parameters", "xyz"), "No parameter has"),
         (("query", store, queries), "no store at"),
-        (("score", folder / "gpt2", data, queries, "-o", "a.txt"), "--output ends with"),
+        (("score", folder / "gpt2", data, queries, "-o", "a.txt"), "--output must end with"),
         (("score", folder / "gpt2", data, queries, "-m", "ekfca"), "did you mean 'ekfac'"),
     ):
         with pytest.raises(UsageError, match=said):

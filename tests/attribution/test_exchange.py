@@ -60,7 +60,7 @@ def test_tokens_of_bergson(tmp_path) -> None:
     path.write_text(json.dumps(info))
     (block,) = read_bergson(tmp_path / "bergson")
     assert block.identities == [*(f"0:{n}" for n in range(5)), *(f"2:{n}" for n in range(3))]
-    with pytest.raises(UsageError, match="of 4 tokens in all"):
+    with pytest.raises(UsageError, match="adds up to 4"):
         write_bergson(store, tmp_path / "bergson", tokens=[4])
 
 
@@ -106,9 +106,9 @@ def test_factors_of_dattri_are_products(tmp_path) -> None:
 
 
 def test_folders_of_something_else(tmp_path) -> None:
-    with pytest.raises(UsageError, match="not a directory of gradients of Bergson's"):
+    with pytest.raises(UsageError, match="not a directory of gradients of Bergson"):
         next(read_bergson(tmp_path))
-    with pytest.raises(UsageError, match="not a store of dattri-LLM's"):
+    with pytest.raises(UsageError, match="not a store of dattri-LLM"):
         next(read_dattri(tmp_path))
     (tmp_path / "index.jsonl").write_text('{"file": "batch_000000.pt", "records": []}\n')
     with pytest.raises(UsageError, match="pickle"):
@@ -117,7 +117,7 @@ def test_folders_of_something_else(tmp_path) -> None:
         write_bergson(GradientStore(tmp_path / "empty"), tmp_path / "bergson")
     write_bergson(filled(tmp_path / "store"), tmp_path / "bergson")
     (tmp_path / "bergson" / "gradients.bin").write_bytes(b"short")
-    with pytest.raises(UsageError, match="5 bytes, and 2816 were announced"):
+    with pytest.raises(UsageError, match="5 bytes, but its index says 2816"):
         next(read_bergson(tmp_path / "bergson"))
 
 

@@ -80,7 +80,7 @@ def test_a_first_tensor_without_samples_is_refused(tmp_path) -> None:
     batch = {"shift": torch.ones(1, 5), "x": x, "labels": y}
     store = GradientStore(tmp_path / "store")
     with pytest.raises(
-        ShapeError, match=r"has 1 entries, and there are gradients of \[4\] samples"
+        ShapeError, match=r"has 1 entries, but the gradients are those of \[4\] samples"
     ):
         fill(store, _Shifted(), nn.CrossEntropyLoss(), [batch])
     turned = {"x": x, "shift": torch.ones(1, 5), "labels": y}
@@ -101,9 +101,9 @@ def test_queries_of_another_projection_are_refused(other, tmp_path) -> None:
         asked = project(model, lossfunc, queries, other)
     assert store.search(preconditioned(store, own), k=1).values.shape == (2, 1)
     for ask in (store.search, store.scores, lambda q: preconditioned(store, q)):
-        with pytest.raises(UsageError, match="one map projects both"):
+        with pytest.raises(UsageError, match="have one projection"):
             ask(asked)
-    with pytest.raises(UsageError, match="one map projects both"):
+    with pytest.raises(UsageError, match="have one projection"):
         fill(store, model, lossfunc, train, other)
 
 
@@ -114,7 +114,7 @@ def test_an_index_refuses_queries_of_another_projection(tmp_path) -> None:
     index = FaissIndex(fill(GradientStore(tmp_path), model, lossfunc, train, projection))
     own = project(model, lossfunc, queries, projection)
     assert index.search(own, k=1).values.shape == (2, 1)
-    with pytest.raises(UsageError, match="one map projects both"):
+    with pytest.raises(UsageError, match="have one projection"):
         index.search(project(model, lossfunc, queries, Projection(4, seed=1)), k=1)
 
 

@@ -90,7 +90,7 @@ def test_losses_of_the_user(problem) -> None:
     wanted = gradients(model, train) @ gradients(model, queries, squares).T
     assert torch.allclose(scores.values, wanted.cpu(), rtol=1e-12, atol=1e-12)
     function, asked = nn.functional.cross_entropy, loader(queries, 1)
-    with pytest.raises(UsageError, match="is not the sum of those of its samples"):
+    with pytest.raises(UsageError, match="is not the sum of its samples' losses"):
         influence(model, function, loader(train, 3), asked, "dot")
     with pytest.raises(UsageError, match="'ekfac' needs the Hessian of the loss in the output"):
         influence(model, function, loader(train, 3), asked, "ekfac")
@@ -238,9 +238,9 @@ def test_refusals() -> None:
         influence(model, lossfunc, train, queries, "ekfca")
     with pytest.raises(UsageError, match="TracIn needs checkpoints"):
         influence(model, lossfunc, train, queries, "tracin")
-    with pytest.raises(UsageError, match=r"is a torch\.nn\.Module"):
+    with pytest.raises(UsageError, match=r"must be a torch\.nn\.Module"):
         influence(lossfunc.forward, lossfunc, train, queries)  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="The loss is a module"):
+    with pytest.raises(UsageError, match="The loss must be a module"):
         influence(model, nn.CrossEntropyLoss, train, queries)
     with pytest.raises(UsageError, match='reduction="none"'):
         influence(model, nn.CrossEntropyLoss(reduction="none"), train, queries)
@@ -248,7 +248,7 @@ def test_refusals() -> None:
         influence(mlp().requires_grad_(False), lossfunc, train, queries)
     with pytest.raises(UsageError, match="gave no sample"):
         influence(model, lossfunc, iter(()), queries)
-    with pytest.raises(UsageError, match="A batch is"):
+    with pytest.raises(UsageError, match="A batch must be"):
         influence(model, lossfunc, [torch.zeros(2, 5)], queries)
     with pytest.raises(UsageError, match=r"must return \(inputs, targets\)\. Got tensor"):
         influence(model, lossfunc, train, queries, "dot", batch=lambda item: item[0])
@@ -256,9 +256,9 @@ def test_refusals() -> None:
         influence(model, lossfunc, train, queries, identities=["a", "b", "c"])
     with pytest.raises(UsageError, match="must be zero or positive"):
         Influence(damping=-1.0)
-    with pytest.raises(UsageError, match="curvature is one of"):
+    with pytest.raises(UsageError, match="curvature must be one of"):
         Influence("ggn")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="Got 1 rates, and 2 states"):
+    with pytest.raises(UsageError, match="Got 1 rates and 2 states"):
         TracIn([{}, {}], [0.1])
     with pytest.raises(UsageError, match=r"Write TracIn\(\.\.\.\)"):
         influence(model, lossfunc, train, queries, TracIn)  # type: ignore[arg-type]
@@ -319,7 +319,7 @@ def test_results_as_a_frame_and_as_a_file(tmp_path) -> None:
     assert (again.train, again.queries, again.method) == (["a", 1, "c"], ["q", "r"], "dot")
     assert scores.sorted().train == [1, "a", "c"]
     assert scores.top(2, largest=False).identities == [["a", 1], ["a", 1]]
-    with pytest.raises(UsageError, match="no scores of 'x'"):
+    with pytest.raises(UsageError, match="have none for 'x'"):
         scores.aligned(["x"])
     pandas = pytest.importorskip("pandas", reason="the extra for frames is not installed")
     frame = scores.to_pandas()

@@ -93,7 +93,7 @@ def test_refusals() -> None:
     data = loader(vectors(4), 2)
     with pytest.raises(UsageError, match="kind must be one of"):
         LoGra(kind="normal")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="dim is a positive"):
+    with pytest.raises(UsageError, match="dim must be a positive"):
         TRAK(0)
     with pytest.raises(UsageError, match="TRAK takes margins of a cross-entropy"):
         influence(mlp(), lambda o, t: o.square().sum(), data, data, "trak")

@@ -44,9 +44,9 @@ def test_lds_of_perfect_useless_and_turned_scores() -> None:
     named = Scores(scores, [*range(12)], [*range(3)])
     assert torch.equal(lds(named, subsets, outputs.exp()).each, found.each)
     assert lds(torch.ones(12, 3), subsets, outputs).mean != lds(scores, subsets, outputs).mean
-    with pytest.raises(ShapeError, match=r"subsets are \[S, 12\], boolean"):
+    with pytest.raises(ShapeError, match=r"subsets must be \[S, 12\], boolean"):
         lds(scores, subsets.double(), outputs)
-    with pytest.raises(ShapeError, match=r"Scores are \[N, M\]"):
+    with pytest.raises(ShapeError, match=r"Scores must be \[N, M\]"):
         lds(scores[:, 0], subsets, outputs)
 
 
@@ -65,7 +65,7 @@ def test_facts_that_are_found() -> None:
     assert recall_at(2, scores, relevant).each.tolist() == [0.5, 1.0]
     assert recall_at(9, scores, relevant).each.tolist() == [1.0, 1.0]
     assert mean_reciprocal_rank(scores, relevant).each.tolist() == [1.0, 0.5]
-    with pytest.raises(UsageError, match="one sample at least for each query"):
+    with pytest.raises(UsageError, match="at least one sample for each query"):
         recall_at(1, scores, torch.zeros(4, 2, dtype=torch.bool))
 
 
@@ -122,7 +122,7 @@ def test_tasks_of_texts() -> None:
         answer = told.query_targets[row]
         word = "".join(" abcdefghijklmnopqrstuvwxyz."[c] for c in answer[answer >= 0].tolist())
         assert all(word.strip(" .") in text for text in stated)
-    with pytest.raises(UsageError, match="kind is"):
+    with pytest.raises(UsageError, match="kind must be"):
         digits("tree")  # type: ignore[arg-type]
 
 

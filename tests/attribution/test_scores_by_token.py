@@ -105,9 +105,9 @@ def test_a_store_of_tokens(projection, tmp_path) -> None:
     with part:  # as if killed after one sample
         part.append(NAMES[:TOKENS], whole[NAMES[:TOKENS]])
     assert fill(part, model, lossfunc, train, projection, per="token").identities == NAMES
-    with pytest.raises(UsageError, match="is a token, and a row for each sample was asked for"):
+    with pytest.raises(UsageError, match="is a token, but a row for each sample was asked for"):
         fill(whole, model, lossfunc, train, projection)
-    with pytest.raises(UsageError, match="is a sample, and a row for each token"):
+    with pytest.raises(UsageError, match="is a sample, but a row for each token"):
         fill(GradientStore(samples.folder), model, lossfunc, train, projection, per="token")
     if projection is not None:
         asked = project(model, lossfunc, loader(tokens(2, 3), 2), projection)
@@ -121,7 +121,7 @@ def test_refusals_of_tokens(tmp_path) -> None:
             influence(mlp(), lossfunc, data, data, method, per="token")
     with pytest.raises(UnsupportedError, match="logra scores whole samples"):
         self_influence(mlp(), lossfunc, data, "logra", per="token")
-    with pytest.raises(UsageError, match="per is one of"):
+    with pytest.raises(UsageError, match="per must be one of"):
         influence(mlp(), lossfunc, data, data, "dot", per="word")
     x, y = torch.randn(4, 6, 2), torch.randint(2, (4,))
     for method in ("dot", "cosine"):

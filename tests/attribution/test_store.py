@@ -215,7 +215,7 @@ def test_an_index_of_faiss_finds_the_same(tmp_path) -> None:
     assert torch.allclose(found.values, wanted.values, atol=1e-4)
     cells = FaissIndex(store, "IVF1,Flat").search(queries, k=20)
     assert len(cells.identities[0]) == 8
-    with pytest.raises(ShapeError, match="have them all"):
+    with pytest.raises(ShapeError, match="have all of them"):
         index.search({"0.bias": queries["0.bias"]})
     with pytest.raises(UsageError, match="no samples"):
         FaissIndex(GradientStore(tmp_path / "empty"))
@@ -243,9 +243,9 @@ def test_refusals(tmp_path) -> None:
         store.append(["b", "b"], rows(2))
     with pytest.raises(UsageError, match="a text or an integer"):
         store.append([1.5], rows(1))  # type: ignore[list-item]
-    with pytest.raises(ShapeError, match=r"part '0.bias' has the shape \[5\], and \[4\]"):
+    with pytest.raises(ShapeError, match=r"part '0.bias' has the shape \[5\], but \[4\]"):
         store.append(["b"], {**rows(1), "0.bias": torch.zeros(1, 4)})
-    with pytest.raises(ShapeError, match=r"part '0.bias' has the shape \[5\], and nothing"):
+    with pytest.raises(ShapeError, match=r"part '0.bias' has the shape \[5\], but nothing"):
         store.append(["b"], {k: v for k, v in rows(1).items() if k != "0.bias"})
     with pytest.raises(ShapeError, match="samples on axis 0"):
         store.append(["b"], {**rows(1), "0.bias": torch.zeros(2, 5)})
@@ -259,9 +259,9 @@ def test_refusals(tmp_path) -> None:
         store["b"]
     with pytest.raises(UsageError, match="no part 'x'"):
         store.scores({"x": torch.zeros(1, 5)})
-    with pytest.raises(ShapeError, match=r"are \[M, 5\]. Got \[5\]"):
+    with pytest.raises(ShapeError, match=r"must be \[M, 5\]. Got \[5\]"):
         store.search({"0.bias": torch.zeros(5)})
-    with pytest.raises(UsageError, match="Queries are"):
+    with pytest.raises(UsageError, match="Queries must be"):
         store.scores({})
     with pytest.raises(UsageError, match=r"a positive integer\. Got -1"):
         store.search({"0.bias": torch.zeros(1, 5)}, k=-1)
@@ -288,7 +288,7 @@ def test_a_damaged_shard_and_one_sample_in_two(tmp_path) -> None:
     for store in stores:
         store.append(["a"], rows(1))
         store.flush()
-    with pytest.raises(UsageError, match=r"'a' is in .* and in a shard before it"):
+    with pytest.raises(UsageError, match=r"'a' is in .* and in an earlier shard"):
         GradientStore(tmp_path / "store")
     paths = sorted((tmp_path / "store").glob("*.safetensors"))
     paths[1].write_bytes(paths[0].read_bytes()[:-50])

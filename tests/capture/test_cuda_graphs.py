@@ -113,7 +113,7 @@ def close(ours: Any, right: Any) -> None:
 
 def test_without_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(UsageError, match="needs a CUDA device, and torch finds none"):
+    with pytest.raises(UsageError, match="needs a CUDA device, but torch finds none"):
         capture(lambda x: x, nn.Linear(1, 1), made("BatchGrad"), compile="cudagraphs")
 
 

@@ -167,13 +167,13 @@ def kept_loss(model: nn.Module, lossfunc: nn.Module) -> Function:
     return step
 
 
-@because("a tensor of shape [] that is neither")
+@because("a tensor of shape [] that is not an argument")
 def iterator(model: nn.Module, lossfunc: nn.Module) -> Function:
     weights = iter(torch.rand(30))
     return lambda x, y: lossfunc(model(x), y) * next(weights)
 
 
-@because("a parameter of shape [1] that is neither")
+@because("a parameter of shape [1] that is not an argument")
 def unknown_parameter(model: nn.Module, lossfunc: nn.Module) -> Function:
     weight = torch.rand(1).requires_grad_()
     return lambda x, y: (lossfunc(model(x), y) * weight).sum()
@@ -216,12 +216,12 @@ def optimizer_inside(model: nn.Module, lossfunc: nn.Module) -> Function:
     return step
 
 
-@because("numbers or shapes off values, which differ each time")
+@because("numbers or shapes from values, which differ each time")
 def number_in_a_formula(model: nn.Module, lossfunc: nn.Module) -> Function:
     return lambda x, y: lossfunc(model(x), y) * x.mean().item()
 
 
-@because("numbers or shapes off values, which differ each time")
+@because("numbers or shapes from values, which differ each time")
 def list_of_numbers(model: nn.Module, lossfunc: nn.Module) -> Function:
     return lambda x, y: lossfunc(model(x), y) * x.flatten().tolist()[0]
 

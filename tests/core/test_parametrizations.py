@@ -108,7 +108,7 @@ def test_parametrized_weight_and_what_is_computed_after_the_pass(tied: bool) -> 
 
 def test_parametrized_weight_of_another_kind_of_quantity() -> None:
     model = nn.Sequential(nn.Linear(3, 3), parametrizations.weight_norm(nn.Linear(3, 3)))
-    message = r"'weight' of Linear '1' is computed from others, by.*remove the parametrization"
+    message = r"'weight' of Linear '1' is computed from others by.*remove the parametrization"
     with pytest.raises(UnsupportedError, match=message):
         classification(model, (3,)).run(DiagHessian())
 

@@ -401,5 +401,5 @@ def test_targets_that_are_all_ignored() -> None:
     "wrong", [0, -1.0, float("nan"), float("inf"), True, "mean", torch.ones(2)]
 )
 def test_normalisers_are_numbers(wrong: Any) -> None:
-    with pytest.raises(UsageError, match="normaliser is what the loss divides by"):
+    with pytest.raises(UsageError, match="normaliser must be what the loss divides by"):
         ClippedSumGrad(1.0, normaliser=wrong)

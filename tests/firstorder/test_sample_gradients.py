@@ -510,21 +510,21 @@ def test_scores_refuse_queries_that_do_not_fit() -> None:
         n: torch.ones(1, *p.shape) for n, p in problem.model.named_parameters()
     }
     some = {n: q for n, q in whole.items() if n != "0.bias"}
-    with pytest.raises(UsageError, match=r"no query for the parameter '0\.bias'"):
+    with pytest.raises(UsageError, match=r"parameter '0\.bias' has no query"):
         problem.run(GradInner(some))
     with pytest.raises(UsageError, match=r"met no trained parameter '9\.weight'"):
         problem.run(GradInner({**whole, "9.weight": torch.ones(1, 2)}))
     with pytest.raises(ShapeError, match=r"\[M, 5, 4\]. Got \[1, 4, 5\]"):
         problem.run(GradInner({**whole, "0.weight": torch.ones(1, 4, 5)}))
-    with pytest.raises(UsageError, match="as many for each"):
+    with pytest.raises(UsageError, match="the same number of queries"):
         GradInner({**whole, "0.weight": torch.ones(2, 5, 4)})
     with pytest.raises(UsageError, match="takes queries by parameter name"):
         GradInner([])  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"axis 1 has no 3 blocks of one length"):
+    with pytest.raises(UsageError, match=r"axis 1 does not split into 3 blocks"):
         problem.run(GradInner(whole, blocks={"0.weight": (1, 3)}))
-    with pytest.raises(UsageError, match=r"trained parameter '0\.wight', whose blocks"):
+    with pytest.raises(UsageError, match=r"trained parameter '0\.wight', but blocks"):
         problem.run(GradInner(whole, blocks={"0.wight": (0, 1)}))
-    with pytest.raises(UsageError, match=r"blocks are \{name: \(axis, count\)\}"):
+    with pytest.raises(UsageError, match=r"blocks must be \{name: \(axis, count\)\}"):
         GradInner(whole, blocks={"0.weight": 5})  # type: ignore[dict-item]
     left_out = GradInner({**whole, "0.bias": None})
     problem.run(left_out)
@@ -536,19 +536,19 @@ def test_scores_refuse_queries_that_do_not_fit() -> None:
     [
         (lambda g: _BatchGrad(form="factors"), "form must be one of"),
         (lambda g: _BatchGrad(consumer=print), "write BatchGrad"),
-        (lambda g: _BatchGrad(divisors={}), "Gradients are divided as products"),
-        (lambda g: ProjectedGrad(0), "dim is a positive number. Got 0"),
-        (lambda g: ProjectedGrad(2.5), "dim is a whole number. Got 2.5"),
+        (lambda g: _BatchGrad(divisors={}), "divisors divide products"),
+        (lambda g: ProjectedGrad(0), "dim must be a positive number. Got 0"),
+        (lambda g: ProjectedGrad(2.5), "dim must be a whole number. Got 2.5"),
         (lambda g: ProjectedGrad(4, "svd"), "kind must be one of"),
-        (lambda g: ProjectedGrad(4, divisors=[1]), "divisors maps names of parameters"),
-        (lambda g: g.low_rank(0), "rank is a positive number"),
+        (lambda g: ProjectedGrad(4, divisors=[1]), "divisors must map names of parameters"),
+        (lambda g: g.low_rank(0), "rank must be a positive number"),
         (lambda g: g.inner(torch.ones(2)), r"has gradients \[M, 3, 4\]. Got \[2\]"),
         (lambda g: g.inner([1]), "SampleGradients or a tensor"),
-        (lambda g: g.inner(g, "dense"), "form is one of"),
-        (lambda g: g.divide(torch.ones(4, 3)), r"divided by numbers \[3, 4\]. Got \[4, 3\]"),
+        (lambda g: g.inner(g, "dense"), "form must be one of"),
+        (lambda g: g.divide(torch.ones(4, 3)), r"need a divisor \[3, 4\]. Got \[4, 3\]"),
         (lambda g: g.weighted_sum(torch.ones(3)), "with N = 2. Got"),
         (lambda g: g.to(dtype=torch.int64), "floating-point"),
-        (lambda g: SampleGradients.cat([]), "Got none"),
+        (lambda g: SampleGradients.cat([]), "Got shapes none"),
         (lambda g: SampleGradients.from_state_dict({"a": torch.ones(1)}), "tensors named a"),
         (lambda g: SampleGradients.from_factors(torch.ones(2, 3), torch.ones(2, 3)), "takes"),
     ],
@@ -565,5 +565,5 @@ def test_an_optimizer_without_state_is_refused() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    with pytest.raises(UsageError, match=r"not known from its state \(momentum_buffer\)"):
+    with pytest.raises(UsageError, match=r"state of SGD \(momentum_buffer\)"):
         divisors_of(optimizer, model)

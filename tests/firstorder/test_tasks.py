@@ -189,7 +189,7 @@ def test_agreement_at_its_edges() -> None:
     assert not zero.cosines.any()
     assert not zero.cosine_to_mean.any()
     assert Agreement(torch.tensor([[1.0, -1.0], [-1.0, 1.0]])).noise_scale == math.inf
-    with pytest.raises(ShapeError, match="two samples at least"):
+    with pytest.raises(ShapeError, match="at least two samples"):
         _ = Agreement(torch.ones(1, 1)).noise_scale
     net = nn.Linear(1, 1)
     with pytest.raises(UsageError, match="BatchDotGrad"):
@@ -205,5 +205,5 @@ def test_refusals() -> None:
             AggregatedGrad(wrong)
     with pytest.raises(UsageError, match='"samples" or "losses"'):
         AggregatedGrad(weights_of, rows="tasks")
-    with pytest.raises(ShapeError, match=r"each of 3 rows, \[3\]. Got \[2\]"):
+    with pytest.raises(ShapeError, match=r"return 3 weights, one for each row. Got \[2\]"):
         go(Tasks(), AggregatedGrad(lambda gram: torch.ones(2)))

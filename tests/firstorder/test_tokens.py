@@ -232,7 +232,7 @@ def test_parameters_with_other_positions_are_not_added_up() -> None:
         "layer.weight": torch.ones(1, WIDTH, WIDTH), "layer.bias": None,
         "last.weight": torch.ones(1, 2, WIDTH), "last.bias": None,
     }  # fmt: skip
-    with pytest.raises(UnsupportedError, match=r"has 1 positions, .layer.weight. 5"):
+    with pytest.raises(UnsupportedError, match=r"has 1 positions and .layer.weight. has 5"):
         _run(_pooled, GradInner(queries, per="token"), last=last)
     scores = GradInner({**queries, "last.weight": None}, per="token")
     _run(_pooled, scores, last=last)
@@ -241,5 +241,5 @@ def test_parameters_with_other_positions_are_not_added_up() -> None:
 
 
 def test_per_is_one_of_two_words() -> None:
-    with pytest.raises(UsageError, match="per is one of"):
+    with pytest.raises(UsageError, match="per must be one of"):
         BatchL2Grad(per="word")

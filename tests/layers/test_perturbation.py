@@ -302,7 +302,7 @@ class TestRefusals:
         net = extend(Net(recomputed, cell=nn.Linear(2, 2), head=nn.Linear(2, 2)))
         with perturb(net, "cell"):
             value = net(torch.randn(3, 2)).sum()
-            with pytest.raises(UnsupportedError, match="checkpoint runs its part again"):
+            with pytest.raises(UnsupportedError, match="name a module outside the checkpoint"):
                 value.backward()
 
     def test_names(self) -> None:
@@ -348,5 +348,5 @@ def test_arguments_by_place_and_name() -> None:
         with perturb(net, "", argument=argument) as received:
             net(q, k, value=k)
         assert received[""].shape == shape
-    with perturb(net, "", argument="mask"), pytest.raises(UnsupportedError, match="'mask'; there"):
+    with perturb(net, "", argument="mask"), pytest.raises(UnsupportedError, match=r"'mask'\. It"):
         net(q, k, value=k)

@@ -335,7 +335,7 @@ def _dense(optimizer: Any, kind: Any) -> list[torch.Tensor]:
 
 class TestRefusals:
     def test_a_model_that_is_not_extended(self) -> None:
-        with pytest.raises(UsageError, match="must be extended"):
+        with pytest.raises(UsageError, match="must be extended first"):
             KFAC(net()[0])
 
     def test_parameters_in_the_place_of_the_model(self) -> None:
@@ -360,7 +360,7 @@ class TestRefusals:
         first, *others = model.parameters()
         optimizer = KFAC(model, [first])
         for wrong in ({"momentum": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1.0}):
-            with pytest.raises(UsageError, match="is a number that is"):
+            with pytest.raises(UsageError, match="must be a number that is"):
                 optimizer.add_param_group({"params": others, **wrong})
             assert len(optimizer.param_groups) == 1
 

@@ -114,7 +114,7 @@ def test_matrix_of_some_extensions() -> None:
     assert report.header == ["layer", "DiagHessian", "KFAC"]
     (bilinear,) = [row for row in report.as_json() if row["layer"] == "Bilinear"]
     assert (bilinear["DiagHessian"], bilinear["KFAC"]) == ("refused", "fast")
-    assert "second derivatives in the first input" in bilinear["reasons"]["DiagHessian"]
+    assert "second derivatives only in the first input" in bilinear["reasons"]["DiagHessian"]
 
 
 def test_reasons_of_a_model() -> None:

@@ -81,7 +81,7 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Loop(nn.Sequential(nn.Linear(5, 4).requires_grad_(False), nn.Linear(4, 3))).each(
             unfrozen_later
         ),
-        "Other parameters want a gradient",
+        "Other parameters require a gradient",
     ),
     "a copy is trained": (
         lambda: Loop().each(stepping(lambda loop, x, y: loop.lossfunc(deepcopy(loop.model)(x), y))),
@@ -93,9 +93,9 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
     "step forgotten": (lambda: Loop().each(recorded), "no step was taken"),
     "closure": (lambda: Loop().each(with_closure), "optimizer.step(closure)"),
     "two steps for a batch": (lambda: Loop().each(twice), "No batch of private.loader"),
-    "batch left out": (lambda: Loop().each(lambda *_: None), "drawn and not used"),
+    "batch left out": (lambda: Loop().each(lambda *_: None), "drawn but not used"),
     "nested": (lambda: Loop().each(nested), "cannot be nested"),
-    "frozen later": (lambda: Loop().each(frozen_later), "Other parameters want"),
+    "frozen later": (lambda: Loop().each(frozen_later), "Other parameters require"),
     "batch normalisation later": (lambda: Loop().each(normalised), "replace_batch_norm"),
     "mixes samples": (lambda: Loop(Mixes()).each(well), "samples of the batch influence"),
     "data in a buffer": (lambda: Loop(Remembers()).each(well), "public_buffers=['mean']"),
@@ -147,8 +147,8 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
         ).each(well),
         "normaliser=None",
     ),
-    "backward twice": (lambda: Loop().each(backward_twice), "two backward passes"),
-    "two losses in a block": (lambda: Loop().each(two_backwards), "two backward passes"),
+    "backward twice": (lambda: Loop().each(backward_twice), "Two backward passes"),
+    "two losses in a block": (lambda: Loop().each(two_backwards), "Two backward passes"),
     "left out by an error": (lambda: Loop().each(caught), "the batch would be left out"),
     "a part left out by an error": (
         lambda: Loop(max_rows=1).each(caught_part),
@@ -208,7 +208,7 @@ AFTER: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "the last batch of an epoch left out": (
         lambda: Loop().each(last_left_out),
-        "drawn and not used",
+        "drawn but not used",
     ),
     "rate of zero": (
         lambda: Loop(optimizer=lambda p: torch.optim.SGD(p, lr=0.0)).each(well, 3),
@@ -219,11 +219,11 @@ AFTER: dict[str, tuple[Callable[[], Any], str]] = {
             perceptron().float(),
             optimizer=lambda p: torch.optim.SGD(p, lr=1e-15),
         ).each(stepping(lambda loop, x, y: loop.loss(x.float(), y)), 3),
-        "smaller than what float32",
+        "too small for the precision of float32",
     ),
-    "an adapter that is not used": (lambda: Loop(Unused()).each(well, 3), "noise alone"),
+    "an adapter that is not used": (lambda: Loop(Unused()).each(well, 3), "only noise"),
     "values put back": (lambda: Loop().each(put_back), "between two steps"),
-    "moved by something else": (lambda: Loop().each(pushed), "moved otherwise"),
+    "moved by something else": (lambda: Loop().each(pushed), "moved differently"),
     "another optimizer, later": (lambda: Loop().each(another_optimizer, 4), "between two steps"),
     "parameters added": (lambda: Loop().each(grows, 4), "add_param_group before"),
     "data in a buffer, later": (

@@ -74,9 +74,9 @@ def of_opacus() -> nn.Module:
 
 
 BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
-    "no model": (lambda: private(model=3, optimizer=3), "first argument is the model"),
+    "no model": (lambda: private(model=3, optimizer=3), "first argument must be the model"),
     "DataParallel": (lambda: private(nn.DataParallel(perceptron())), "DataParallel splits"),
-    "wrapped by Opacus": (lambda: private(of_opacus()), "by Opacus already"),
+    "wrapped by Opacus": (lambda: private(of_opacus()), "Opacus has wrapped"),
     "batch normalisation": (
         lambda: private(nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))),
         "replace_batch_norm",
@@ -115,7 +115,7 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
         'reduction="none"',
     ),
     "a mean that nobody knows": (lambda: private(lossfunc=F.cross_entropy), "normaliser="),
-    "unknown normaliser": (lambda: private(normaliser="batch"), "normaliser is"),
+    "unknown normaliser": (lambda: private(normaliser="batch"), "normaliser must be"),
     "a list for a loader": (lambda: private(loader=[1, 2]), "DataLoader"),
     "a stream": (lambda: private(loader=loader_of(Stream())), "no length"),
     "no batch size": (
@@ -139,7 +139,7 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: private(loader=loader_of(DATA, 1), users=torch.tensor([0.0, torch.nan] * 6)),
         "'not a number'",
     ),
-    "checks that never end": (lambda: private(checks=-1), "checks is a whole number from 0"),
+    "checks that never end": (lambda: private(checks=-1), "checks must be a whole number from 0"),
     "users of rows in another order": (
         lambda: private(
             loader=loader_of(DATA, collate_fn=lambda rows: default_collate(rows[::-1])),
@@ -151,15 +151,15 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
     "two bounds": (lambda: private(clipping=Clipping(1.0)), "not both"),
     "bound of zero": (lambda: private(max_norm=0.0), "positive and finite"),
     "bound without end": (lambda: private(max_norm=float("inf")), "positive and finite"),
-    "no clipping": (lambda: private(max_norm=None, clipping="flat"), "clipping is a Clipping"),
+    "no clipping": (lambda: private(max_norm=None, clipping="flat"), "clipping must be a Clipping"),
     "clipping used twice": (several, "a new one for each"),
     "pattern for nothing": (lambda: private(max_norm={"*": 1.0, "head": 1.0}), "'head'"),
     "parameter without a bound": (lambda: private(max_norm={"0.*": 1.0}), "fits no pattern"),
-    "patterns and groups": (lambda: Clipping({"*": 1.0}, "per_layer"), "leave groups="),
-    "unknown groups": (lambda: Clipping(1.0, "layers"), "groups is"),  # type: ignore[arg-type]
+    "patterns and groups": (lambda: Clipping({"*": 1.0}, "per_layer"), "leave out groups="),
+    "unknown groups": (lambda: Clipping(1.0, "layers"), "groups must be"),  # type: ignore[arg-type]
     "unknown weights": (
         lambda: Clipping(1.0, weights="auto"),  # type: ignore[arg-type]
-        "weights is",
+        "weights must be",
     ),
     "quantile of one": (lambda: AdaptiveClipping(quantile=1.0), "between 0 and 1"),
     "counts spend everything": (
@@ -173,15 +173,15 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: private(noise_multiplier=None, target_epsilon=1.0, epochs=1),
         "target_delta=",
     ),
-    "delta of one": (lambda: private(target_delta=1.0), "delta is a probability"),
+    "delta of one": (lambda: private(target_delta=1.0), "delta must be a probability"),
     "target of zero": (
         lambda: private(noise_multiplier=None, target_epsilon=0.0, target_delta=1e-3, epochs=1),
-        "target_epsilon is",
+        "target_epsilon must be",
     ),
-    "no epoch": (lambda: private(epochs=0), "epochs is a whole number"),
-    "unknown sampling": (lambda: private(sampling="uniform"), "sampling is one of"),
-    "unknown accountant": (lambda: private(accountant="prv"), "accountant is"),
-    "seed that is none": (lambda: private(seed="now"), "seed is a whole number"),
+    "no epoch": (lambda: private(epochs=0), "epochs must be a whole number"),
+    "unknown sampling": (lambda: private(sampling="uniform"), "sampling must be one of"),
+    "unknown accountant": (lambda: private(accountant="prv"), "accountant must be"),
+    "seed that is none": (lambda: private(seed="now"), "seed must be a whole number"),
 }
 
 

@@ -273,7 +273,7 @@ def test_a_pass_that_failed_to_begin_leaves_nothing_behind() -> None:
     run(first, model, lossfunc, 3)
     second, other, lossfunc = privately()
     for x, y in second.loader:
-        with pytest.raises(UsageError, match="normaliser is what the loss divides by"):
+        with pytest.raises(UsageError, match="normaliser must be what the loss divides by"):
             second.step(lossfunc(other(x), y), normaliser=-1.0)
         weight = next(other.parameters())
         weight.grad = torch.zeros_like(weight)

@@ -17,14 +17,14 @@ pytestmark = pytest.mark.skipif(
 
 MESSAGES = (
     "differs between processes",
-    "Leave max_rows out",
+    "Leave out max_rows",
     "over a mesh of shape [1, 2]",
-    "Leave param_dtype out",
+    "Leave out param_dtype",
     "batch_size differs between processes",
     "The number of weights differs between processes",
     "len(loader.dataset) differs between processes",
     "",  # one of the processes has samples that reach the layer
-    "has received noise alone",
+    "has received only noise",
 )
 
 

@@ -74,6 +74,6 @@ def test_states_and_targets(sampling: str) -> None:
     run(again, other, lossfunc, 6)
     assert again.epsilon() <= 2.0
     longer = fresh(4)[0]
-    with pytest.raises(UsageError, match="and target_epsilon is 2"):
+    with pytest.raises(UsageError, match="but target_epsilon is 2"):
         longer.load_state_dict(first.state_dict())
     assert longer.steps == 0

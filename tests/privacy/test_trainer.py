@@ -96,10 +96,10 @@ def test_trainers_that_are_not_private(tmp_path: Path) -> None:
     from backpack_privacy.trainer import PrivateCallback
 
     private, _, _ = tiny()
-    with pytest.raises(UsageError, match="batches of its own"):
+    with pytest.raises(UsageError, match="draws its own batches"):
         trainer_of(private, tmp_path, callbacks=[PrivateCallback(private)]).train()
     for options, message in (
-        ({"optimizers": (None, None)}, "optimizer of its own"),
+        ({"optimizers": (None, None)}, "its own optimizer"),
         ({"arguments": {"gradient_accumulation_steps": 2}}, "gradient_accumulation_steps"),
     ):
         trainer = trainer_of(private, tmp_path, **options)

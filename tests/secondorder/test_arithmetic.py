@@ -203,19 +203,19 @@ def test_what_is_refused() -> None:
         two + [torch.eye(3)]  # noqa: RUF005
     with pytest.raises(UsageError, match=r"own kind. Got KroneckerEigenbasis"):
         two + two.eigenbasis()
-    with pytest.raises(ShapeError, match=r"shape \[5\]"):
+    with pytest.raises(ShapeError, match=r"and \[5\]"):
         two + one
     with pytest.raises(ShapeError, match="in another order"):
         two.with_factors(two) + KroneckerFactors(
             turned, ParameterOrder(two.order.shape, torch.arange(24))
         )
-    with pytest.raises(ShapeError, match=r"one by one. Got sizes \[3, 8\]"):
+    with pytest.raises(ShapeError, match=r"one by one.* Got \[3, 8\]"):
         two + KroneckerFactors([psd(24)], two.order)
-    with pytest.raises(UsageError, match=r"not negative. Got -1"):
+    with pytest.raises(UsageError, match=r"must not be negative. Got -1"):
         -1 * two
     with pytest.raises(UsageError, match="for vectors, use @"):
         two * torch.ones(3)
-    with pytest.raises(UsageError, match=r"between 0 and 1. Got 1\.5"):
+    with pytest.raises(UsageError, match=r"from 0 to 1. Got 1\.5"):
         two.moving_average(two, 1.5)
     with pytest.raises(UsageError, match="singular with damping=0"):
         (0 * one).solve(torch.ones(5))
@@ -223,7 +223,7 @@ def test_what_is_refused() -> None:
         diagonal_matrix(-torch.ones(3)).sample(damping=0.5)
     with pytest.raises(UsageError, match="exact"):
         cases()["three"].damped(0.1)
-    with pytest.raises(ShapeError, match="square, or vectors"):
+    with pytest.raises(ShapeError, match="square or vectors"):
         KroneckerFactors([torch.ones(3, 2)], ParameterOrder(torch.Size([6])))
     with pytest.raises(UsageError, match="Got str"):
         as_matrix("kfac")
@@ -239,7 +239,7 @@ def test_a_damping_is_one_number(matrix: CurvatureMatrix) -> None:
             lambda d: matrix.solve(vectors, d),
             matrix.eigenbasis().damped,
         ):
-            with pytest.raises(UsageError, match="The damping is one number"):
+            with pytest.raises(UsageError, match="The damping must be one number"):
                 method(damping)  # type: ignore[arg-type]
     one = torch.full((1,), 0.3, requires_grad=True)
     assert_close(matrix.solve(vectors, one).detach(), matrix.solve(vectors, 0.3))

@@ -317,7 +317,7 @@ def test_uses_that_have_no_factors_in_common(kind: str, size: int | None) -> Non
 def test_uses_that_have_no_factors_in_common_left_out(size: int | None) -> None:
     found, _ = _reached_apart("grouped", KFLR(chunk_size=size, fail_mode="silent"))
     assert found is None
-    with pytest.warns(UserWarning, match="have no Kronecker factors in common"):
+    with pytest.warns(UserWarning, match="have no common Kronecker factors"):
         found, _ = _reached_apart("grouped", KFLR(chunk_size=size, fail_mode="warning"))
     assert found is None
 

@@ -208,7 +208,7 @@ def test_wrong_shape(shape: tuple[int, ...]) -> None:
 def test_what_is_no_tensor() -> None:
     problem = make("mlp")
     problem.run(HMP())
-    with pytest.raises(UsageError, match=r"multiplies with tensors. Got \[1\]"):
+    with pytest.raises(UsageError, match=r"can only multiply tensors. Got \[1\]"):
         problem.parameters[0].hmp([1])  # type: ignore[attr-defined]
 
 
@@ -253,7 +253,7 @@ def test_parameters_that_were_frozen_since(extension: Any) -> None:
     expected = getattr(weight, extension.savefield)(torch.ones_like(weight))
     problem.run(extension())
     weight.requires_grad_(False)
-    with pytest.raises(UsageError, match="frozen since the backward pass"):
+    with pytest.raises(UsageError, match="frozen after the backward pass"):
         getattr(weight, extension.savefield)(torch.ones_like(weight))
     weight.requires_grad_(True)
     oracle.assert_close(getattr(weight, extension.savefield)(torch.ones_like(weight)), expected)

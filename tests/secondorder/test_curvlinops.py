@@ -102,5 +102,5 @@ def test_what_is_refused() -> None:
         to_curvlinops(blocks, *given)
     with pytest.raises(UnsupportedError, match="two Kronecker factors for a weight"):
         to_curvlinops(ours(DiagGGNExact(), given), *given)
-    with pytest.raises(UsageError, match=r"no block for '0.weight'"):
+    with pytest.raises(UsageError, match=r"have none for '0.weight'"):
         to_curvlinops({}, *given)

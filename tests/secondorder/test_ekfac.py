@@ -63,7 +63,7 @@ def test_a_basis_for_every_parameter() -> None:
     problem.run(KFLR())
     basis = {p: p.kflr for p in others}
     for wrong in (1, "kfac", {"weight": 1}, {first: torch.eye(3)}):
-        with pytest.raises(UsageError, match="basis maps parameters to matrices"):
+        with pytest.raises(UsageError, match="basis must map parameters to matrices"):
             EKFAC(basis=wrong)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="without eigenvectors for the parameter 'weight'"):
         problem.run(EKFAC(basis=basis))

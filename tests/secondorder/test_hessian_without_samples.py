@@ -106,7 +106,7 @@ REFUSED: dict[str, tuple[Callable[[], Net], str]] = {
             lambda net, x: net.first(x) + net.norm(net.table(torch.arange(T))),
             table=nn.Embedding(T, D), norm=nn.LayerNorm(D),
         ),
-        "where it is nonlinear",
+        "since it is nonlinear",
     ),
 }  # fmt: skip
 

@@ -150,12 +150,12 @@ def test_no_share(tolerance: Any) -> None:
 
 
 def test_tolerance_of_what_is_sampled() -> None:
-    with pytest.raises(UsageError, match="leave one of both out"):
+    with pytest.raises(UsageError, match="leave one of them out"):
         EKFAC(mc_samples=1, tolerance=0.1)
 
 
 def test_truncated_roots_of_several_batches() -> None:
-    with pytest.raises(UnsupportedError, match="number of columns"):
+    with pytest.raises(UnsupportedError, match="numbers of columns"):
         over_batches(SqrtGGNExact(tolerance=0.1))
     over_batches(SqrtGGNExact())
 

@@ -163,7 +163,7 @@ def test_errors_of_the_decomposition_are_ours(monkeypatch: pytest.MonkeyPatch) -
         raise torch.linalg.LinAlgError("failed to converge")
 
     monkeypatch.setattr(torch.linalg, "eigh", fail)
-    with pytest.raises(UsageError, match=r"were not found \(failed to converge\): compute it in"):
+    with pytest.raises(UsageError, match=r"\(failed to converge\): compute the matrix in"):
         eigh(torch.eye(2))
 
 
@@ -177,7 +177,7 @@ def test_negative_numbers(wrong: Any) -> None:
         for method in (each.inverse, each.damped, each.logdet, partial(each.solve, vector)):
             with pytest.raises(UsageError, match="damping must not be negative"):
                 method(damping=wrong)
-        with pytest.raises(UsageError, match="numbers that are not negative"):
+        with pytest.raises(UsageError, match="must not be negative"):
             _ = wrong * each if isinstance(wrong, float) else each * wrong
 
 

@@ -31,11 +31,11 @@ Prompt = Annotated[
 Id = Annotated[str, typer.Option("--id", help="Field that names a text; or: row, content.")]
 Size = Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Texts at a time.")]
 Length = Annotated[
-    int, typer.Option("--length", min=2, help="Tokens of a text at most; no more than the model's.")
+    int, typer.Option("--length", min=2, help="Most tokens of a text; at most the model's limit.")
 ]
 Parameters = Annotated[
     str | None,
-    typer.Option("--parameters", help="Regular expression: only parameters whose names have it."),
+    typer.Option("--parameters", help="Regular expression for the names of parameters to use."),
 ]
 Count = Annotated[int, typer.Option("--count", "-k", min=1, help="Texts to show for each query.")]
 _GONE = "(no longer in the data)"
@@ -57,10 +57,10 @@ def build(
     kind: Annotated[str, typer.Option(help="kronecker, gaussian, rademacher, sparse.")] = (
         "kronecker"
     ),
-    seed: Annotated[int, typer.Option(help="Of the projection.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the projection.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float64.")] = "float32",
 ) -> None:
-    """Store projected gradients of training texts. Started again, it adds what is missing.
+    """Store projected gradients of training texts. If run again, add what is missing.
 
     Example: `backpack attribute build gpt2/ train.jsonl gradients/`
     """
@@ -73,7 +73,7 @@ def build(
     from backpack_firstorder import Projection
 
     if dtype not in DTYPES:
-        raise UsageError(f"--dtype is one of {', '.join(DTYPES)}. Got {dtype!r}.")
+        raise UsageError(f"--dtype must be one of {', '.join(DTYPES)}. Got {dtype!r}.")
     projection = Projection(dim, kind, seed)  # type: ignore[arg-type]
     net, texts = _loaded(model, data, parameters, text, prompt, name, batch_size, length)
     about = {
@@ -109,7 +109,7 @@ def query(
     from backpack_core.errors import UsageError
 
     if method not in ("logra", "dot", "cosine"):
-        raise UsageError(f"--method is logra, dot or cosine. Got {method!r}.")
+        raise UsageError(f"--method must be logra, dot or cosine. Got {method!r}.")
     if not store.is_dir():
         raise UsageError(
             f"There is no store at {store}: build one with `backpack attribute build`."
@@ -152,7 +152,7 @@ def score(
     from backpack_core.errors import UsageError
 
     if output is not None and output.suffix not in (".safetensors", ".csv"):
-        raise UsageError(f"--output ends with .safetensors or .csv. Got {output.name!r}.")
+        raise UsageError(f"--output must end with .safetensors or .csv. Got {output.name!r}.")
     settings = (text, prompt, name, batch_size, length)
     net, texts = _loaded(model, data, parameters, *settings)
     asked = _texts(queries, texts.tokenizer, *settings[:-1], texts.length)
@@ -196,7 +196,7 @@ def _loaded(
 
 
 def _projected(about: dict[str, Any], queries: Path, size: int) -> tuple[dict[str, Tensor], Texts]:
-    """Gradients of queries as those of a store were projected."""
+    """Gradients of queries, projected like those of a store."""
     from backpack_attribution.projected import project
     from backpack_firstorder import Projection
 

@@ -28,18 +28,19 @@ Sharing: TypeAlias = Literal["kfc", "expand", "reduce"]
 class Influence(InnerProduct):
     """Influence functions: ``1/W ⟨∇ℓ_n, (C + Λ)⁻¹ ∇ℓ_m⟩``.
 
-    The first-order change of the query's loss if the training sample is left out (Koh and Liang,
-    2017, arXiv:1703.04730). ``C`` is the generalised Gauss-Newton matrix of the loss over all
-    training data, as ``lossfunc`` scales it, and ``W`` what that divides by (one for a sum). It is
-    approximated by Kronecker factors, or by these with corrected eigenvalues (Grosse et al., 2023,
-    arXiv:2308.03296), one block for each parameter. With ``refine``, that many steps of conjugate
-    gradients on exact products with ``C``, blocks between parameters included, start from there.
+    This is the first-order change of the query's loss if the training sample is left out (Koh and
+    Liang, 2017, arXiv:1703.04730). ``C`` is the generalised Gauss-Newton matrix of the loss over
+    all training data, as ``lossfunc`` scales it, and ``W`` what that divides by (one for a sum).
+    ``C`` is approximated by Kronecker factors, or by these with corrected eigenvalues (Grosse et
+    al., 2023, arXiv:2308.03296), with one block for each parameter. With ``refine``, that many
+    steps of conjugate gradients start from there; they use exact products with ``C``, blocks
+    between parameters included.
 
-    The damping ``Λ`` is a number for each parameter. Where training had weight decay, its strength
-    (as a factor of ``½‖θ‖²`` beside the loss of ``lossfunc``) is exact at the minimum. The default
-    without ``refine`` is a tenth of the mean eigenvalue of each block, as in Grosse et al. With
-    ``refine``, it is five times the mean eigenvalue of all blocks together: the exact matrix lets
-    through what the approximation hides, and wants more (measured on the tasks of
+    The damping ``Λ`` is a number for each parameter. If training had weight decay, its strength
+    (as a factor of ``½‖θ‖²`` added to the loss of ``lossfunc``) is exact at the minimum. The
+    default without ``refine`` is a tenth of the mean eigenvalue of each block, as in Grosse et al.
+    With ``refine``, it is five times the mean eigenvalue of all blocks together: the exact matrix
+    shows what the approximation hides, and needs more damping (measured on the tasks of
     :mod:`~backpack_attribution.quality`).
     """
 
@@ -59,15 +60,15 @@ class Influence(InnerProduct):
         Args:
             curvature: ``"kfac"`` or ``"ekfac"``.
             damping: A number, or one for each parameter by name; see the class for the default.
-            refine: Steps of conjugate gradients at most; each goes through the data once, for all
-                queries together.
-            rtol: A query whose residual is below this share of its gradient's norm is done.
+            refine: The largest number of steps of conjugate gradients; each goes through the data
+                once, for all queries together.
+            rtol: A query is finished if its residual is below this share of its gradient's norm.
             mc_samples: Targets drawn from the model for each sample; ``None`` for the exact loss
                 Hessian.
             weight_sharing: How positions enter Kronecker factors, as in
                 :class:`~backpack_core.extensions.KFAC`.
-            curvature_loader: Data for the curvature; default: the training data. Fewer samples are
-                often enough.
+            curvature_loader: Data for the curvature; default: the training data. Often fewer
+                samples are enough.
             queries_at_once: See :class:`InnerProduct`.
 
         Raises:
@@ -75,11 +76,11 @@ class Influence(InnerProduct):
         """
         super().__init__(queries_at_once)
         if curvature not in get_args(Curvature):
-            raise UsageError(f"curvature is one of {get_args(Curvature)}. Got {curvature!r}.")
+            raise UsageError(f"curvature must be one of {get_args(Curvature)}. Got {curvature!r}.")
         if isinstance(refine, bool) or not isinstance(refine, int) or refine < 0:
-            raise UsageError(f"refine is a number of steps, or zero. Got {refine!r}.")
+            raise UsageError(f"refine must be a number of steps, or zero. Got {refine!r}.")
         if isinstance(damping, (int, float)) and not damping >= 0:
-            raise UsageError(f"Damping has to be zero or positive. Got {damping!r}.")
+            raise UsageError(f"damping must be zero or positive. Got {damping!r}.")
         self.curvature, self.damping, self.refine = curvature, damping, refine
         self.rtol, self.mc_samples, self.weight_sharing = rtol, mc_samples, weight_sharing
         self._loader = curvature_loader
@@ -94,7 +95,7 @@ class Influence(InnerProduct):
 
     @property
     def dampings(self) -> dict[str, float]:
-        """The damping of each parameter, once fitted."""
+        """The damping of each parameter, after a fit."""
         return dict(self._dampings)
 
     def fit(self, run: Run) -> None:
@@ -104,7 +105,7 @@ class Influence(InnerProduct):
             run: The computation.
 
         Raises:
-            UsageError: The loss is a function, of which no Hessian in the output is known.
+            UsageError: The loss is a function, so its Hessian in the output is not known.
         """
         if not isinstance(run.problem.lossfunc, Module):
             raise UsageError(
@@ -137,7 +138,7 @@ class Influence(InnerProduct):
     def _damping_of(self, name: str) -> float:
         if isinstance(self.damping, Mapping):
             if name not in self.damping:
-                raise UsageError(f"No damping is given for the parameter {name!r}.")
+                raise UsageError(f"damping has no value for the parameter {name!r}: add one.")
             return float(self.damping[name])
         if self.damping is not None:
             return float(self.damping)
@@ -159,7 +160,7 @@ class Influence(InnerProduct):
         return {name: self._inverse(name).matmul(value) for name, value in vectors.items()}
 
     def _inverse(self, name: str) -> KroneckerEigenbasis:
-        """Sampled or rounded eigenvalues may be below zero, where the matrix has none."""
+        """Sampled or rounded eigenvalues may be negative, although the matrix has none."""
         block = self._blocks[name]
         return block.with_values(block.values.clamp(min=0)).inverse(self._dampings[name])
 
@@ -176,7 +177,7 @@ class Influence(InnerProduct):
         )
 
         def multiply(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            with sdpa_kernel(SDPBackend.MATH):  # the others are differentiable once
+            with sdpa_kernel(SDPBackend.MATH):  # other kernels can be differentiated only once
                 products = matrix @ [*vectors.values()]
             return {
                 name: product + self._dampings[name] * vectors[name]
@@ -189,8 +190,8 @@ class Influence(InnerProduct):
         missing = [name for name in queries if name not in self._blocks]
         if missing:
             raise UsageError(
-                f"The queries depend on {missing[0]!r}, which no training sample reaches: there is "
-                "no curvature of it. Freeze it, or give other data."
+                f"The queries depend on {missing[0]!r}, but no training sample reaches it, so it "
+                "has no curvature. Freeze it, or give other data."
             )
 
 
@@ -204,15 +205,15 @@ def solved(
 ) -> dict[str, Tensor]:
     """Preconditioned conjugate gradients for several right sides at once.
 
-    Every right side has step lengths of its own; a product multiplies all of them together.
+    Every right side has its own step lengths; one product multiplies all of them.
 
     Args:
         multiply: The matrix times vectors ``[M, *θ]`` for each parameter.
         rhs: Right sides.
         precondition: An approximate inverse.
         start: First guess.
-        steps: Products at most.
-        rtol: A right side whose residual is below this share of its norm is left alone.
+        steps: The largest number of products.
+        rtol: A right side is finished if its residual is below this share of its norm.
     """
     x = dict(start)
     residual = _plus(rhs, multiply(x), torch.tensor(-1.0, device="cpu"))

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written beside, flushed, and renamed."""
+"""Files that are whole or absent: written under another name, flushed, and renamed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 VERSION = 1
-UNFINISHED = ".unfinished"  # the end of the names of files that are being written
+UNFINISHED = ".unfinished"  # names of files end with this while they are written
 
 
 def atomically(path: Path, fill: Callable[[Path], object]) -> None:
-    """Make a file beside the path, flush it to disk, and rename it to the path.
+    """Write a file under another name, flush it to disk, and rename it.
 
-    Whoever looks meanwhile, or after a crash, sees the earlier file or the new one, whole.
+    So readers always see the whole earlier file or the whole new one, even after a crash.
 
     Args:
-        path: Of the file; an earlier one is replaced.
+        path: The file; an earlier one is replaced.
         fill: Writes the file at the path that it is given.
     """
     beside = path.with_name(f".{path.name}.{uuid4().hex[:8]}{UNFINISHED}")
@@ -33,15 +33,15 @@ def atomically(path: Path, fill: Callable[[Path], object]) -> None:
         beside.replace(path)
     finally:
         beside.unlink(missing_ok=True)
-    _flush(path.parent)  # the name is in the folder
+    _flush(path.parent)  # the folder holds the name
 
 
 def write(path: Path, tensors: Mapping[str, Tensor], kind: str, about: Mapping[str, Any]) -> None:
     """Write a safetensors file atomically.
 
     Args:
-        path: Of the file.
-        tensors: By name; copied to the CPU, contiguous.
+        path: The file.
+        tensors: Tensors by name; contiguous copies on the CPU are written.
         kind: What the file holds.
         about: Further values for its header, as JSON.
     """

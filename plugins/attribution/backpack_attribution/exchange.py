@@ -1,7 +1,7 @@
 """Stores of other programs: Bergson's directory and dattri-LLM's memory map.
 
-Formats as read in the source of Bergson 2.5.1 (``bergson/data.py``) and dattri-LLM 0.1.0
-(``dattri_llm/gradient/storage_manager.py``). Neither program is needed.
+The formats follow the source of Bergson 2.5.1 (``bergson/data.py``) and dattri-LLM 0.1.0
+(``dattri_llm/gradient/storage_manager.py``). These programs are not needed.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ _FORMAT = 2  # of dattri-LLM's memory map, and of its index
 def write_bergson(
     store: GradientStore, folder: str | Path, tokens: Sequence[int] | None = None
 ) -> None:
-    """Write the rows of a store as a directory of Bergson's.
+    """Write the rows of a store as a directory of Bergson.
 
-    ``gradients.bin`` has a row for each sample, the parts one behind the other; ``info.json`` says
-    how wide each is. Identities are added there, which Bergson does not look at. Its ``Attributor``
-    opens the directory, and its searches are those of :meth:`GradientStore.search`.
+    ``gradients.bin`` has a row for each sample, with one part after the other; ``info.json`` has
+    the width of each part, and also the identities, which Bergson ignores. Its ``Attributor`` opens
+    the directory, and its searches give the results of :meth:`GradientStore.search`.
 
     Args:
-        store: What to write. Rows of low rank are written out.
-        folder: Where to. Made if its parent exists.
-        tokens: How many rows of the store each document has, one behind the other, where rows are
-            tokens: then there is an ``offsets.npy``. Default: a row is a document.
+        store: What to write. Rows of low rank are written as full matrices.
+        folder: Where to write it. It is made if its parent exists.
+        tokens: If rows are tokens: the number of consecutive rows of each document. This adds a
+            file ``offsets.npy``. Default: a row is a document.
 
     Raises:
-        UsageError: The store is empty, or has another number of rows than documents have tokens.
+        UsageError: The store is empty, or its number of rows is not the number of tokens.
     """
     folder, rows = Path(folder), len(store)
     if not rows:
         raise UsageError(f"{store.folder} has no samples yet: append some first.")
     if tokens is not None and sum(tokens) != rows:
-        raise UsageError(f"Documents of {sum(tokens)} tokens in all need as many rows. Got {rows}.")
+        raise UsageError(f"tokens= adds up to {sum(tokens)}, but the store has {rows} rows.")
     folder.mkdir(exist_ok=True)
     atomically(folder / "gradients.bin", lambda path: _write_rows(store, path))
     if tokens is not None:
@@ -76,8 +76,8 @@ def write_bergson(
         "identities": store.identities,
     }
     write_json(folder / "info.json", info)
-    # Bergson's queries ask how gradients were made: without projections and preconditioners of its
-    # own, which does not change rows. JSON is YAML, too.
+    # Bergson's queries ask how gradients were made: without its own projections and
+    # preconditioners. This does not change rows. JSON is YAML, too.
     write_json(folder / "processor_config.yaml", _PROCESSOR)
     for name in ("normalizers", "hessians", "hessians_eigen"):
         atomically(folder / f"{name}.pth", lambda path: torch.save({}, path))
@@ -91,17 +91,17 @@ def _write_rows(store: GradientStore, path: Path) -> None:
 
 
 def read_bergson(folder: str | Path, rows: int = 4096) -> Iterator[Block]:
-    """The rows of a directory of Bergson's, some at a time, mapped from disk.
+    """The rows of a directory of Bergson, some at a time, mapped from disk.
 
-    Append them to a :class:`GradientStore`, which asks them what it asks its own. Rows of tokens
-    have the identities ``"DOCUMENT:TOKEN"``; their sum is the gradient of the document.
+    Append them to a :class:`GradientStore`, which checks them like its own. Rows of tokens have the
+    identities ``"DOCUMENT:TOKEN"``; their sum is the gradient of the document.
 
     Args:
-        folder: With ``gradients.bin`` and ``info.json``.
-        rows: How many at most.
+        folder: A folder with ``gradients.bin`` and ``info.json``.
+        rows: The largest number of rows at a time.
 
     Raises:
-        UsageError: The directory is none of Bergson's.
+        UsageError: The directory is not one of Bergson.
     """
     folder = Path(folder)
     try:
@@ -110,7 +110,7 @@ def read_bergson(folder: str | Path, rows: int = 4096) -> Iterator[Block]:
         dtype, count = _DTYPES[info["base_dtype"]], info["num_grads"]
     except (OSError, KeyError, ValueError) as error:
         raise UsageError(
-            f"{folder} is not a directory of gradients of Bergson's, or of a version before 2.5: "
+            f"{folder} is not a directory of gradients of Bergson 2.5 or later: "
             f"{type(error).__name__}: {error}."
         ) from error
     width, names = sum(sizes.values()), _names(folder, info)
@@ -138,16 +138,16 @@ def write_dattri(
     layer_types: Mapping[str, str] | None = None,
     rows: int = 4096,
 ) -> None:
-    """Write the rows of a store as a store of dattri-LLM's, in its memory-mapped format.
+    """Write the rows of a store as a store of dattri-LLM, in its memory-mapped format.
 
     Every block of rows is a record of materialised layers; their names are those of the parts.
 
     Args:
-        store: What to write. Rows of low rank are written out.
-        folder: Where to. Made if its parent exists.
-        layer_types: What dattri-LLM is told that each part is, such as ``"nn.LayerNorm"``; default:
-            ``"nn.Linear"``, which for materialised gradients means their flat inner products.
-        rows: Samples of a record.
+        store: What to write. Rows of low rank are written as full matrices.
+        folder: Where to write it. It is made if its parent exists.
+        layer_types: The layer type of each part for dattri-LLM, such as ``"nn.LayerNorm"``;
+            default: ``"nn.Linear"``, which for materialised gradients means flat inner products.
+        rows: The number of samples in a record.
     """
     folder, types = Path(folder), layer_types or {}
     folder.mkdir(exist_ok=True)
@@ -185,36 +185,36 @@ def _write_record(handle: Path, record: dict[str, Any], dense: Mapping[str, Tens
                 "dtype": str(tensor.dtype).removeprefix("torch."),
             }
             layers[name] = {"kind": "dense", "parts": {"data": spec}}
-            padded = raw + bytes(-len(raw) % 8)  # so that every dtype may be viewed there
+            padded = raw + bytes(-len(raw) % 8)  # aligned for views of every dtype
             offset += file.write(padded)
     torch.save({"format": _FORMAT, "records": [{**record, "layers": layers}]}, f"{handle}.meta")
 
 
 def read_dattri(folder: str | Path) -> Iterator[Block]:
-    """The records of a store of dattri-LLM's in its memory-mapped format, mapped from disk.
+    """The records of a store of dattri-LLM in its memory-mapped format, mapped from disk.
 
     Factorised linear layers, ``Σ_t g[n, t] a[n, t]ᵀ``, are read as ``SampleGradients``. Samples
-    have their identifiers there. Records of several ranks follow each other.
+    keep their identifiers. Records of several ranks follow each other.
 
     Args:
-        folder: With ``index.jsonl``, or with folders ``rank_N`` that have one.
+        folder: A folder with ``index.jsonl``, or with folders ``rank_N`` that have one.
 
     Raises:
-        UsageError: The folder is none of dattri-LLM's, a record is pickled, or a layer is in a form
-            that is not read.
+        UsageError: The folder is not one of dattri-LLM, a record is pickled, or a layer has a form
+            that cannot be read.
     """
     folder = Path(folder)
     logs = [path for path in (folder, *sorted(folder.glob("rank_*"))) if path.is_dir()]
     logs = [path / "index.jsonl" for path in logs if (path / "index.jsonl").exists()]
     if not logs:
-        raise UsageError(f"{folder} is not a store of dattri-LLM's: there is no index.jsonl in it.")
+        raise UsageError(f"{folder} is not a store of dattri-LLM: it has no index.jsonl.")
     for log in logs:
         for line in log.read_text(encoding="utf-8").splitlines():
             handle = json.loads(line)["file"]
             if not handle.endswith(".mmap"):
                 raise UsageError(
-                    f"{handle} is a pickle, which runs code when it is read, and is not read here: "
-                    'store with disk_format="memmap".'
+                    f"{handle} is a pickle, which could run code when it is read, so it is "
+                    'refused: store with disk_format="memmap".'
                 )
             yield from _records(folder / handle)
 
@@ -246,8 +246,8 @@ def _layer(whole: Tensor, layer: Mapping[str, Any], kind: str, name: str) -> Val
     inputs, outputs = part("activation"), part("pre_activation_grad")
     if kind != "nn.Linear" or not layer["batch_first"] or inputs.dim() not in (2, 3):
         raise UsageError(
-            f"The layer {name!r} ({kind}) is stored by its factors, in a form that is read of "
-            "nn.Linear alone: let dattri-LLM materialise it."
+            f"The layer {name!r} ({kind}) is stored by its factors, in a form that can be read "
+            "only for nn.Linear: let dattri-LLM materialise it."
         )
     out, inp = (t.unsqueeze(1) if t.dim() == 2 else t for t in (outputs, inputs))
     return SampleGradients.from_factors(out, inp)
@@ -260,7 +260,7 @@ def _bytes_of(tensor: Tensor) -> bytes:
 def _mapped(path: Path, dtype: torch.dtype, count: int) -> Tensor:
     wanted = count * dtype.itemsize
     if path.stat().st_size != wanted:
-        raise UsageError(f"{path} has {path.stat().st_size} bytes, and {wanted} were announced.")
+        raise UsageError(f"{path} has {path.stat().st_size} bytes, but its index says {wanted}.")
     if not count:
         return torch.empty(0, dtype=dtype)
     return torch.from_file(str(path), shared=False, size=count, dtype=dtype)

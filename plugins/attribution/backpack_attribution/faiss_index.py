@@ -1,4 +1,4 @@
-"""An index of FAISS over a store, for searches that need not look at every row."""
+"""An index of FAISS over a store, for searches that need not read every row."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from backpack_core.errors import ShapeError, UsageError
 
 
 class FaissIndex:
-    """The rows of a store, their parts one behind the other, in an index by inner products.
+    """The rows of a store, with their parts joined, in an index by inner products.
 
     Attributes:
         index: The index of FAISS.
-        identities: Of its rows.
-        shapes: Of the parts, in the order in which they are joined.
+        identities: The identities of its rows.
+        shapes: The shapes of the parts, in the order of joining.
     """
 
     def __init__(
@@ -31,11 +31,11 @@ class FaissIndex:
         """Add all rows of a store, in single precision.
 
         Args:
-            store: Small parts pay here: projected gradients.
-            factory: As for ``faiss.index_factory``: ``"Flat"`` is exact, ``"IVF256,Flat"`` looks at
-                some cells only, ``"PQ64"`` compresses.
-            rows: Samples that are added at a time.
-            train: How many samples an index that is trained is trained on, at most.
+            store: A store with small parts, such as projected gradients.
+            factory: As for ``faiss.index_factory``: ``"Flat"`` is exact, ``"IVF256,Flat"`` looks
+                only at some cells, ``"PQ64"`` compresses.
+            rows: The number of samples that are added at a time.
+            train: The largest number of samples to train an index on, if it needs training.
 
         Raises:
             UsageError: FAISS is not installed, or the store is empty.
@@ -46,7 +46,7 @@ class FaissIndex:
             raise UsageError(
                 "A FaissIndex needs faiss, which is not installed. Run "
                 "`pip install 'backpack-attribution[faiss]'`, or use store.search(...), which is "
-                "exact and needs nothing."
+                "exact and needs no package."
             ) from error
         if not len(store):
             raise UsageError(f"{store.folder} has no samples yet: append some first.")
@@ -59,22 +59,22 @@ class FaissIndex:
             self.index.add(self._flat(block.gradients).numpy())
 
     def search(self, queries: Mapping[str, Value], k: int = 10) -> Found:
-        """The ``k`` samples that the index finds for each query; fewer where it finds fewer.
+        """The ``k`` samples that the index finds for each query; fewer if it finds fewer.
 
         Args:
-            queries: For each part of the store a tensor ``[M, *θ]``.
-            k: How many.
+            queries: A tensor ``[M, *θ]`` for each part of the store.
+            k: How many samples.
 
         Raises:
             ShapeError: A query does not fit the part, or a part is left out.
-            UsageError: ``k`` is not a positive integer, the store has no such part, or queries were
-                computed by other plugins or projected otherwise.
+            UsageError: ``k`` is not a positive integer, the store does not have a part, or queries
+                were computed by other plugins or projected differently.
         """
         self._store.count_of(queries)
         if len(queries) != len(self.shapes):
             raise ShapeError(
-                f"The index joins the parts {[*self.shapes][:5]}, and queries have to have them "
-                f"all. Got {[*queries][:5]}."
+                f"The index joins the parts {[*self.shapes][:5]}, and queries must have all of "
+                f"them. Got {[*queries][:5]}."
             )
         require_count(k)
         values, rows = self.index.search(self._flat(queries).numpy(), min(k, len(self.identities)))

@@ -1,4 +1,4 @@
-"""Fills a store with the gradients of a data set, and asks it as influence functions do."""
+"""Fills a store with the gradients of a data set, and prepares queries for influence functions."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ def fill(
 ) -> GradientStore:
     """Append the gradients of all samples of a loader that are not in the store.
 
-    A run that was interrupted is started again with the same arguments: batches that are stored are
-    not computed again.
+    After an interruption, start again with the same arguments: stored batches are not computed
+    again.
 
     Args:
-        store: Where they go; a shard is written once it is full, and the last one at the end.
+        store: Where they go; a shard is written when it is full, and the last one at the end.
         model: The trained model, in evaluation mode.
         lossfunc: As for :func:`~backpack_attribution.influence`.
         loader: Batches, the same in every pass over it.
         projection: Store projected gradients; default: the gradients themselves.
-        batch: Makes ``(inputs, targets)`` of what the loader gives.
+        batch: Makes ``(inputs, targets)`` from an item of the loader.
         identities: As for :func:`~backpack_attribution.influence`.
-        progress: Whether to show a bar, where the output is a terminal.
+        progress: Whether to show a bar, if the output is a terminal.
         process_group: Processes that have a part of the data each. Each writes its own shards; open
             the store again to see those of all.
         per: ``"token"`` stores a row for each token, with the identity ``"name:t"``. A store has
-            rows of one kind.
+            only one kind of rows.
 
     Returns:
         The store.
 
     Raises:
-        UsageError: What is stored was computed by other plugins, projected otherwise, or is of the
-            other kind, or processes differ in their plugins.
-        ShapeError: What is stored has other parts than the model's trained parameters.
+        UsageError: The stored rows were computed by other plugins, were projected differently, or
+            are of the other kind; or processes have different plugins.
+        ShapeError: The stored rows have other parts than the model's trained parameters.
     """
     problem = Problem(model, lossfunc, batch, per)
     plugins = problem.plugins()
@@ -78,7 +78,7 @@ def fill(
             count = run.samples(item)
             own = names[first : first + count]
             first += count
-            # A sample's tokens are stored together: the first says whether they are there.
+            # A sample's tokens are stored together: the first shows whether all are stored.
             missing = store.missing(own if per == "sample" else [f"{name}:0" for name in own])
             if missing:
                 found = forms.completed(_gradients(problem, item, projection), parts)
@@ -100,13 +100,13 @@ def _tokens_in(gradients: Gradients, samples: int, per: Per) -> int:
     lengths = sorted({len(value) for value in gradients.values()})
     if lengths != [samples] and per == "sample":
         raise ShapeError(
-            f"The first tensor of a batch has {samples} entries, and there are gradients of "
-            f"{lengths} samples. Put one with the samples on axis 0 first: give batch=."
+            f"The first tensor of a batch has {samples} entries, but the gradients are those of "
+            f"{lengths} samples. Put a tensor with the samples on axis 0 first: give batch=."
         )
     if len(lengths) > 1 or lengths[0] % samples:
         raise ShapeError(
-            f"Parameters have gradients of {lengths} tokens for {samples} samples, and a row has "
-            "those of all parameters. Freeze those that have others, or store whole samples."
+            f"Parameters have gradients of {lengths} tokens for {samples} samples, but a row needs "
+            "the same tokens of all parameters. Freeze some, or store whole samples."
         )
     return lengths[0] // samples
 
@@ -118,9 +118,9 @@ def _gradients(problem: Problem, batch: Any, projection: Projection | None) -> G
 
 
 def _parts(problem: Problem, projection: Projection | None) -> dict[str, Tensor]:
-    """What a row has, as empty values: all trained parameters.
+    """The parts of a row, as empty values: all trained parameters.
 
-    Batches may reach different ones, as experts without a token.
+    Batches may reach different ones: an expert may have no token.
     """
     like = next(iter(problem.parameters.values()))
     sizes = {name: tuple(parameter.shape) for name, parameter in problem.parameters.items()}
@@ -130,7 +130,7 @@ def _parts(problem: Problem, projection: Projection | None) -> dict[str, Tensor]
 
 
 def _require_fit(store: GradientStore, parts: dict[str, Tensor]) -> None:
-    """Refuse a store of another model: a loader may be stored already, and nothing be computed."""
+    """Refuse a store of another model, even if all batches are stored and none is computed."""
     own, asked = store.shapes, {name: value.shape[1:] for name, value in parts.items()}
     for name in {**own, **asked} if own else ():
         if own.get(name) != asked.get(name):
@@ -147,11 +147,11 @@ def preconditioned(store: GradientStore, queries: Gradients, damping: float = 0.
     """Queries times ``(F + λ)⁻¹``, with the second moments ``F = Σ_n g_n g_nᵀ`` of a store's rows.
 
     Inner products with these are influence functions in the space of the store, one block for each
-    part, as :class:`~backpack_attribution.LoGra` has them.
+    part, like those of :class:`~backpack_attribution.LoGra`.
 
     Args:
-        store: Small parts pay here: projected gradients.
-        queries: For each part a tensor ``[M, *θ]``.
+        store: A store with small parts, such as projected gradients.
+        queries: A tensor ``[M, *θ]`` for each part.
         damping: ``λ`` as a share of the mean eigenvalue of each part's ``F``.
 
     Raises:

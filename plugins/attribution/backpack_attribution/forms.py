@@ -1,4 +1,4 @@
-"""Gradients of samples by parameter, as tensors or as products, and what is asked of both."""
+"""Gradients of samples by parameter, as tensors or as products, with operations on both."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Gradients: TypeAlias = Mapping[str, Value]
 
 
 def stored(value: Value, dtype: torch.dtype, rank: int | None) -> Value:
-    """In the form and the precision of a store, on the CPU, without graph, in memory of its own.
+    """A copy in the form and precision of a store, on the CPU, without a graph.
 
     Args:
         value: ``[N, *θ]``.
-        dtype: Of the store.
-        rank: Of the store; ``None`` for whole matrices.
+        dtype: The dtype of the store.
+        rank: The rank of the store; ``None`` for whole matrices.
     """
     if rank is not None and _takes_less_room(value.shape, rank):
         given = SampleGradients.from_dense(value) if isinstance(value, Tensor) else value
@@ -44,7 +44,7 @@ def _takes_less_room(shape: torch.Size, rank: int) -> bool:
 
 
 def tensors(value: Value) -> dict[str, Tensor]:
-    """What a file holds of a value, by name."""
+    """The tensors of a value for a file, by name."""
     return {"rows": value} if isinstance(value, Tensor) else value.state_dict()
 
 
@@ -54,7 +54,7 @@ def from_tensors(found: Mapping[str, Tensor]) -> Value:
 
 
 def is_finite(value: Value) -> bool:
-    """Whether all numbers are."""
+    """Whether all numbers are finite."""
     return all(bool(tensor.isfinite().all()) for tensor in tensors(value).values())
 
 
@@ -64,7 +64,7 @@ def dense(value: Value) -> Tensor:
 
 
 def ready(queries: Gradients) -> Gradients:
-    """Queries that many batches of samples meet: formed where that is cheaper.
+    """Queries for products with many batches of samples: formed if that is cheaper.
 
     They take at most 16 times ``memory_budget()``.
     """
@@ -77,7 +77,7 @@ def ready(queries: Gradients) -> Gradients:
 
 
 def cat(values: Sequence[Value]) -> Value:
-    """Samples of several values, one behind the other."""
+    """Samples of several values, one after the other."""
     if isinstance(values[0], Tensor):
         return torch.cat(cast(list[Tensor], [*values]))
     return SampleGradients.cat(cast(Sequence[SampleGradients], values))
@@ -88,7 +88,8 @@ def completed(gradients: Gradients, known: Gradients) -> dict[str, Value]:
 
     Args:
         gradients: ``[N, *θ]`` by parameter.
-        known: Values of all parameters, of any number of samples: they show shape, form and device.
+        known: Values of all parameters, for any number of samples: they show shape, form and
+            device.
 
     Raises:
         ShapeError: Some are missing, and the others have different numbers of rows.
@@ -99,8 +100,8 @@ def completed(gradients: Gradients, known: Gradients) -> dict[str, Value]:
         if name not in found:
             if len(lengths) != 1:
                 raise ShapeError(
-                    f"A batch does not reach the parameter {name!r}, and others have gradients of "
-                    f"{sorted(lengths)} rows there: freeze it, or store whole samples."
+                    f"A batch does not reach the parameter {name!r}, and the others have different "
+                    f"numbers of rows, {sorted(lengths)}: freeze it, or store whole samples."
                 )
             found[name] = _zeros(lengths.copy().pop(), like)
     return found
@@ -112,45 +113,45 @@ def _zeros(count: int, like: Value) -> Value:
     if isinstance(like, Tensor) or len(shape) < 2:
         dense = torch.zeros(count, *shape, **options)
         return dense if isinstance(like, Tensor) else SampleGradients.from_dense(dense)
-    # Of no position, which takes no memory.
+    # Without positions, this takes no memory.
     out = torch.zeros(count, 0, shape[0], **options)
     return SampleGradients.from_factors(out, out.new_zeros(count, 0, prod(shape[1:])), shape)
 
 
 def rows(value: Value, chosen: list[int]) -> Value:
-    """Some samples; the value itself where all are chosen."""
+    """Some samples; the value itself if all are chosen."""
     return value if chosen == [*range(len(value))] else value[chosen]
 
 
 def count_of(queries: Gradients, shapes: Mapping[str, torch.Size]) -> int:
-    """``M``, of queries ``[M, *θ]`` for each of a store's parts, or for some.
+    """The number ``M`` of queries ``[M, *θ]`` for some or all parts of a store.
 
     Args:
-        queries: By part.
+        queries: Queries by part.
         shapes: The shape of each part for one sample.
 
     Raises:
-        ShapeError: A query does not fit the part, or there are more of one part than of another.
-        UsageError: There are none, or of a part that the store has not.
+        ShapeError: A query does not fit the part, or parts have different numbers of queries.
+        UsageError: ``queries`` is empty, or has a part that the store does not have.
     """
     if not queries or not isinstance(queries, Mapping):
-        raise UsageError("Queries are {name: [M, *θ]}, with names of the store's parts.")
+        raise UsageError("Queries must be {name: [M, *θ]}, with names of the store's parts.")
     for name, value in queries.items():
         if name not in shapes:
             raise UsageError(f"The store has no part {name!r}. It has {[*shapes][:5]}.")
         if tuple(value.shape[1:]) != tuple(shapes[name]):
             raise ShapeError(
-                f"Queries for {name!r} are [M, {', '.join(map(str, shapes[name]))}]. Got "
+                f"Queries for {name!r} must be [M, {', '.join(map(str, shapes[name]))}]. Got "
                 f"{[*value.shape]}."
             )
     counts = {len(value) for value in queries.values()}
     if len(counts) != 1:
-        raise ShapeError(f"All parts of the queries have one length. Got {sorted(counts)}.")
+        raise ShapeError(f"All parts of the queries must have one length. Got {sorted(counts)}.")
     return counts.pop()
 
 
 def inner(samples: Gradients, queries: Gradients) -> Tensor:
-    """Inner products summed over the queries' parts, ``[N, M]``; in single precision at least.
+    """Inner products summed over the queries' parts, ``[N, M]``; at least in single precision.
 
     Args:
         samples: ``[N, *θ]`` for each part.
@@ -161,7 +162,7 @@ def inner(samples: Gradients, queries: Gradients) -> Tensor:
         part = inner_of(samples[name], query)
         total = part if total is None else total + part
     if total is None:
-        raise UsageError("There are no queries.")
+        raise UsageError("Queries are empty: give at least one.")
     return total
 
 
@@ -176,7 +177,7 @@ def inner_of(value: Value, query: Value) -> Tensor:
 
 
 def own_of(value: Value, query: Value) -> Tensor:
-    """``⟨g_n, q_n⟩`` of one part, ``[N]``, in single precision at least."""
+    """``⟨g_n, q_n⟩`` of one part, ``[N]``, at least in single precision."""
     if value is query:
         return norm_of(value).square()
     wide = torch.promote_types(value.dtype, torch.float32)
@@ -184,7 +185,7 @@ def own_of(value: Value, query: Value) -> Tensor:
 
 
 def fitting(gradients: Gradients) -> int:
-    """How many samples may be formed at once: 16 times ``memory_budget()``."""
+    """How many samples may be formed at once, within 16 times ``memory_budget()``."""
     single = sum(prod(value.shape[1:]) * value.dtype.itemsize for value in gradients.values())
     return max(1, 16 * memory_budget() // max(1, single))
 
@@ -196,20 +197,20 @@ def cosines(samples: Gradients, queries: Gradients) -> Tensor:
 
 
 def over_norms(products: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """``[N, M]`` divided by norms ``[N]`` and ``[M]``; zero where a norm is."""
+    """``[N, M]`` divided by norms ``[N]`` and ``[M]``; zero where a norm is zero."""
     inverse = [torch.where(norms > 0, 1 / norms, 0).to(products) for norms in (first, second)]
     return products * torch.outer(*inverse)
 
 
 def norm(gradients: Gradients) -> Tensor:
-    """``‖g_n‖`` over all parts, ``[N]``, in single precision at least."""
+    """``‖g_n‖`` over all parts, ``[N]``, at least in single precision."""
     parts = torch.stack([norm_of(value) for value in gradients.values()])
     found: Tensor = torch.linalg.vector_norm(parts, dim=0)
     return found
 
 
 def norm_of(value: Value) -> Tensor:
-    """``‖g_n‖`` of one part, ``[N]``, in single precision at least."""
+    """``‖g_n‖`` of one part, ``[N]``, at least in single precision."""
     if isinstance(value, SampleGradients):
         return value.norm()
     wide = torch.promote_types(value.dtype, torch.float32)

@@ -1,4 +1,4 @@
-"""What a sample is called: by its user, by its place in the data, or by its content."""
+"""Names of samples: given by the user, by place in the data, or by content."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ Identify: TypeAlias = Callable[[Any], Sequence[Identity]]
 
 
 def content_hash(sample: Any) -> str:
-    """A name for a sample that depends on its content alone: 32 hexadecimal digits of SHA-256.
+    """A name for a sample that depends only on its content: 32 hexadecimal digits of SHA-256.
 
     It is the same on every machine, in every batch and at every place in the data. Dictionaries
-    count in the order of their keys; where one has an ``"attention_mask"``, positions that the mask
-    leaves out do not count, so that padding does not change the name.
+    are read in the order of their keys. If one has an ``"attention_mask"``, positions outside the
+    mask do not count, so padding does not change the name.
 
     Args:
-        sample: A tensor, a number, a text, or a nested list, tuple or dictionary of those.
+        sample: A tensor, a number, a text, or a nested list, tuple or dictionary of these.
     """
     return _name_of(_pieces(sample))
 
 
 def content_hashes(batch: Any, samples: int) -> list[str]:
-    """:func:`content_hash` of each sample of a batch, whose tensors are read as a whole.
+    """:func:`content_hash` of each sample of a batch; tensors are read as a whole.
 
     Args:
-        batch: What a loader gives.
+        batch: An item of a loader.
         samples: How many samples it has.
     """
-    if _has_mask(batch):  # each sample has positions of its own
+    if _has_mask(batch):  # samples have different positions
         return [content_hash(sample_of(batch, n, samples)) for n in range(samples)]
     return [_name_of(pieces) for pieces in zip(*_pieces_of_samples(batch, samples), strict=True)]
 
@@ -123,16 +123,16 @@ def sample_of(batch: Any, index: int, samples: int) -> Any:
 
 
 def _has_entries(batch: Sequence[Any], samples: int) -> bool:
-    """Whether a list has an entry for each sample, as texts, and does not consist of columns."""
+    """Whether a list has an entry for each sample (texts, for example) and not columns."""
     is_nested = any(isinstance(part, (Tensor, Mapping, list, tuple)) for part in batch)
     return len(batch) == samples and not is_nested
 
 
 class ByContent:
-    """Names samples by their content. A sample that occurs again gets ``-1``, ``-2``, ... behind.
+    """Names samples by their content. Repeated samples get the suffixes ``-1``, ``-2``, ....
 
-    So all rows of the data have a name, and the same one in every run that goes through the data in
-    the same order. A shuffled order changes only which of two equal samples is which.
+    So all rows of the data have a name. It is the same in every run that goes through the data in
+    the same order. A shuffled order only exchanges the names of equal samples.
     """
 
     def __init__(self) -> None:
@@ -152,8 +152,8 @@ class ByContent:
 class ByPlace:
     """Names samples by their place in the data: ``0, 1, 2, ...``.
 
-    Of several processes, each has every ``ranks``-th sample, as a ``DistributedSampler`` without
-    shuffling deals them.
+    With several processes, each has every ``ranks``-th sample, as dealt by a
+    ``DistributedSampler`` without shuffling.
     """
 
     def __init__(self, rank: int = 0, ranks: int = 1) -> None:
@@ -173,7 +173,7 @@ def tokens_of(name: Identity, tokens: int) -> list[Identity]:
 
 
 def place_of(name: Identity) -> tuple[bool, Any, int]:
-    """What identities are sorted by: integers before texts, and the tokens of a sample in order."""
+    """The sort key of identities: integers before texts, and the tokens of a sample in order."""
     text, mark, number = str(name).rpartition(":")
     if not mark or not number.isdecimal():
         return isinstance(name, str), name, -1
@@ -185,27 +185,28 @@ def checked(identities: Sequence[Any], samples: int) -> list[Identity]:
     """Identities as strings and integers, one for each sample.
 
     Raises:
-        UsageError: There are more or fewer, one is of another type, or two are equal.
+        UsageError: Their number is not that of the samples, one has another type, or two are
+            equal.
     """
     if isinstance(identities, str):
         raise UsageError(
-            f"Identities are a list with one for each sample. Got the text {identities!r:.40}."
+            f"Identities must be a list, one for each sample. Got the text {identities!r:.40}."
         )
     found = [value.item() if hasattr(value, "item") else value for value in identities]
     strange = [value for value in found if type(value) not in (str, int)]
     if strange:
         raise UsageError(
-            f"An identity is a text or an integer. Got {strange[0]!r:.80} of type "
-            f"{type(strange[0]).__name__}: give str(...) of it."
+            f"An identity must be a text or an integer. Got {strange[0]!r:.80} of type "
+            f"{type(strange[0]).__name__}: convert it with str(...)."
         )
     if len(found) != samples:
         raise UsageError(
-            f"There are {len(found)} identities for {samples} samples: give one for each sample."
+            f"Got {len(found)} identities for {samples} samples: give one for each sample."
         )
     twice = [name for name, times in Counter(found).items() if times > 1]
     if twice:
         raise UsageError(
             f"Two samples have the identity {twice[0]!r}: number them, or name them by content "
-            '(identities="content"), which tells equal samples apart.'
+            '(identities="content"), which also gives equal samples different names.'
         )
     return found

@@ -45,35 +45,36 @@ def influence(
 ) -> Scores:
     """Score every training sample for every query: which of them shaped what the model says?
 
-    Positive scores belong to samples that lower the query's loss. ``.grad`` and the model stay as
-    they are.
+    Positive scores belong to samples that lower the query's loss. ``.grad`` and the model do not
+    change.
 
     Args:
         model: The trained model, extended or not, in evaluation mode.
         lossfunc: The loss that it was trained with: a module, with its own reduction, or a function
             of output and target that is a sum over samples (for methods without curvature).
         train_loader: Batches of training samples, the same in every pass over it: ``(inputs,
-            targets)``, or a dictionary with ``"labels"`` whose other entries are keywords of the
-            model.
+            targets)``, or a dictionary with ``"labels"``, and keywords of the model as its other
+            entries.
         query_loader: Batches of queries, in the same form.
         method: ``"dot"``, ``"cosine"``, ``"kfac"``, ``"ekfac"``, ``"ekfac-cg"``, ``"trak"``,
-            ``"logra"``, or a :class:`Method` with settings of its own.
-        query_lossfunc: What is predicted of queries; default: their loss.
-        batch: Makes ``(inputs, targets)`` of what the loaders give.
-        identities: Of the training samples: ``"place"`` in the data, ``"content"`` (a hash), a list
-            of all, or a function of what the loader gives.
-        query_identities: Of the queries, in the same way.
-        progress: Whether to show bars, where the output is a terminal.
+            ``"logra"``, or a :class:`Method` with its own settings.
+        query_lossfunc: The function of queries whose change is predicted; default: their loss.
+        batch: Makes ``(inputs, targets)`` from an item of the loaders.
+        identities: Names of the training samples: ``"place"`` in the data, ``"content"`` (a hash),
+            a list of all, or a function of an item of the loader.
+        query_identities: Names of the queries, in the same way.
+        progress: Whether to show bars, if the output is a terminal.
         process_group: Processes that have a part of the training samples each, and all queries. All
-            get the scores of all samples, sorted by identity. Places are dealt in turn, as a
-            ``DistributedSampler`` without shuffling does it.
+            get the scores of all samples, sorted by identity. Places are dealt in turn, as by a
+            ``DistributedSampler`` without shuffling.
         per: ``"token"`` scores each token of the training samples: rows are ``"name:t"`` for token
-            ``t`` of a sample. A sample's score is the sum of its tokens' (but not its cosine). See
-            :class:`~backpack_core.extensions.BatchGrad` for what a token's gradient is.
+            ``t`` of a sample. A sample's score is the sum of its tokens' scores (but its cosine is
+            not). :class:`~backpack_core.extensions.BatchGrad` defines a token's gradient.
 
     Raises:
         UsageError: An argument is wrong, or a score is not finite.
-        UnsupportedError: By token: the method scores whole samples, or a parameter has no tokens.
+        UnsupportedError: With ``per="token"``, the method scores whole samples, or a parameter has
+            no tokens.
     """
     problem, chosen = Problem(model, lossfunc, batch, per), _chosen(method, per)
     query = problem.with_loss(query_lossfunc)
@@ -97,24 +98,24 @@ def self_influence(
     process_group: distributed.ProcessGroup | None = None,
     per: Per = "sample",
 ) -> Scores:
-    """Score every training sample for itself: which ones did the model have to learn by heart?
+    """Score every training sample for itself: which ones did the model learn by heart?
 
-    Wrong labels and outliers have the highest scores. Nothing of size ``N²`` is computed.
+    Wrong labels and outliers have the highest scores. The computation avoids values of size ``N²``.
 
     Args:
         model: As for :func:`influence`.
         lossfunc: As for :func:`influence`.
         train_loader: As for :func:`influence`.
-        method: As for :func:`influence`, but for TRAK.
+        method: As for :func:`influence`, except for TRAK.
         batch: As for :func:`influence`.
         identities: As for :func:`influence`.
         progress: As for :func:`influence`.
         process_group: As for :func:`influence`.
         per: ``"token"`` scores each token for itself, in rows ``"name:t"``. These scores do not add
-            up to the sample's, which has the products of its tokens with each other as well.
+            up to the sample's score, which also has the products of different tokens.
 
     Returns:
-        Scores ``[N, 1]``, for the one query ``"itself"``.
+        Scores ``[N, 1]``, for the single query ``"itself"``.
 
     Raises:
         UsageError: An argument is wrong, or a score is not finite.
@@ -133,7 +134,7 @@ def _finite(scores: Scores) -> Scores:
         row = int((~scores.values.isfinite()).any(1).nonzero()[0])
         raise UsageError(
             f"The scores of the training sample {scores.train[row]!r} are not finite: look at its "
-            "loss, and at the damping."
+            "loss and at the damping."
         )
     return scores
 
@@ -153,11 +154,11 @@ def _named(method: Any) -> Method:
         raise UsageError("TracIn needs checkpoints: method=TracIn([state, ...], learning_rates).")
     if isinstance(method, type):
         raise UsageError(
-            f"The method is an object or a name. Write {method.__name__}(...) with its settings."
+            f"method must be an object or a name. Write {method.__name__}(...) with its settings."
         )
     if method not in METHODS:
         raise UsageError(
-            f"There is no method {method!r}{nearest(str(method), METHODS) or '.'} There are "
+            f"The method {method!r} is unknown{nearest(str(method), METHODS) or '.'} Known are "
             f"{', '.join(METHODS)}, and methods with settings, such as Influence(damping=1e-3)."
         )
     return METHODS[method]()

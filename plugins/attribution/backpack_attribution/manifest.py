@@ -21,22 +21,22 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch
 
 
 class Projected(Marked[T]):
-    """Gradients by parameter, with what computed them, and the projection that they went through.
+    """Gradients by parameter, with the plugins that computed them, and their projection.
 
     Attributes:
-        projection: As :func:`shown` says it; ``None`` if it is not known.
+        projection: In the words of :func:`shown`; ``None`` if it is not known.
     """
 
     def __init__(
         self, values: Mapping[str, T], plugins: Fingerprint, projection: str | None
     ) -> None:
-        """Store the values and where they are from."""
+        """Store the values and their origin."""
         super().__init__(values, plugins)
         self.projection = projection
 
 
 def shown(projection: Projection | None) -> str:
-    """The settings of a projection; empty for gradients themselves."""
+    """The settings of a projection in words; empty for gradients themselves."""
     if projection is None:
         return ""
     dim, seed = int(projection.dim), int(projection.seed)
@@ -49,12 +49,12 @@ class Manifest:
 
     Attributes:
         dtype: Name of the precision.
-        rank: Of the factors that matrices are stored as; ``None`` where they are stored whole.
+        rank: The rank of the factors that matrices are stored as; ``None`` for whole matrices.
         about: What the user said about the gradients.
         shapes: The shape of each part for one sample; empty before the first row.
         plugins: Which plugins compute the gradients; empty if that is not known.
         per: Whether rows are those of samples or tokens; empty if that is not known.
-        projection: Of the gradients, as :func:`shown` says it; ``None`` if that is not known.
+        projection: The projection, in the words of :func:`shown`; ``None`` if it is not known.
     """
 
     dtype: str
@@ -73,7 +73,7 @@ class Manifest:
         rank: int | None,
         about: Mapping[str, Any] | None,
     ) -> Manifest:
-        """Of the store in a folder, which is begun if there is none.
+        """The manifest of the store in a folder; a new store if the folder has none.
 
         Args:
             folder: Where the store is.
@@ -82,11 +82,11 @@ class Manifest:
             about: What the user says; ``None`` for anything.
 
         Raises:
-            UsageError: The folder is something else, or its settings are others.
+            UsageError: The folder is not a store, or has other settings.
         """
         if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
             raise UsageError(
-                f"rank is a positive number of products for each matrix. Got {rank!r}."
+                f"rank must be a positive number of products for each matrix. Got {rank!r}."
             )
         asked: dict[str, Any] = {
             "dtype": None if dtype is None else _name_of(dtype),
@@ -103,13 +103,13 @@ class Manifest:
             if value is not None and value != getattr(found, key):
                 raise UsageError(
                     f"{folder} is the store of another run: its {key} is {getattr(found, key)!r}, "
-                    f"and {value!r} was asked for. Give another folder, or leave {key} out."
+                    f"but {value!r} was asked for. Give another folder, or leave out {key}."
                 )
         return found
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """What is in the folder; ``None`` where nothing is.
+        """The manifest in a folder; ``None`` for an empty folder.
 
         Raises:
             UsageError: The folder holds something else.
@@ -118,7 +118,10 @@ class Manifest:
         if path.exists():
             found = json.loads(path.read_text(encoding="utf-8"))
             if found.pop("version", None) != VERSION:
-                raise UsageError(f"{path} was written by another version of this library.")
+                raise UsageError(
+                    f"Another version of this library wrote {path}: install that, or give another "
+                    "folder."
+                )
             return cls(**found)
         if folder.is_dir():
             strange = [p for p in folder.iterdir() if not p.name.endswith(UNFINISHED)]
@@ -128,8 +131,8 @@ class Manifest:
                 raise UsageError(f"There is no folder {folder.absolute().parent}: make it.")
         if strange:
             raise UsageError(
-                f"{folder} is not a gradient store: it holds {strange[0].name} and no {NAME}. Give "
-                "another folder, or one that does not exist."
+                f"{folder} is not a gradient store: it holds {strange[0].name}, but no {NAME}. "
+                "Give another folder, or one that does not exist."
             )
         return None
 
@@ -138,31 +141,30 @@ class Manifest:
         write_json(folder / NAME, {"version": VERSION, **asdict(self)})
 
     def compare(self, folder: Path, others: Mapping[str, Any], what: str = "the queries") -> None:
-        """Refuse gradients that do not belong to the rows; what is not known is not compared.
+        """Refuse gradients that do not belong to the rows; unknown facts are not compared.
 
         Raises:
-            UsageError: They were computed by other plugins, or are projected otherwise.
+            UsageError: Other plugins computed them, or they have another projection.
         """
         agreed({f"The rows of {folder}": self.plugins, what: fingerprint_of(others)})
         own, other = self.projection, getattr(others, "projection", None)
         if own is not None and other is not None and own != other:
             raise UsageError(
-                f"Gradients are compared if one map projects both, and {what} went through "
+                f"Gradients can be compared if they have one projection, but {what} went through "
                 f"{other or 'no projection'}. Use that of the rows of {folder}: {own or 'none'}."
             )
 
     def with_origin(self, folder: Path, rows: Projected[Any], per: str) -> Manifest:
-        """With what computes and projects the first rows, and so all that follow.
+        """The manifest with the origin of the first rows, and so of all later ones.
 
         Raises:
-            UsageError: The rows that are stored were computed or projected otherwise, or are of the
-                other kind.
+            UsageError: The stored rows have another origin or projection, or are of the other kind.
         """
         known = self if self.plugins else Manifest.read(folder) or self
         known.compare(folder, rows, "those of this process")
         if known.per not in ("", per):
             raise UsageError(
-                f"A row of {folder} is a {known.per}, and a row for each {per} was asked for. Give "
+                f"A row of {folder} is a {known.per}, but a row for each {per} was asked for. Give "
                 "another folder."
             )
         if known.plugins and known.per and known.projection is not None:
@@ -172,12 +174,12 @@ class Manifest:
         return known
 
     def with_shapes(self, folder: Path, shapes: dict[str, list[int]]) -> Manifest:
-        """With the shapes of the first rows, which are those of all that follow.
+        """The manifest with the shapes of the first rows, and so of all later ones.
 
         Raises:
-            ShapeError: They are fixed, and others.
+            ShapeError: The store has other shapes already.
         """
-        # Another process may have fixed them meanwhile.
+        # Another process may have written them meanwhile.
         known = self if self.shapes else Manifest.read(folder) or self
         if not known.shapes:
             known = replace(known, shapes=shapes)
@@ -187,7 +189,7 @@ class Manifest:
             name = next(n for n in {**shapes, **wanted} if shapes.get(n) != wanted.get(n))
             raise ShapeError(
                 f"One store is for one model: its part {name!r} has the shape "
-                f"{wanted.get(name, 'of nothing')}, and {shapes.get(name, 'nothing')} was appended."
+                f"{wanted.get(name, 'of nothing')}, but {shapes.get(name, 'nothing')} was appended."
             )
         return known
 
@@ -195,5 +197,5 @@ class Manifest:
 def _name_of(dtype: torch.dtype) -> str:
     names = {value: name for name, value in DTYPES.items()}
     if dtype not in names:
-        raise UsageError(f"A store is in float32, bfloat16 or float64. Got {dtype!r}.")
+        raise UsageError(f"A store must be in float32, bfloat16 or float64. Got {dtype!r}.")
     return names[dtype]

@@ -17,7 +17,7 @@ from backpack_products.fingerprint import agreed
 
 
 def merge_stores(folders: Iterable[str | Path], into: str | Path) -> GradientStore:
-    """One store of the rows of several, such as those that ranks wrote on machines of their own.
+    """One store of the rows of several, such as those that ranks wrote on separate machines.
 
     Shards are copied unchanged. Ranks that share a folder need no merging.
 
@@ -35,7 +35,7 @@ def merge_stores(folders: Iterable[str | Path], into: str | Path) -> GradientSto
     settings = [replace(manifest, plugins={}) for manifest in manifests]
     if not sources or any(each != settings[0] for each in settings):
         raise UsageError(
-            "Stores are merged if their settings, parts and shapes are the same. Got "
+            "Stores can be merged if their settings, parts and shapes are the same. Got "
             f"{[*map(str, sources)] or 'none'}."
         )
     checked([name for source in sources for name in source.identities], sum(map(len, sources)))

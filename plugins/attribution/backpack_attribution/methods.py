@@ -36,25 +36,25 @@ class Method(ABC):
     def values(self, run: Run) -> Tensor:
         """Scores of the training samples of this process for all queries, ``[N, M]``.
 
-        By token ``[N · T, M]``, made by :meth:`Run.of_training`.
+        By token, ``[N · T, M]``, made by :meth:`Run.of_training`.
         """
 
     def own_values(self, run: Run) -> Tensor:
         """Scores of the training samples of this process for themselves, ``[N]``.
 
-        By token ``[N · T]``, made by :meth:`Run.of_training`.
+        By token, ``[N · T]``, made by :meth:`Run.of_training`.
 
         Raises:
-            UsageError: The method has none.
+            UsageError: The method has no such scores.
         """
         raise UsageError(
-            f"{self.name} has no influence of samples on themselves: take an inner product, such "
-            'as "ekfac", or "logra".'
+            f"{self.name} does not score samples for themselves: take an inner product, such as "
+            '"ekfac", or "logra".'
         )
 
     @property
     def name(self) -> str:
-        """What scores are labelled with."""
+        """The label of the scores."""
         return type(self).__name__
 
     def __repr__(self) -> str:
@@ -66,7 +66,7 @@ class Method(ABC):
 class InnerProduct(Method):
     """Scores ``⟨g_n, T q_m⟩`` with a linear ``T``, which subclasses fit and apply.
 
-    The queries' gradients are kept, as ``T`` makes them; of training samples, those of one batch.
+    It keeps the transformed gradients of the queries, and those of one batch of training samples.
     """
 
     has_tokens = True
@@ -75,13 +75,13 @@ class InnerProduct(Method):
         """Store the settings.
 
         Args:
-            queries_at_once: Batches of queries that are kept at once; the training data is gone
-                through once for each such part. Default: all.
+            queries_at_once: The number of batches of queries that are kept at once; each such part
+                takes one pass over the training data. Default: all.
         """
         self.queries_at_once = queries_at_once
 
     def fit(self, run: Run) -> None:
-        """Find ``T``, from the training data."""
+        """Find ``T`` from the training data."""
 
     def transform(self, queries: Gradients, run: Run) -> Gradients:
         """``T q_m``, ``[M, *θ]`` for each parameter."""
@@ -98,7 +98,7 @@ class InnerProduct(Method):
         return torch.cat(found, 1)
 
     def own_values(self, run: Run) -> Tensor:
-        """Scores for themselves, ``[N]``: each sample, or token, is its own query."""
+        """Scores for themselves, ``[N]``: each sample or token is its own query."""
         with run.problem.extended():
             self.fit(run)
             batches = run.batches(run.train_loader, f"{self.name}: training samples")
@@ -145,7 +145,7 @@ class InnerProduct(Method):
 
 
 class GradDot(InnerProduct):
-    """``⟨∇ℓ_n, ∇ℓ_m⟩``: by how much a small step on one sample lowers the loss of another."""
+    """``⟨∇ℓ_n, ∇ℓ_m⟩``: how much a small step on one sample lowers the loss of another."""
 
 
 class GradCosine(InnerProduct):
@@ -167,7 +167,7 @@ class GradCosine(InnerProduct):
 class TracIn(Method):
     """``Σ_c η_c ⟨∇ℓ_n, ∇ℓ_m⟩`` over checkpoints ``c`` of the training (Pruthi et al., 2020).
 
-    arXiv:2002.08484, equation 1: what the steps on a sample did for a query, added up.
+    arXiv:2002.08484, equation 1: the sum of the effects of a sample's steps on a query.
     """
 
     def __init__(
@@ -180,18 +180,18 @@ class TracIn(Method):
 
         Args:
             checkpoints: State dictionaries of the model, or files of them.
-            learning_rates: Of each checkpoint; default: one.
+            learning_rates: The learning rate of each checkpoint; default: one.
             method: What is added up; default: :class:`GradDot`.
 
         Raises:
-            UsageError: There are no checkpoints, or another number of learning rates.
+            UsageError: ``checkpoints`` is empty, or the number of learning rates differs.
         """
         if isinstance(checkpoints, (str, Path, Mapping)) or not len(checkpoints):
             raise UsageError("TracIn takes a list of checkpoints, [model.state_dict(), ...].")
         rates = [1.0] * len(checkpoints) if learning_rates is None else [*learning_rates]
         if len(rates) != len(checkpoints):
             raise UsageError(
-                f"TracIn takes one learning rate for each checkpoint. Got {len(rates)} rates, and "
+                f"TracIn takes one learning rate for each checkpoint. Got {len(rates)} rates and "
                 f"{len(checkpoints)} states."
             )
         self.learning_rates = rates
@@ -219,14 +219,14 @@ def products_of(
 ) -> Tensor:
     """Inner products of a batch's gradients with queries, ``[N, M]``, in one backward pass.
 
-    By token ``[N · T, M]``.
+    By token, ``[N · T, M]``.
 
-    Nothing is kept of a parameter's gradients but the products.
+    Only the products of a parameter's gradients are kept.
 
     Args:
         problem: The model and the loss.
         batch: Training samples.
-        queries: ``[M, *θ]`` for each parameter; others of the model take no part.
+        queries: ``[M, *θ]`` for each parameter; the model's other parameters take no part.
         norms: Norms of each parameter's gradients, ``[N]``, are added to this list.
     """
     parts: list[Tensor] = []
@@ -244,8 +244,8 @@ def products_of(
         problem.consume(batch, add)
     if not parts:
         raise UsageError(
-            "A batch reaches none of the parameters that the queries depend on: look at what "
-            "batch= and the loss make of it."
+            "A batch reaches none of the parameters that the queries depend on: look at the "
+            "results of batch= and of the loss."
         )
     _rows_of([*map(len, norms or parts)])
     return torch.stack(parts).sum(0)
@@ -255,11 +255,11 @@ def _rows_of(counts: Sequence[int]) -> int:
     """How many rows all parameters have: samples, or tokens.
 
     Raises:
-        UnsupportedError: They have different numbers of tokens.
+        UnsupportedError: Parameters have different numbers of tokens.
     """
     if len({*counts}) > 1:
         raise UnsupportedError(
-            "Scores by token are sums over parameters, and some have another number of positions "
+            "Scores by token are sums over parameters, but some have another number of positions "
             "than others, as behind a pooling. Freeze these, or score whole samples."
         )
     return counts[0]
@@ -267,7 +267,7 @@ def _rows_of(counts: Sequence[int]) -> int:
 
 @contextmanager
 def at_checkpoint(model: Module, state: Checkpoint) -> Iterator[None]:
-    """The model with the values of a checkpoint, and with its own afterwards."""
+    """A block that runs the model with the values of a checkpoint, and restores its own."""
     before = {name: value.clone() for name, value in model.state_dict().items()}
     try:
         model.load_state_dict(_state(state))
@@ -289,14 +289,14 @@ def _state(given: Checkpoint) -> Mapping[str, Tensor]:
 
 
 def joined(parts: Iterable[Gradients]) -> Gradients:
-    """Samples of several batches, one behind the other.
+    """Samples of several batches, one after the other.
 
-    A parameter that a batch does not reach, as an expert without a token, has gradients of zero
-    there.
+    If a batch does not reach a parameter (an expert without a token, for example), its gradients
+    are zero there.
 
     Raises:
         ShapeError: A batch does not reach a parameter, and others have different numbers of rows.
-        UsageError: There are none.
+        UsageError: There are no batches.
     """
     parts = [*parts]
     if not parts:

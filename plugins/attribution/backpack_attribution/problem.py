@@ -1,4 +1,4 @@
-"""A model and its loss, as attribution asks them: gradients of the samples' own losses."""
+"""A model and its loss, and the gradients of the samples' own losses."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from backpack_products.fingerprint import Fingerprint, fingerprint
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
 Split: TypeAlias = Callable[[Any], tuple[Any, Any]]
 
-FIELD = "attribution"  # what a pass of ours leaves on parameters, until it is taken
+FIELD = "attribution"  # the attribute of parameters that holds results of our passes for a while
 
 
 class Problem:
     """A model, a loss, and how a batch is read.
 
-    The gradient of a sample is that of its own loss, without what a mean divides by: for a loss
+    The gradient of a sample is that of its own loss, without the divisor of a mean: for a loss
     module with ``reduction="mean"``, that of ``"sum"`` is taken. Texts have the sum over their
     tokens.
 
     Attributes:
-        model: The model. It is run in evaluation mode or without layers that draw at random.
+        model: The model. It runs in evaluation mode or without random layers.
         lossfunc: The loss as it was given.
-        per: What has a gradient of its own: a ``"sample"``, or each ``"token"`` of it, those of the
+        per: What has a separate gradient: a ``"sample"``, or each ``"token"`` of it, those of the
             first sample first.
         parameters: Trained parameters by name.
     """
@@ -43,17 +43,18 @@ class Problem:
     def __init__(
         self, model: Module, lossfunc: Loss, batch: Split | None = None, per: Per = "sample"
     ) -> None:
-        """Keep them.
+        """Check and store the parts.
 
         Args:
             model: The model, extended or not.
             lossfunc: A loss module, or a function of output and target that is a sum over samples.
-            batch: Makes ``(inputs, targets)`` of what a loader gives, where that is neither such a
-                pair nor a dictionary with ``"labels"``.
+            batch: Makes ``(inputs, targets)`` from an item of a loader, if that is not a pair of
+                this kind or a dictionary with ``"labels"``.
             per: ``"sample"`` or ``"token"``.
 
         Raises:
-            UsageError: They are something else, nothing is trained, or the model draws at random.
+            UsageError: An argument has the wrong type, no parameter is trained, or the model is
+                random.
         """
         _require(model, lossfunc)
         self.model, self.lossfunc, self.split = model, lossfunc, batch or split
@@ -80,7 +81,7 @@ class Problem:
 
     @contextmanager
     def extended(self) -> Iterator[None]:
-        """Extend model and loss for a while, where they are not."""
+        """Extend model and loss for a while, if they are not extended."""
         new = [m for m in (self.model, self._summed) if isinstance(m, Module)]
         new = [m for m in new if not is_extended(m)]
         try:
@@ -95,7 +96,7 @@ class Problem:
         """Inputs and targets of a batch, on the device of the model."""
         made = self.split(batch)
         if not isinstance(made, (tuple, list)) or len(made) != 2:
-            raise UsageError(f"batch= has to return (inputs, targets). Got {made!r:.80}.")
+            raise UsageError(f"batch= must return (inputs, targets). Got {made!r:.80}.")
         inputs, targets = made
         return on_device(inputs, self.device), on_device(targets, self.device)
 
@@ -116,24 +117,24 @@ class Problem:
         return loss
 
     def consume(self, batch: Any, consumer: Callable[[str, SampleGradients], object]) -> None:
-        """Hand the gradients of a batch to a function, one parameter's at a time.
+        """Pass the gradients of a batch to a function, one parameter at a time.
 
         ``.grad`` does not change.
 
         Args:
-            batch: Of the loader.
+            batch: A batch of the loader.
             consumer: Called with the name of each parameter and its ``[N, *θ]`` during the backward
-                pass, which holds no other.
+                pass, which holds only these gradients.
         """
         settings: Any = {"savefield": FIELD, "form": "product", "per": self.per}
         self.compute(batch, BatchGrad(consumer=consumer, **settings))
 
     def compute(self, batch: Any, extension: Extension) -> dict[str, Any]:
-        """What an extension finds for a batch, by parameter; nothing is left on these.
+        """What an extension finds for a batch, by parameter; parameters keep no results.
 
         Args:
-            batch: Of the loader.
-            extension: Saved under ``FIELD``, so that what others stored stays.
+            batch: A batch of the loader.
+            extension: The extension. It stores under ``FIELD``, so that other results stay.
         """
         with torch.enable_grad():
             loss = self.loss(batch)
@@ -148,7 +149,7 @@ class Problem:
     def gradients(self, batch: Any) -> dict[str, Value]:
         """Gradients of the samples' own losses, ``[N, *θ]`` by parameter, as products.
 
-        By token ``[N · T, *θ]``.
+        By token, ``[N · T, *θ]``.
 
         Raises:
             UsageError: No trained parameter has a gradient.
@@ -157,8 +158,8 @@ class Problem:
         self.consume(batch, found.__setitem__)
         if not found:
             raise UsageError(
-                "The loss depends on no trained parameter: look at what batch= and the loss make "
-                "of a batch."
+                "The loss depends on no trained parameter: look at the results of batch= and of "
+                "the loss."
             )
         return {name: found[name] for name in self.parameters if name in found}
 
@@ -174,26 +175,26 @@ class Problem:
             total = sum(self._summed(o, t) for o, t in zip(halves, wanted, strict=True))
         if not torch.allclose(loss, torch.as_tensor(total, device=loss.device), rtol=1e-3):
             raise UsageError(
-                f"The loss of a batch, {float(loss):.4g}, is not the sum of those of its samples, "
+                f"The loss of a batch, {float(loss):.4g}, is not the sum of its samples' losses, "
                 f"{float(total):.4g}. Give a loss module, or a function that sums over samples, "
                 "without a mean."
             )
 
 
 def split(item: Any) -> tuple[Any, Any]:
-    """Inputs and targets: of a pair, or of a dictionary with ``"labels"``.
+    """Inputs and targets, from a pair or from a dictionary with ``"labels"``.
 
     Raises:
-        UsageError: It is neither.
+        UsageError: The item is not one of these.
     """
     if isinstance(item, Mapping) and "labels" in item:
         return {key: value for key, value in item.items() if key != "labels"}, item["labels"]
     if isinstance(item, (tuple, list)) and len(item) == 2:
         return item[0], item[1]
     raise UsageError(
-        f"A batch is (inputs, targets), or a dictionary with 'labels'. Got {type(item).__name__}. "
-        "Give one batch as a list, [(inputs, targets)]; for batches of another kind, give batch=, "
-        "a function that makes (inputs, targets) of one."
+        "A batch must be (inputs, targets), or a dictionary with 'labels'. Got "
+        f"{type(item).__name__}. Give one batch as a list, [(inputs, targets)]. For batches of "
+        "another kind, give batch=, a function that makes (inputs, targets) from one."
     )
 
 
@@ -212,7 +213,7 @@ def samples_in(value: Any) -> int:
     """Number of samples: the length of the first tensor in a batch.
 
     Raises:
-        UsageError: There is no tensor.
+        UsageError: The batch has no tensor.
     """
     if isinstance(value, Tensor) and value.dim():
         return len(value)
@@ -226,7 +227,7 @@ def samples_in(value: Any) -> int:
             return samples_in(part)
         except UsageError:
             continue
-    raise UsageError("A batch holds a tensor with the samples on axis 0, and this one holds none.")
+    raise UsageError("A batch needs a tensor with the samples on axis 0, but this one has none.")
 
 
 def _some(value: Any, samples: int, part: slice) -> Any:
@@ -238,7 +239,7 @@ def _some(value: Any, samples: int, part: slice) -> Any:
 
 
 def _summed(lossfunc: Loss) -> Loss:
-    """A loss module that sums where the given one averages; others are returned unchanged."""
+    """A loss module that sums, if the given one averages; others are returned unchanged."""
     if isinstance(lossfunc, Module) and getattr(lossfunc, "reduction", None) == "mean":
         found: Any = copy.deepcopy(lossfunc)
         found.reduction = "sum"
@@ -253,21 +254,21 @@ def _says_sum(lossfunc: Loss) -> bool:
 
 def _require(model: Any, lossfunc: Any) -> None:
     if not isinstance(model, Module):
-        raise UsageError(f"The model is a torch.nn.Module. Got {type(model).__name__}.")
+        raise UsageError(f"The model must be a torch.nn.Module. Got {type(model).__name__}.")
     if not callable(lossfunc) or isinstance(lossfunc, type):
         raise UsageError(
-            "The loss is a module, such as CrossEntropyLoss(), or a function of output and target. "
-            f"Got {lossfunc!r:.80}. The order is model, loss, training data, queries."
+            "The loss must be a module, such as CrossEntropyLoss(), or a function of output and "
+            f"target. Got {lossfunc!r:.80}. The order is model, loss, training data, queries."
         )
     if getattr(lossfunc, "reduction", None) == "none":
         raise UsageError('The loss has reduction="none": take "mean" or "sum".')
     if not any(p.requires_grad for p in model.parameters()):
-        raise UsageError("No parameter of the model is trained: set requires_grad of some.")
+        raise UsageError("No parameter of the model is trained: set requires_grad for some.")
     for name, module in model.named_modules():
         rate = getattr(module, "p", None)
         is_random = isinstance(rate, float) and rate > 0 and "Dropout" in type(module).__name__
         if module.training and (is_random or "BatchNorm" in type(module).__name__):
             raise UsageError(
-                f"{type(module).__name__} {name!r} is in train mode, where a sample's gradient is "
+                f"{type(module).__name__} {name!r} is in train mode, so a sample's gradient is "
                 "random or depends on the other samples: call model.eval() first."
             )

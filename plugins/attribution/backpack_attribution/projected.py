@@ -1,4 +1,4 @@
-"""Methods in a space of random projections: what can be stored for every sample."""
+"""Methods in a space of random projections, which are small enough to store for every sample."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def project(
         model: The trained model, in evaluation mode.
         lossfunc: As for :func:`~backpack_attribution.influence`.
         loader: Gives batches.
-        projection: Which one.
-        batch: Makes ``(inputs, targets)`` of what the loader gives.
+        projection: The projection.
+        batch: Makes ``(inputs, targets)`` from an item of the loader.
 
     Returns:
-        ``[M, dim]`` for each parameter, with what computed them; stores refuse others.
+        ``[M, dim]`` for each parameter, with the plugins that computed them; stores refuse others.
     """
     problem = Problem(model, lossfunc, batch)
     with problem.extended():
@@ -47,7 +47,7 @@ def project(
 
 
 def projections_of(problem: Problem, batch: Any, projection: Projection) -> dict[str, Tensor]:
-    """Projected gradients of a batch, ``[N, dim]`` each; by token ``[N · T, dim]``."""
+    """Projected gradients of a batch, ``[N, dim]`` each; by token, ``[N · T, dim]``."""
     settings = projection.dim, projection.kind, projection.seed
     found = problem.compute(batch, ProjectedGrad(*settings, savefield=FIELD, per=problem.per))
     return {name: value.flatten(0, -2) for name, value in found.items()}
@@ -71,10 +71,10 @@ class LoGra(Method):
         """Store the settings.
 
         Args:
-            dim: Numbers for each parameter of each sample; for ``"kronecker"`` a square.
+            dim: How many numbers each sample has for a parameter; for ``"kronecker"`` a square.
             kind: See :class:`~backpack_core.extensions.ProjectedGrad`.
-            seed: Of the projection.
-            damping: As a share of the mean eigenvalue of each parameter's ``F``.
+            seed: The seed of the projection.
+            damping: The damping as a share of the mean eigenvalue of each parameter's ``F``.
         """
         self._projection = Projection(dim, kind, seed)
         self.dim, self.kind, self.seed, self.damping = dim, kind, seed, damping
@@ -121,7 +121,7 @@ class TRAK(Method):
     ``φ_mᵀ (ΦᵀΦ)⁻¹ φ_n (1 - p_n)`` with projected gradients ``φ`` of the margin
     ``log(p / (1 - p))`` of the right answer, averaged over checkpoints of models that were trained
     on the same kind of data. With several positions, margins are added, and ``1 - p`` averaged. The
-    loss is a cross-entropy, or a module with ``reduction`` whose losses are ``-log p``.
+    loss is a cross-entropy, or a module with ``reduction`` and losses ``-log p``.
     """
 
     def __init__(
@@ -135,11 +135,11 @@ class TRAK(Method):
         """Store the settings.
 
         Args:
-            dim: Numbers for each sample.
+            dim: How many numbers each sample has.
             checkpoints: State dictionaries, or files of them; default: the present model.
             kind: See :class:`~backpack_core.extensions.ProjectedGrad`.
-            seed: Of the first checkpoint's projection; the others have the next ones.
-            damping: As a share of the mean eigenvalue of ``ΦᵀΦ``; zero in the paper.
+            seed: The seed of the first checkpoint's projection; the others have the next ones.
+            damping: The damping as a share of the mean eigenvalue of ``ΦᵀΦ``; zero in the paper.
         """
         Projection(dim, kind, seed)
         self.dim, self.kind, self.seed, self.damping = dim, kind, seed, damping
@@ -176,7 +176,7 @@ class TRAK(Method):
     def _features(
         self, run: Run, problem: Problem, loader: Iterable[Any], projection: Projection
     ) -> Tensor:
-        """Projections of the whole gradient: the sum over parameters, which are independent."""
+        """Projections of the whole gradient: the sum over parameters, with independent maps."""
         with problem.extended():
             return on_cpu(
                 [
@@ -202,14 +202,14 @@ class Margin(Module):
         """Take the losses ``-log p`` from a loss module.
 
         Raises:
-            UsageError: The loss is not such a module.
+            UsageError: The loss is not a module of this kind.
         """
         super().__init__()
         is_module = isinstance(lossfunc, Module) and hasattr(lossfunc, "reduction")
         if not is_module or not _may_be_log_probability(lossfunc):
             raise UsageError(
-                "TRAK takes margins of a cross-entropy: give a loss module with reduction, without "
-                "weights and label smoothing, such as CrossEntropyLoss(). Got "
+                "TRAK takes margins of a cross-entropy: give a loss module with a reduction, but "
+                "without weights and label smoothing, such as CrossEntropyLoss(). Got "
                 f"{type(lossfunc).__name__}."
             )
         each: Any = copy.deepcopy(lossfunc)
@@ -218,12 +218,12 @@ class Margin(Module):
         self.reduction = "sum"
 
     def losses(self, output: Tensor, target: Tensor) -> Tensor:
-        """``-log p``, one for each sample and position; zero where the target is ignored."""
+        """``-log p``, one for each sample and position; zero for ignored targets."""
         found: Tensor = self._each(output, target)
         return found
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
-        """The sum of the margins; what is ignored, or certain, has none."""
+        """The sum of the margins, without ignored or certain targets."""
         losses = self.losses(output, target)
         counts = losses > 0
         safe = torch.where(counts, losses, 1.0)
@@ -235,7 +235,7 @@ _LOG_PROBABILITIES = (nn.CrossEntropyLoss, nn.NLLLoss, nn.BCELoss, nn.BCEWithLog
 
 
 def _may_be_log_probability(lossfunc: Module) -> bool:
-    """Whether losses may be ``-log p``: those of a module of one's own are taken to be."""
+    """Whether losses may be ``-log p``, as is assumed for the user's own modules."""
     if not type(lossfunc).__module__.startswith("torch.nn."):
         return True
     settings = [getattr(lossfunc, name, None) for name in ("weight", "pos_weight")]

@@ -1,4 +1,4 @@
-"""What a method has at hand: the problem, both loaders, names of samples, progress, processes."""
+"""What a method can use: the problem, both loaders, names of samples, progress, processes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Run:
 
     Attributes:
         problem: The model with the loss of the training samples.
-        query: The model with the loss, or the other function, whose change is predicted.
+        query: The model with the loss, or the other function, to predict a change of.
         train_loader: Batches of training samples, the same in every pass over it.
-        query_loader: Batches of queries; of several processes, all have all queries.
-        progress: Whether bars are shown, where the output is a terminal.
+        query_loader: Batches of queries; every process has all queries.
+        progress: Whether bars are shown, if the output is a terminal.
         process_group: Processes that have a part of the training samples each.
     """
 
@@ -51,10 +51,10 @@ class Run:
     _rows: list[int] = field(default_factory=list, repr=False)
 
     def batches(self, loader: Iterable[Any], what: str) -> Iterator[Any]:
-        """The batches of a loader, with a bar meanwhile.
+        """The batches of a loader, with a bar.
 
         Raises:
-            UsageError: They are not those of the first pass, by which samples have their names.
+            UsageError: They differ from those of the first pass, which named the samples.
         """
         total = len(loader) if isinstance(loader, Sized) else None
         bar = tqdm(loader, what, total, disable=None if self.progress else True, leave=False)
@@ -67,8 +67,8 @@ class Run:
             yield batch
         if seen != known:
             raise UsageError(
-                "The loader gave other batches than in the pass before, so that samples cannot be "
-                "told apart: give one that does not shuffle, drop or change samples."
+                "The loader gave other batches than in the pass before, so samples cannot be "
+                "identified: give one that does not shuffle, drop or change samples."
             )
 
     def samples(self, batch: Any) -> int:
@@ -84,7 +84,8 @@ class Run:
             is_shared: Whether processes have a part of the data each.
 
         Raises:
-            UsageError: There are no samples, no batches, or identities do not fit them.
+            UsageError: The loader gives no samples, or single samples instead of batches, or
+                identities do not fit.
         """
         _require_batches(loader)
         _require_own_samples(loader)
@@ -112,8 +113,8 @@ class Run:
                 found += place(batch, samples)
         if not count:
             raise UsageError(
-                "A loader gave no sample. Give what can be gone through again, as a DataLoader or "
-                "a list; an iterator or a generator cannot."
+                "A loader gave no sample. Give something that can be iterated several times, such "
+                "as a DataLoader or a list, not an iterator or a generator."
             )
         is_list = not callable(given) and not isinstance(given, str)
         return checked([*given] if is_list else found, count)  # type: ignore[misc]
@@ -124,10 +125,10 @@ class Run:
         return on_cpu(parts)
 
     def names_of_rows(self, names: Sequence[Identity]) -> list[Identity]:
-        """Identities of the rows of the last pass over training samples: by token ``"name:t"``.
+        """Identities of the rows of the last pass over training samples; by token, ``"name:t"``.
 
         Args:
-            names: Of the samples.
+            names: The names of the samples.
         """
         if self.problem.per == "sample":
             return [*names]
@@ -154,15 +155,15 @@ class Run:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that speaks."""
+        """Whether this is the process that shows bars."""
         return self.process_group is None or distributed.get_rank(self.process_group) == 0
 
 
 def _require_batches(loader: Any) -> None:
-    """Raise for a data set, which gives samples one by one."""
+    """Refuse a data set, which gives single samples."""
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise UsageError(
-            f"{type(loader).__name__} gives single samples, and batches are needed: give "
+            f"{type(loader).__name__} gives single samples, but batches are needed: give "
             "DataLoader(dataset, batch_size=...), with None if its items are batches."
         )
 
@@ -173,15 +174,15 @@ def _require_own_samples(loader: Iterable[Any]) -> None:
         return
     if sampler.shuffle:
         raise UsageError(
-            "The DistributedSampler shuffles, so that a place does not name a sample: give "
+            "The DistributedSampler shuffles, so a place does not name a sample: give "
             "shuffle=False."
         )
     samples: Any = sampler.dataset
     if not sampler.drop_last and len(samples) % sampler.num_replicas:
         raise UsageError(
-            f"The DistributedSampler repeats samples, since {len(samples)} are not a multiple of "
-            f"{sampler.num_replicas} processes, and they would count twice: give each process "
-            "Subset(dataset, range(rank, len(dataset), ranks))."
+            f"The DistributedSampler repeats samples, since {len(samples)} is not a multiple of "
+            f"{sampler.num_replicas} processes, and repeated samples would count twice: give each "
+            "process Subset(dataset, range(rank, len(dataset), ranks))."
         )
 
 

@@ -24,8 +24,8 @@ class Found(NamedTuple):
     """The training samples with the largest scores, for each query.
 
     Attributes:
-        values: Scores, ``[M, k]``, in falling order (rising, where the smallest were asked for).
-        identities: Of the training samples, ``M`` lists of ``k``.
+        values: Scores, ``[M, k]``, in falling order (rising, if the smallest were asked for).
+        identities: Identities of the training samples, ``M`` lists of ``k``.
     """
 
     values: Tensor
@@ -42,7 +42,7 @@ class Scores:
         values: ``[N, M]``, on the CPU.
         train: Identities of the training samples.
         queries: Identities of the queries.
-        method: How the scores were made, for people.
+        method: How the scores were made, in words.
     """
 
     values: Tensor
@@ -54,12 +54,12 @@ class Scores:
         """Check that identities and values fit.
 
         Raises:
-            ShapeError: There are more or fewer identities than rows or columns.
+            ShapeError: The numbers of identities are not those of rows and columns.
         """
         wanted = (len(self.train), len(self.queries))
         if tuple(self.values.shape) != wanted:
             raise ShapeError(
-                f"Scores of {wanted[0]} training samples for {wanted[1]} queries are "
+                f"Scores of {wanted[0]} training samples for {wanted[1]} queries must be "
                 f"{list(wanted)}. Got {list(self.values.shape)}."
             )
         checked(self.train, len(self.train))
@@ -79,7 +79,7 @@ class Scores:
             queries: Identities of the columns; default: all, in their order.
 
         Raises:
-            UsageError: There is no such identity.
+            UsageError: An identity is unknown.
         """
         rows, columns = _places(self.train, train), _places(self.queries, queries)
         return Scores(
@@ -97,8 +97,8 @@ class Scores:
         """The ``k`` training samples with the largest scores for each query.
 
         Args:
-            k: How many; all, if there are fewer.
-            largest: Whether the largest are asked for, or the smallest.
+            k: How many; fewer if there are fewer samples.
+            largest: Whether to return the largest, or the smallest.
         """
         require_count(k)
         values, rows = self.values.T.topk(min(k, len(self.train)), dim=1, largest=largest)
@@ -109,15 +109,15 @@ class Scores:
 
         Args:
             count: How many.
-            by: ``"mean"`` over queries, as for one target distribution, or ``"max"``, where every
-                query should find its own.
+            by: ``"mean"`` over queries, for one target distribution, or ``"max"``, if every query
+                should find its own samples.
 
         Raises:
-            UsageError: ``by`` is neither.
+            UsageError: ``by`` is unknown.
         """
         require_count(count)
         if by not in ("mean", "max"):
-            raise UsageError(f'Selection goes by "mean" or "max" over queries. Got {by!r}.')
+            raise UsageError(f'by must be "mean" or "max" (over queries). Got {by!r}.')
         totals = self.values.mean(1) if by == "mean" else self.values.amax(1)
         order = totals.argsort(descending=True, stable=True)[:count]
         return [self.train[n] for n in order.tolist()]
@@ -165,11 +165,13 @@ class Scores:
         """Scores of several parts of the training data, for the same queries.
 
         Raises:
-            UsageError: There are no parts, or their queries differ.
+            UsageError: ``parts`` is empty, or their queries differ.
         """
         parts = [*parts]
         if not parts or any(part.queries != parts[0].queries for part in parts):
-            raise UsageError("Scores are joined if they are for the same queries, in one order.")
+            raise UsageError(
+                "Scores can be joined if they are for the same queries, in the same order."
+            )
         return cls(
             torch.cat([part.values for part in parts]),
             [name for part in parts for name in part.train],
@@ -185,17 +187,19 @@ def _places(known: Sequence[Identity], wanted: Sequence[Identity] | None) -> lis
     missing = [name for name in wanted if name not in places]
     if missing:
         raise UsageError(
-            f"There are no scores of {missing[0]!r} ({len(missing)} of {len(wanted)} are missing). "
-            f"Known are {len(known)} identities, such as {[*known[:2]]}."
+            f"The scores have none for {missing[0]!r} ({len(missing)} of {len(wanted)} are "
+            f"missing). Known are {len(known)} identities, such as {[*known[:2]]}."
         )
     return [places[name] for name in wanted]
 
 
 def require_count(count: Any) -> None:
-    """Raise unless it is a number of training samples.
+    """Check a number of training samples.
 
     Raises:
-        UsageError: It is not a positive integer.
+        UsageError: The number is not a positive integer.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise UsageError(f"The number of training samples is a positive integer. Got {count!r}.")
+        raise UsageError(
+            f"The number of training samples must be a positive integer. Got {count!r}."
+        )

@@ -23,7 +23,7 @@ class Block(NamedTuple):
 
     Attributes:
         identities: One for each sample.
-        gradients: For each part (a parameter, or its projection) a tensor ``[n, *θ]``, or products.
+        gradients: A tensor ``[n, *θ]`` or products for each part (a parameter, or its projection).
     """
 
     identities: list[Identity]
@@ -38,7 +38,7 @@ class Waiting:
     """
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Begin without samples."""
         self.nbytes = 0
         self._blocks: list[Block] = []
         self._names: set[Identity] = set()
@@ -48,13 +48,13 @@ class Waiting:
         return identity in self._names
 
     def add(self, identities: list[Identity], gradients: Gradients) -> None:
-        """Take in some more."""
+        """Add some samples."""
         self._names.update(identities)
         self._blocks.append(Block(identities, gradients))
         self.nbytes += sum(value.nbytes for value in gradients.values())
 
     def joined(self) -> Block | None:
-        """All that wait; ``None`` if none do."""
+        """All samples that wait; ``None`` if none do."""
         if not self._blocks:
             return None
         names = [name for block in self._blocks for name in block.identities]
@@ -67,11 +67,11 @@ class Waiting:
 
 @dataclass(frozen=True, eq=False)
 class Shard:
-    """What the header of a shard says; its tensors stay on disk until they are asked for.
+    """The header of a shard; its tensors stay on disk until they are needed.
 
     Attributes:
-        path: Of the file.
-        identities: Of its samples.
+        path: The file.
+        identities: The identities of its samples.
         shapes: The shape of each part for one sample.
         number: Its place in the order of writing.
     """
@@ -86,7 +86,7 @@ class Shard:
         """Read the header.
 
         Raises:
-            UsageError: The file is not a shard, or a damaged one.
+            UsageError: The file is not a shard, or is damaged.
         """
         try:
             with safe_open(path, "pt") as file:
@@ -99,10 +99,10 @@ class Shard:
         return cls(path, header["identities"], header["shapes"], number)
 
     def blocks(self, rows: int) -> Iterator[Block]:
-        """The samples, some at a time, as views of the file that is mapped into memory.
+        """The samples, some at a time, as views of the memory-mapped file.
 
         Args:
-            rows: How many at most.
+            rows: The largest number of samples at a time.
         """
         whole = self._mapped()
         for first in range(0, len(self.identities), rows):
@@ -123,10 +123,10 @@ class Shard:
 
 
 class Shards:
-    """All shards in a folder, in the order of writing; a sample is in one of them."""
+    """All shards in a folder, in the order of writing; a sample is in only one of them."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the headers of those in a folder.
+        """Read the headers of the shards in a folder.
 
         Raises:
             UsageError: A file is damaged, or a sample is in two of them.
@@ -137,16 +137,16 @@ class Shards:
             self.add(path)
 
     def add(self, path: Path) -> None:
-        """Take in one more.
+        """Add one more shard.
 
         Raises:
-            UsageError: The file is damaged, or has a sample that is in another one.
+            UsageError: The file is damaged, or has a sample of another shard.
         """
         shard = Shard.open(path)
         twice = next((name for name in shard.identities if name in self._places), None)
         if twice is not None:
             raise UsageError(
-                f"{twice!r} is in {path.name} and in a shard before it: two processes stored the "
+                f"{twice!r} is in {path.name} and in an earlier shard: two processes stored the "
                 "same samples. Remove one of the files."
             )
         places = ((len(self._shards), row) for row in range(len(shard.identities)))
@@ -154,7 +154,7 @@ class Shards:
         self._shards.append(shard)
 
     def write(self, block: Block, shapes: dict[str, list[int]], process: int) -> None:
-        """Write some samples as one more, which is there whole or not at all.
+        """Write some samples as one more shard, which is whole or absent.
 
         Args:
             block: The samples.
@@ -173,7 +173,7 @@ class Shards:
 
     @property
     def identities(self) -> list[Identity]:
-        """Of all samples, in order."""
+        """The identities of all samples, in order."""
         return [*self._places]
 
     def __len__(self) -> int:

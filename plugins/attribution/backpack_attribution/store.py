@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class GradientStore:
-    """A folder of gradients: rows with an identity each, in parts (one for each parameter, say).
+    """A folder of gradients: rows with identities, in parts (usually one for each parameter).
 
     Example:
         >>> with GradientStore("gradients", dtype=torch.bfloat16) as store:
@@ -35,18 +35,18 @@ class GradientStore:
         >>> store.search(queries, k=10)
 
     The folder holds ``store.json`` (shapes of the parts, precision, what the user says about them)
-    and shards, ``NUMBER-RANK-TOKEN.safetensors``. A shard holds some samples whole: their
-    identities in its header, and one tensor or several for each part. It is written beside its
-    place, flushed, and renamed, so that it is there whole or not at all, and what is in no shard is
-    ``missing``. So a run that was killed goes through its data again and adds what is missing.
+    and shards, ``NUMBER-RANK-TOKEN.safetensors``. A shard holds whole samples: their identities in
+    its header, and one or several tensors for each part. It is written under another name, flushed,
+    and renamed, so it is whole or absent. Samples that are in no shard are ``missing``. So a run
+    that was killed can go through its data again and add what is missing.
 
-    Several processes append to one folder, each with shards of its own; whoever opens it afterwards
-    sees the rows of all. Shards are mapped into memory when they are read.
+    Several processes can append to one folder, each with its own shards; a store that is opened
+    afterwards has the rows of all. Shards are mapped into memory when they are read.
 
     Attributes:
         folder: Where the store is.
-        dtype: The precision of what is stored.
-        rank: Rank of the factors that matrices are stored as; ``None`` where they are stored whole.
+        dtype: The precision of the stored numbers.
+        rank: Rank of the factors that matrices are stored as; ``None`` for whole matrices.
         shapes: The shape of each part for one sample, ``[*θ]``; empty before the first row.
         about: What the user said about the gradients: the model, the projection.
     """
@@ -63,17 +63,17 @@ class GradientStore:
         """Open a store, or begin one.
 
         Args:
-            folder: Where it is, or will be. Made if its parent exists.
+            folder: Where it is, or will be. It is made if its parent exists.
             dtype: ``torch.float32`` (the default of a new store), ``bfloat16`` or ``float64``.
             rank: Store a matrix ``[O, I]`` of each sample as its best approximation of this rank,
-                ``Σ_c left[:, c] right[:, c]ᵀ``, where that takes less room.
-            about: What there is to know about the gradients, as JSON. Of a store that exists, it
-                has to be what was said before.
-            shard_bytes: A shard is written once it has this size; also at the end of the block.
+                ``Σ_c left[:, c] right[:, c]ᵀ``, if that takes less memory.
+            about: Facts about the gradients, as JSON. For an existing store, they must be the same
+                as before.
+            shard_bytes: A shard is written when it has this size; also at the end of the block.
             process: Which of several writers this is; default: the rank in ``torch.distributed``.
 
         Raises:
-            UsageError: The folder is something else than a store, or one with other settings.
+            UsageError: The folder is not a store, or is one with other settings.
         """
         self.folder = Path(folder)
         self._shard_bytes, self._process = shard_bytes, _rank() if process is None else process
@@ -85,7 +85,7 @@ class GradientStore:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The precision of what is stored."""
+        """The precision of the stored numbers."""
         return DTYPES[self._manifest.dtype]
 
     @property
@@ -125,24 +125,24 @@ class GradientStore:
         )
 
     def missing(self, identities: Sequence[Identity]) -> list[int]:
-        """Places of the identities that are not stored: empty where a batch is done."""
+        """Places of the identities that are not stored: empty if a whole batch is stored."""
         return [place for place, name in enumerate(identities) if name not in self]
 
     def computed_by(
         self, plugins: Fingerprint, per: str = "sample", projection: Projection | None = None
     ) -> None:
-        """Compare what computes rows now with what computed those that are stored.
+        """Compare the plugins that compute rows now with those that computed the stored rows.
 
-        A store without a fingerprint takes this one. :func:`~backpack_attribution.fill` does so by
-        itself; call it before rows that you compute are appended.
+        A store without a fingerprint takes this one. :func:`~backpack_attribution.fill` calls this
+        method; call it yourself before you append rows that you computed.
 
         Args:
-            plugins: What :func:`backpack_products.fingerprint.fingerprint` says of the model.
+            plugins: The result of :func:`backpack_products.fingerprint.fingerprint` for the model.
             per: Whether a row is a ``"sample"`` or a ``"token"``.
-            projection: What rows go through; default: they are the gradients themselves.
+            projection: The projection of rows; default: they are the gradients themselves.
 
         Raises:
-            UsageError: They are others, or rows of the other kind are stored.
+            UsageError: The plugins differ, or rows of the other kind are stored.
         """
         origin = Projected[Value]({}, plugins, shown(projection))
         self._manifest = self._manifest.with_origin(self.folder, origin, per)
@@ -154,22 +154,22 @@ class GradientStore:
 
         Args:
             identities: One for each sample.
-            gradients: For each part a tensor ``[N, *θ]`` or individual gradients as products, the
-                same parts each time.
+            gradients: A tensor ``[N, *θ]`` or individual gradients as products for each part, with
+                the same parts each time.
 
         Raises:
-            ShapeError: The parts, or their shapes, are not those of the store.
+            ShapeError: The parts or their shapes are not those of the store.
             UsageError: An identity is stored already, or a value is not finite.
         """
         if not gradients:
-            raise UsageError("There are no gradients to append: give {name: [N, *θ]}.")
+            raise UsageError("append() got no gradients: give {name: [N, *θ]}.")
         samples = len(next(iter(gradients.values())))
         names = checked(identities, samples)
         known = [name for name in names if name in self]
         if known:
             raise UsageError(
                 f"A gradient of {known[0]!r} is in the store already. Leave out what is stored: "
-                "`for n in store.missing(names)` has the others."
+                "store.missing(names) has the places of the others."
             )
         self._check_shapes(gradients, samples)
         if not samples:
@@ -195,7 +195,7 @@ class GradientStore:
             self._waiting = Waiting()
 
     def __enter__(self) -> GradientStore:
-        """Itself; at the end of the block, what waits is written."""
+        """The store itself; at the end of the block, waiting samples are written."""
         self._tidy()
         return self
 
@@ -205,7 +205,7 @@ class GradientStore:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Write what waits, also after an error: these samples are complete."""
+        """Write waiting samples, even after an error: they are complete."""
         self.flush()
 
     # Reading ----------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class GradientStore:
         """All stored samples, some at a time, mapped from disk.
 
         Args:
-            rows: How many at most.
+            rows: The largest number of samples at a time.
         """
         return self._shards.blocks(rows)
 
@@ -226,7 +226,7 @@ class GradientStore:
         """
         names = [identities] if isinstance(identities, (str, int)) else [*identities]
         if not names:
-            raise UsageError("Which samples? Give identities, one at least.")
+            raise UsageError("No samples were chosen: give at least one identity.")
         for name in names:
             if name not in self._shards:
                 where = "waits for its shard: call flush()" if name in self else "is not stored"
@@ -243,7 +243,7 @@ class GradientStore:
         """Inner products of all stored samples with queries, summed over parts.
 
         Args:
-            queries: For each part a tensor ``[M, *θ]``; parts that are left out do not count.
+            queries: A tensor ``[M, *θ]`` for each part; parts that are left out do not count.
             names: Identities of the queries; default: ``0, 1, 2, ...``.
             cosine: Divide by the norms of both, over the parts of the queries.
 
@@ -269,15 +269,15 @@ class GradientStore:
     ) -> Found:
         """The ``k`` stored samples with the largest inner products with each query.
 
-        Blocks of rows are multiplied with all queries; nothing larger than such a block, and ``k``
-        scores for each query, is in memory.
+        Blocks of rows are multiplied by all queries; memory holds one block, and ``k`` scores for
+        each query.
 
         Args:
-            queries: For each part a tensor ``[M, *θ]``; parts that are left out do not count.
-            k: How many; all, if there are fewer.
-            largest: Whether the largest are asked for, or the smallest.
+            queries: A tensor ``[M, *θ]`` for each part; parts that are left out do not count.
+            k: How many; fewer if there are fewer samples.
+            largest: Whether to return the largest, or the smallest.
             cosine: Divide by the norms of both, over the parts of the queries.
-            rows: Samples of a block.
+            rows: The number of samples in a block.
 
         Raises:
             ShapeError: A query does not fit the part.
@@ -300,14 +300,14 @@ class GradientStore:
         return Found(values, [[known[n] for n in row] for row in places.tolist()])
 
     def count_of(self, queries: Mapping[str, Value]) -> int:
-        """How many queries there are, if they fit the rows.
+        """The number of queries, if they fit the rows.
 
         Args:
-            queries: For each part a tensor ``[M, *θ]``.
+            queries: A tensor ``[M, *θ]`` for each part.
 
         Raises:
-            UsageError: They were computed by other plugins, or projected otherwise.
-            ShapeError: They have other parts or shapes.
+            UsageError: The queries were computed by other plugins, or have another projection.
+            ShapeError: The queries have other parts or shapes.
         """
         self._manifest.compare(self.folder, queries)
         return forms.count_of(queries, self.shapes)
@@ -340,7 +340,7 @@ class GradientStore:
     def _check_shapes(self, gradients: Mapping[str, Value], samples: int) -> None:
         lengths = {name: len(value) for name, value in gradients.items()}
         if set(lengths.values()) != {samples}:
-            raise ShapeError(f"All parts have the samples on axis 0. Got lengths {lengths}.")
+            raise ShapeError(f"All parts need the samples on axis 0. Got lengths {lengths}.")
         shapes = {name: [*value.shape[1:]] for name, value in gradients.items()}
         self._manifest = self._manifest.with_shapes(self.folder, shapes)
 

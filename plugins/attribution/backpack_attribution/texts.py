@@ -30,29 +30,29 @@ def read_records(path: str | Path) -> Sequence[Record]:
             has saved.
 
     Raises:
-        UsageError: There is no such file, it is of another kind, or ``datasets`` is not installed.
+        UsageError: The file does not exist or has another kind, or ``datasets`` is not installed.
     """
     path = Path(path)
     if not path.exists():
-        raise UsageError(f"There is no data at {path}.")
+        raise UsageError(f"There is no data at {path}: give a file or a folder.")
     if path.is_dir():
         return _saved(path)
     readers = {".jsonl": _lines, ".json": _list, ".csv": _table, ".txt": _plain}
     if path.suffix not in readers:
         raise UsageError(
-            f"{path} is none of {', '.join(readers)} or a folder of datasets: convert it."
+            f"{path} is not one of {', '.join(readers)}, or a folder of datasets: convert it."
         )
     try:
         found = [*readers[path.suffix](path)]
     except (ValueError, csv.Error) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
     if not found or not all(isinstance(record, Mapping) for record in found):
-        raise UsageError(f"{path} has no records, or some that are not objects with fields.")
+        raise UsageError(f"{path} has no records, or has some that are not objects with fields.")
     return found
 
 
 def _read_lines(path: Path) -> Iterator[str]:
-    """The lines; unlike ``splitlines``, form feeds and separators of paragraphs do not end one."""
+    """The lines; unlike in ``splitlines``, form feeds and paragraph separators do not end one."""
     with path.open(encoding=_ENCODING) as file:
         for line in file:
             yield line.removesuffix("\n")
@@ -87,15 +87,15 @@ def _saved(path: Path) -> Sequence[Record]:
         import datasets
     except ImportError as error:
         raise UsageError(
-            f"{path} is a folder, which datasets reads, and that is not installed. Run "
+            f"{path} is a folder, which needs datasets, and datasets is not installed. Run "
             "`pip install 'backpack-attribution[datasets]'`, or give json lines or csv."
         ) from error
     try:
         found: Any = datasets.load_from_disk(str(path))
     except OSError as error:
         raise UsageError(
-            f"{path} is a folder, and not one that datasets has saved with save_to_disk: give such "
-            "a folder, or a file."
+            f"{path} is a folder, but datasets did not save it with save_to_disk: give a folder of "
+            "this kind, or a file."
         ) from error
     if isinstance(found, Mapping):
         raise UsageError(f"{path} has the splits {[*found]}: give the folder of one of them.")
@@ -112,12 +112,12 @@ class Texts:
 
     Attributes:
         records: The records.
-        tokenizer: Of the transformers package.
-        text: Which field is the text; the completion, where there is a prompt.
-        prompt: Which field comes before it, and does not count in the loss; ``None`` for none.
-        id: Which field names a record; ``"row"`` for its place, ``"content"`` for a hash.
-        size: Records of a batch.
-        length: Tokens of a text at most; what is beyond is cut off.
+        tokenizer: A tokenizer of the transformers package.
+        text: The field with the text, or with the completion if records have a prompt.
+        prompt: The field before it, which does not count in the loss; ``None`` for none.
+        id: The field that names a record; ``"row"`` for its place, ``"content"`` for a hash.
+        size: The number of records in a batch.
+        length: The largest number of tokens of a text; the rest is cut off.
     """
 
     records: Sequence[Record]
@@ -129,10 +129,10 @@ class Texts:
     length: int = 512
 
     def __post_init__(self) -> None:
-        """Check that the fields are there.
+        """Check that all records have the fields.
 
         Raises:
-            UsageError: A field is not.
+            UsageError: A record lacks a field.
         """
         own = [self.text, *([self.prompt] if self.prompt else [])]
         own += [self.id] if self.id not in ("row", "content") else []
@@ -165,7 +165,7 @@ class Texts:
         return checked(names, len(names))
 
     def shown(self, record: Record) -> str:
-        """The text of a record, behind its prompt."""
+        """The text of a record, after its prompt."""
         return f"{record[self.prompt] if self.prompt else ''}{record[self.text]}"
 
     def _tokens(self, record: Record) -> tuple[list[int], int]:
@@ -198,8 +198,8 @@ def load_model(folder: str | Path, parameters: str | None = None) -> tuple[Modul
     """A causal language model and its tokenizer, from a folder, in evaluation mode.
 
     Args:
-        folder: As ``save_pretrained`` writes it.
-        parameters: A regular expression: parameters whose names do not contain it are frozen.
+        folder: A folder that ``save_pretrained`` wrote.
+        parameters: A regular expression: parameters are frozen unless their names contain it.
 
     Raises:
         UsageError: The folder holds no model, transformers is not installed, or no parameter fits.
@@ -208,7 +208,7 @@ def load_model(folder: str | Path, parameters: str | None = None) -> tuple[Modul
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise UsageError(
-            "Models are read by transformers, which is not installed. Run "
+            "To read models, transformers is needed, which is not installed. Run "
             "`pip install 'backpack-attribution[transformers]'`."
         ) from error
     if not Path(folder).is_dir():
@@ -224,7 +224,7 @@ def load_model(folder: str | Path, parameters: str | None = None) -> tuple[Modul
         wanted = re.compile(parameters or "")
     except re.error as error:
         raise UsageError(
-            f"--parameters is a regular expression, and {parameters!r} is none: {error}."
+            f"--parameters must be a regular expression. Got {parameters!r}: {error}."
         ) from error
     for name, p in model.named_parameters():
         p.requires_grad_(wanted.search(name) is not None)
@@ -234,14 +234,14 @@ def load_model(folder: str | Path, parameters: str | None = None) -> tuple[Modul
 
 
 def longest(model: Module, length: int) -> int:
-    """How many tokens of a text are taken: as many as asked for, and as the model has places."""
+    """How many tokens of a text are taken: as asked for, but at most the model's positions."""
     config: Any = model.config
     places = getattr(config, "max_position_embeddings", None)
     return length if places is None else min(length, places)
 
 
 def coverage(model: Module, covered: Sequence[str]) -> str:
-    """Which parameters take part, in a sentence; those that do not are named.
+    """A text that counts the parameters that take part, and names the others.
 
     Args:
         model: The model.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from backpack_capture.step import CapturedStep as CapturedStep
     from backpack_capture.step import CaptureWarning as CaptureWarning
 
-# Loaded when asked for: what is attached to every pass costs no more than itself.
+# Loaded on demand, so that an import of this package for every pass stays cheap.
 _PUBLIC = {
     "CaptureWarning": "step",
     "CapturedStep": "step",

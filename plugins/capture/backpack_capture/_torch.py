@@ -1,4 +1,4 @@
-"""Every use of torch's private interface in this package, but for the recorder's."""
+"""Every use of torch's private interface in this package, except for the recorder's."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
 def may_overlap(tensor: Tensor) -> bool:
     """Whether entries may share memory, as those of ``expand`` do."""
-    # 0 says that they do not, 1 that they do, and 2 that it is not known.
+    # 0 means that they do not, 1 that they do, and 2 that it is not known.
     return bool(torch._debug_has_internal_overlap(tensor))
 
 
 def takes_tensor(operation: Any, place: int) -> bool:
-    """Whether an argument of an operation has to be a tensor, for which no number may stand."""
+    """Whether an argument of an operation must be a tensor, not a number."""
     schema = operation._schema
     is_tensor = isinstance(schema.arguments[place].type, torch._C.TensorType)
     name = schema.name.removeprefix("aten::")
@@ -43,7 +43,7 @@ def takes_tensor(operation: Any, place: int) -> bool:
 
 
 def modes() -> tuple[Any, ...]:
-    """Whatever changes what operations of torch do, on this thread."""
+    """The settings of this thread that change what operations of torch do."""
     return (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -67,7 +67,7 @@ def modes() -> tuple[Any, ...]:
 
 
 def is_ordinary() -> bool:
-    """Whether no mode is on that only the engine can serve."""
+    """Whether replays are possible: some modes need the engine."""
     return (
         torch.is_grad_enabled()
         and not torch.is_inference_mode_enabled()
@@ -86,7 +86,7 @@ def generator_states() -> tuple[Tensor, ...]:
 
 
 def set_generator_states(states: Sequence[Tensor]) -> None:
-    """Put back what :func:`generator_states` gave."""
+    """Restore the result of :func:`generator_states`."""
     torch.set_rng_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state(states[1])
@@ -98,7 +98,7 @@ def are_equal(states: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
 
 
 def is_foreign(tensor: Tensor) -> bool:
-    """Whether a tensor lies where no step is recorded: elsewhere, or not dense."""
+    """Whether steps with a tensor cannot be recorded: it is on another device, or not dense."""
     device = tensor.device
     is_other = device.type == "cuda" and device.index != torch.cuda.current_device()
     is_dense = tensor.layout is torch.strided
@@ -107,11 +107,11 @@ def is_foreign(tensor: Tensor) -> bool:
 
 @contextmanager
 def recorded_as_operations(is_recurrent: bool) -> Iterator[None]:
-    """A block in which all of a step runs on this thread, by operations that can be replayed.
+    """A block that runs all of a step on this thread, by operations that can be replayed.
 
     Args:
-        is_recurrent: Whether there are recurrent layers, of which mkldnn and cuDNN would make one
-            operation each, with buffers that are not tensors.
+        is_recurrent: Whether the model has recurrent layers. mkldnn and cuDNN would run each as one
+            operation with buffers that are not tensors.
     """
     libraries = is_onednn_on(), torch._C._get_cudnn_enabled()
     if is_recurrent:
@@ -126,7 +126,7 @@ def recorded_as_operations(is_recurrent: bool) -> Iterator[None]:
 
 
 def take_hooks(parameter: Tensor) -> Callable[[], None]:
-    """Take the hooks on a gradient away; returns what puts them back."""
+    """Take away the hooks on a gradient, and return a function that puts them back."""
     tables: list[Any] = [parameter._backward_hooks, parameter._post_accumulate_grad_hooks]
     kept = [(table, dict(table)) for table in tables if table]
     for table, _ in kept:
@@ -140,12 +140,12 @@ def take_hooks(parameter: Tensor) -> Callable[[], None]:
 
 
 def gradient_hooks(tensor: Tensor) -> bool:
-    """Whether somebody listens to the gradient of a parameter."""
+    """Whether a hook listens to the gradient of a parameter."""
     return bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)
 
 
 class without_gradients:
-    """``torch.no_grad()``, in a fifth of its time."""
+    """``torch.no_grad()`` in a fifth of the time."""
 
     def __enter__(self) -> None:
         """Record nothing."""
@@ -153,5 +153,5 @@ class without_gradients:
         torch._C._set_grad_enabled(False)
 
     def __exit__(self, *error: object) -> None:
-        """As before."""
+        """Restore the earlier mode."""
         torch._C._set_grad_enabled(self._before)

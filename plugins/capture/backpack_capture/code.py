@@ -13,7 +13,7 @@ from torch import Tensor
 from backpack_capture.program import Assumption, Operation, Program, Ref, Step
 from backpack_products.recycled import take
 
-# Torch's own bindings parse arguments faster than overloads do. Names that mean the same there.
+# Torch's own bindings parse arguments faster than overloads do. These names mean the same there.
 _OF_TORCH: Final = """
     mm bmm addmm baddbmm mul add sub div sum mean t unsqueeze transpose permute squeeze select clone
     as_strided relu sigmoid tanh exp log sqrt rsqrt square pow abs neg reciprocal sin cos where cat
@@ -28,7 +28,7 @@ _BINDINGS: Final = {
 
 
 class AnotherAnswer(Exception):
-    """What was read off values when a step was recorded is another thing now."""
+    """A value differs from the one that Python read when the step was recorded."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def code_of(program: Program, names: Mapping[int, str]) -> Code:
 
     Args:
         program: The program.
-        names: What tensors from outside are called, by ``id``.
+        names: The names of tensors from outside, by ``id``.
     """
     writer = _Writer(program, names)
     text = writer.text()
@@ -58,11 +58,11 @@ def code_of(program: Program, names: Mapping[int, str]) -> Code:
 
 
 def pausing(program: Program, received: Sequence[Sequence[int]]) -> Code:
-    """Write a program that pauses as a generator: it yields results, and is sent more tensors.
+    """Write a program with pauses as a generator: it yields results, and receives more tensors.
 
     Args:
         program: The program; its last step is a :class:`Pause`.
-        received: The values that are sent before the first pause, between this and the second, ….
+        received: The values that it receives before the first pause, then before the second, ….
     """
     writer = _PausingWriter(program, {})
     writer.received = received
@@ -72,7 +72,7 @@ def pausing(program: Program, received: Sequence[Sequence[int]]) -> Code:
 
 
 class _Writer:
-    """Gives names to values, and lets go of them as early as possible."""
+    """Gives names to values, and deletes them as early as possible."""
 
     def __init__(self, program: Program, names: Mapping[int, str]) -> None:
         self._program = program
@@ -90,7 +90,7 @@ class _Writer:
         shown = written | {program.roots[n] for n in program.outs}
         for number, tensor in program.fixed.items():
             name = self._know("fixed", tensor)
-            if program.roots[number] in shown:  # results and what is overwritten are new each time
+            if program.roots[number] in shown:  # results and overwritten values are new each time
                 self._names[number] = f"v{number}"
                 self._lines.append(f"v{number} = {name}.clone()")
             else:
@@ -114,7 +114,7 @@ class _Writer:
 
     @property
     def _kept(self) -> set[int]:
-        """The values that have names to the end."""
+        """The values that keep their names to the end."""
         return {*self._program.outs, *self._program.known}
 
     def _framed(self) -> list[str]:
@@ -147,7 +147,7 @@ class _Writer:
         self._lines.append(f"{left} = {call}")
 
     def _large(self, step: Operation) -> tuple[int, ...] | None:
-        """The shape of a large result, which may lie in the memory of the one that it replaces."""
+        """The shape of a large result, which may use the memory of the result that it replaces."""
         made, roots = step.made[0] if step.made else -1, self._program.roots
         outs, fields = self._program.outs, self._program.fields
         is_field = made >= 0 and roots[made] in {roots[outs[place]] for place in fields}
@@ -190,7 +190,7 @@ class _PausingWriter(_Writer):
 
     @property
     def _kept(self) -> set[int]:
-        """Not what has been yielded: its parameter holds it as long as anybody wants it."""
+        """Not yielded values: their parameters hold them as long as they are needed."""
         return {*self._program.known}
 
     def _framed(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Code that takes the place of a recorded graph's, where it can be had."""
+"""Code that replaces a recorded graph's, if it can be compiled."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ Run = Callable[..., Sequence[Tensor]]
 
 
 class NotCompiled(Exception):
-    """There will be no such code. The recorded graph runs as it is."""
+    """Compilation failed or is impossible. The recorded graph runs unchanged."""
 
 
 class Compilation(Protocol):
-    """Code that is under way.
+    """Code that is being compiled.
 
     Attributes:
-        said: What becomes of it, for a report.
+        said: Its state, for a report.
     """
 
     @property
     def said(self) -> str:
-        """How far it is, or how it was made."""
+        """How far it is, or how it was compiled."""
 
     def wait(self, timeout: float | None) -> None:
-        """Return when it is there, or after ``timeout`` seconds."""
+        """Return when the code is ready, or after ``timeout`` seconds."""
 
     def take(self) -> Run | None:
-        """The code; ``None`` if it is not there yet.
+        """The code; ``None`` if it is not ready yet.
 
         Raises:
-            NotCompiled: There will be none.
+            NotCompiled: Compilation failed.
         """
 
 
@@ -48,9 +48,9 @@ class Compiler:
     """How recorded graphs are compiled.
 
     Attributes:
-        begin: Begins.
-        splits: Whether products are recorded in pieces that fit the cache, as without it. A
-            compiler of kernels finds sizes of its own.
+        begin: Begins a compilation.
+        splits: Whether products are recorded in pieces that fit the cache, as without a compiler.
+            A compiler of kernels chooses its own sizes.
     """
 
     begin: Begin

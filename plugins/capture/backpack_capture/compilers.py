@@ -1,4 +1,4 @@
-"""What may take the place of a recorded graph, by the word that ``capture`` is given."""
+"""The compilers of recorded graphs, by the word that is passed to ``capture``."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ def compiler_of(word: str | None) -> Compiler | None:
         word: ``"inductor"``, ``"cudagraphs"``; or ``None`` for none.
 
     Raises:
-        UsageError: It is another word, or this machine has not what it takes.
+        UsageError: The word is unknown, or this machine lacks what the compiler needs.
     """
     if word is None:
         return None
     if word == "inductor":
         if not hasattr(torch._inductor, "standalone_compile"):
             raise UsageError(
-                'capture(compile="inductor") needs torch 2.8 or later, whose compiler can run in '
-                f"a process of its own. This is {torch.__version__}: leave compile= out."
+                'capture(compile="inductor") needs torch 2.8 or later, because its compiler can '
+                f"run in a separate process. This is {torch.__version__}: leave out compile=."
             )
         return Compiler(Inductor, splits=False)
     if word != "cudagraphs":
-        raise UsageError(f'capture(compile=) is None, "inductor" or "cudagraphs". Got {word!r}.')
+        raise UsageError(
+            f'capture(compile=) must be None, "inductor" or "cudagraphs". Got {word!r}.'
+        )
     if not torch.cuda.is_available():
         raise UsageError(
-            'capture(compile="cudagraphs") needs a CUDA device, and torch finds none. Leave '
-            'compile= out, or use "inductor".'
+            'capture(compile="cudagraphs") needs a CUDA device, but torch finds none. Leave '
+            'out compile=, or use "inductor".'
         )
     pool = Pool()
 

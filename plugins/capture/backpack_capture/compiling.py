@@ -1,7 +1,7 @@
-"""Compiles a graph by Inductor, in a process of its own. Imports torch only.
+"""Compiles a graph by Inductor, in a separate process. Imports torch only.
 
-The compiler holds the lock of Python for long, and puts the state of torch's generator back when it
-ends. Beside a training loop, in the same process, it would slow this one down, and make it draw the
+The compiler holds the lock of Python for a long time, and restores the state of torch's generator
+when it ends. In the process of a training loop, it would slow down the loop, and make it draw the
 same numbers twice.
 """
 
@@ -36,7 +36,7 @@ class Call(NamedTuple):
 
 
 class Input(NamedTuple):
-    """A tensor that comes from outside."""
+    """A tensor from outside."""
 
     number: int
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class Input(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What is compiled, and how torch is set. All of it can be pickled."""
+    """The program to compile, and torch's settings. All of it can be pickled."""
 
     inputs: list[Input]
     calls: list[Call]
@@ -84,7 +84,7 @@ def module_of(request: Request) -> torch.fx.GraphModule:
 
 
 def main(folder: Path) -> None:
-    """Compile the request of a folder, and leave the result there."""
+    """Compile the request in a folder, and store the result there."""
     request = pickle.loads((folder / REQUEST).read_bytes())
     torch.set_num_threads(request.threads)
     torch.set_float32_matmul_precision(request.precision)

@@ -1,7 +1,7 @@
 """Runs a recorded step on a CUDA device as one launch.
 
-A CUDA graph reads and writes at addresses. So inputs are copied to where it reads, and results from
-where it writes, before the next step overwrites them. Parameters are read where they are.
+A CUDA graph reads and writes at fixed addresses. So inputs are copied to where it reads. Results
+are copied from where it writes, before the next step overwrites them. Parameters are read in place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from backpack_capture.flags import flagged
 from backpack_capture.graph import Snapshot
 from backpack_capture.program import Program
 
-WARMING: Final = 2  # runs before the capture: libraries choose kernels, and allocate
+WARMING: Final = 2  # runs before the capture, in which libraries choose kernels and allocate
 
 
 class Pool:
@@ -26,7 +26,7 @@ class Pool:
 
     Attributes:
         handle: The memory.
-        is_free: Is recorded when the last graph's results are copied out of it.
+        is_free: An event, recorded when the last graph's results are copied out of the memory.
     """
 
     def __init__(self) -> None:
@@ -38,14 +38,14 @@ class CudaGraph:
     """A program as a CUDA graph, which is captured at the first call.
 
     Attributes:
-        said: What :meth:`~backpack_capture.CapturedStep.report` says of it.
+        said: What :meth:`~backpack_capture.CapturedStep.report` says about it.
     """
 
     def __init__(self, program: Program, pool: Pool) -> None:
         """Prepare a program.
 
         Raises:
-            NotCompiled: It cannot be captured.
+            NotCompiled: The program cannot be captured.
         """
         device = _only_device(program)
         whole = flagged(program, device)
@@ -77,13 +77,13 @@ class CudaGraph:
             given: The tensors among the arguments of the step.
 
         Returns:
-            Results in memory of their own.
+            Results in their own memory.
 
         Raises:
-            AnotherAnswer: Something that was read is another thing now.
+            AnotherAnswer: A value differs from the one that was read in the recorded step.
         """
         torch.cuda.current_stream().wait_event(self._pool.is_free)
-        # Whoever writes parameter.data = ... moves it away from where the graph reads.
+        # An assignment to parameter.data moves it away from where the graph reads.
         if self._graph is None or self._addresses != [t.data_ptr() for t in self._known]:
             self._capture(given)
         else:
@@ -99,9 +99,9 @@ class CudaGraph:
         return results
 
     def _capture(self, given: Sequence[Tensor]) -> None:
-        """Warm up on a stream of its own, then capture; nothing of it counts."""
-        # An earlier graph stays until there is another: memory of a pool without a graph is freed,
-        # and a capture into it fails, after which the generator cannot draw any more.
+        """Warm up on a separate stream, then capture; the results of both are dropped."""
+        # The earlier graph stays until the next one exists. Otherwise the pool's memory is freed, a
+        # capture into it fails, and the generator cannot draw any more after that.
         earlier, self._graph, self._outs = self._graph, None, []
         self._inputs = [
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in given
@@ -116,7 +116,7 @@ class CudaGraph:
         torch.cuda.current_stream().wait_stream(stream)
         before.put_back()
         graph = torch.cuda.CUDAGraph()
-        # Other threads, as of loaders that pin memory, go on with what they do.
+        # Other threads go on with their work, for instance loaders that pin memory.
         with torch.cuda.graph(graph, pool=self._pool.handle, capture_error_mode="thread_local"):
             self._outs = [*self._code(*self._inputs)]
         self._addresses = [t.data_ptr() for t in self._known]
@@ -141,7 +141,7 @@ class CudaGraph:
 
 
 def _distinct(tensor: Tensor) -> Tensor:
-    """A part of an expanded tensor that has all its memory, each place once."""
+    """The part of an expanded tensor that covers its memory exactly once."""
     for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and not stride:
             tensor = tensor.narrow(axis, 0, 1)
@@ -152,7 +152,7 @@ def _only_device(program: Program) -> torch.device:
     """The CUDA device of all tensors that come from outside; numbers may be the host's.
 
     Raises:
-        NotCompiled: There is none, or some tensor is elsewhere.
+        NotCompiled: No tensor is on a CUDA device, or they are on several devices.
     """
     tensors = [*program.known.values(), *program.fixed.values()]
     found = {t.device for t in tensors if t.dim() or t.device.type == "cuda"}

@@ -17,13 +17,13 @@ from backpack_core.record.storage import storage
 
 
 class Observer(Protocol):
-    """Observes one pass, and tells what it found."""
+    """Observes one pass, and returns what it found."""
 
     def __call__(self, view: View) -> None:
-        """Look at a visited output."""
+        """Receive the view of a visited output."""
 
     def found(self) -> Any:
-        """Tensors and numbers, in lists, tuples and dictionaries. They are a part of the step."""
+        """Tensors and numbers, in lists, tuples and dictionaries. They are part of the step."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Asked:
     """What ``backpack(...)`` is asked for in every step.
 
     Attributes:
-        observer: Makes an observer for each pass. What it found is behind what a step returns.
+        observer: Makes an observer for each pass. Its findings follow the step's own results.
     """
 
     extensions: tuple[Any, ...]
@@ -47,7 +47,7 @@ class Asked:
 
     @property
     def functions(self) -> list[Callable[..., Any]]:
-        """What a step calls besides the user's function."""
+        """What else a step calls, in addition to the user's function."""
         return [called for called in (self.hook, self.observer) if called is not None]
 
     def block(self, observer: Observer | None = None) -> backpack:
@@ -63,11 +63,11 @@ class Asked:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step.
+    """The outcome of a step.
 
     Attributes:
         returned: What the function returned, detached.
-        was_measured: Whether the pass was also looked at, as the first ones are.
+        was_measured: Whether the pass was measured, as the first ones are.
     """
 
     returned: Any
@@ -84,16 +84,16 @@ def run_engine(
     """Forward pass, loss, and backward pass; ``between`` is called before the last."""
     observer = None if asked.observer is None else asked.observer()
     with storage().block(is_asked=False):  # compiled code runs as it was written
-        returned = function(*args, **kwargs)  # outside of ours: it may differentiate the net itself
+        returned = function(*args, **kwargs)  # outside our block: it may differentiate the net
     loss = returned[0] if isinstance(returned, (tuple, list)) and returned else returned
     if not isinstance(loss, Tensor):
         raise UsageError(
-            f"A captured step returns its loss, or a tuple with it in front. Got {loss!r}."
+            f"A captured step returns its loss, or a tuple that begins with it. Got {loss!r}."
         )
     with asked.block(observer):
         context = current(threading.get_ident())
         if context is not None:
-            context.seen.add("captured")  # by the engine alone, with which graphs are compared
+            context.seen.add("captured")  # only by the engine, since graphs are compared with it
         between()
         loss.backward()
         was_measured = context is not None and "measured" in context.seen

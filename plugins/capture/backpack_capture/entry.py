@@ -34,49 +34,49 @@ def capture(
     observer: Callable[[], Observer] | None = None,
     **more: Any,
 ) -> CapturedStep | HostedStep:
-    """Make a training step that is recorded once it is trusted, and replayed without the engine.
+    """Make a training step that is recorded once it is trusted, then replayed without the engine.
 
     Example:
         >>> step = capture(lambda X, y: lossfunc(model(X), y), model, lossfunc, BatchGrad())
         >>> loss = step(X, y)
 
     Args:
-        step: A function that returns the loss, or a tuple with the loss in front.
-        parts: The extended modules that it calls, and extensions. In the place of these, something
-            that has a block of its own around passes: an optimizer of ``backpack-optimizers``, a
+        step: A function that returns the loss, or a tuple that begins with the loss.
+        parts: The extended modules that it calls, and extensions. Instead of extensions, one object
+            that opens its own block around passes: an optimizer of ``backpack-optimizers``, a
             private training, ``combined(...)``. Then the step runs in that block.
-        compile: ``"inductor"`` has the recorded graph compiled by torch's compiler, in a process
-            beside; it runs as it was recorded until that is done. ``"cudagraphs"`` makes one
-            launch of it, on a CUDA device.
-        gradient: As of :class:`~backpack_core.backpack`.
-        check: As there. ``"always"`` is never recorded.
+        compile: With ``"inductor"``, torch's compiler compiles the recorded graph in a separate
+            process; until that is done, the graph runs as recorded. ``"cudagraphs"`` makes the
+            graph a single launch on a CUDA device.
+        gradient: As for :class:`~backpack_core.backpack`.
+        check: As there. With ``"always"``, steps are never recorded.
         extension_hook: As there. It is recorded with the step.
-        hook_only_computes: Says that it does nothing else than compute: it reads results, sets and
-            deletes attributes of parameters, and keeps or prints nothing. Needed with it.
-        observer: Makes what is called with the view of every visited output, anew for each pass. It
-            has a method ``found()``, whose value (tensors and numbers, in lists, tuples and
-            dictionaries) is computed with the step. The step then returns a pair: what the
-            function returned, and that.
-        more: Nothing else of what :class:`~backpack_core.backpack` takes.
+        hook_only_computes: Says that the hook only computes: it reads results, sets and deletes
+            attributes of parameters, and keeps or prints nothing. Required with a hook.
+        observer: A function that makes an observer for each pass. The observer is called with the
+            view of every visited output. Its method ``found()`` returns tensors and numbers, in
+            lists, tuples and dictionaries, which are computed with the step. The step then returns
+            a pair: what the function returned, and the value of ``found()``.
+        more: Other arguments of :class:`~backpack_core.backpack` are refused.
 
     Returns:
-        A step: called as the function, it runs the forward pass, the loss, and the backward pass
+        A step. Call it like the function: it runs the forward pass, the loss, and the backward pass
         with the extensions, and stores ``.grad`` and results on parameters as these do.
 
     Raises:
-        UsageError: An argument is nothing that can be captured.
+        UsageError: An argument cannot be captured.
     """
     if more:
         raise UsageError(
-            f"capture() does not take {next(iter(more))}=: of what backpack(...) takes, a captured "
-            "step has gradient=, check=, extension_hook= and observer=. Write the step with "
-            "backpack(...) and loss.backward()."
+            f"capture() does not take {next(iter(more))}=: a captured step takes gradient=, "
+            "check=, extension_hook= and observer=. Write the step with backpack(...) and "
+            "loss.backward()."
         )
     if not hasattr(step, "__qualname__") or isinstance(step, type):
         raise UsageError(f"capture() takes a function that returns the loss. Got {step!r}.")
     if extension_hook is not None and not hook_only_computes:
         raise UsageError(
-            "A graph holds what extension_hook computes, and nothing else that it does. If it only "
+            "A graph repeats only what extension_hook computes, not what else it does. If it only "
             "reads results and sets attributes of parameters, say so: capture(..., "
             "extension_hook=..., hook_only_computes=True). Otherwise, write the step with "
             "backpack(...) and loss.backward()."
@@ -95,9 +95,9 @@ def capture(
     is_told = (gradient, check, extension_hook, observer) != ("autograd", "first", None, None)
     if is_told or len(modules) < len(parts) - 1:
         raise UsageError(
-            f"{type(host).__name__} decides what its passes compute, and how: capture(...) takes "
-            "the function, modules, it, and compile=, and nothing else. Anything else that should "
-            "be computed needs a step of its own."
+            f"{type(host).__name__} decides what its passes compute, so capture(...) takes only "
+            "the function, modules, this object, and compile=. To compute anything else, write a "
+            "separate step."
         )
     return HostedStep(
         step, host, lambda function, *more, **said: make(function, *modules, *more, **said)
@@ -120,11 +120,11 @@ def _made(
     made = None if observer is None else observer()
     if made is not None and not (callable(made) and hasattr(made, "found")):
         raise UsageError(
-            "observer= makes an object for each pass, which is called with the view of every "
-            "visited output, and has a method found(): give its class, or a function that returns "
-            f"one. Got what makes {made!r:.80}."
+            "observer= makes an object for each pass. It is called with the view of every visited "
+            "output, and has a method found(): pass its class, or a function that returns one. "
+            f"This one made {made!r:.80}."
         )
     extensions = tuple([part for part in parts if not isinstance(part, Module)])
     asked = Asked(extensions, gradient, check, extension_hook, observer)
-    asked.block()  # which refuses what is wrong with them
+    asked.block()  # refuses wrong arguments
     return CapturedStep(function, modules, asked, compiler)

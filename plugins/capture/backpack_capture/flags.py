@@ -1,7 +1,7 @@
-"""A program without reads: what it assumes becomes one more result, a flag.
+"""A program without reads: its assumptions become one more result, a flag.
 
-Compiled code cannot stop on the way. So it runs to its end, and says in one truth value whether
-something that Python had read is another thing now.
+Compiled code cannot stop on the way. So it runs to its end, and returns one truth value: whether a
+value differs from the one that Python had read.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def flagged(program: Program, device: torch.device) -> Program:
 
 
 def _flag(program: Program, step: Assumption, device: torch.device) -> Ref:
-    """Whether something else would be read now."""
+    """Whether Python would read something else now."""
     value = Ref(step.values[0])
     if step.what == "shape":
-        raise NotCompiled("the shape of a tensor depends on values, as with a mask for an index")
+        raise NotCompiled("the shape of a tensor depends on values, as for a mask as an index")
     if step.what == "equal":
         differ = _call(program, aten.ne.Tensor, value, Ref(step.values[1]))
         flag = _call(program, aten.any.default, differ)
@@ -57,7 +57,7 @@ def _flag(program: Program, step: Assumption, device: torch.device) -> Ref:
         known = Ref(program.new())
         program.fixed[known.number] = torch.tensor(step.answer, device=device)
         return _call(program, aten.any.default, _call(program, aten.ne.Tensor, value, known))
-    if step.answer != step.answer:  # not a number: it alone differs from itself
+    if step.answer != step.answer:  # NaN: only this differs from itself
         differ = _call(program, aten.eq.Tensor, value, value)
     else:
         differ = _call(program, aten.ne.Scalar, value, step.answer)

@@ -1,4 +1,4 @@
-"""What a step is given: tensors among its arguments, and what tells them from others."""
+"""The arguments of a step: the tensors among them, and what distinguishes them from others."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from backpack_products.values import kernels_of
 
 
 def plain_tensors(args: tuple[Any, ...]) -> list[Tensor] | None:
-    """Arguments that are tensors, each another one; ``None`` if they are not."""
+    """Arguments that are different tensors; ``None`` if they are not."""
     for arg in args:
         if type(arg) is not Tensor:
             return None
@@ -21,7 +21,7 @@ def plain_tensors(args: tuple[Any, ...]) -> list[Tensor] | None:
 
 
 def key_of(tensor: Tensor) -> Hashable:
-    """What tells tensors from others: all but their numbers."""
+    """Everything about tensors except their numbers."""
     return (
         tensor.shape,
         tensor.stride(),
@@ -41,11 +41,11 @@ def reason_against(asked: Asked, given: Sequence[Tensor]) -> str | None:
             return f"an argument is a {type(tensor).__name__}"
         if _torch.is_foreign(tensor):
             return (
-                f"an argument is on {tensor.device}, {tensor.layout}: only dense tensors on a CPU, "
-                "or on the current CUDA device"
+                f"an argument is on {tensor.device}, {tensor.layout}: only dense tensors on a CPU "
+                "or on the current CUDA device are recorded"
             )
         if tensor.requires_grad:
-            return "an argument wants a gradient"
+            return "an argument requires a gradient"
     return None
 
 

@@ -1,4 +1,4 @@
-"""A recorded step that can be run: its code, and where its results belong."""
+"""A recorded step that can be run: its code, and the places of its results."""
 
 from __future__ import annotations
 
@@ -30,25 +30,25 @@ from backpack_core.record.owner import owners_of
 from backpack_products.recycled import drop
 from backpack_products.values import rounding_unit
 
-LOOKS: Final = 12  # runs of compiled code, and as many before it, of which the fastest counts
+LOOKS: Final = 12  # timed runs of compiled code, and as many before it; the fastest count
 SLOWER: Final = 1.2
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a step may change on the way, as it was before."""
+    """The state before a step of everything that the step may change on the way."""
 
     generators: Sequence[Tensor]
     written: Sequence[tuple[Tensor, Tensor]]
 
     @classmethod
     def of(cls, is_random: bool, tensors: Sequence[Tensor]) -> Snapshot:
-        """Keep the state of torch's generators, if numbers are drawn, and copies."""
+        """Keep copies, and the state of torch's generators if the step draws numbers."""
         states = generator_states() if is_random else ()
         return cls(states, [(t, t.detach().clone()) for t in tensors])
 
     def put_back(self) -> None:
-        """Make it what it was."""
+        """Restore the state."""
         if self.generators:
             set_generator_states(self.generators)
         with torch.no_grad():
@@ -62,13 +62,13 @@ class Graph:
     Attributes:
         code: What is run.
         size: The number of its operations.
-        recorded: The number of those that were recorded.
+        recorded: The number of operations that were recorded.
         replays: How often it ran.
         compared: How often the engine ran the same step afterwards.
         reruns: How often it read another answer, so that the engine ran the step.
-        in_a_row: How often without one that did not.
-        results: Where its results belong.
-        compilation: What shall take the place of the code; ``None`` if nothing shall.
+        in_a_row: The number of the latest consecutive runs that read another answer.
+        results: The places of its results.
+        compilation: What will replace the code; ``None`` for nothing.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class Graph:
         self.program, self.code = program, code
         self.size, self.recorded = len(program.operations), recorded
         self._run: Run = code.run
-        self._since = 0  # replays before what runs now took over
+        self._since = 0  # replays before the code that runs now took over
         self.compilation: Compilation | None = None
         self._is_pending, self._why_not = False, ""
         self._times, self._recorded_time = deque[float](maxlen=LOOKS), 0.0
         self.results, self._parameters = results, watch.parameters
-        self._is_timed = all(p.is_cpu for p in watch.parameters)  # others run on meanwhile
+        self._is_timed = all(p.is_cpu for p in watch.parameters)  # a device runs asynchronously
         self._models = owners_of(watch.modules)
         written = {n for op in program.operations for n in op.writes}
         roots = {program.roots[n] for n in written}
@@ -101,7 +101,7 @@ class Graph:
 
     @property
     def is_compared(self) -> bool:
-        """Whether this replay is: of what runs now, the 1st, 2nd, 4th, 8th, …."""
+        """Whether this replay is compared: the 1st, 2nd, 4th, 8th, … of the code that runs now."""
         count = self.replays - self._since
         return count & (count - 1) == 0
 
@@ -112,13 +112,13 @@ class Graph:
 
     @property
     def said(self) -> str:
-        """What became of compiling it; empty if nobody wanted that."""
+        """The state of the compilation; empty if none was asked for."""
         if self._why_not:
             return f"not compiled: {self._why_not}"
         return self.compilation.said if self.compilation is not None else ""
 
     def compile(self, begin: Begin, given: Sequence[Tensor]) -> None:
-        """Have other code made, which takes over when it is there."""
+        """Begin to compile other code, which takes over when it is ready."""
         try:
             self.compilation = begin(self.program, given)
         except NotCompiled as error:
@@ -127,10 +127,10 @@ class Graph:
             self._is_pending = True
 
     def go_over(self, least: int = LOOKS) -> None:
-        """Run compiled code from now on, if it is there; and go back, if it is slower.
+        """Run compiled code from now on, if it is ready, and go back if it is slower.
 
         Args:
-            least: How many recorded runs there have to be, to compare with.
+            least: How many recorded runs are needed for the comparison.
         """
         if self._recorded_time and len(self._times) == LOOKS:
             ratio, self._recorded_time = min(self._times) / self._recorded_time, 0.0
@@ -150,7 +150,7 @@ class Graph:
             self._times.clear()
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait for compiled code; says whether there is nothing to wait for any more."""
+        """Wait for compiled code, and return whether the compilation has ended."""
         if self._is_pending and self.compilation is not None:
             self.compilation.wait(timeout)
             self.go_over(0)
@@ -162,7 +162,7 @@ class Graph:
         self._run, self._since, self._recorded_time = self.code.run, self.replays, 0.0
 
     def takes_gradients(self) -> bool:
-        """Whether gradients can be added to those that there are."""
+        """Whether gradients can be added to the existing ones."""
         for parameter, _ in self.results.gradients:
             grad = parameter.grad
             if grad is not None and (grad.requires_grad or grad.layout is not torch.strided):
@@ -189,11 +189,11 @@ class Graph:
                         found = self._run(*given)
         finally:
             drop()
-        self._times.append(perf_counter() - start)  # of runs that came to their end
+        self._times.append(perf_counter() - start)  # only of completed runs
         return found
 
     def deliver(self, tensors: Sequence[Tensor]) -> Any:
-        """Store results; returns what the step returned."""
+        """Store results, and return what the step returned."""
         stored_by_others(self._models, self._asked.fields)
         with without_gradients():
             return self.results.deliver(tensors)
@@ -205,7 +205,7 @@ class Graph:
         args: Any,
         kwargs: Any,
     ) -> tuple[Outcome, str]:
-        """Run the engine, whose results stay; says what differs, if anything does."""
+        """Run the engine and keep its results; also return a difference, or an empty text."""
         with GradientsApart(self._parameters) as apart:
             outcome = run_engine(function, args, kwargs, self._asked, apart.begin)
             if apart.fault:
@@ -225,7 +225,7 @@ class Graph:
 
 
 def difference_of(ours: Tensor, its: Tensor) -> str:
-    """What differs beyond rounding; empty if nothing does."""
+    """What differs by more than rounding; empty if nothing does."""
     if ours.shape != its.shape or ours.dtype != its.dtype:
         return f"{ours.dtype} {list(ours.shape)} instead of {its.dtype} {list(its.shape)}"
     if torch.equal(ours, its):

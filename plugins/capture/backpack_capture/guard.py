@@ -1,8 +1,8 @@
-"""Compares before each replay what a recorded graph takes for granted. It has to be quick.
+"""Compares, before each replay, everything that a recorded graph takes for granted.
 
-So it is one function, written for what there was. Numbers and containers are compared by value,
-other objects by identity; they are held, so that no other one can take the place of one that is
-gone.
+This must be quick, so it is one generated function. Numbers and containers are compared by value,
+other objects by identity. These objects are held, so that no other object can get the ``id`` of one
+that was deleted.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _OF_CLASSES = {"__dict__", "__weakref__", "__annotations__", "__doc__", "_abc_im
 
 
 class Guard:
-    """How everything is that a watch looks at.
+    """The state of everything that a watch looks at.
 
     Attributes:
-        holds: Whether it still is so.
+        holds: Whether it is still the same.
     """
 
     def __init__(self, watch: Watch) -> None:
@@ -46,7 +46,7 @@ class Guard:
                 self._note_hooks(tensor)
         for extension in watch.extensions:
             self._note_attributes(extension)
-        # Of an object, its functions read what they name: a trainer may count its steps.
+        # Functions read only the attributes that they name: a trainer may count its steps.
         self._known["names"] = {n for f in watch.functions for n in names_in(f.__code__)}
         for kind in watch.classes:
             self._note_class(kind)
@@ -63,7 +63,7 @@ class Guard:
         """Whether everything is as it was."""
         try:
             return self._holds()
-        except Exception:  # something is gone, or of another kind: the engine will say what
+        except Exception:  # something is missing, or of another kind: the engine will say what
             return False
 
     # What is compared ----------------------------------------------------------------------------
@@ -97,7 +97,7 @@ class Guard:
             terms += [f"{place}[{n!r}] is {self._name(value)}" for n, value in inner.items()]
         for key in HOOKS:
             place = f"{name}[{key!r}]"
-            keys = {*table[key]}  # ours find their places among the others at the first call
+            keys = {*table[key]}  # our hooks may change their order at the first call
             terms.append(f"{place}.keys() == {self._name(keys)}" if keys else f"not {place}")
         self._require(*terms)
 
@@ -148,7 +148,7 @@ class Guard:
         self._lines += [f"if not ({' and '.join(terms)}):", "    return False"]
 
     def _name(self, value: Any) -> str:
-        """A name for a value, under which the function finds it."""
+        """A name by which the function finds a value."""
         name = self._names.get(id(value))
         if name is None:
             name = self._names[id(value)] = f"k{len(self._known)}"
@@ -156,7 +156,7 @@ class Guard:
         return name
 
     def _value(self, place: str, value: Any, is_named: bool = False) -> str:
-        """That in some place is what there was; of objects, perhaps only attributes with names."""
+        """The condition that a place holds the same value; for objects, perhaps only some names."""
         if is_plain(value):
             name = self._name(value)
             return f"({place} is {name} or same({place}, {name}))"
@@ -173,7 +173,7 @@ def _same(value: Any, known: Any) -> bool:
 
 
 def _form(value: Any, deepest: int = DEEPEST, names: set[str] | None = None) -> Any:
-    """A value in a form that tells it from others: numbers and containers by value.
+    """A value in a form that differs for other values: numbers and containers by value.
 
     Args:
         value: The value.
@@ -208,7 +208,7 @@ def _form(value: Any, deepest: int = DEEPEST, names: set[str] | None = None) -> 
 
 
 class _Same:
-    """An object that equals itself alone, and is held."""
+    """An object that equals only itself, and is held."""
 
     __slots__ = ("value",)
 

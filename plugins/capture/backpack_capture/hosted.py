@@ -1,4 +1,4 @@
-"""Steps that run in the block of somebody else: of an optimizer, of a private training."""
+"""Steps that run in another object's block: of an optimizer, or of a private training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Make(Protocol):
 
         Args:
             function: Returns the loss.
-            parts: Extensions, and modules that it calls besides those that the user named.
+            parts: Extensions, and other modules that it calls than those that the user named.
             options: ``gradient=``, ``check=`` and ``observer=`` of
                 :func:`~backpack_capture.capture`.
         """
@@ -26,7 +26,7 @@ class Make(Protocol):
 
 @runtime_checkable
 class Host(Protocol):
-    """Has a block of its own around passes, and runs steps in it.
+    """Opens its own block around passes, and runs steps in it.
 
     It decides what passes compute, so ``capture(function, lossfunc, host)`` takes no extensions.
     """
@@ -35,20 +35,20 @@ class Host(Protocol):
         """A function that runs one captured step in the block.
 
         Args:
-            function: The user's, which returns the loss.
+            function: The user's function, which returns the loss.
             make: Makes captured steps: of ``function``, or of one that calls it.
         """
 
 
 class HostedStep:
-    """What :func:`~backpack_capture.capture` returns for a host. Call it as the function."""
+    """What :func:`~backpack_capture.capture` returns for a host. Call it like the function."""
 
     def __init__(self, function: Function, host: Host, make: Make) -> None:
         """Ask the host for its step.
 
         Args:
-            function: The user's.
-            host: Whose block it is.
+            function: The user's function.
+            host: The owner of the block.
             make: Makes captured steps, which are kept for reports.
         """
         self._function, self._host = function, host
@@ -65,21 +65,21 @@ class HostedStep:
 
         Args:
             args: The function's arguments.
-            kwargs: Those by name.
+            kwargs: The function's keyword arguments.
 
         Returns:
-            What the host says: what the function returned, detached; of a private training,
-            whether the optimizer took a step.
+            What the host returns: usually what the function returned, detached; for a private
+            training, whether the optimizer took a step.
         """
         return self._run(*args, **kwargs)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """As of :class:`CapturedStep`."""
+        """As for :class:`CapturedStep`."""
         ended = [step.wait(timeout) for step in self._steps]
         return all(ended)
 
     def report(self) -> str:
-        """What runs how, and why: those of all steps that the host has made."""
+        """What runs how, and why, for all steps that the host has made."""
         return "\n".join([repr(self), *[step.report() for step in self._steps]])
 
     @property
@@ -88,5 +88,5 @@ class HostedStep:
         return "\n".join([step.code for step in self._steps])
 
     def __repr__(self) -> str:
-        """The function, and whose block it runs in."""
+        """The function, and the host."""
         return f"<captured {self._function.__qualname__} in {type(self._host).__name__}>"

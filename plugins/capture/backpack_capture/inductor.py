@@ -1,4 +1,4 @@
-"""Has a recorded step compiled by Inductor, in a process beside the training loop."""
+"""Compiles a recorded step by Inductor, in another process than the training loop."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Inductor:
             given: The tensors among the arguments.
 
         Raises:
-            NotCompiled: It cannot be compiled.
+            NotCompiled: The program cannot be compiled.
         """
         whole = flagged(program, given[0].device if given else torch.device("cpu"))
         self._is_flagged = len(whole.outs) > len(program.outs)
@@ -60,8 +60,8 @@ class Inductor:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=errors,
-                # A signal from the terminal would reach the C++ compiler too, and leave half a
-                # library in torch's cache, where each later run would find it.
+                # Otherwise a signal from the terminal would reach the C++ compiler, too. It would
+                # leave half a library in torch's cache, for each later run to find.
                 start_new_session=True,
             )
         self._end = weakref.finalize(self, _end, self._process, self._folder)
@@ -79,7 +79,7 @@ class Inductor:
             self._process.wait(timeout)
 
     def take(self) -> Run | None:
-        """The compiled code, if it is there.
+        """The compiled code, if it is ready.
 
         Raises:
             NotCompiled: The compiler failed.
@@ -114,7 +114,7 @@ class Inductor:
 
 
 def _request(program: Program, inputs: dict[int, Tensor]) -> Request:
-    """What the compiler has to know. Tensors of the same number are one."""
+    """What the compiler must know. Equal numbers stand for one tensor."""
 
     def value(item: Any) -> Any:
         return Value(item.number) if isinstance(item, Ref) else item
@@ -154,7 +154,7 @@ def _name_of(function: Any) -> tuple[str, str]:
 
 def _last_line(file: Path) -> str:
     lines = [line for line in file.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else "it ended without a word"
+    return lines[-1] if lines else "it ended without a message"
 
 
 def _end(process: subprocess.Popen[bytes], folder: Path) -> None:

@@ -1,7 +1,7 @@
 """Tensors in nested values: taken out, and put in again.
 
-Of an object, its attributes count; it is made anew, without its ``__init__``. What holds code is no
-value.
+An object consists of its attributes, and is made again without a call of its ``__init__``. An
+object that holds code is refused.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ class HoldsCode(Exception):
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is a number, a word, or the like."""
+    """Whether a value is a number, a string, or the like."""
     return type(value) in _PLAIN or isinstance(value, _PLAIN_OF_TORCH)
 
 
 class Apart:
-    """A value in which tensors are numbered.
+    """A value with its tensors replaced by numbers.
 
     Attributes:
         tensors: The tensors, each once.
-        form: What else there is, equal for equal values.
+        form: Everything else, equal for equal values.
     """
 
     def __init__(self, value: Any) -> None:
         """Take a value apart.
 
         Raises:
-            HoldsCode: It holds functions, modules, or what has no attributes to look at.
+            HoldsCode: The value holds functions, modules, or objects without readable attributes.
         """
         self.tensors: list[Tensor] = []
         self._known: dict[int, tuple[Any, int, Rebuild]] = {}
@@ -86,7 +86,7 @@ class Apart:
         return self._take_object(value)
 
     def _take_attribute(self, value: Any) -> Rebuild:
-        if isinstance(value, type):  # which says what a value is of, as its own class does
+        if isinstance(value, type):  # it names a kind of value, as the class of a value does
             self._notes.append(value)
             return lambda tensors: value
         return self._take(value)
@@ -103,7 +103,7 @@ class Apart:
         attributes = {name: self._take_attribute(item) for name, item in vars(value).items()}
         items = [self._take(item) for item in value] if is_list else []
         if len(self.tensors) == before and not is_list:
-            return lambda tensors: value  # nothing in it is new
+            return lambda tensors: value  # it has no new part
 
         def rebuild(tensors: Sequence[Any]) -> Any:
             new = kind.__new__(kind)

@@ -10,5 +10,5 @@ from backpack_core.engine.backward import BackwardPass
 
 @hookimpl
 def backpack_run(run: BackwardPass) -> Observer | None:
-    """Have a pass that goes by a plan repeat what others have computed, if that can be."""
+    """Let a pass that goes by a plan repeat the operations of earlier ones, if possible."""
     return None if run.context.check == "always" else Visits()

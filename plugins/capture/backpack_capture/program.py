@@ -38,8 +38,8 @@ class Operation:
     Attributes:
         function: The overload that was called.
         args: Its arguments, with a :class:`Ref` instead of each tensor.
-        kwargs: Those by name.
-        outs: The numbers of what it returned; ``None`` for what is not a tensor.
+        kwargs: Its keyword arguments, likewise.
+        outs: The numbers of its results; ``None`` for a result that is not a tensor.
         is_single: Whether it returned one value, not several.
         writes: The values that it overwrites.
         is_random: Whether it draws random numbers.
@@ -60,19 +60,19 @@ class Operation:
 
     @property
     def made(self) -> list[int]:
-        """The values that it makes, not those that it got and returns."""
+        """The values that it makes, without arguments that it returns."""
         got = set(self.reads)
         return [n for n in self.outs if n is not None and n not in got]
 
 
 @dataclass(frozen=True, eq=False)
 class Assumption:
-    """What Python read off values when the step was recorded, and has to be so again.
+    """What Python read from values when the step was recorded, and must read again.
 
     Attributes:
-        what: The number in a tensor, all of its numbers, whether two are equal, or a shape.
+        what: What was read: a tensor's only number, all its numbers, equality of two, or a shape.
         values: The values that were read.
-        answer: What was read.
+        answer: The result.
     """
 
     what: Literal["item", "tolist", "equal", "shape", "pause"]
@@ -87,11 +87,11 @@ class Assumption:
 
 @dataclass(frozen=True, eq=False)
 class Pause(Assumption):
-    """Where a program hands over what it has computed, and waits for more tensors.
+    """A place where a program hands over its results, and waits for more tensors.
 
     Attributes:
-        answer: Which pause it is, from zero on.
-        values: What is handed over.
+        answer: The number of the pause, from zero.
+        values: The results.
     """
 
 
@@ -104,15 +104,15 @@ class Program:
 
     Attributes:
         given: The values that differ from step to step: the tensors among the arguments.
-        known: Tensors that are always the same ones, as parameters are, though not their numbers.
-        fixed: Tensors whose numbers are the same in every step.
-        filled: What operations gave that fill a tensor of the shape of another one.
-        steps: What is done, in order.
-        large: Shapes of large results of operations that can write into memory that is there.
-        geometry: Where values lie that operations made; not those that negate what lies there.
+        known: Tensors such as parameters: always the same objects, but with other numbers.
+        fixed: Tensors with the same numbers in every step.
+        filled: Results of operations that fill a tensor of another one's shape.
+        steps: The steps, in order.
+        large: Shapes of large results, if their operations can write into existing memory.
+        geometry: Where the results of operations lie, except for those that negate their memory.
         outs: The results.
-        fields: Which of them are fields of parameters.
-        roots: For each value, that whose memory it shares.
+        fields: Which results are fields of parameters.
+        roots: For each value, the value whose memory it shares.
     """
 
     given: list[int] = field(default_factory=list)
@@ -133,9 +133,9 @@ class Program:
         return number
 
     def is_constant(self, number: int) -> bool:
-        """Whether a value is the same in every step: it is made of nothing that comes from outside.
+        """Whether a value is the same in every step, because it does not depend on the outside.
 
-        Whatever was written to, or drawn, counts as made of that.
+        Drawn values, and values that were written to, count as dependent.
         """
         varying = {self.roots[n] for n in (*self.given, *self.known)}
         for step in self.operations:
@@ -155,7 +155,7 @@ class Program:
 
     @property
     def written(self) -> set[int]:
-        """The roots of whatever is overwritten. What comes from outside may share its memory."""
+        """The roots of overwritten values. Values from outside may share their memory."""
         found = {self.roots[n] for op in self.operations for n in op.writes}
         outside = {*self.given, *self.known}
         return found | outside if found & outside else found
@@ -178,7 +178,7 @@ def refs_in(value: Any) -> Iterator[Ref]:
 
 
 def replaced(value: Any, function: Callable[[Any], Any]) -> Any:
-    """Nested arguments with something else instead of each that is not a container."""
+    """Nested arguments with another value for each one that is not a container."""
     if isinstance(value, (list, tuple)) and not isinstance(value, Ref):
         return [replaced(item, function) for item in value]
     if isinstance(value, dict):
@@ -187,11 +187,11 @@ def replaced(value: Any, function: Callable[[Any], Any]) -> Any:
 
 
 def renumbered(step: Step, same: dict[int, int]) -> Step:
-    """A step with other values instead of some.
+    """A step with some values replaced by others.
 
     Args:
         step: The step.
-        same: The values to take, by those in whose place.
+        same: The new value for each value that is replaced.
     """
     if not same or same.keys().isdisjoint(step.reads):
         return step
@@ -208,5 +208,5 @@ def renumbered(step: Step, same: dict[int, int]) -> Step:
 
 
 def numbers(values: Sequence[int | None]) -> list[int]:
-    """Those that are there."""
+    """The numbers that are not ``None``."""
     return [n for n in values if n is not None]

@@ -1,4 +1,4 @@
-"""Writes down the visits of a pass, which the engine makes."""
+"""Records the visits of a pass while the engine makes them."""
 
 from __future__ import annotations
 
@@ -47,41 +47,41 @@ from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Call, Site
 from backpack_products.recycled import drop
 
-LARGEST: Final = 2**23  # bytes of a result, of which there are two while it is compared
+LARGEST: Final = 2**23  # bytes of a result; a comparison holds two of them
 
 
 class _VisitRecorder(Recorder):
-    """Writes down a pass, and where tensors were found that no operation had made."""
+    """Records a pass, and where tensors were found that no operation had made."""
 
-    reads_are_assumptions = False  # a pass cannot begin anew when one of them turns out wrong
+    reads_are_assumptions = False  # a pass cannot start again if one of them proves wrong
 
     def __init__(self) -> None:
         super().__init__((), (), lambda tensor: False)
         self.site: Site | None = None
         self.node: Node | None = None  # between calls
         self.between: dict[Node, int] = {}
-        # The gradients with which autograd is at the output of a call, or at a node.
+        # The gradients that autograd has brought to the output of a call, or to a node.
         self.gradients: Sequence[Tensor | None] = ()
         self.slots: dict[int, tuple[int, Slot]] = {}
         self.visits = 0
-        self.pauses = list[Pause]()  # which are written when something else begins
+        self.pauses = list[Pause]()  # written when something else begins
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else torch imports its compiler, for seconds, which never sees a visit
+        return False  # otherwise torch imports its compiler for seconds, but never uses it here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and write it down."""
+        """Run an operation, and record it."""
         return self.run(func, types, args, kwargs or {})
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """The number; of one that the visited call has, from now on."""
+        """The number of a tensor; a tensor of the visited call gets one now."""
         if tensor not in self._numbers:
             slot = self._slot(tensor)
             if slot is not None:
                 number = self._enter(tensor)
                 self.program.given.append(number)
-                # What a node has saved is read at the visit before autograd gets there.
+                # Tensors saved by a node are read at the visit before autograd gets there.
                 is_before = self.node is not None and slot.what != "arriving"
                 visit = max(self.visits - is_before, 0)
                 self.slots[number] = visit, slot._replace(layout=layout_of(tensor))
@@ -89,9 +89,9 @@ class _VisitRecorder(Recorder):
         return super().number_of(tensor)
 
     def arrive(self, gradients: Sequence[Tensor | None]) -> None:
-        """Note that autograd is somewhere with gradients.
+        """Note that autograd has arrived somewhere with gradients.
 
-        It may have been elsewhere with one of them, which may be another tensor in a later pass.
+        A gradient may have been elsewhere before, but a later pass may have another tensor here.
         """
         self.gradients = gradients
         for gradient in gradients:
@@ -101,11 +101,11 @@ class _VisitRecorder(Recorder):
     def _slot(self, tensor: Tensor) -> Slot | None:
         if self.node is not None:
             number = self.between.get(self.node)
-            if number is None:  # of a parameter that is used inside of a call, too
+            if number is None:  # the node of a parameter that is used inside a call, too
                 return None
             for output_nr, gradient in enumerate(self.gradients):
                 if tensor is gradient:
-                    self.program.steps += self.pauses  # it is not there at the visit before
+                    self.program.steps += self.pauses  # it does not exist at the visit before
                     self.pauses.clear()
                     return Slot("arriving", (number, output_nr, tensor.shape, tensor.dtype))
             return _saved("between", {self.node: number}, tensor)
@@ -118,7 +118,7 @@ class _VisitRecorder(Recorder):
 
 
 def _of_call(call: Call, tensor: Tensor) -> Slot | None:
-    """Where a call has a tensor; ``None`` if it does not."""
+    """Where a call holds a tensor; ``None`` if it does not."""
     stored = call.stored
     for what, tensors in (("inputs", stored.inputs), ("outputs", stored.outputs)):
         for number, own in enumerate(tensors):
@@ -139,7 +139,7 @@ def _saved(where: str, nodes: Mapping[Node, int], tensor: Tensor) -> Slot | None
 
 
 class Recording(Driver):
-    """Has the engine visit calls, and writes down what is computed there."""
+    """Lets the engine visit calls, and records what is computed there."""
 
     def __init__(self, run: BackwardPass, structure: Structure, entry: Entry) -> None:
         self._entry, self._world, self._attributes = entry, world(), attributes_of(structure)
@@ -151,8 +151,8 @@ class Recording(Driver):
         self._drawn, run.sink.noted = states_of_generators(), []
         self._recorder.between = structure.between
         between, schedule = cast("Any", run.between), cast("Any", run.schedule)
-        # Functions, since methods of what holds this would be a cycle; without operations, nothing
-        # is crossed.
+        # Functions, because methods of an object that holds this one would be a cycle. Without
+        # operations, nothing is crossed.
         self._cross: Any = getattr(type(between), "cross", None)
         self._visit_leaf: Any = getattr(type(between), "visit_leaf", None)
         schedule.cross, between.visit_leaf = self.cross, self.visit_leaf
@@ -169,7 +169,7 @@ class Recording(Driver):
         if gradient is None and not run.is_alone:
             recorder.refusal = "a gradient is undefined"
         if self._turns and turn_of(site) > self._turns[-1] and not run.is_alone:
-            recorder.refusal = "calls are visited in another order than that of autograd"
+            recorder.refusal = "calls are visited in another order than autograd's"
         self._turns.append(turn_of(site))
         self._alike.append(alike(site.call))  # before it is released
         drop()  # memory that only this pass could write to
@@ -185,11 +185,11 @@ class Recording(Driver):
         number, waits = recorder.between.get(node), node in schedule.at_nodes
         grads = laid_apart(grads)
         if site is not None and node is site.edge.node and number is None:
-            # A call with a rule may be gone through all the same, by what is inside.
+            # Columns may go through a call with a rule all the same, by the operations inside.
             number = -1 - self._places.index((site.call, site.index))
         if number is None or issubclass(type(node), BackwardCFunction):
             if waits:
-                recorder.refusal = "it is crossed by code of the model, or where no plan knows"
+                recorder.refusal = "code of the model crosses a node, or a node without a plan"
             self._cross(schedule.between, schedule, node, grads)
             return
         before = len(recorder.program.steps)
@@ -213,7 +213,7 @@ class Recording(Driver):
 
     @contextmanager
     def _at(self, node: Node, gradients: Sequence[Tensor | None]) -> Iterator[None]:
-        """A block in which what is computed at a node is written down."""
+        """A block that records what is computed at a node."""
         recorder = self._recorder
         recorder.node = node
         recorder.arrive(gradients)
@@ -236,7 +236,7 @@ class Recording(Driver):
                 recorder.refusal = "a result holds code"
                 return
             if any(tensor.nbytes > LARGEST for tensor in apart.tensors):
-                recorder.refusal = "results are so large that it does not matter what calls kernels"
+                recorder.refusal = "results are so large that replays would save no time"
                 return
             who, number = self._extensions.get(id(extension)), self._parameters.get(id(parameter))
             if who is None or number is None:
@@ -245,7 +245,7 @@ class Recording(Driver):
             count = -1 if isinstance(value, Tensor) else len(apart.tensors)
             stores.append(Store(who, number, apart, count))
             made += [recorder.number_of(tensor) for tensor in apart.tensors]
-            apart.tensors.clear()  # a form is kept, and not what was stored
+            apart.tensors.clear()  # keep the form, not the stored tensors
         if recorder.refusal is None:
             pause = Pause("pause", tuple(numbers(made)), recorder.visits)
             recorder.pauses.append(pause)
@@ -253,7 +253,7 @@ class Recording(Driver):
             self._stores.append(stores)
 
     def end(self, run: BackwardPass) -> None:
-        """Write the program, if one could be written down."""
+        """Write the program, if the pass could be recorded."""
         recorder, entry = self._recorder, self._entry
         program = recorder.program
         self._write_pause()
@@ -268,9 +268,9 @@ class Recording(Driver):
         if states_of_generators() != self._drawn:
             recorder.refusal = "it draws random numbers that are not torch's"
         elif entry.is_alone is not run.is_alone:
-            recorder.refusal = "autograd ran, or did not, otherwise than in passes before"
+            recorder.refusal = "autograd ran in earlier passes but not in this one, or vice versa"
         elif not entry.is_of(run.context.extensions):
-            recorder.refusal = "an extension keeps something"
+            recorder.refusal = "an extension changed its own attributes"
         elif len({*program.outs}) < len(program.outs):
             recorder.refusal = "two results are one tensor"
         elif any(not isinstance(step, (Operation, Pause)) for step in program.steps):
@@ -288,7 +288,7 @@ class Recording(Driver):
             program = with_direct_views(tidy(program))
             received, visits, last = self._received({n for s in program.steps for n in s.reads})
             code = pausing(program, received)
-        except Exception as error:  # the pass itself is through, and right
+        except Exception as error:  # the pass itself has finished, and is right
             entry.refusal = f"it could not be written ({type(error).__name__}: {error})"
             return
         sent = {slot.key[:2] for v in (*visits, last) for slot in v.late if slot.what == "between"}
@@ -299,7 +299,7 @@ class Recording(Driver):
         entry.recorded = Recorded(visits, last, code, *taken, delayed, program.is_random)
 
     def _received(self, used: set[int]) -> tuple[list[list[int]], list[Visit], Visit]:
-        """What is sent at each visit, and at the end, of what is used."""
+        """The tensors that the program uses, by the visit (or the end) that sends them."""
         received, visits = list[list[int]](), list[Visit]()
         stores_ = [*self._stores, []] if len(self._stores) == len(self._order) else self._stores
         seen = zip([*self._order, -1], stores_, [*self._alike, ()], strict=True)

@@ -1,4 +1,4 @@
-"""Records a real step: every operation of torch, below autograd, with the tensors it ran on.
+"""Records a real step: every operation of torch, below autograd, with its tensors.
 
 A reason against replaying ends the recording, not the step.
 """
@@ -30,17 +30,17 @@ from backpack_products.recycled import SMALLEST
 aten = torch.ops.aten
 _PLAIN = (int, float, bool, complex, str, type(None))
 _PLAIN_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-# Returns the tensor it gets: data that Python has just made one of.
+# These return the tensor that they get: Python has just made it from data.
 LIFTED = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
-# They write to running statistics, and do not say so.
+# These write to running statistics, but do not declare it.
 _WRITING = {aten.native_batch_norm.default: (3, 4), aten.cudnn_batch_norm.default: (3, 4)}
-# What they do to a tensor cannot be told by values.
+# Values do not show what these do to a tensor.
 _REFUSED = {"set_", "resize_", "resize_as_", "resize", "_resize_output_", "as_strided_"}
-# Operations beside torch's own that depend on nothing but their arguments, and change none.
+# Other operations than torch's own that depend only on their arguments, and do not change them.
 _FUNCTIONS = {"mkldnn::_linear_pointwise"}
 _FILLING = {f"aten::{name}" for name in ("ones_like", "zeros_like", "new_zeros", "new_ones")}
-_LARGEST = 2**12  # numbers of one that is kept
-# They can write into memory that is there.
+_LARGEST = 2**12  # numbers of a tensor that is kept
+# These can write into existing memory.
 _INTO = (aten.mul.Tensor, aten.bmm.default, aten.mm.default)
 _BETWEEN = (
     *("torch._ops", "torch.overrides", "torch.utils._python_dispatch"),
@@ -50,20 +50,20 @@ _BETWEEN = (
 _MASKS = (torch.bool, torch.uint8)
 _GRADIENT = (
     "it uses the gradient that an earlier step has left, as an optimizer does: a captured step "
-    "ends with its backward pass, so call optimizer.step() after it"
+    "ends with its backward pass, so call optimizer.step() after the captured step"
 )
 
 
 class Recorder(TorchDispatchMode):
-    """Writes down what is computed on its thread.
+    """Records what is computed on its thread.
 
     Attributes:
-        program: What was written down.
+        program: The recording.
         refusal: Why it cannot be replayed; ``None`` if it can.
-        drawn: The states of torch's generators, behind what was drawn last.
-        is_lifting: Whether a tensor is made of Python numbers that are known to be no tensor's.
-        reads_are_assumptions: Says that a value may be looked at: a replay looks again.
-        runs_kernels: Says that operations run as they are, so that any kernel may be called.
+        drawn: The states of torch's generators after the last draw.
+        is_lifting: Whether a tensor is being made of Python numbers that do not come from a tensor.
+        reads_are_assumptions: Whether Python may read a value: a replay then reads it again.
+        runs_kernels: Whether operations run unchanged, so that any kernel may be called.
     """
 
     reads_are_assumptions = True
@@ -75,12 +75,12 @@ class Recorder(TorchDispatchMode):
         known: Sequence[Tensor],
         is_known: Callable[[Tensor], bool],
     ) -> None:
-        """Number what is there before.
+        """Number the tensors that exist before the step.
 
         Args:
             given: The tensors among the arguments.
             known: Parameters and buffers.
-            is_known: Whether another tensor lies where the guard would see it replaced.
+            is_known: Whether the guard would notice if another tensor were replaced.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self.program = Program()
@@ -96,15 +96,15 @@ class Recorder(TorchDispatchMode):
         for tensor in known:
             number = self._enter(tensor)
             self.program.known[number] = tensor
-            self.note_geometry(number, tensor)  # the guard sees to it
+            self.note_geometry(number, tensor)  # the guard checks it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and write it down."""
+        """Run an operation, and record it."""
         return self.run(func, types, args, kwargs or {})
 
     def run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """The same, as a method of which torch knows nothing."""
-        # Torch hands the number of a formula over as a number, where it was saved as a tensor.
+        """The same, as a method that torch does not know."""
+        # Torch passes a number to a formula as a number, even if it was saved as a tensor.
         if func is aten._local_scalar_dense.default and not isinstance(args[0], Tensor):
             return args[0]
         if wanted := [n for n, a in enumerate(args) if type(a) is float and takes_tensor(func, n)]:
@@ -112,7 +112,7 @@ class Recorder(TorchDispatchMode):
             made = {n: torch.tensor(args[n], dtype=torch.float64) for n in wanted}
             args = tuple([made.get(n, argument) for n, argument in enumerate(args)])
         if func._schema.name.startswith("profiler::"):
-            return func(*args, **kwargs)  # a range that record_function names
+            return func(*args, **kwargs)  # a range of record_function
         if self.refusal is None:
             self.refusal = _reason_against(func, types)
         if self._is_over():
@@ -121,7 +121,7 @@ class Recorder(TorchDispatchMode):
             what = "equal" if len(args) == 2 else "item"
             return self.assume(what, args, func(*args, **kwargs))
         if func in LIFTED and args[0] not in self._numbers:
-            # Torch reads numbers of tensors in a list below where a mode could see it.
+            # Torch reads numbers of tensors in a list at a level that modes do not see.
             is_single = not args[0].dim()
             if not (is_single or self.is_lifting or _caller().startswith("backpack_")):
                 self.refusal = "it makes a tensor of Python numbers that may come from tensors"
@@ -133,7 +133,7 @@ class Recorder(TorchDispatchMode):
         before = [t._version for t in _tensors((args, kwargs))]
         is_random = torch.Tag.nondeterministic_seeded in func.tags
         if is_random and not self.is_undisturbed():
-            self.refusal = "it sets the state of torch's generator, or draws in no operation"
+            self.refusal = "it sets the state of torch's generator, or draws outside operations"
         out = func(*args, **kwargs)
         if is_random:
             self.drawn = generator_states()
@@ -150,7 +150,7 @@ class Recorder(TorchDispatchMode):
     # Values --------------------------------------------------------------------------------------
 
     def number_of(self, tensor: Tensor) -> int | None:
-        """The number of a tensor; ``None``, and a reason, if nobody knows where it is from."""
+        """The number of a tensor; ``None``, and a reason, if its origin is not known."""
         number: int | None = self._numbers.get(tensor)
         if number is None:
             if not self._is_known(tensor):
@@ -167,22 +167,22 @@ class Recorder(TorchDispatchMode):
             return _GRADIENT
         return (
             f"it uses a {'parameter' if tensor.requires_grad else 'tensor'} of shape "
-            f"{list(tensor.shape)} that is neither an argument, nor of the modules given to "
-            "capture(), nor a variable that the function refers to, so that nobody would notice if "
-            "it were another one"
+            f"{list(tensor.shape)} that is not an argument, not in the modules passed to "
+            "capture(), and not a variable that the function refers to, so a replay would not "
+            "notice if it were replaced"
         )
 
     def is_undisturbed(self) -> bool:
-        """Whether nobody used torch's generator since something was drawn."""
+        """Whether torch's generator was not used since the last recorded draw."""
         return are_equal(generator_states(), self.drawn)
 
     def left(self) -> list[Tensor]:
-        """What was made by operations, and is still there."""
+        """The results of operations that still exist."""
         outside = {*self.program.given, *self.program.known}
         return [t for t, number in [*self._numbers.items()] if number not in outside]
 
     def assume(self, what: Any, tensors: Sequence[Tensor], answer: Any) -> Any:
-        """Note that something was read off values."""
+        """Note that Python read something from values."""
         found = numbers([self.number_of(tensor) for tensor in tensors])
         if self.refusal is None and not all(map(self.program.is_constant, found)):
             self.program.steps.append(Assumption(what, tuple(found), answer))
@@ -231,17 +231,17 @@ class Recorder(TorchDispatchMode):
             self.assume("shape", made, [tuple(t.shape) for t in made])
 
     def _note_blank(self, func: Any, out: Any, reads: Any, writes: Any, outs: Any) -> None:
-        """Refuse what reads memory that no operation has written: then something else has."""
+        """Refuse reads of memory that no operation has written: then something else wrote it."""
         roots = self.program.roots
         made = {roots[n] for n in numbers(outs)}
         if func._schema.name in BLANK:
             self._blank |= made if out.numel() else set()
             return
         self._blank -= {roots[n] for n in writes}
-        # torch.nn.grad gives the backward of a convolution an input of which only the shape counts.
+        # torch.nn.grad passes an input to a convolution's backward only for its shape.
         is_shape = func is aten.convolution_backward.default
         if reads & self._blank - made and not is_shape:
-            self.refusal = "it reads memory that was written by no operation"
+            self.refusal = "it reads memory that no operation has written"
 
     def _out(self, value: Any, roots: dict[int, int]) -> int | None:
         if not isinstance(value, Tensor):
@@ -279,40 +279,40 @@ def _reason_against(func: Any, types: Any) -> str | None:
     if other:
         return f"it has a tensor of type {other[0].__name__}"
     if not (name.startswith("aten::") or name in _FUNCTIONS):
-        return f"it calls {name}, of which only its author knows what it does"
+        return f"it calls {name}, and only its author knows what that does"
     if name == "aten::mkldnn_rnn_layer":
         return (
-            "its LSTM runs by mkldnn, whose buffers are not tensors that could be kept: call the "
-            "step inside of torch.backends.mkldnn.flags(enabled=False)"
+            "its LSTM runs by mkldnn, and mkldnn's buffers cannot be kept as tensors: call the "
+            "step inside torch.backends.mkldnn.flags(enabled=False)"
         )
     if name.startswith("aten::_cudnn_rnn"):
         return (
-            "its recurrent layer runs by cuDNN, whose buffers are not tensors that could be kept: "
-            "call the step inside of torch.backends.cudnn.flags(enabled=False)"
+            "its recurrent layer runs by cuDNN, and cuDNN's buffers cannot be kept as tensors: "
+            "call the step inside torch.backends.cudnn.flags(enabled=False)"
         )
     if name.removeprefix("aten::") in _REFUSED:
         return f"it calls {name}, which exchanges the memory of a tensor"
     is_read = func in (aten._local_scalar_dense.default, aten.equal.default)
     if torch.Tag.data_dependent_output in func.tags and not is_read:
-        return f"it calls {name}, which returns what depends on values"
+        return f"it calls {name}, and its result depends on values in a way that is not recorded"
     return None
 
 
 def _is_large(out: Tensor, args: Sequence[Any]) -> bool:
-    """Whether a result is worth memory that is there, and has the type of what it is made of."""
+    """Whether a result is large enough to reuse memory, and has the dtype of its arguments."""
     is_alike = all(isinstance(t, Tensor) and t.dtype is out.dtype for t in args)
     return is_alike and out.nbytes >= SMALLEST and out.is_contiguous()
 
 
 def _depends(func: Any, args: Any) -> bool:
-    """Whether a shape depends on values: with an index, only if there is a mask."""
+    """Whether a shape depends on values: for an index, only if it has a mask."""
     if func is not aten.index.Tensor:
         return True
     return any(i is not None and i.dtype in _MASKS for i in args[1])
 
 
 def _declared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """The values that an operation says it overwrites."""
+    """The values that an operation declares to overwrite."""
     found: list[Any] = [args[place] for place in _WRITING.get(func, ())]
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

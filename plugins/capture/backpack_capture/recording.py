@@ -1,4 +1,4 @@
-"""Records a step: a real one, by the engine, whose results count."""
+"""Records a real step of the engine; the engine's results count."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from backpack_capture.views import with_direct_views
 from backpack_capture.watch import Watch
 
 _HIDDEN = (
-    "every pass is measured, as nothing has shown yet whether samples mix (behind a factor of zero "
-    'nothing shows). It is recorded once something has; or say capture(..., check="never") if you '
+    "every pass is measured, because no pass has shown yet whether samples mix (behind a factor of "
+    'zero, none can). It is recorded after one has. Or write capture(..., check="never") if you '
     "know that samples stay apart"
 )
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Why there is no graph, and never will be."""
+    """Why a step cannot have a graph."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class NotYet:
-    """Why there is no graph of this step; there may be one of the next."""
+    """Why this step has no graph; the next one may have one."""
 
     reason: str
 
@@ -52,18 +52,18 @@ def record(
     asked: Asked,
     watch: Watch,
 ) -> tuple[Outcome, Graph | Refused | NotYet]:
-    """Run a step by the engine, and write down what is computed.
+    """Run a step by the engine, and record what is computed.
 
     Args:
         function: The step.
         args: Its arguments.
-        kwargs: Those by name.
+        kwargs: Its keyword arguments.
         given: The tensors among them.
         asked: What the engine is asked for.
         watch: What is compared before a replay.
 
     Returns:
-        What the step gave, and its graph, or why there is none.
+        The step's outcome, and its graph, or why it has none.
     """
     parameters = watch.parameters
     known = {id(t): t for t in watch.tensors.values()}
@@ -91,13 +91,13 @@ def record(
             exchanged = "the memory of a parameter or a buffer is exchanged (tensor.data = ...)"
             reason = reason or exchanged
         reason = reason or _drawn(drawn, recorder)
-    # With hooks on gradients, which were away until now.
+    # With the hooks on gradients, which were removed until now.
     if not guard.holds():
         reason = reason or "it changes attributes of modules, or variables that it refers to"
     if outcome.was_measured:
         return outcome, NotYet(_HIDDEN)
     if reason is not None or graph is None:
-        return outcome, Refused(reason or "a result does not consist of tensors")
+        return outcome, Refused(reason or "a result is not made of tensors")
     return outcome, graph
 
 
@@ -108,7 +108,7 @@ def _graph(
     more: Sequence[tuple[Tensor, str]],
     watch: Watch,
 ) -> Graph | None:
-    """The graph of what was recorded; ``None``, and a reason, if there is none."""
+    """The graph of the recording; ``None``, and a reason, if it has none."""
     if recorder.refusal is not None or outcome.was_measured:
         return None
     try:
@@ -125,14 +125,14 @@ def _graph(
     if any(id(t) not in own for t in recorder.left()):
         gc.collect()
         if any(id(t) not in own for t in recorder.left()):
-            recorder.refusal = "it keeps a tensor elsewhere than in what it returns"
+            recorder.refusal = "it keeps a tensor elsewhere than in its result"
             return None
     program.outs, program.fields = [n for n in numbers if n is not None], results.fields
     recorded = len(program.operations)
     names = {id(t): f"own_{name}" for name, t in watch.tensors.items()}
     try:
         code = code_of(with_direct_views(tidy(program)), names)
-    except Exception as error:  # the step itself is through, and right
+    except Exception as error:  # the step itself has finished, and is right
         recorder.refusal = f"its graph could not be written ({type(error).__name__}: {error})"
         return None
     return Graph(program, recorded, code, results, watch, asked, more)
@@ -151,9 +151,9 @@ def _set_by_hook(
 
 
 def _drawn(drawn: Any, recorder: Recorder) -> str | None:
-    """What random numbers a step drew that no graph would draw."""
+    """Which random numbers of a step a graph would not draw."""
     if states_of_generators() != drawn:
         return "it draws random numbers that are not torch's"
     if not recorder.is_undisturbed():
-        return "it sets the state of torch's generator, or draws in no operation"
+        return "it sets the state of torch's generator, or draws outside operations"
     return None

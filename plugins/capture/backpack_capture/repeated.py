@@ -1,4 +1,4 @@
-"""Runs recorded visits in the place of the engine."""
+"""Runs recorded visits instead of the engine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Repeated(Driver):
             )
 
     def _taking(self, run: BackwardPass, number: int) -> Callable[[Any], None]:
-        """A hook that notes the gradients with which autograd is at a node."""
+        """A hook that notes the gradients that autograd has brought to a node."""
         arrived, schedule = self._arrived, ref(run.schedule)
 
         def take(grads: Any) -> None:
@@ -69,7 +69,7 @@ class Repeated(Driver):
         return take
 
     def reach(self, run: BackwardPass, site: Site, grads: Any, others: Any) -> None:
-        """Run what was computed at this visit, and store what was stored."""
+        """Repeat what was computed at this visit, and store the results."""
         if others is not None and run.context.is_curvature:
             raise changed_gradient(run.view(site, grads[site.edge.output_nr]), others)
         if (site.call, site.index) not in self._order:  # another thread has missed that
@@ -97,7 +97,7 @@ class Repeated(Driver):
     def _run(
         self, seen: Visit, sent: list[Tensor], site: Site | None = None, grad: Tensor | None = None
     ) -> list[tuple[Store, Any]]:
-        """Run the program up to the next pause, with what calls have stored, and what is late."""
+        """Run the program up to the next pause, with stored tensors of calls, and late ones."""
         for what, key, layout in seen.late:
             if what == "gradient" and site is not None:
                 output = site.call.stored.outputs[site.index]
@@ -117,7 +117,7 @@ class Repeated(Driver):
         return _put_together(seen.stores, found)
 
     def end(self, run: BackwardPass) -> None:
-        """Store what had to wait for the end."""
+        """Store the results that waited for the end."""
         for store, value in self.last():
             field = run.context.extensions[store.extension].savefield
             setattr(self._parameters[store.parameter], field, value)
@@ -125,20 +125,20 @@ class Repeated(Driver):
     def last(self) -> list[tuple[Store, Any]]:
         """What extensions compute at the end."""
         if self._next < len(self._recorded.visits):
-            raise InternalError("A backward pass did not get to calls that it got to before.")
+            raise InternalError("A backward pass did not reach calls that it reached before.")
         last = self._recorded.last
         return self._run(last, []) if last.stores else []
 
 
 class Compared(Repeated):
-    """Runs a recording and the engine, whose results count."""
+    """Runs a recording and the engine; the engine's results count."""
 
     def __init__(self, entry: Entry, run: BackwardPass, *what: Any) -> None:
         super().__init__(entry, run, *what)
         self.outputs, run.sink.noted = None, []
 
     def reach(self, run: BackwardPass, site: Site, grads: Any, others: Any) -> None:
-        """Both; the engine draws the same random numbers."""
+        """Run both; the engine draws the same random numbers."""
         places = self._order
         if (site.call, site.index) not in places:
             visit(run, site, grads, others)
@@ -150,7 +150,7 @@ class Compared(Repeated):
         self._compare(run, ours, noted_at_visit(run), (site.call.path, f"{rule}, or "))
 
     def end(self, run: BackwardPass) -> None:
-        """Both."""
+        """Run both."""
         with self._drawing_twice() as ours:
             ours += self.last()
         results = noted_at_visit(run)
@@ -158,7 +158,7 @@ class Compared(Repeated):
 
     @contextmanager
     def _drawing_twice(self) -> Iterator[list[tuple[Store, Any]]]:
-        """A block behind which the random numbers are those before it."""
+        """A block that restores the state of random numbers afterwards."""
         states = generator_states() if self._recorded.is_random else ()
         yield []
         if states:
@@ -182,8 +182,8 @@ class Compared(Repeated):
             who = f"{where[1]}{type(extensions[0]).__module__},"
             self._entry.recorded, self._entry.refusal = None, "it computes something else now"
             raise PluginCodeError(
-                f"{where[0]}: the plugin {who} has said that it only computes, so that the "
-                "same operations serve every pass of one structure, and computed something else "
+                f"{where[0]}: the plugin {who} has declared that it only computes, so that the "
+                "same operations serve every pass of one structure, but it computed something else "
                 f"than before. {self._entry.uses} passes may be wrong. Take "
                 'declare_only_computes() out of the plugin, or write check="always".'
             )
@@ -191,9 +191,9 @@ class Compared(Repeated):
 
 def _changed(where: str) -> OverwrittenInputError:
     return OverwrittenInputError(
-        f"{where}: what it received, returned or owns, or what an operation has saved, was "
-        "changed in place during the backward pass, so derivatives would be computed with other "
-        "values. Change it afterwards."
+        f"{where}: a tensor that it received, returned or owns, or that an operation has saved, "
+        "was changed in place during the backward pass, so derivatives would be computed with "
+        "other values. Change it afterwards."
     )
 
 
@@ -211,7 +211,7 @@ def _put_together(stores: list[Store], found: Any) -> list[tuple[Store, Any]]:
 
 
 def _laid_out(grad: Tensor | None, shape: torch.Size, layout: Any, dtype: torch.dtype) -> Tensor:
-    """A gradient, as the recorded one lay in memory."""
+    """A gradient in the memory layout of the recorded one."""
     if grad is not None and layout_of(grad) == layout:
         return grad
     laid = torch.empty_strided(shape, layout[1], dtype=dtype, device=layout[2])

@@ -1,4 +1,4 @@
-"""What a step stores: gradients, of which hooks hear, and fields of parameters."""
+"""What a step stores: gradients, which run hooks, and fields of parameters."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from backpack_products.recycled import offer
 
 
 class Results:
-    """What a step gave: what it returned, gradients, and fields, taken apart.
+    """The results of a step, taken apart: what it returned, gradients, and fields.
 
     Attributes:
         tensors: All tensors, each once.
-        form: What else there is.
+        form: Everything else.
         gradients: The parameters that have a gradient, with its place among the tensors.
         fields: The places of results that are fields.
-        is_heard: Whether hooks hear of gradients.
+        is_heard: Whether gradients run hooks.
     """
 
     def __init__(
@@ -35,12 +35,12 @@ class Results:
 
         Args:
             returned: What the step returned.
-            parameters: Those that may have results.
-            fields: The names of these.
+            parameters: The parameters that may have results.
+            fields: The names of these results.
             more: Other attributes of parameters, which ``extension_hook`` has set.
 
         Raises:
-            HoldsCode: A result has code in it.
+            HoldsCode: A result holds code.
         """
         graded = [p for p in parameters if p.grad is not None]
         stored = [(p, f) for p in parameters for f in fields if f in p.__dict__]
@@ -61,18 +61,18 @@ class Results:
         self._of = [places[id(v)] for v in (returned, *values)] if all(only) else None
 
     def hear(self, order: Sequence[Tensor]) -> None:
-        """Have hooks hear of gradients, in an order of parameters."""
+        """Let gradients run hooks, in an order of parameters."""
         places = {id(parameter): place for place, parameter in enumerate(order)}
         self.gradients.sort(key=lambda pair: places.get(id(pair[0]), -1))
         self.is_heard = bool(order)
 
     def offer(self) -> None:
-        """Offer the memory of the results that are there to those that replace them."""
+        """Offer the memory of the present results to those that replace them."""
         for table, field in self._stored:
             offer(table, field)
 
     def deliver(self, tensors: Sequence[Tensor]) -> Any:
-        """Store the same results with other tensors; returns what the step returned."""
+        """Store the same results with other tensors, and return what the step returned."""
         if not self.is_heard:
             for parameter, place in self.gradients:
                 _add(parameter, tensors[place])
@@ -104,7 +104,7 @@ def _add(parameter: Tensor, gradient: Tensor) -> None:
 
 
 def accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    """Add a gradient to that of a parameter as autograd does: its hooks hear of it."""
+    """Add a gradient to that of a parameter as autograd does: this runs its hooks."""
     if gradient_hooks(parameter):
         torch.autograd.backward((parameter,), (gradient,))
     else:
@@ -112,12 +112,12 @@ def accumulate(parameter: Tensor, gradient: Tensor) -> None:
 
 
 class GradientsApart:
-    """A block in which gradients begin at none, and no hook hears of them.
+    """A block that begins without gradients, and in which they run no hooks.
 
-    Afterwards they are added to what there was, and hooks hear of that.
+    Afterwards they are added to the earlier ones, and run hooks.
 
     Attributes:
-        order: Parameters with hooks, as their gradients came.
+        order: Parameters with hooks, in the order of their gradients.
         fault: What the step did to gradients before its backward pass; empty if nothing.
     """
 
@@ -129,7 +129,7 @@ class GradientsApart:
         self.fault = ""
 
     def begin(self) -> None:
-        """Put them aside: behind the forward pass, which may look at them."""
+        """Put gradients aside, after the forward pass, which may read them."""
         self._before = [p.grad for p in self._parameters]
         if any(new is not old for new, old in zip(self._before, self._given, strict=True)):
             self.fault = (
@@ -144,12 +144,12 @@ class GradientsApart:
                 self._put_back.append(note.remove)
 
     def __enter__(self) -> GradientsApart:
-        """They are as they were."""
+        """Restore the earlier gradients."""
         self._given = [p.grad for p in self._parameters]
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Add them, as autograd would have done."""
+        """Add the new gradients, as autograd would have done."""
         for back in reversed(self._put_back):
             back()
         found = [p.grad for p in self._parameters]

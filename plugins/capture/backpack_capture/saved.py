@@ -14,7 +14,7 @@ from backpack_core.record.call import Site
 from backpack_products.values import kernels_of
 
 _ONE: Final = (Tensor, Parameter)
-_INSIDE: Final = 100  # nodes of a call that are looked at
+_INSIDE: Final = 100  # most nodes of a call to look at
 
 
 def looked_up(node: Any, name: str) -> Any:
@@ -26,15 +26,15 @@ def looked_up(node: Any, name: str) -> Any:
 
 
 def names_of(node: Node) -> list[str]:
-    """The names of what a node has saved, but for shapes, which a structure has."""
+    """The names of what a node has saved, except for shapes, which a structure has."""
     return [name for name in dir(node) if name.startswith("_saved_") and "_sym_" not in name]
 
 
 def setting_of(node: Node, name: str) -> Any:
-    """A setting that a node has saved; of a tensor with a single number on the host, the number.
+    """A setting that a node has saved; for a tensor with a single number on the host, the number.
 
-    Torch saves a number as such a tensor, and hands it to a formula as a number. ``None`` stands
-    for other tensors.
+    Torch saves a number as a tensor of this kind, but passes it to a formula as a number. ``None``
+    stands for other tensors.
     """
     value = looked_up(node, name)
     if isinstance(value, Tensor):
@@ -44,7 +44,7 @@ def setting_of(node: Node, name: str) -> Any:
 
 
 def inside(site: Site) -> list[Node]:
-    """The nodes inside of a call, from its output on; the first of them if there are many."""
+    """The nodes inside a call, from its output on; the first ones if it has many."""
     ends = {edge.node for edge in site.call.edges if edge is not None}
     found = dict.fromkeys([site.edge.node])
     todo = [site.edge.node]
@@ -83,7 +83,7 @@ def is_same(saved: Any, tensor: Tensor) -> bool:
 
 
 def laid_apart(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gradients, each with memory for every entry, so that another one can be laid out so."""
+    """Gradients, each with memory for every entry, so that another one can have its layout."""
     found = [*gradients]
     for number, gradient in enumerate(gradients):
         if gradient is not None and may_overlap(gradient):

@@ -1,4 +1,4 @@
-"""A step that runs by the engine until it is trusted, and as a recorded graph from then on."""
+"""A step that runs by the engine until it is trusted, and then as a recorded graph."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from backpack_capture.watch import Watch
 from backpack_core.errors import BackpackWarning, UsageError, warn
 from backpack_products.tuning import unsplit
 
-MOST: Final = 8  # graphs, those that ran last
+MOST: Final = 8  # graphs that are kept: the last ones that ran
 PATIENCE: Final = 4  # replays in a row that read another answer, steps that change their own form
-NEW: Final = 64  # forms in a row, none of which was met again
-EARLY: Final = (4, 6, 7, 10, 18)  # steps that may be recorded: most of those before are measured
+NEW: Final = 64  # forms in a row that were met only once
+EARLY: Final = (4, 6, 7, 10, 18)  # steps that may be recorded: most steps before are measured
 
 
 class CaptureWarning(BackpackWarning):
-    """A captured step runs by the engine: no faster than without ``capture``, and as right.
+    """A captured step runs by the engine: it is right, but no faster than without ``capture``.
 
     The message says why. ``report()`` says it again.
     """
 
 
 class _Form:
-    """What is known of the steps with arguments of some shapes, as the modules are.
+    """What is known about steps with arguments of some shapes, and the present modules.
 
     Attributes:
         watch: What is looked at.
-        guard: How it was.
+        guard: The state of it.
         passes: How many steps the engine ran.
         graph: The recorded step; ``None`` before it is recorded.
-        delay: Why there is none yet.
-        reason: Why there is none, for good.
+        delay: Why the step is not recorded yet.
+        reason: Why the step will never be recorded.
     """
 
     def __init__(self, watch: Watch, shown: str) -> None:
@@ -63,7 +63,7 @@ class _Form:
 
 
 class CapturedStep:
-    """What :func:`~backpack_capture.capture` returns. Call it as the function that it was given."""
+    """What :func:`~backpack_capture.capture` returns. Call it like the captured function."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class CapturedStep:
 
         Args:
             args: The function's arguments.
-            kwargs: Those by name.
+            kwargs: The function's keyword arguments.
 
         Returns:
             What the function returned, detached.
@@ -123,7 +123,7 @@ class CapturedStep:
         """A step by the engine, perhaps a recorded one."""
         self._new += form is None
         if form is None:
-            watch = self._new_watch()  # modules, parameters and functions may be others by now
+            watch = self._new_watch()  # modules, parameters and functions may have been replaced
             form = _Form(watch, shown_of(given))
             form.reason = (
                 reason_against(self._asked, given)
@@ -149,14 +149,14 @@ class CapturedStep:
         elif isinstance(graph, Refused):
             form.reason = graph.reason
             self._warn(graph.reason)
-        elif form.passes == EARLY[-1]:  # what hides the samples may be gone after a warm-up
+        elif form.passes == EARLY[-1]:  # a factor that hides samples may be gone after a warm-up
             form.delay = graph.reason
             self._warn(graph.reason)
         form.was_measured = True
         return outcome.returned, form
 
     def _give_up(self, form: _Form) -> None:
-        """Do without graphs for good, if no step is ever like one before."""
+        """Give up graphs for good, if steps are never like earlier ones."""
         if form.graph is None and not form.guard.holds():
             self._restless += 1
         elif form.passes > 1 or form.reason:
@@ -170,7 +170,7 @@ class CapturedStep:
             self._warn(self._reason)
 
     def _keep(self, key: Hashable, form: _Form) -> None:
-        """Remember a form, as the one that ran last."""
+        """Store a form as the one that ran last."""
         self._forms.setdefault(key, []).append(form)
         self._forms.move_to_end(key)
         while sum(map(len, self._forms.values())) > MOST:
@@ -204,12 +204,12 @@ class CapturedStep:
             graph.in_a_row += 1
             before.put_back()
             if graph.in_a_row >= PATIENCE:
-                self._drop(form, "it reads numbers or shapes off values, which differ each time")
+                self._drop(form, "it reads numbers or shapes from values, which differ each time")
             return self._run_engine(args, kwargs).returned
         except Exception as error:
             before.put_back()
             returned = self._run_engine(args, kwargs).returned  # or the step itself is wrong
-            self._drop(form, f"its graph failed, and the step did not: {_first_line(error)}")
+            self._drop(form, f"its graph failed, but the step did not: {_first_line(error)}")
             return returned
         graph.in_a_row = 0
         if graph.is_compared:
@@ -218,7 +218,7 @@ class CapturedStep:
         return graph.deliver(results)
 
     def _compare(self, form: _Form, results: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
-        """Run the engine after the graph; what it gives counts."""
+        """Run the engine after the graph; the engine's results count."""
         graph = form.graph
         assert graph is not None
         self._by_engine += 1
@@ -229,7 +229,7 @@ class CapturedStep:
         return outcome.returned
 
     def _drop(self, form: _Form, reason: str) -> None:
-        """Do without the code that runs: the recorded graph takes over, or else the engine."""
+        """Drop the code that runs: the recorded graph takes over, or else the engine."""
         if form.graph is not None and form.graph.is_compiled:
             form.graph.go_back(reason)
         else:
@@ -254,7 +254,7 @@ class CapturedStep:
             timeout: Seconds to wait at most, for each graph.
 
         Returns:
-            Whether every graph that there is has been compiled, or was found not to be.
+            Whether the compilation of every graph has ended, with or without success.
         """
         with self._lock:
             graphs = [f.graph for forms in self._forms.values() for f in forms if f.graph]
@@ -262,7 +262,7 @@ class CapturedStep:
         return all(ended)
 
     def holds(self, *args: Tensor) -> bool:
-        """Whether a step with these tensors would be replayed now: what the guard says."""
+        """Whether a step with these tensors would be replayed now, as the guard says."""
         found = self._find(((len(args),), tuple(map(key_of, args))))
         return found is not None and found.graph is not None
 
@@ -287,12 +287,12 @@ class CapturedStep:
 
     @property
     def code(self) -> str:
-        """The Python code of the graphs, those that ran last behind."""
+        """The Python code of the graphs; the one that ran last comes last."""
         found = [f for forms in self._forms.values() for f in forms if f.graph is not None]
         return "\n".join([f"# {f.shown}\n{f.graph.code.text}" for f in found if f.graph])
 
     def __repr__(self) -> str:
-        """The function, and what is asked for."""
+        """The function and the extensions."""
         names = ", ".join(type(e).__name__ for e in self._asked.extensions)
         return f"<captured {self._function.__qualname__} with {names or 'no extensions'}>"
 

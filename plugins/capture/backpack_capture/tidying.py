@@ -1,6 +1,6 @@
-"""Makes a recorded program shorter: what is the same each time, detached, equal, or needed by none.
+"""Shortens a recorded program: drops operations with fixed, equal or unneeded values.
 
-It computes the same numbers, by the same operations. What is overwritten stays as it was recorded.
+The program computes the same numbers by the same operations. Overwritten values stay as recorded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def tidy(program: Program) -> Program:
 
 
 def _filtered(program: Program, keep: Callable[[Operation, dict[int, int]], bool]) -> None:
-    """Drop operations, for each of which ``keep`` enters what takes the place of its values."""
+    """Drop operations; ``keep`` enters the values that replace those of each."""
     same: dict[int, int] = {}
     steps = list[Step]()
     for old in program.steps:
@@ -44,14 +44,14 @@ def _filtered(program: Program, keep: Callable[[Operation, dict[int, int]], bool
             steps.append(step)
     program.steps = steps
     program.outs = [same.get(n, n) for n in program.outs]
-    for number, root in enumerate(program.roots):  # a view lies where that lies which is left
+    for number, root in enumerate(program.roots):  # a view lies in the memory of the value kept
         while root in same:
             root = program.roots[same[root]]
         program.roots[number] = root
 
 
 def _without_detach(program: Program) -> None:
-    """Nothing is differentiated. But no result is the parameter itself, or two results."""
+    """Drop detach, since nothing is differentiated. But results stay separate tensors."""
     outs, outside = {*program.outs}, {*program.given, *program.known, *program.fixed}
 
     def keep(step: Operation, same: dict[int, int]) -> bool:
@@ -69,7 +69,7 @@ def _without_detach(program: Program) -> None:
 
 
 def _folded(program: Program) -> None:
-    """Compute once what depends on nothing."""
+    """Compute constants once."""
     written, values = program.written, {**program.fixed}
 
     def keep(step: Operation, same: dict[int, int]) -> bool:
@@ -77,7 +77,7 @@ def _folded(program: Program) -> None:
         is_known = values.keys() >= {*step.reads} and not step.is_random
         if not (filled or is_known) or _is_blank(step):
             return True
-        reads = [] if filled else step.reads  # of what it fills a tensor like, nothing is read
+        reads = [] if filled else step.reads  # filling reads only the shape of another tensor
         if {program.roots[n] for n in (*reads, *step.made)} & written:
             return True
         found = filled or _run(step, values)
@@ -111,7 +111,7 @@ def _run(step: Operation, values: dict[int, Tensor]) -> dict[int, Tensor]:
 
 
 def _merged(program: Program) -> None:
-    """Compute equal values once; results keep memory of their own."""
+    """Compute equal values once; results keep their own memory."""
     written = program.written
     results = {program.roots[n] for n in program.outs}
     known: dict[Any, Operation] = {}
@@ -148,7 +148,7 @@ def _form(value: Any) -> Any:
 
 
 def drop_unneeded(program: Program) -> None:
-    """Drop what no result depends on, but not draws, nor what writes to tensors from outside."""
+    """Drop what no result depends on, except for draws and writes to tensors from outside."""
     outside = {*program.given, *program.known}
     needed, roots = {*program.outs}, {program.roots[n] for n in program.outs}
     steps = list[Step]()

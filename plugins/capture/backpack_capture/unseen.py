@@ -1,6 +1,6 @@
-"""Reads of numbers that are not operations of torch, and so pass by a recorder.
+"""Reads of numbers that are not operations of torch, so that a recorder would miss them.
 
-While a step is recorded, their methods are others.
+While a step is recorded, other methods replace theirs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from backpack_capture.nested import is_plain
 from backpack_capture.recorder import Recorder
 
-# Where numbers leave torch: what is computed of them elsewhere, nobody sees.
+# Methods by which numbers leave torch: what is computed from them elsewhere is not seen.
 _LEAVING: Final = (
     *[(Tensor, name) for name in ("numpy", "__array__", "data_ptr", "__dlpack__", "storage")],
     (Tensor, "__reduce_ex__"),
@@ -33,14 +33,14 @@ _LOCK: Final = threading.RLock()
 
 
 class _Making(TorchFunctionMode):
-    """Looks at what tensors are made of: of Python numbers alone, they are the same each time."""
+    """Checks what tensors are made of: those of Python numbers only are the same each time."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
         self._recorder = recorder
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let it be called."""
+        """Allow the call."""
         kwargs = kwargs or {}
         if func not in _MAKING:
             return func(*args, **kwargs)
@@ -64,7 +64,7 @@ def _is_number(value: Any) -> bool:
 
 @contextmanager
 def seen_by(recorder: Recorder) -> Iterator[None]:
-    """A block in which a recorder notices them, on its thread."""
+    """A block that shows these reads to a recorder, on its thread."""
     thread, restore = threading.get_ident(), list[Callable[[], None]]()
 
     def put(owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
@@ -108,7 +108,7 @@ def seen_by(recorder: Recorder) -> Iterator[None]:
 
 
 def states_of_generators() -> tuple[Any, ...]:
-    """The states of Python's and NumPy's random numbers, which no graph draws."""
+    """The states of Python's and NumPy's generators, which graphs do not use."""
     numpy = sys.modules.get("numpy")
     of_numpy = () if numpy is None else numpy.random.get_state(legacy=True)
     parts = [part.tobytes() if hasattr(part, "tobytes") else part for part in of_numpy]

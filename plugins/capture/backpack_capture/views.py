@@ -1,6 +1,6 @@
 """Makes each view in one operation: on the way to a product, tensors are reshaped several times.
 
-For small nets, this is a seventh of the time of a graph. A compiler has no use for it.
+For small nets, this saves a seventh of the time of a graph. A compiler does not need it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from backpack_capture.program import Geometry, Operation, Program, Ref, Step, re
 from backpack_capture.tidying import drop_unneeded
 
 aten = torch.ops.aten
-# What they change is not how many numbers there are, but the shape of the tensor itself.
+# These change the shape of the tensor itself, not the number of its entries.
 _BENDING = (
     aten.squeeze_,
     aten.unsqueeze_,
@@ -26,18 +26,18 @@ _BENDING = (
 
 
 def with_direct_views(program: Program) -> Program:
-    """The same program, in which views are made of the tensor whose memory they share.
+    """The same program, with views made directly of the tensor that owns their memory.
 
     Args:
         program: The program; it is left alone.
     """
     program = _with_plain_copies(program)
     found = replace(program, known={**program.known}, fixed={**program.fixed}, steps=list[Step]())
-    # Of what comes from outside, somebody may have seen to it that it lies as it lay.
+    # For tensors from outside, the geometry is known only if something ensures that it stays.
     outside = program.geometry.keys() & {*program.given, *program.known}
     shared = [program.roots[n] for n in program.outs]
-    kept = {n for n in program.outs if shared.count(program.roots[n]) > 1}  # each another tensor
-    kept |= {n for n in program.outs if program.roots[n] in outside}  # and not what it is a view of
+    kept = {n for n in program.outs if shared.count(program.roots[n]) > 1}  # different tensors
+    kept |= {n for n in program.outs if program.roots[n] in outside}  # not the viewed tensor
     made, same = {*outside}, dict[int, int]()
     known: dict[tuple[int, Geometry], int] = {}
     for old in program.steps:
@@ -56,7 +56,7 @@ def with_direct_views(program: Program) -> Program:
             if step.reads != [root]:
                 step = _view(root, program.geometry[root], geometry, number)
                 if root in outside and step.function is aten.as_strided.default:
-                    # Where its memory begins may differ, and is what torch takes by default.
+                    # Its offset may differ; torch takes the tensor's own by default.
                     step = replace(step, args=step.args[:-1])
         if isinstance(step, Operation):
             made |= {*step.made}
@@ -67,7 +67,7 @@ def with_direct_views(program: Program) -> Program:
 
 
 def _with_plain_copies(program: Program) -> Program:
-    """The same program, in which dense tensors are copied as they are, and copies viewed."""
+    """The same program, with dense tensors copied in their layout, and views of the copies."""
     bent = [op for op in program.operations if op.function.overloadpacket in _BENDING]
     unknown = {program.roots[n] for op in bent for n in op.writes}
     lying = {n: g for n, g in program.geometry.items() if program.roots[n] not in unknown}
@@ -99,7 +99,7 @@ def _is_whole(view: Geometry, of: Geometry) -> bool:
 
 
 def _viewed(program: Program, step: Step, made: set[int]) -> int | None:
-    """What a step makes, if it is a view of a tensor whose memory a step before has made."""
+    """The result of a step, if it is a view of memory that an earlier step has made."""
     if not isinstance(step, Operation) or step.writes or not step.is_single or not step.made:
         return None
     (number,), geometry = step.made, program.geometry
@@ -112,7 +112,7 @@ def _viewed(program: Program, step: Step, made: set[int]) -> int | None:
 
 
 def _view(root: int, of: Geometry, geometry: Geometry, number: int) -> Operation:
-    """A view of a tensor, by the operation that is easiest to read."""
+    """A view of a tensor, by the operation that reads best."""
     shape, stride, offset, dtype = geometry
     is_dense = stride == _dense(shape) and of.stride == _dense(of.shape) and offset == of.offset
     function: Any = aten.as_strided.default
@@ -125,7 +125,7 @@ def _view(root: int, of: Geometry, geometry: Geometry, number: int) -> Operation
 
 
 def _dense(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a tensor whose entries lie in their order."""
+    """The strides of a tensor with its entries in order."""
     found, size = list[int](), 1
     for length in reversed(shape):
         found.append(size)

@@ -1,4 +1,4 @@
-"""What is known of the visits of a pass: where their tensors are, and what is taken for granted."""
+"""What is known about the visits of a pass: where their tensors are, and what is assumed."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from backpack_core.record.state import MODULE_ATTRIBUTES, OUR_ATTRIBUTES
 from backpack_products.tuning import memory_budget
 from backpack_products.values import is_onednn_on
 
-if TYPE_CHECKING:  # what a recording needs is imported when there is one
+if TYPE_CHECKING:  # what a recording needs is imported with the first one
     from backpack_capture.code import Code
     from backpack_capture.nested import Apart
 
-Result: TypeAlias = tuple[Extension, Tensor, Any]  # with the parameter that it is stored on
+Result: TypeAlias = tuple[Extension, Tensor, Any]  # with the parameter that stores it
 # A tensor of a call, and how often it had been changed in place when it was stored.
 Stored: TypeAlias = tuple[Tensor, int]
-_DEEPEST: Final = 4  # how deep lists and objects are looked into
+_DEEPEST: Final = 4  # levels of lists and objects to look into
 
 
 class Slot(NamedTuple):
@@ -37,11 +37,11 @@ class Slot(NamedTuple):
 
     Attributes:
         what: ``"inputs"`` or ``"outputs"`` of the call, ``"owned"`` by the module, the
-            ``"gradient"`` at the output, ``"arriving"`` as one at a node between calls, or saved by
-            a node ``"inside"`` the call or ``"between"`` calls.
-        key: Its number or name among these; of what a node has saved, what :func:`saved_by` takes:
-            the number of the node is that in :func:`inside`, or in the structure.
-        layout: How it lies in memory, and what it is.
+            ``"gradient"`` at the output, a gradient ``"arriving"`` at a node between calls, or
+            saved by a node ``"inside"`` the call or ``"between"`` calls.
+        key: Its number or name among these. For a tensor saved by a node, the arguments of
+            :func:`saved_by`; the node's number is that in :func:`inside`, or in the structure.
+        layout: How it lies in memory, and its kind.
     """
 
     what: str
@@ -60,7 +60,7 @@ class Store(NamedTuple):
     Attributes:
         extension: Which of the extensions.
         parameter: The number of the parameter in the structure.
-        value: What it is made of.
+        value: The form of the value.
         size: The number of tensors in it; -1 if it is a tensor.
     """
 
@@ -71,14 +71,15 @@ class Store(NamedTuple):
 
 
 class Visit(NamedTuple):
-    """What is known of a visit.
+    """What is known about a visit.
 
     Attributes:
         place: The number of the output in the walk.
         stored: The tensors of the call that are sent to the program.
-        late: Those that are sent behind them: what the visit brings, and what nodes have saved.
+        late: Tensors that are sent after these: those that the visit brings, or that nodes have
+            saved.
         stores: Its results.
-        alike: Which tensors that the call received are one; see :func:`alike`.
+        alike: Which tensors that the call received are the same; see :func:`alike`.
     """
 
     place: int
@@ -93,15 +94,15 @@ class Recorded(NamedTuple):
 
     Attributes:
         visits: The visits, in their order.
-        last: What is sent and stored behind them, as if it were one.
-        code: A generator, which is sent the tensors of each, and yields results.
-        world: What else it takes for granted.
-        attributes: Those of modules that no structure knows, by the place of a call.
+        last: What is sent and stored after them, in the form of a visit.
+        code: A generator, which receives the tensors of each visit and yields results.
+        world: Other assumptions.
+        attributes: Attributes of modules that structures do not know, by the place of a call.
         settings: Numbers that nodes have saved: the number of the node between calls, or -1 less
-            the place of an output, and the name and the value. What is a number in the code of a
-            model may be another one each time.
+            the place of an output, and the name and the value. A number in the code of a model may
+            differ each time.
         arriving: The numbers of nodes between calls whose gradients are sent.
-        delayed: Parameters whose results are there after their gradients.
+        delayed: Parameters whose results are stored after their gradients.
         is_random: Whether it draws random numbers.
     """
 
@@ -117,15 +118,15 @@ class Recorded(NamedTuple):
 
 
 class Entry:
-    """What is known of passes by one plan, with extensions of some settings.
+    """What is known about passes by one plan, with extensions of some settings.
 
     Attributes:
         form: The settings.
-        is_alone: Whether they are made without autograd, in an order of our own.
-        passes: How many there were.
+        is_alone: Whether the passes run without autograd, in our own order.
+        passes: How many passes have run.
         uses: How many of them used the recording.
-        recorded: The recording, once there is one.
-        refusal: Why there will be none; empty otherwise.
+        recorded: The recording, if one was made.
+        refusal: Why none will be made; empty otherwise.
     """
 
     def __init__(self, extensions: Sequence[Extension], is_alone: bool) -> None:
@@ -136,7 +137,7 @@ class Entry:
         self.refusal = ""
 
     def is_of(self, extensions: Sequence[Extension]) -> bool:
-        """Whether extensions have these settings; those with tensors among them never have."""
+        """Whether extensions have these settings; never if the settings hold tensors."""
         try:
             return self.form == [(type(extension), vars(extension)) for extension in extensions]
         except RuntimeError:
@@ -144,10 +145,10 @@ class Entry:
 
 
 def attributes_of(structure: Structure) -> dict[int, dict[str, Any]]:
-    """What modules have besides settings, by the place of a call; most have nothing.
+    """Other attributes of modules than settings, by the place of a call; most have none.
 
     Raises:
-        Opaque: It cannot be compared.
+        Opaque: An attribute cannot be compared.
     """
     found = dict[int, dict[str, Any]]()
     for place, (call, _) in enumerate(structure.sites):
@@ -163,13 +164,13 @@ class Opaque(Exception):
 
 
 def seen(value: Any, depth: int = 0) -> Any:
-    """An attribute in a form that can be compared, and that holds nothing.
+    """An attribute in a form that can be compared, and that does not keep it alive.
 
-    Of tensors, functions and classes, it counts which they are; of other objects, as configurations
-    are, the attributes.
+    Tensors, functions and classes are compared by identity; other objects, such as configurations,
+    by their attributes.
 
     Raises:
-        Opaque: It holds something of which nobody knows whether it changes.
+        Opaque: It holds an object, and changes of that object cannot be seen.
     """
     if is_plain(value):
         return value
@@ -181,22 +182,22 @@ def seen(value: Any, depth: int = 0) -> Any:
     if isinstance(whole, (Tensor, FunctionType, BuiltinFunctionType, type)):
         return type(whole).__name__, id(whole)
     own = getattr(whole, "__dict__", None)
-    # What is called, as a method or functools.partial, has more than its attributes.
+    # A callable, such as a method or functools.partial, has more than its attributes.
     if own is None or callable(whole) or depth >= _DEEPEST:
         raise Opaque
     return id(type(whole)), {name: seen(item, depth + 1) for name, item in own.items()}
 
 
 def world() -> tuple[Any, ...]:
-    """What decides which operations run, besides modules, extensions and shapes."""
+    """What else decides which operations run, apart from modules, extensions and shapes."""
     kernels = torch.are_deterministic_algorithms_enabled(), is_onednn_on()
     return memory_budget(), torch.get_num_threads(), torch.get_default_dtype(), kernels
 
 
 def given_to(recorded: Recorded, structure: Structure, is_alone: bool) -> list[list[Stored]] | None:
-    """What calls have stored for each visit; ``None`` if something is another thing now.
+    """What calls have stored for each visit; ``None`` if an assumption no longer holds.
 
-    How the tensors of calls lie in memory is a part of the structure.
+    The memory layout of the tensors of calls is part of the structure.
     """
     if recorded.world != world():
         return None
@@ -234,7 +235,7 @@ def given_to(recorded: Recorded, structure: Structure, is_alone: bool) -> list[l
 
 
 def are_saved(late: list[Slot], nodes: list[Node], site: Site | None = None) -> bool:
-    """Whether nodes have what is taken at a visit, or behind the last, in the same form."""
+    """Whether nodes hold what a visit (or the end) takes, in the same form."""
     for what, key, layout in late:
         if what not in ("gradient", "arriving"):
             own = nodes if what == "between" or site is None else inside(site)
@@ -245,7 +246,7 @@ def are_saved(late: list[Slot], nodes: list[Node], site: Site | None = None) -> 
 
 
 def visit(run: BackwardPass, site: Site, grads: Any, others: Any) -> None:
-    """Have the engine visit an output."""
+    """Let the engine visit an output."""
     if run.is_alone:
         run.visit(site, grads[site.edge.output_nr], others)
     else:
@@ -261,27 +262,27 @@ def are_alike(table: dict[str, Any], attributes: dict[str, Any]) -> bool:
 
 
 def turn_of(site: Site) -> int:
-    """When autograd gets to an output: to what was computed last, first. It counts upwards."""
+    """The turn of an output: autograd visits the largest number first, which was computed last."""
     node: Any = site.edge.node
     number: int = node._sequence_nr()
     return number
 
 
 def alike(call: Call) -> tuple[int, ...]:
-    """For each tensor that a call received the number of the first that is the same object."""
+    """For each tensor that a call received, the number of the first that is the same object."""
     inputs = call.stored.inputs
     known = [id(tensor) for tensor in inputs]
     return tuple(map(known.index, known)) if len(known) > 1 else ()
 
 
 def noted_at_visit(run: BackwardPass) -> list[Result]:
-    """What was stored at a visit; what waits for the end is computed on."""
+    """What was stored at a visit, without values that wait for the end."""
     noted, run.sink.noted = run.sink.noted or [], []
     return [result for result in noted if not result[0].is_deferred]
 
 
 def finished(run: BackwardPass) -> list[Result]:
-    """Have extensions compute what had to wait for the end, and store it."""
+    """Let extensions compute the results that waited for the end, and store them."""
     values = run.sink.finished()
     run.sink.deferred.clear()
     found = [(e, parameter, value) for e, of in values for parameter, value in of.items()]

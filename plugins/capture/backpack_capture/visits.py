@@ -1,9 +1,9 @@
 """Repeats what rules and extensions compute at visits, without calling them.
 
-In a pass that goes by a plan, the same operations of torch run as in those before it. So they are
-written down once, visit by visit, and later passes run them alone. Autograd's pass, its hooks, and
-the time at which results are there stay what they are. A recording is compared with the engine at
-its 1st, 2nd, 4th, 8th, … use.
+In a pass that goes by a plan, the same operations of torch run as in earlier ones. So they are
+recorded once, visit by visit, and later passes run only these. Autograd's pass, its hooks, and the
+time when results are stored do not change. A recording is compared with the engine at its 1st, 2nd,
+4th, 8th, … use.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from backpack_core.plan.plan import Planned, model_of, plans
 from backpack_core.plan.structure import Structure
 from backpack_products.open_functions import Operation
 
-WIDEST: Final = 2**22  # bytes of a tensor; beyond, kernels take much longer than what calls them
-FIRST: Final = 8  # which pass by a plan is written down; that takes as long as ten or twenty
-MOST: Final = 4  # settings of extensions for which there are recordings of one plan
-MOST_OF_MODEL: Final = 32  # recordings of one model; each takes as long as some passes
+WIDEST: Final = 2**22  # bytes of a tensor; beyond, kernels take much longer than their callers
+FIRST: Final = 8  # the pass by a plan that is recorded; that takes as long as ten or twenty passes
+MOST: Final = 4  # recordings of one plan, for different settings of extensions
+MOST_OF_MODEL: Final = 32  # recordings of one model; each takes as long as several passes
 
 
 class Visits(Observer):
-    """Drives passes by recordings, or makes them."""
+    """Drives passes by recordings, or makes recordings."""
 
     needs_visits = False
 
     def drive(self, run: Any, planned: Planned, structure: Structure) -> Driver | None:
-        """By a recording that holds; one that makes it; or ``None``."""
+        """A driver by a valid recording, or one that makes a recording, or ``None``."""
         if not _may_repeat(run):
             return None
         is_alone = any(each.goes_alone(run, planned, structure) for each in run.observers)
@@ -60,7 +60,7 @@ class Visits(Observer):
 
 
 def _may_repeat(run: BackwardPass) -> bool:
-    """Whether a pass is one of those in which only rules and extensions do anything at visits."""
+    """Whether only rules and extensions do anything at visits of a pass."""
     context, options = run.context, run.arguments.options
     return not (
         any(observer.needs_visits for observer in run.observers)
@@ -88,7 +88,7 @@ def _entry(planned: Planned, extensions: Sequence[Any], is_alone: bool) -> Entry
 
 
 def _may_record(entry: Entry, run: BackwardPass, structure: Structure) -> bool:
-    """Whether whatever computes has said that it does nothing else; and whether it pays."""
+    """Whether all parts have declared that they only compute, and whether a recording pays."""
     parts: list[Any] = [*run.context.extensions, *(e.propagator for e in run.context.extensions)]
     parts += [call.rule for call, _ in structure.sites]
     foreign = [type(part).__name__ for part in parts if not only_computes(type(part))]
@@ -97,20 +97,20 @@ def _may_record(entry: Entry, run: BackwardPass, structure: Structure) -> bool:
     if foreign:
         entry.refusal = f"{foreign[0]} may do more than compute"
     elif any(t.is_inference() for t in tensors):
-        entry.refusal = "changes of inference tensors are not noted"
+        entry.refusal = "torch does not count changes of inference tensors"
     elif max(t.nbytes for t in tensors) > WIDEST:
-        entry.refusal = "kernels take longer than what calls them"
+        entry.refusal = "kernels take longer than their callers"
     elif not _is_settled(structure):
         entry.refusal = "a module has an attribute that cannot be compared"
     elif recorded[0] == MOST_OF_MODEL:
-        entry.refusal = "there are recordings of other shapes"
+        entry.refusal = "too many recordings of the model exist, for other shapes"
     else:
         recorded[0] += 1
     return not entry.refusal
 
 
 def _has_loose_settings(extension: Any) -> bool:
-    """Whether there are attributes that may be changed otherwise than by others in their place."""
+    """Whether an attribute can change in another way than by assignment."""
     own = {name: value for name, value in vars(extension).items() if name != "carriers"}
     return not all(map(_is_setting, own.values()))
 

@@ -1,7 +1,7 @@
-"""What a recorded graph takes for granted, compared before each replay. It has to be quick.
+"""What a recorded graph takes for granted, compared before each replay. This must be quick.
 
-Numbers and containers are compared by value, other objects by identity. They are held, so that no
-other one can get the number of one that is gone.
+Numbers and containers are compared by value, other objects by identity. These objects are held, so
+that no other object can get the ``id`` of one that was deleted.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ DEEPEST: Final = 4
 
 
 class Watch:
-    """A function, the modules and extensions that it takes part with, and all they refer to.
+    """A function, the modules and extensions that it uses, and everything that they refer to.
 
     Attributes:
         modules: Every module.
         parameters: Their parameters.
-        tensors: Those and their buffers, by name.
-        functions: Functions that a step calls, of the user's.
-        classes: Classes of the user's, of modules and other objects.
+        tensors: Their parameters and buffers, by name.
+        functions: The user's functions that a step calls.
+        classes: The user's classes of modules and other objects.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Watch:
         self.outside: dict[int, Tensor] = {}
 
     def refers_to(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies where it would be noticed if it were replaced; watch it, if so."""
+        """Whether a replacement of a tensor would be noticed; if so, watch the tensor."""
         if tensor.requires_grad:
             return False
         places: list[Any] = [self.bound, *[v for f in self.functions for v in _referred(f)]]
@@ -71,10 +71,10 @@ class Watch:
         return found
 
     def reason_against(self, gradient: Any) -> str | None:
-        """Why no step can be replayed as things are; ``None`` if there is no reason.
+        """Why steps cannot be replayed now; ``None`` if they can.
 
         Args:
-            gradient: How gradients come about; hooks hear of those of autograd.
+            gradient: How gradients are computed; those of autograd run hooks.
         """
         if not _torch.is_ordinary():
             return (
@@ -97,8 +97,8 @@ class Watch:
                 return f"{name} is a {type(tensor).__name__}"
             if _torch.is_foreign(tensor):
                 return (
-                    f"{name} is on {tensor.device}, {tensor.layout}: only dense tensors on a CPU, "
-                    "or on the current CUDA device"
+                    f"{name} is on {tensor.device}, {tensor.layout}: only dense tensors on a CPU "
+                    "or on the current CUDA device are recorded"
                 )
             if tensor.grad_fn is not None:
                 return f"{name} was computed from other tensors"
@@ -106,12 +106,12 @@ class Watch:
 
 
 def is_compiler(module: Module) -> bool:
-    """Whether a module is what ``torch.compile`` returns: turned off in steps, it only hands on."""
+    """Whether a module comes from ``torch.compile``: turned off in steps, it only forwards."""
     return type(module).__module__.startswith("torch._dynamo")
 
 
 def _computes_only(hook: Any) -> bool:
-    """Whether a hook is of a library that computes parameters in it, or ours, or only looks."""
+    """Whether a hook only looks, is ours, or comes from a library that computes parameters."""
     if getattr(getattr(getattr(hook, "func", hook), "__self__", None), "only_looks", False):
         return True
     home = type(hook).__module__ if not isinstance(hook, types.FunctionType) else hook.__module__
@@ -143,12 +143,12 @@ _INSTALLED: Final = tuple({sysconfig.get_path(key) for key in ("stdlib", "pureli
 
 
 def code_behind(values: Sequence[Any]) -> tuple[list[types.FunctionType], list[type]]:
-    """The functions and classes of the user's that values are, and those that these refer to.
+    """The user's functions and classes among values, and those that these refer to.
 
-    Of a class, those methods count that some function names, or that operations call.
+    A method of a class counts if a function names it, or if operations call it.
     """
     functions, classes = dict[int, types.FunctionType](), dict[int, type]()
-    first = {id(getattr(value, "__func__", value)) for value in values}  # wherever they are from
+    first = {id(getattr(value, "__func__", value)) for value in values}  # of any origin
     todo, methods = [*values], list[tuple[str, Any]]()
     while todo:
         value = todo.pop()
@@ -176,7 +176,7 @@ def code_behind(values: Sequence[Any]) -> tuple[list[types.FunctionType], list[t
 
 
 def _is_implicit(name: str) -> bool:
-    """Whether a method is called without its name: by an operation, or by torch."""
+    """Whether a method is called without its name, by an operation or by torch."""
     return name == "forward" or (name.startswith("__") and name not in ("__init__", "__repr__"))
 
 
@@ -186,7 +186,7 @@ def _function_of(value: Any) -> Any:
 
 
 def _is_users(function: Any) -> bool:
-    """Whether a function is one of the user's files, and not of an installed package, or ours."""
+    """Whether a function is in the user's files, not in an installed package or ours."""
     if not isinstance(function, types.FunctionType):
         return False
     is_ours = str(function.__module__).startswith("backpack_")
@@ -207,7 +207,7 @@ def _referred(function: types.FunctionType) -> list[Any]:
 
 
 def names_in(code: types.CodeType) -> list[str]:
-    """The names of globals and attributes in a function, and in those inside of it."""
+    """The names of globals and attributes in a function, and in the functions inside it."""
     inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
     return [*code.co_names, *[name for c in inner for name in names_in(c)]]
 
@@ -219,7 +219,7 @@ _NO_RECORDS: Final = (Module, Tensor, type, types.ModuleType, types.FunctionType
 
 
 def is_record(value: Any) -> bool:
-    """Whether an object is its attributes, as settings are."""
+    """Whether an object consists of its attributes, as settings do."""
     is_ours = type(value).__module__.startswith("backpack_capture")  # a step counts its replays
     return hasattr(value, "__dict__") and not (is_ours or isinstance(value, _NO_RECORDS))
 

@@ -30,13 +30,13 @@ class Agreement:
 
     @property
     def cosines(self) -> Tensor:
-        """``⟨g_n, g_m⟩ / (‖g_n‖ ‖g_m‖)``, ``[N, N]``; zero where a gradient is."""
+        """``⟨g_n, g_m⟩ / (‖g_n‖ ‖g_m‖)``, ``[N, N]``; zero where a gradient is zero."""
         norms = self.norms
         return _divided(self.gram, norms[:, None] * norms)
 
     @property
     def cosine_to_mean(self) -> Tensor:
-        """Cosine of the angle between each gradient and their mean, ``[N]``; zero where one is."""
+        """Cosine of the angle between each gradient and the mean, ``[N]``; zero if one is zero."""
         along = self.gram.mean(1)  # ⟨g_n, ḡ⟩
         return _divided(along, self.norms * along.mean().clamp(min=0).sqrt())
 
@@ -45,18 +45,18 @@ class Agreement:
         """The simple noise scale ``tr(Σ) / ‖G‖²``, a number of samples.
 
         ``Σ`` is the covariance of an individual gradient and ``G`` its expectation; numerator and
-        denominator are estimated without bias. About so many samples make a batch whose gradient
-        has as much signal as noise (McCandlish et al., 2018, arXiv:1812.06162, appendix A.1). It is
-        infinite where the batch shows no signal.
+        denominator are estimated without bias. The gradient of a batch of about this size has as
+        much signal as noise (McCandlish et al., 2018, arXiv:1812.06162, appendix A.1). The value is
+        infinite if the batch shows no signal.
 
         Raises:
-            ShapeError: There is one gradient, which says nothing about noise.
+            ShapeError: The batch has one gradient, which says nothing about noise.
         """
         samples = len(self.gram)
         if samples < 2:
             raise ShapeError(
-                f"The noise scale is made of the differences of gradients. Got {samples} of them: "
-                "take a batch of two samples at least."
+                f"The noise scale compares gradients with each other. Got {samples} of them: "
+                "take a batch of at least two samples."
             )
         mean = self.gram.mean()  # ‖ḡ‖²
         noise = (self.gram.diagonal().sum() - samples * mean) / (samples - 1)
@@ -69,7 +69,7 @@ def agreement(model: Module, savefield: str = "batch_dot") -> Agreement:
 
     Args:
         model: The model, after a backward pass with ``BatchDotGrad``.
-        savefield: The attribute in which they were saved.
+        savefield: The attribute that stores them.
 
     Raises:
         UsageError: No parameter has the field.
@@ -88,13 +88,13 @@ def agreement(model: Module, savefield: str = "batch_dot") -> Agreement:
     shapes = {tuple(gram.shape) for gram in grams}
     if len(shapes) > 1:
         raise ShapeError(
-            f"Parameters have {savefield!r} of different shapes {sorted(shapes)}, so some are of "
-            "another pass: go backward through the whole model once."
+            f"Parameters have {savefield!r} of different shapes {sorted(shapes)}, so some come "
+            "from another pass: go backward through the whole model once."
         )
     return Agreement(torch.stack([gram.to(grams[0].device) for gram in grams]).sum(0))
 
 
 def _divided(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """A quotient; zero where the denominator is."""
+    """A quotient; zero where the denominator is zero."""
     zero = denominator == 0
     return torch.where(zero, 0.0, numerator / torch.where(zero, 1.0, denominator))

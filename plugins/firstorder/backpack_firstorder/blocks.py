@@ -21,16 +21,16 @@ Block: TypeAlias = tuple[int, int]  # an axis of the parameter, and how many blo
 
 
 def see_blocks(blocks: Any) -> dict[str, Block]:
-    """Check an argument ``blocks``; returns it.
+    """Check an argument ``blocks`` and return it.
 
     Raises:
-        UsageError: It has the wrong form.
+        UsageError: The argument has the wrong form.
     """
     checked: dict[str, Any] = {} if blocks is None else blocks
     if not isinstance(checked, Mapping) or not all(map(_is_block, checked.values())):
         raise UsageError(
-            "blocks are {name: (axis, count)}, as {'h.0.attn.c_proj.weight': (0, 12)} for twelve "
-            f"heads. Got {blocks!r:.80}."
+            "blocks must be {name: (axis, count)}, such as {'h.0.attn.c_proj.weight': (0, 12)} for "
+            f"twelve heads. Got {blocks!r:.80}."
         )
     return dict(checked)
 
@@ -43,12 +43,12 @@ def _is_block(value: Any) -> bool:
 def pairs_by_block(
     first: SampleProduct, second: SampleProduct, name: str, block: Block, form: Pairing | None
 ) -> Tensor:
-    """:func:`pairs` of each block by itself, ``[N, M, B]``; their sum is that of the whole.
+    """:func:`pairs` of each block, ``[N, M, B]``; their sum is that of the whole parameter.
 
     Args:
         first: Gradients of one column, ``[1, N, *θ]``.
         second: Others, ``[1, M, *θ]``.
-        name: Of the parameter, for messages.
+        name: The parameter's name, for messages.
         block: The axis of ``θ``, and ``B``.
         form: As for :func:`pairs`.
 
@@ -59,8 +59,8 @@ def pairs_by_block(
     shape = first.shape
     if not -len(shape) <= axis < len(shape) or shape[axis] % count:
         raise UsageError(
-            f"The parameter {name!r} has the shape {[*shape]}, and axis {axis} has no {count} "
-            "blocks of one length. Give (axis, count) with a count that divides it."
+            f"The parameter {name!r} has the shape {[*shape]}, and its axis {axis} does not split "
+            f"into {count} blocks of one length. Give (axis, count) with a count that divides it."
         )
     axis %= len(shape)
     both = zip(_cut(first, axis, count), _cut(second, axis, count), strict=True)

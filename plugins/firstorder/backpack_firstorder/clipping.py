@@ -43,8 +43,8 @@ from backpack_products.product import DenseProduct
 from backpack_products.tuning import READ, WRITE
 
 Clipping: TypeAlias = Literal["flat", "per_layer"]
-# From a parameter and the module whose rule reads it to a key: parameters with the same key are
-# clipped together.
+# From a parameter and the module that reads it by a rule to a key: parameters with the same key
+# are clipped together.
 GroupOf: TypeAlias = Callable[[Tensor, Module | None], Hashable]
 # From the norms ``[N]`` of each group to the weights ``[N]`` of the samples' gradients.
 WeightsOf: TypeAlias = Callable[[Mapping[Hashable, Tensor]], Mapping[Hashable, Tensor]]
@@ -60,7 +60,7 @@ class Handle:
     Attributes:
         product: The individual gradients.
         module: The module that has the parameter.
-        norms: Norms ``[N]``; ``None`` if the parameter is small, and handled together with others.
+        norms: Norms ``[N]``; ``None`` if the parameter is small and handled together with others.
         is_measured: Whether values may be looked at.
     """
 
@@ -76,11 +76,11 @@ class ClippedSumGrad(FirstOrderExtension):
     Stored in ``grad_clipped``, shape ``[*θ]``: ``Σ_n g_n min(1, C / ‖g_n‖)`` with ``g_n = ∇ℓ_n``,
     the gradient of sample ``n``'s own loss. ``backward()`` is called on ``1/W Σ_n ℓ_n``. The
     *normaliser* ``W``, which the loss divides by, is not a part of ``ℓ_n``. So bound and value are
-    the same for a mean and for a sum. No sample adds more than ``C`` to the value, and values of
+    the same for a mean and for a sum. Each sample adds at most ``C`` to the value, and values of
     several batches and processes add up. The value does not have the scale of ``.grad``: for a
     step, divide it by the (expected) number of samples.
 
-    ``ℓ_n`` is what the extended loss module gives for the sample alone with ``reduction="sum"``. If
+    ``ℓ_n`` is what the extended loss module gives for this sample with ``reduction="sum"``. If
     a sample has several rows or elements at the loss, it is their sum, with class weights and
     without ignored targets. ``MSELoss()`` on ``[N, D]`` has ``W = N D``, and ``ℓ_n`` is a sum of
     ``D`` squares. For ``CrossEntropyLoss()`` on ``[N T, C]``, ``W`` is the number of tokens that
@@ -88,10 +88,10 @@ class ClippedSumGrad(FirstOrderExtension):
     what the sample adds to the loss, such as the mean over its tokens.
 
     Several losses must divide by one number: for ``1/W (a Σ_n ℓ_n + b Σ_n m_n)``, the sample's own
-    loss is ``a ℓ_n + b m_n``. Otherwise this raises. It also raises if the loss is a function, has
-    ``reduction="none"``, or stands beside other terms. Then pass ``normaliser``. If a script
-    multiplies or divides the loss by a number (of a gradient scaler, or of micro-batches), the
-    number counts as a part of ``ℓ_n``, unless ``scale`` names it.
+    loss is ``a ℓ_n + b m_n``. Otherwise the pass raises an error. It also raises one if the loss is
+    a function, has ``reduction="none"``, or is one of several terms. Then pass ``normaliser``. If a
+    script multiplies or divides the loss by a number (of a gradient scaler, or of micro-batches),
+    the number counts as a part of ``ℓ_n``, unless ``scale`` names it.
 
     ``clipping="flat"`` takes the norm over all parameters of the model that the backward pass
     reaches. ``"per_layer"`` takes it over the parameters of each module (Abadi et al., 2016,
@@ -106,17 +106,17 @@ class ClippedSumGrad(FirstOrderExtension):
     - Keep inputs and output gradients. Take norms from Gram matrices over positions, or from
       individual gradients that are dropped again. Form the weighted sum at the end, at the cost of
       a plain gradient.
-    - Keep the individual gradients and weight them, where they take no more memory than that.
+    - Keep the individual gradients and weight them, if they take no more memory than that.
 
-    Norms neither overflow nor underflow. Sums are computed in single precision at least, and stored
+    Norms do not overflow or underflow. Sums are computed at least in single precision, and stored
     in the precision of the parameter.
     """
 
     savefield = "grad_clipped"
     without_degree = (
-        "a norm that is too large by the factor of a scaler is clipped too early. Say what the "
-        "loss is multiplied by beforehand, ClippedSumGrad(..., scale=scaler.get_scale()): its "
-        "value is that of the loss without the factor."
+        "a scaler's factor enlarges norms, so they are clipped too early. Say beforehand what the "
+        "loss is multiplied by, ClippedSumGrad(..., scale=scaler.get_scale()): its value is that "
+        "of the loss without the factor."
     )
     unless_told = UNLESS_TOLD
     over_batches = OfOwnLosses({"": Part("sum", degree=0)})
@@ -139,18 +139,19 @@ class ClippedSumGrad(FirstOrderExtension):
 
         Args:
             max_norm: The bound ``C`` on ``‖∇ℓ_n‖``.
-            clipping: Over what norms are taken, see the class. A function of a parameter and the
-                module that it counts with returns the same for all that are clipped together.
+            clipping: Over which parameters norms are taken, see the class. Or a function of a
+                parameter and the module that it counts with; it returns the same value for all
+                parameters that are clipped together.
             subsampling: Indices of the samples to take; default: all.
             savefield: Name of the attribute on parameters; default: the class's.
             fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
-            scale: What the loss was multiplied by besides (by a gradient scaler, for example); the
+            scale: What else the loss was multiplied by (by a gradient scaler, for example); the
                 bound and the value are those of the loss without it.
             normaliser: What the loss divides by, ``W``: the number of samples for a mean over them,
                 ``None`` for a sum; default: what the extended losses say.
-            weights: What gradients are multiplied by, instead of ``min(1, C / ‖g_n‖)``: a
-                function of the norms ``‖g_n‖`` of each group, by what ``clipping`` returned for it
-                (with ``"flat"``, ``None``), that returns the weights; shape ``[N]`` each.
+            weights: What gradients are multiplied by, instead of ``min(1, C / ‖g_n‖)``. A function
+                from a mapping to a mapping, each with the group's value of ``clipping`` as key
+                (``None`` for ``"flat"``): from norms ``‖g_n‖`` to weights, ``[N]`` each.
 
         Raises:
             UsageError: The bound, the scale or the normaliser is not positive, or the kind of
@@ -190,7 +191,7 @@ class ClippedSumGrad(FirstOrderExtension):
 
     @property
     def needs_normalisers(self) -> bool:  # type: ignore[override]
-        """Whether the extended losses have to say what they divide by."""
+        """Whether the extended losses must say what they divide by."""
         return isinstance(self.normaliser, str)
 
     def finish(
@@ -271,9 +272,9 @@ def _rows(product: SampleProduct) -> Tensor:
 
 @OpenFunction
 def is_cheaper_kept(product: SampleProduct) -> bool:
-    """Whether keeping individual gradients costs less than forming the weighted sum anew.
+    """Whether keeping individual gradients costs less than forming the weighted sum again.
 
-    Less time, and no more memory than what the sum would be formed from.
+    It must take less time, and at most the memory of what the sum would be formed from.
     """
     return False
 

@@ -76,8 +76,8 @@ def products_with(
 ) -> tuple[Tensor, Moments]:
     """``M``, and those of its moments that are cheap while a piece of it is in the cache.
 
-    For one column without groups all of them, else the sum; none if positions are not shared, or if
-    autograd records.
+    These are all moments for one column without groups, else the sum. There are none if positions
+    are not shared, or if autograd records.
     """
     columns, samples, positions, *sizes = out.shape
     is_cheap = positions > 1 and not torch.is_grad_enabled() and not is_empty(out, inp)
@@ -95,9 +95,9 @@ def products_with(
 
 
 def norm(out: Tensor, inp: Rows, left: Norm | None = None) -> Norm:
-    """``‖M[v, n]‖``, by Gram matrices over positions where they are cheaper. Shape ``[V, N]``.
+    """``‖M[v, n]‖``, by Gram matrices over positions if they are cheaper. Shape ``[V, N]``.
 
-    Not finite where an entry of a factor is not.
+    Not finite where an entry of a factor is not finite.
 
     Args:
         out: Columns at the output.
@@ -111,7 +111,7 @@ def norm(out: Tensor, inp: Rows, left: Norm | None = None) -> Norm:
         return left.times(vector_norm(whole(inp).squeeze(1), 2)).total(2)
     if is_gram_cheaper(out, inp):
         return norm_by_gram(out, inp)
-    if torch.is_grad_enabled():  # whose graph has all pieces anyway
+    if torch.is_grad_enabled():  # autograd's graph keeps all pieces anyway
         return vector_norm(products(out, inp), 2)
     norms = moments(out, inp, sum_=False, square=False, norm_=True).norms
     assert norms is not None
@@ -124,8 +124,8 @@ def is_gram_cheaper(out: Tensor, inp: Rows, is_summed: bool = False) -> bool:
     Args:
         out: Columns at the output.
         inp: What the weight multiplies.
-        is_summed: Whether the sum over samples is needed, too; formed products give it for one
-            more read.
+        is_summed: Whether the sum over samples is needed, too; formed products give it at the
+            cost of one more read.
     """
     columns, _, positions, _, features = out.shape
     single = columns * features * inp.shape[3]
@@ -192,7 +192,7 @@ def _scaled_norm(out: Tensor, inp: Rows) -> Norm:
             peaks.append(peak)
         squares.append(torch.stack(found))
         scales.append(torch.stack(peaks))
-    # Rounding may leave a negative number, where positions cancel.
+    # Rounding may leave a negative number if positions cancel.
     return Norm(torch.cat(squares, 1).clamp(min=0), torch.cat(scales, 1)).wide()
 
 
@@ -220,7 +220,7 @@ def _squares_in_range(out: Tensor, inp: Rows) -> Tensor | None:
 def _gram(mat: Tensor) -> list[Tensor]:
     """Inner products of the positions of ``[n, S, I]``: bands on and above the diagonal.
 
-    A band is ``[n, b, S - start]``, of ``b`` positions with themselves and all behind them.
+    A band is ``[n, b, S - start]``: of ``b`` positions with themselves and all later ones.
     """
     positions = mat.shape[1]
     step = positions if positions < 2 * BAND else max(BAND, -(-positions // 4))
@@ -229,7 +229,7 @@ def _gram(mat: Tensor) -> list[Tensor]:
 
 
 def _met(first: list[Tensor], second: list[Tensor]) -> Tensor:
-    """``Σ_s Σ_t A[s, t] B[s, t]`` of two results of :func:`_gram`, the first is overwritten."""
+    """``Σ_s Σ_t A[s, t] B[s, t]`` of two results of :func:`_gram`; the first is overwritten."""
     total: Tensor | None = None
     for mine, its in zip(first, second, strict=True):
         both = mine * its if torch.is_grad_enabled() else mine.mul_(its)

@@ -23,9 +23,9 @@ Divisors: TypeAlias = Mapping[str, Divisor]
 
 
 def divided(product: SampleProduct, divisor: Divisor) -> SampleProduct:
-    """A product ``[1, N, *θ]`` divided by a divisor, in factors as far as these allow it.
+    """A product ``[1, N, *θ]`` divided by a divisor, in factors where these allow it.
 
-    In single precision at least, since a small divisor would underflow in half precision.
+    At least in single precision, because a small divisor would underflow in half precision.
 
     Args:
         product: The gradients.
@@ -33,7 +33,7 @@ def divided(product: SampleProduct, divisor: Divisor) -> SampleProduct:
             parameter's first axis has the rows, all others the columns.
 
     Raises:
-        ShapeError: It does not fit the parameter.
+        ShapeError: The divisor does not fit the parameter.
     """
     single = in_single(product)
     shape, like = single.shape, single.like
@@ -47,7 +47,7 @@ def divided(product: SampleProduct, divisor: Divisor) -> SampleProduct:
         parts = tuple(p.detach().flatten().to(like.device, like.dtype) for p in divisor)
     if sizes != expected:
         raise ShapeError(
-            f"Gradients {[product.samples, *shape]} are divided by numbers {expected}. Got {sizes}."
+            f"Gradients {[product.samples, *shape]} need a divisor {expected}. Got {sizes}."
         )
     return sum_of([_divided(term, *parts) for term in plain_terms(single)]).placed_as(product)
 
@@ -74,7 +74,7 @@ def divided_by(divisors: Divisors | None, product: SampleProduct, name: str) -> 
     """A product divided by the divisor of its parameter; unchanged if there are no divisors.
 
     Raises:
-        UsageError: There are divisors, but none for this parameter.
+        UsageError: The divisors have none for this parameter.
     """
     if divisors is None:
         return product
@@ -87,14 +87,14 @@ def divided_by(divisors: Divisors | None, product: SampleProduct, name: str) -> 
 
 
 def see_divisors(divisors: Any) -> Divisors | None:
-    """Check an argument ``divisors``; returns it.
+    """Check an argument ``divisors`` and return it.
 
     Raises:
         UsageError: It is not a mapping from names to divisors.
     """
     if divisors is not None and not isinstance(divisors, Mapping):
         raise UsageError(
-            "divisors maps names of parameters to tensors, as divisors_of(optimizer, model) does. "
+            "divisors must map names of parameters to tensors; divisors_of(optimizer, model) does. "
             f"Got {divisors!r:.80}."
         )
     return divisors
@@ -106,14 +106,14 @@ def see_divisors(divisors: Any) -> Divisors | None:
 def divisors_of(optimizer: Optimizer, model: Module) -> dict[str, Divisor]:
     """The divisors by which an optimiser divides gradients, from its state.
 
-    For Adam, AdamW, NAdam and RAdam ``√(v / (1 - β₂ᵗ)) + ε``; with ``amsgrad=True`` the largest
-    ``v``; for RMSprop and Adagrad ``√v + ε``. For Adafactor (of torch, and of ``transformers``) the
-    root of its estimate ``r ⊗ c / mean(r)``: for a matrix a pair of rows and columns, by which
-    gradients are divided in their factors.
+    For Adam, AdamW, NAdam and RAdam: ``√(v / (1 - β₂ᵗ)) + ε``, with ``amsgrad=True`` of the largest
+    ``v``. For RMSprop and Adagrad: ``√v + ε``. For Adafactor (of torch, or of ``transformers``):
+    the root of its estimate ``r ⊗ c / mean(r)``. For a matrix this is a pair of rows and columns,
+    which divide gradients in their factors.
 
     Args:
         optimizer: The optimiser, after at least one step.
-        model: The model, which has the names of parameters.
+        model: The model, which names the parameters.
 
     Returns:
         Divisors by parameter name, for ``SampleGradients.divide`` and ``divisors=...`` of
@@ -130,15 +130,15 @@ def divisors_of(optimizer: Optimizer, model: Module) -> dict[str, Divisor]:
         state = optimizer.state.get(parameter)
         if not state:
             raise UsageError(
-                f"{type(optimizer).__name__} has no state for the parameter {name!r}. Divisors are "
-                "made of it: make a step first, or freeze the parameter."
+                f"{type(optimizer).__name__} has no state for the parameter {name!r}, and divisors "
+                "are made of state: make a step first, or freeze the parameter."
             )
         known = [make for key, make in _STATES.items() if state.get(key) is not None]
         if not known:
             keys = ", ".join(map(str, state))
             raise UsageError(
-                f"What {type(optimizer).__name__} divides {name!r} by is not known from its state "
-                f"({keys}). Give divisors yourself, as tensors by parameter name."
+                f"The state of {type(optimizer).__name__} ({keys}) does not show what it divides "
+                f"{name!r} by. Give divisors yourself, as tensors by parameter name."
             )
         divisors[name] = known[0](state, groups[id(parameter)])
     return divisors

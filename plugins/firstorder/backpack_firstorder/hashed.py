@@ -1,7 +1,7 @@
 """Counter-based random numbers: entry ``i`` of a stream is a function of its key and ``i``.
 
 They are hashes of integers (SplitMix64, Steele et al., 2014). Every device, rank, thread and
-version of torch gets the same numbers, and any of them can be computed without those before it.
+version of torch gets the same numbers. Each number can be computed without those before it.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from backpack_products.open_functions import Operation
 from backpack_products.operations import dense, gram, squared_norm
 
 _REFUSED = Refused(
-    'gradients of form="product" are not added up: join those of each batch with '
-    "SampleGradients.cat, or take them with a consumer in a loop of your own."
+    'gradients of form="product" are not added up over batches: join them with '
+    "SampleGradients.cat, or pass a consumer in a loop of your own."
 )
 Form: TypeAlias = Literal["dense", "product"]
 Consumer: TypeAlias = Callable[[str, SampleGradients], object]
@@ -39,23 +39,22 @@ class BatchGrad(FirstOrderExtension):
 
     With ``form="product"``, they are not formed: ``grad_batch`` is a
     :class:`~backpack_firstorder.SampleGradients` of the same shape and scale, which gives norms,
-    inner products, projections and weighted sums, and can be kept, moved and stored. It has memory
-    of its own, and is not differentiable.
+    inner products, projections and weighted sums, and can be kept, moved and stored. It has its own
+    memory, and is not differentiable.
 
     With a ``consumer``, nothing is stored. ``consumer(name, gradients)`` is called once for each
-    parameter during the backward pass, with its name in the model (a tied parameter has its first)
-    and its ``SampleGradients``. Only one parameter's are held at a time.
+    parameter during the backward pass, with its name in the model (for a tied parameter, the first)
+    and its ``SampleGradients``. Only one parameter's gradients are held at a time.
 
     With ``per="token"``, ``grad_batch`` has the shape ``[N, T, *θ]``: a sample's gradient is the
-    sum over its tokens. ``SampleGradients`` have ``N · T`` entries then, those of the first sample
+    sum over its tokens. Then ``SampleGradients`` have ``N · T`` entries, those of the first sample
     first. A token's share is the term of its position at every use of the parameter: the gradient
-    of a copy that this position alone uses. Position ``t`` is the one at index ``t`` of the axes
-    that hold neither samples nor features, of what the module received (of a convolution, of what
-    it returned). A parameter that has no such positions, or whose uses have different numbers of
-    them, raises.
+    of a copy that only this position uses. Positions are counted along the axes of the module's
+    input (for a convolution, of its output) that do not hold samples or features. The pass raises
+    an error at a parameter without positions, or with uses of different numbers of positions.
 
-    Exact for every net whose samples do not influence each other (Dangel et al., 2020, BackPACK,
-    ICLR, section 2.2).
+    The result is exact for every net, unless samples influence each other (Dangel et al., 2020,
+    BackPACK, ICLR, section 2.2).
     """
 
     savefield = "grad_batch"
@@ -78,11 +77,12 @@ class BatchGrad(FirstOrderExtension):
         Args:
             subsampling: Indices of the samples to take; default: all.
             savefield: Name of the attribute on parameters; default: the class's.
-            fail_mode: See :class:`Extension`.
+            fail_mode: See :class:`backpack_core.Extension`.
             form: ``"dense"`` for tensors, ``"product"`` for gradients that are not formed.
             consumer: With ``form="product"``: a function that takes each parameter's gradients.
             divisors: With ``form="product"``: divisors of the gradients, by parameter name, see
-                :func:`~backpack_firstorder.divisors_of`. Then in single precision at least.
+                :func:`~backpack_firstorder.divisors_of`. The gradients are then at least in single
+                precision.
             per: ``"sample"``, or ``"token"`` for the share of each position.
 
         Raises:
@@ -93,13 +93,13 @@ class BatchGrad(FirstOrderExtension):
             raise UsageError(f"form must be one of {get_args(Form)}. Got {form!r}.")
         if consumer is not None and not (callable(consumer) and form == "product"):
             raise UsageError(
-                "A consumer is a function of a name and SampleGradients: write "
+                "consumer must be a function of a name and SampleGradients: write "
                 f'BatchGrad(form="product", consumer=f). Got {consumer!r:.80}, with form={form!r}.'
             )
         if divisors is not None and form != "product":
             raise UsageError(
-                'Gradients are divided as products: write BatchGrad(form="product", divisors=...). '
-                "Divide dense ones yourself."
+                'divisors divide products: write BatchGrad(form="product", divisors=...), or '
+                "divide dense gradients yourself."
             )
         self.divisors, self.per = see_divisors(divisors), as_per(per)
         if per == "token":
@@ -118,7 +118,7 @@ class BatchGrad(FirstOrderExtension):
         found = SampleGradients.of(divided_by(self.divisors, entries, name))
         if product.parameter is not None:
             dtype = product.parameter.dtype
-            is_divided = self.divisors is not None  # which leaves the range of half precision
+            is_divided = self.divisors is not None  # it may leave the range of half precision
             found = found.to(
                 dtype=torch.promote_types(dtype, torch.float32) if is_divided else dtype
             )
@@ -138,8 +138,8 @@ class BatchL2Grad(SquaresExtension):
     Stored in ``batch_l2``, shape ``[N]``: ``‖∇_θ ℓ_n‖²`` for a sum, and ``1/N² ‖∇_θ ℓ_n‖²`` for a
     mean. The squared norm over several parameters is the sum of theirs.
 
-    In single precision at least. Where that is not enough, as for norms beyond 10¹⁹ or below
-    10⁻¹⁹, a :class:`~backpack_core.errors.RangeWarning` says so once, in a pass that is measured.
+    At least in single precision. If that is not enough, as for norms beyond 10¹⁹ or below 10⁻¹⁹, a
+    pass that is measured says so once, by a :class:`~backpack_core.errors.RangeWarning`.
 
     Individual gradients are not formed for a layer whose positions share no weight (Goodfellow,
     2015, arXiv:1510.01799), or if Gram matrices over positions are cheaper (Li et al., 2022,
@@ -180,8 +180,8 @@ class BatchL2Grad(SquaresExtension):
         single = in_single(entries)
         found = norm(single)
         squares = found.squared().to(single.like.dtype)
-        # What is out of range shows: it is infinite, or as near to zero as numbers get. So that may
-        # be said where the pass looks at values anyway.
+        # A square out of range shows in the result: it is infinite, or nearly zero. So the warning
+        # may be left to passes that look at values anyway.
         if product.is_measured:
             self._warn(product, found.value(), squares)
         return squares.reshape(lead)
@@ -189,8 +189,8 @@ class BatchL2Grad(SquaresExtension):
     def _warn(self, product: SampleProduct, norms: Tensor, squares: Tensor) -> None:
         message = (
             f"{self.savefield} of {product.name!r} of {product.path} leaves the range of "
-            f"{squares.dtype}: norms of individual gradients are so large, or so small, that their "
-            "squares are infinite, or zero. Scale the loss, or use double precision."
+            f"{squares.dtype}: norms of individual gradients are so large or so small that their "
+            "squares are infinite or zero. Scale the loss, or use double precision."
         )
         warn_of_range(norms, squares, (type(self), self.savefield), message)
 
@@ -199,18 +199,18 @@ class BatchDotGrad(SquaresExtension):
     """Inner products of all pairs of individual gradients.
 
     Stored in ``batch_dot``, shape ``[N, N]``: ``⟨∇_θ ℓ_n, ∇_θ ℓ_m⟩`` for a sum, and ``1/N²`` times
-    that for a mean. Its diagonal is ``batch_l2``. Summed over parameters it is the Gram matrix of
-    the gradients, an empirical neural tangent kernel contracted with the loss's gradients.
+    that for a mean. Its diagonal is ``batch_l2``. Summed over parameters, it is the Gram matrix of
+    the gradients: an empirical neural tangent kernel contracted with the loss's gradients.
 
-    In single precision at least. Individual gradients are formed only if Gram matrices over
+    At least in single precision. Individual gradients are formed only if Gram matrices over
     positions would cost more.
     """
 
     savefield = "batch_dot"
     degree = 2
     over_batches = SUM.refused(
-        "an inner product of samples of two batches is in neither batch's matrix: take BatchGrad, "
-        "which combines, and multiply the individual gradients."
+        "no batch's matrix has the inner products of samples of two batches: take BatchGrad, which "
+        "combines batches, and multiply the individual gradients."
     )
     needs = (gram,)
 

@@ -16,10 +16,10 @@ Factors = tuple[Tensor, Tensor]
 
 
 def nearest_factors(product: SampleProduct, size: tuple[int, int], rank: int) -> Factors | None:
-    """The best factors ``[N, c, O]`` and ``[N, c, I]``; ``None`` if gradients are as small already.
+    """The best factors ``[N, c, O]`` and ``[N, c, I]``; ``None`` if they would not save anything.
 
     Args:
-        product: Of one column, ``[1, N, *θ]``.
+        product: A product of one column, ``[1, N, *θ]``.
         size: Rows and columns of the parameter.
         rank: ``c``.
     """

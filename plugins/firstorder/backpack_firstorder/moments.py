@@ -21,10 +21,10 @@ class SumGradSquared(SquaresExtension):
     """Sum of the squared individual gradients, an uncentred second moment.
 
     Stored in ``sum_grad_squared``, shape ``[*θ]``: ``Σ_n (∇_θ ℓ_n)²`` elementwise for a sum, and
-    ``1/N² Σ_n (∇_θ ℓ_n)²`` for a mean; in single precision at least.
+    ``1/N² Σ_n (∇_θ ℓ_n)²`` for a mean; at least in single precision.
 
     Linear layers do not form individual gradients (Dangel et al., 2020, BackPACK, ICLR, appendix
-    A.1). Other layers form a few at a time, as many as fit into the processor's cache.
+    A.1). Other layers form as many at a time as fit into the processor's cache.
     """
 
     savefield = "sum_grad_squared"
@@ -38,7 +38,7 @@ class SumGradSquared(SquaresExtension):
 
 
 class _OfMoments(OverBatches):
-    """How batches combine: variances alone do not say enough, the means are needed, too."""
+    """How batches combine: variances alone are not enough, the means are needed, too."""
 
     def __init__(self) -> None:
         super().__init__({"": Part()})
@@ -48,8 +48,9 @@ class _OfMoments(OverBatches):
         if extension.carriers:
             names = ", ".join(kind.__name__ for kind in extension.carriers)
             raise UsageError(
-                f"{type(extension).__name__} has carriers of its own for {names}, which compute "
-                "the variance of one batch: over several, its mean is needed, too. Leave them out."
+                f"{type(extension).__name__} has its own carriers for {names}, which compute the "
+                "variance of one batch. Several batches need their means, too: leave the carriers "
+                "out."
             )
         return Moments(extension.subsampling, extension.savefield, extension.fail_mode)
 
@@ -60,8 +61,8 @@ class Variance(SquaresExtension):
     Stored in ``variance``, shape ``[*θ]``: ``1/N Σ_n g_n² - (1/N Σ_n g_n)²`` with the individual
     gradients ``g_n`` as they arrive, ``∇_θ ℓ_n`` for a sum and ``1/N ∇_θ ℓ_n`` for a mean, and the
     number ``N`` of samples that take part. It is not Bessel-corrected, and rounding may leave a
-    small negative number where all gradients agree. In single precision at least. Dangel et al.
-    (2020), BackPACK, ICLR, section 2.2.
+    small negative number where all gradients agree. At least in single precision. See Dangel et
+    al. (2020), BackPACK, ICLR, section 2.2.
     """
 
     savefield = "variance"

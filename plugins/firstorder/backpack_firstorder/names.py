@@ -17,8 +17,8 @@ _known: WeakKeyDictionary[Module, dict[int, tuple[ref[Tensor], str]]] = WeakKeyD
 def name_of(product: SampleProduct) -> str:
     """The name of a product's parameter in the extended model.
 
-    A tied parameter has its first name, a tensor of ``functional_call`` that of the parameter whose
-    place it took.
+    A tied parameter has its first name. A tensor of ``functional_call`` has the name of the
+    parameter that it replaces.
     """
     parameter, module = product.parameter, product.module
     if parameter is None or module is None:

@@ -1,7 +1,7 @@
 """Sums, sums of squares and norms of the products of one column, all in one pass.
 
-A piece of ``M[n] = Σ_s out[n, s] ⊗ inp[n, s]`` is formed, and read for all of them while it is in
-the cache.
+Each piece of ``M[n] = Σ_s out[n, s] ⊗ inp[n, s]`` is formed once, and read for all of them while it
+is in the cache.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def moments_of_column(
         sum_: Whether ``Σ_n M`` is wanted.
         square: Whether ``Σ_n M²`` is wanted.
         norm: Whether ``‖M[n]‖`` is wanted.
-        formed: Is filled with ``M``. Shape ``[1, N, 1, O, I]``.
+        formed: A tensor to fill with ``M``. Shape ``[1, N, 1, O, I]``.
     """
     (_, samples, positions, _, features), size = out.shape, inp.shape[3]
     single = features * size * out.element_size()
@@ -51,7 +51,7 @@ def moments_of_column(
     few = even_size(samples, max(1, piece_size(limit) // single))
     place = out.new_empty(few, features, size) if target is None else target
     parts: Iterable[tuple[Tensor, ...]] = ((left, right, place),)
-    if few < samples:  # else no views, which take time
+    if few < samples:  # otherwise avoid views, which take time
         places = repeat(place) if target is None else place.split(few)
         parts = zip(left.split(few), right.split(few), places, strict=False)
     ones = out.new_ones(few)

@@ -1,4 +1,4 @@
-"""What the extensions of this package compute, written plainly: the conformance kit compares."""
+"""What this package's extensions compute, written plainly for the conformance kit to compare."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _clipped(reference: Reference, name: str) -> Tensor:
 
 
 def _projected(reference: Reference, name: str) -> Tensor:
-    """``[N, 3]`` by signs that are hashes of their place, see ``ProjectedGrad``."""
+    """``[N, 3]`` from signs that are hashes of their place, see ``ProjectedGrad``."""
     gradients, dim = flat(reference.gradients(name), 1), 3
     shape = reference.parameters[name].shape
     rows = shape[0] if shape else 1
@@ -49,7 +49,7 @@ def _hashed(key: int, place: int) -> int:
 
 
 def _aggregated(reference: Reference, name: str) -> Tensor:
-    """The gradient of the one loss there is, times its norm over all parameters."""
+    """The gradient of the only loss, times its norm over all parameters."""
     sums = {p: reference.gradients(p).sum(0) for p in reference.parameters}
     return sums[name] * torch.stack([total.square().sum() for total in sums.values()]).sum().sqrt()
 

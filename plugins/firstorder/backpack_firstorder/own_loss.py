@@ -21,14 +21,14 @@ Told: TypeAlias = Normaliser | Literal["loss"]
 TOLERANCE = 1e-6  # relative, of two normalisers that are the same
 
 UNLESS_TOLD = (
-    "Say it, ClippedSumGrad(..., normaliser=len(targets)) for a mean over samples and "
-    "normaliser=None for a sum; or call backward() on an extended loss, or a weighted sum of "
+    "Say it: ClippedSumGrad(..., normaliser=len(targets)) for a mean over samples, "
+    "normaliser=None for a sum. Or call backward() on an extended loss, or a weighted sum of "
     "extended losses."
 )
 
 
 class OfOwnLosses(OverBatches):
-    """Values add up. Over a data set, the loss of each batch may be a function."""
+    """Values add up over batches. Over a data set, the loss of each batch may be a function."""
 
     def of_batch(self, extension: Extension, normaliser: float | None) -> Extension:
         """The extension that knows what the loss of a batch divides by."""
@@ -45,14 +45,14 @@ def factor_of(
     """The factor in front of ``Σ_n ℓ_n``: the scale, divided by the normaliser.
 
     Args:
-        scale: The number by which the loss was multiplied.
+        scale: The number that the loss was multiplied by.
         told: The divisor that the user gave.
         normalisers: The divisor of each loss of the pass.
         is_measured: Whether values on a device may be read. If not, the factor is NaN if the
             divisors differ.
 
     Raises:
-        UsageError: The losses divide by several numbers, or there is none.
+        UsageError: The losses divide by several numbers, or no extended loss took part.
     """
     divisors = normalisers if isinstance(told, str) else [told]
     numbers = [1.0 if number is None else number for number in divisors]
@@ -71,7 +71,7 @@ def factor_of(
 
 
 def check_normaliser(told: Any) -> Told:
-    """Check a ``normaliser`` argument; returns it.
+    """Check a ``normaliser`` argument and return it.
 
     Raises:
         UsageError: It is not a positive, finite number, ``None`` or ``"loss"``.
@@ -80,7 +80,7 @@ def check_normaliser(told: Any) -> Told:
         return cast(Told, told)
     if not is_number(told) or not 0 < told < inf:
         raise UsageError(
-            "normaliser is what the loss divides by, a positive and finite number, None for a "
+            "normaliser must be what the loss divides by: a positive and finite number, None for a "
             f'sum, or "loss" for what the extended losses say. Got {told!r}.'
         )
     return cast(Told, told)

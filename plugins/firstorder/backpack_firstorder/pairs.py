@@ -1,7 +1,7 @@
 """Inner products of two sets of individual gradients of one parameter, ``[N, M]``.
 
-Neither set is formed as a whole. Each pair of forms has a method of its own. If there are several,
-the one with fewer multiply-adds is used, unless the caller chooses.
+The sets are never formed as a whole. Each pair of forms has its own method. If it has several, the
+one with fewer multiply-adds is used, unless the caller chooses.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Pairing: TypeAlias = Literal["positions", "formed"]
 
 
 def as_pairing(form: Any) -> Pairing | None:
-    """Check an argument ``form``; returns it.
+    """Check an argument ``form`` and return it.
 
     Raises:
-        UsageError: It is unknown.
+        UsageError: The form is unknown.
     """
     if form is not None and form not in get_args(Pairing):
         raise UsageError(
-            f"form is one of {get_args(Pairing)}, or None for the cheaper one. Got {form!r}."
+            f"form must be one of {get_args(Pairing)}, or None for the cheaper. Got {form!r}."
         )
     pairing: Pairing | None = form
     return pairing
@@ -52,7 +52,7 @@ def pairs(first: SampleProduct, second: SampleProduct, form: Pairing | None = No
     Args:
         first: One product.
         second: The other.
-        form: Of terms with several ways: ``"positions"`` for inner products of factors,
+        form: For terms with several ways: ``"positions"`` for inner products of factors,
             ``"formed"`` for gradients that are formed in parts; default: the cheaper one.
     """
     total = first.new_zeros(first.samples, second.samples)
@@ -147,7 +147,7 @@ def _is_cheaper_by_positions(out: Tensor, inp: Rows, other: Tensor, other_inp: R
 
 
 def _by_positions(out: Tensor, inp: Rows, other_out: Tensor, other_inp: Rows) -> Tensor:
-    """``Σ_g Σ_s Σ_t ⟨out[n, s], out'[m, t]⟩ ⟨inp[n, s], inp'[m, t]⟩``, in parts that stay near."""
+    """``Σ_g Σ_s Σ_t ⟨out[n, s], out'[m, t]⟩ ⟨inp[n, s], inp'[m, t]⟩``, in parts."""
     (_, samples, positions), (_, count, others) = out.shape[:3], other_out.shape[:3]
     total = out.new_zeros(samples, count)
     most = CACHE // out.element_size()
@@ -218,7 +218,7 @@ def _by_features(out: Tensor, inp: Rows, count: int, form: Callable[[slice], Ten
 def _affine_with_lookup(
     out: Tensor, inp: Rows, other: LookupProduct, form: Pairing | None
 ) -> Tensor:
-    """Of the affine product only those rows that the table's samples looked up."""
+    """By only those rows of the affine product that the table's samples looked up."""
     parts = [out.new_zeros(out.shape[1], 0)]
     for rows, table in tables(other):
         parts.append(affine_with_dense(out[..., rows], inp, table.unsqueeze(1), form))
@@ -228,7 +228,7 @@ def _affine_with_lookup(
 def tables(product: LookupProduct) -> list[tuple[Tensor, Tensor]]:
     """Tables of the rows that some samples look up: which rows ``[R]``, and ``[m, R, dim]``.
 
-    For so many samples at a time that a table fits into the memory budget.
+    Each table is for as many samples as fit into the memory budget.
     """
     single = max(1, product.row.shape[1] * product.shape[1] * product.like.element_size())
     filled = []

@@ -19,14 +19,14 @@ from backpack_products.values import is_same_memory
 
 
 def plain_terms(product: SampleProduct) -> list[SampleProduct]:
-    """Terms whose sum is the product, of one column; no two affine ones have the same sizes.
+    """Terms that add up to the product, of one column; affine ones have different sizes.
 
     Args:
-        product: ``M``, ``[1, N, *θ]``. If it is formed for somebody, that is the only term.
+        product: ``M``, ``[1, N, *θ]``. If it is formed already, that is the only term.
     """
     if is_formed(product):
         return [as_formed(product)]
-    # Summands of a sum have its columns, and need not say so themselves.
+    # Summands of a sum have its columns, and need not store them.
     whole = sum_of([_placed(plain(part), product) for part in _parts(product)])
     return [*whole.parts] if isinstance(whole, SumProduct) else [whole]
 
@@ -70,7 +70,7 @@ def _plain_affine(product: AffineProduct) -> SampleProduct:
 
 
 def _formed(product: SampleProduct) -> Tensor:
-    """``M``, without storing it on the product, since nothing else needs it."""
+    """``M``, without storing it on the product: it is needed only here."""
     return product.part(slice(0, product.columns), slice(0, product.samples))
 
 

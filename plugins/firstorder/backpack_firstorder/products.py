@@ -2,7 +2,7 @@
 
 If several of sum, sum of squares, and norms are needed of one affine product, they are computed
 from one formation of it. The norm of a sum of products comes from inner products of its parts.
-Norms are of any size, see ``scaled.py``; squared norms are made of them.
+Norms may have any size, see ``scaled.py``; squared norms are made of them.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from backpack_products.tuning import READ, SUMMED
 
 @Operation
 def norm(product: SampleProduct) -> Norm:
-    """``‖M[v, n]‖``, also where the square is out of range. Shape ``[V, N]``."""
+    """``‖M[v, n]‖``, even if the square is out of range. Shape ``[V, N]``."""
     pieces = as_formed(product).pieces() if is_formed(product) else product.pieces()
     zeros = product.new_zeros(product.columns, product.samples)
     return collected(zeros, ((v, n, vector_norm(part, 2)) for v, n, part in pieces))
 
 
 def _of_pieces(product: AffineProduct, inp: Rows) -> tuple[bool, bool, bool]:
-    """Which of sum, squares and norms to read off pieces of ``M``; never the sum alone."""
+    """Which of sum, squares and norms to read from pieces of ``M``; never only the sum."""
     needs = product.needs
     square = square_sum in needs and per_sample_square_sum not in needs
     norms = squared_norm in needs and product.positions > 1
@@ -59,7 +59,7 @@ def _of_pieces(product: AffineProduct, inp: Rows) -> tuple[bool, bool, bool]:
 
 @read_together.register
 def read_together_affine(product: AffineProduct) -> Mapping[Any, Any]:
-    """For a weight that positions share: all that is wanted, from the same pieces."""
+    """For a weight that positions share: everything that is needed, from the same pieces."""
     inp = product.inp
     if inp is None or product.positions == 1:
         return {}
@@ -128,7 +128,7 @@ def norm_affine(product: AffineProduct) -> Norm:
 
 
 def _norm_of_columns(product: AffineProduct) -> Norm:
-    """Of a single position, by group: weight and bias have the same. Shape ``[V, N, G]``."""
+    """Norms for a single position, by group: weight and bias share them. Shape ``[V, N, G]``."""
     known: tuple[Tensor, Norm] | None = product.column_cache.get(norm)
     if known is None or known[0] is not product.out:
         known = product.out, vector_norm(product.out.squeeze(2), 3)
@@ -138,7 +138,7 @@ def _norm_of_columns(product: AffineProduct) -> Norm:
 
 @norm.register
 def norm_owned(product: OwnedAffine) -> Norm:
-    """Of samples with equally many rows together; where inputs are made anew, of what is formed."""
+    """Norms by samples with equally many rows; from formed products if inputs are made again."""
     rows = product.of_rows
     if product.is_small:
         return norm_affine(product)
@@ -149,7 +149,7 @@ def norm_owned(product: OwnedAffine) -> Norm:
 
 
 def is_of_shares(product: OwnedAffine, inp: Rows) -> bool:
-    """Whether inputs are there, or worth making for Gram matrices."""
+    """Whether inputs exist, or are worth making for Gram matrices."""
     if isinstance(inp, Tensor):
         return True
     features, size = product.of_rows.out.shape[4], inp.shape[3]

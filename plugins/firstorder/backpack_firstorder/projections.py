@@ -38,15 +38,15 @@ _SKETCHES: dict[str, type[Sketch]] = {
 
 @dataclass(frozen=True)
 class Projection:
-    """A random linear map of gradients ``[*θ] → [dim]``, another one for every parameter.
+    """A random linear map of gradients ``[*θ] → [dim]``, a different one for every parameter.
 
-    It is a function of its settings, of the parameter's name and of its shape, and the same on
-    every rank and machine (normal numbers to rounding).
+    It is a function of its settings and of the parameter's name and shape. It is the same on every
+    rank and machine (normal numbers up to rounding).
 
     Attributes:
         dim: The length of projected gradients.
         kind: See :class:`ProjectedGrad`.
-        seed: Another seed is another map.
+        seed: Another seed gives another map.
     """
 
     dim: int
@@ -62,17 +62,17 @@ class Projection:
         for name, least in (("dim", 1), ("seed", None)):
             value: Any = getattr(self, name)
             if is_flag(value) or not hasattr(value, "__index__"):
-                raise UsageError(f"{name} is a whole number. Got {value!r}.")
+                raise UsageError(f"{name} must be a whole number. Got {value!r}.")
             if least is not None and operator.index(value) < least:
-                raise UsageError(f"{name} is a positive number. Got {value!r}.")
+                raise UsageError(f"{name} must be a positive number. Got {value!r}.")
         if self.kind not in get_args(Kind):
             raise UsageError(f"kind must be one of {get_args(Kind)}. Got {self.kind!r}.")
 
     def __call__(self, product: SampleProduct, name: str) -> Tensor:
-        """Projected gradients ``[N, dim]``, in single precision at least.
+        """Projected gradients ``[N, dim]``, at least in single precision.
 
         Args:
-            product: Of one column, ``[1, N, *θ]``.
+            product: A product of one column, ``[1, N, *θ]``.
             name: The parameter's name.
         """
         shape = product.shape
@@ -102,7 +102,7 @@ def _of_term(sketch: Sketch, term: SampleProduct) -> Tensor:
 
 
 def _of_formed(sketch: Sketch, values: Tensor) -> Tensor:
-    """Of formed gradients ``[N, *θ]``, some rows at a time."""
+    """Project formed gradients ``[N, *θ]``, some rows at a time."""
     values = values.reshape(len(values), *sketch.shape)
     total = values.new_zeros(len(values), sketch.dim)
     for some in slices(sketch.shape[0], sketch.most_rows()):
@@ -112,7 +112,7 @@ def _of_formed(sketch: Sketch, values: Tensor) -> Tensor:
 
 
 def _by_features(sketch: Sketch, term: AffineProduct) -> Tensor:
-    """Of gradients that are formed for some output features at a time."""
+    """Project gradients that are formed for some output features at a time."""
     assert term.inp is not None
     groups, features, size = term.sizes
     total = term.new_zeros(term.samples, sketch.dim)
@@ -130,23 +130,23 @@ class ProjectedGrad(SquaresExtension):
     """Random projections of the individual gradients, which keep inner products in expectation.
 
     Stored in ``projected_grad``, shape ``[N, dim]``: ``P_θ g_n`` with the gradients ``g_n`` of
-    :class:`BatchGrad`, in single precision at least. ``P_θ`` is another map for every parameter,
-    with ``E⟨P_θ g, P_θ g'⟩ = ⟨g, g'⟩``. So the inner products of all parameters are those of the
+    :class:`BatchGrad`, at least in single precision. ``P_θ`` differs between parameters, with
+    ``E⟨P_θ g, P_θ g'⟩ = ⟨g, g'⟩``. So the inner products of whole gradients are those of the
     projections, summed over parameters.
 
     - ``"kronecker"``: ``P_R ⊗ P_C`` of signs, which projects output gradients and inputs before
-      they meet (Choe et al., 2024, arXiv:2405.13954, LoGra). The cheapest by far. ``dim`` is split
-      into two factors that are nearly equal: take a square. A vector has one factor only.
-    - ``"gaussian"``, ``"rademacher"``: a matrix of independent numbers, made anew in every pass:
-      ``dim`` of them for each entry of the parameter.
+      they meet (Choe et al., 2024, arXiv:2405.13954, LoGra). It is by far the cheapest. ``dim`` is
+      split into two nearly equal factors: take a square. A vector has only one factor.
+    - ``"gaussian"``, ``"rademacher"``: a matrix of independent numbers, ``dim`` for each entry of
+      the parameter. It is made anew in every pass.
     - ``"sparse"``: each entry is added to one place, with a sign (count sketch).
 
     Random numbers are a function of the parameter's name in the model, its shape, ``kind``,
     ``dim``, ``seed``, their role, and the version of this method: the same on every rank, device
     and machine. Individual gradients are never held as a whole.
 
-    With ``per="token"``, shape ``[N, T, dim]``: of each token's share of the gradient, see
-    :class:`BatchGrad`.
+    With ``per="token"``, shape ``[N, T, dim]``: the projections of each token's share of the
+    gradient, see :class:`BatchGrad`.
     """
 
     savefield = "projected_grad"
@@ -169,11 +169,11 @@ class ProjectedGrad(SquaresExtension):
         Args:
             dim: The length of a projected gradient.
             kind: See the class.
-            seed: Another seed is another projection.
+            seed: Another seed gives another projection.
             subsampling: Indices of the samples to take; default: all.
             savefield: Name of the attribute on parameters; default: the class's.
             fail_mode: See :class:`Extension`.
-            divisors: What gradients are divided by before, by parameter name, see
+            divisors: What gradients are divided by first, by parameter name, see
                 :func:`~backpack_firstorder.divisors_of`.
             per: ``"sample"``, or ``"token"`` for the share of each position.
 

@@ -46,8 +46,8 @@ class SampleGradients:
     ``BatchGrad(form="product")`` leaves them, with the scale of its field: ``∇_θ ℓ_n`` for a sum,
     ``1/N ∇_θ ℓ_n`` for a mean. They are a sum of terms. A term is formed, ``[N, *θ]``, or has
     factors: output gradients ``[N, S, G, O]`` and inputs ``[N, S, G, I]`` of a weight (of a
-    convolution after unfolding), or rows of a table and what arrived there. A parameter that is
-    used in several ways has several terms, and every method is exact for their sum.
+    convolution after unfolding), or rows of a table and the gradients that arrived there. A
+    parameter with several uses has several terms, and every method is exact for their sum.
 
     They hold no graph and no model, and are not differentiable. Each method takes the way with
     fewer multiply-adds, and forms as many gradients at a time as fit into ``memory_budget()``.
@@ -77,10 +77,10 @@ class SampleGradients:
 
     @classmethod
     def of(cls, product: SampleProduct) -> SampleGradients:
-        """The gradients that a product stands for, in memory of their own.
+        """The gradients that a product stands for, in their own memory.
 
         Args:
-            product: Of one column, ``[1, N, *θ]``.
+            product: A product of one column, ``[1, N, *θ]``.
         """
         with torch.no_grad():
             return cls(kept(plain_terms(product)))
@@ -113,11 +113,11 @@ class SampleGradients:
         """Several sets, one after the other; factors with fewer positions are filled with zeros.
 
         Raises:
-            UsageError: There is none, or they are of parameters with different shapes.
+            UsageError: ``parts`` is empty, or belongs to parameters of different shapes.
         """
         if not parts or len({part.shape[1:] for part in parts}) > 1:
             shapes = ", ".join(str([*part.shape]) for part in parts) or "none"
-            raise UsageError(f"cat takes gradients of one parameter. Got {shapes}.")
+            raise UsageError(f"cat takes gradients of one parameter. Got shapes {shapes}.")
         if len(parts) == 1:
             return parts[0]
         dtype = reduce(torch.promote_types, (part.dtype for part in parts))
@@ -149,7 +149,7 @@ class SampleGradients:
     ) -> SampleGradients:
         """On another device, or in another dtype; itself if nothing changes."""
         if dtype is not None and not dtype.is_floating_point:
-            raise UsageError(f"Gradients are floating-point numbers. Got the dtype {dtype}.")
+            raise UsageError(f"Gradients need a floating-point dtype. Got {dtype}.")
         device = self.device if device is None else torch.device(device)
         dtype = self.dtype if dtype is None else dtype
         if (device, dtype) == (self.device, self.dtype):
@@ -157,7 +157,7 @@ class SampleGradients:
         return self._map(lambda f: f.to(device, dtype), lambda rows: rows.to(device))
 
     def clone(self) -> SampleGradients:
-        """A copy in memory of its own."""
+        """A copy in its own memory."""
         return self._map(lambda factor: factor.clone(memory_format=torch.contiguous_format))
 
     @property
@@ -178,7 +178,7 @@ class SampleGradients:
     # Read ----------------------------------------------------------------------------------------
 
     def product(self) -> SampleProduct:
-        """One product of the terms, ``[1, N, *θ]``; what operations keep on it goes with it."""
+        """The terms as one product, ``[1, N, *θ]``, which holds what operations store on it."""
         parts = [fresh(term) for term in self._terms]
         return parts[0] if len(parts) == 1 else SumProduct(parts)
 
@@ -189,25 +189,25 @@ class SampleGradients:
 
     @torch.no_grad()
     def norm(self) -> Tensor:
-        """Euclidean norms, in single precision at least. Shape ``[N]``."""
+        """Euclidean norms, at least in single precision. Shape ``[N]``."""
         single = in_single(self.product())
         return norm(single).value().squeeze(0).to(single.like.dtype)
 
     @torch.no_grad()
     def inner(self, other: SampleGradients | Tensor, form: Pairing | None = None) -> Tensor:
-        """Inner products with other gradients of the parameter, in single precision at least.
+        """Inner products with other gradients of the parameter, at least in single precision.
 
         Args:
             other: Gradients of ``M`` samples, of this or of another pass; or directions
                 ``[M, *θ]``, such as preconditioned queries; or one direction ``[*θ]``.
-            form: Of factors: ``"positions"`` pairs positions, ``"formed"`` forms gradients of some
+            form: For factors: ``"positions"`` pairs positions, ``"formed"`` forms gradients of some
                 features at a time; default: what takes fewer multiply-adds.
 
         Returns:
             Shape ``[N, M]``, ``M = 1`` for one direction.
 
         Raises:
-            ShapeError: They are of a parameter of another shape.
+            ShapeError: The others belong to a parameter of another shape.
             UsageError: The form is unknown.
         """
         met = as_gradients(other, self.shape[1:])
@@ -242,8 +242,8 @@ class SampleGradients:
         """Random projections that keep inner products in expectation.
 
         Args:
-            projection: Which one.
-            name: The parameter's name, which its random numbers depend on.
+            projection: The projection.
+            name: The parameter's name; the random numbers depend on it.
 
         Returns:
             Shape ``[N, dim]``.
@@ -254,16 +254,16 @@ class SampleGradients:
 
     @torch.no_grad()
     def divide(self, divisor: Divisor) -> SampleGradients:
-        """Each gradient divided, entry by entry, in single precision at least.
+        """Each gradient divided, entry by entry, at least in single precision.
 
         Args:
-            divisor: Shape ``[*θ]``, as of Adam: gradients of a weight are formed. Or rows ``[R]``
-                and columns ``[C]`` of ``rows ⊗ columns``, as of Adafactor: they stay products. The
-                parameter's first axis has the rows, all others the columns. See
+            divisor: Shape ``[*θ]``, as for Adam: gradients of a weight are then formed. Or rows
+                ``[R]`` and columns ``[C]`` of ``rows ⊗ columns``, as for Adafactor: gradients stay
+                products. The parameter's first axis has the rows, all others the columns. See
                 :func:`~backpack_firstorder.divisors_of`.
 
         Raises:
-            ShapeError: It does not fit the parameter.
+            ShapeError: The divisor does not fit the parameter.
         """
         return SampleGradients.of(divided(self.product(), divisor))
 
@@ -275,11 +275,11 @@ class SampleGradients:
         with others then take ``rank`` positions instead of all (Li et al., 2026, LoRIF).
 
         Args:
-            rank: How many columns ``c`` the factors have; where the parameter has fewer rows or
-                columns than that, or a term is as small already, it is exact.
+            rank: How many columns ``c`` the factors have. The result is exact if the parameter has
+                fewer rows or columns, or if a term is as small already.
         """
         if is_flag(rank) or operator.index(rank) < 1:
-            raise UsageError(f"rank is a positive number. Got {rank!r}.")
+            raise UsageError(f"rank must be a positive number. Got {rank!r}.")
         size = matrix_shape(self.shape[1:])
         if min(size) <= 1 or len(self) == 0:
             return self
@@ -288,13 +288,13 @@ class SampleGradients:
 
     @torch.no_grad()
     def prepared(self, most_bytes: int) -> SampleGradients:
-        """The same, in the form in which inner products with many others cost least.
+        """The same, in the form that makes inner products with many others cheapest.
 
         Factors of a weight are formed again whenever they meet other gradients, unless these have
         few positions. So they are formed here, once. Rows of tables stay as they are.
 
         Args:
-            most_bytes: If forming takes more, nothing is formed.
+            most_bytes: If forming takes more memory, nothing is formed.
         """
         first = self._terms[0]
         if len(self._terms) > 1 or not isinstance(first, AffineProduct):
@@ -304,7 +304,7 @@ class SampleGradients:
         by_positions = first.samples * first.positions * groups * (features + size)
         if features * size * groups > by_positions or formed > most_bytes:
             return self
-        return SampleGradients.from_dense(dense(self.product()).squeeze(0))  # nobody else has it
+        return SampleGradients.from_dense(dense(self.product()).squeeze(0))  # it is not shared
 
     # Stored --------------------------------------------------------------------------------------
 
@@ -314,10 +314,10 @@ class SampleGradients:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> SampleGradients:
-        """What :meth:`state_dict` gave; tensors are not copied.
+        """Gradients from what :meth:`state_dict` gave; tensors are not copied.
 
         Raises:
-            UsageError: It is not that.
+            UsageError: The tensors do not come from :meth:`state_dict`.
         """
         try:
             tensors = dict(state)
@@ -335,14 +335,14 @@ def as_gradients(value: SampleGradients | Tensor, shape: torch.Size) -> SampleGr
     """Gradients, or directions ``[M, *θ]`` or ``[*θ]``, of a parameter with a shape.
 
     Raises:
-        ShapeError: They are of another parameter.
-        UsageError: They are something else.
+        ShapeError: They belong to another parameter.
+        UsageError: They are not gradients or a tensor.
     """
     if isinstance(value, Tensor):
         value = SampleGradients.from_dense(value.unsqueeze(0) if value.shape == shape else value)
     given: object = value
     if not isinstance(given, SampleGradients):
-        raise UsageError(f"Gradients are SampleGradients or a tensor. Got {given!r:.80}.")
+        raise UsageError(f"Gradients must be SampleGradients or a tensor. Got {given!r:.80}.")
     if given.shape[1:] != shape:
         expected = f"[M, {str([*shape])[1:-1]}]"
         raise ShapeError(f"The parameter has gradients {expected}. Got {[*given.shape]}.")

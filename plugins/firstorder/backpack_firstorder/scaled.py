@@ -1,11 +1,12 @@
-"""Norms of vectors whose squares may overflow or underflow.
+"""Norms of vectors, even if their squares overflow or underflow.
 
 ``‖M‖²`` leaves the range of single precision for norms above 10¹⁹ and below 10⁻¹⁹, and that of half
 precision above 256. Squares of the factors of ``M`` may do so even if the norm is moderate. Only
-the values tell, and on an accelerator the host would have to wait for them. So squares are computed
-in double precision there, which has room for all of them; numbers in double precision are divided
-by the largest one first. On the host, squares are computed in single precision, three times as
-fast, and checked: if one may be out of range, they are computed as on an accelerator.
+the values show it, and on an accelerator the host would have to wait for them. So squares are
+computed there in double precision, which has room for all of them; numbers in double precision are
+first divided by the largest one. On the host, squares are computed in single precision, which is
+three times as fast, and checked: if one may be out of range, they are computed as on an
+accelerator.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Norm(NamedTuple):
     """Norms of any size, ``√squares · scale``.
 
     Attributes:
-        squares: In double precision at least, if there is no scale.
-        scale: Of the same shape, a constant; ``None`` for one.
+        squares: The squares; at least in double precision without a scale.
+        scale: A constant of the same shape; ``None`` stands for one.
     """
 
     squares: Tensor
@@ -65,11 +66,11 @@ class Norm(NamedTuple):
         return Norm(self.squares * other.squares, scale)
 
     def total(self, axis: int) -> Norm:
-        """The norms of vectors whose parts along an axis have these norms."""
+        """The norms of vectors from the norms of their parts along an axis."""
         squares, scale = self
         if scale is None:
             return Norm(squares.squeeze(axis) if squares.shape[axis] == 1 else squares.sum(axis))
-        scale = scale * (squares.detach() != 0)  # of a part of zeros it says nothing
+        scale = scale * (squares.detach() != 0)  # the scale of a part of zeros says nothing
         highest = divisor(scale.amax(axis))
         share = scale / highest.unsqueeze(axis)
         return Norm((squares * share.square()).sum(axis), highest)
@@ -97,11 +98,11 @@ def stacked(norms: Sequence[Norm]) -> Norm:
 
 
 def collected(like: Tensor, found: Iterable[tuple[Any, Any, Norm]]) -> Norm:
-    """Norms ``[V, N]`` from those of some columns and samples each.
+    """Norms ``[V, N]``, put together from parts with some columns and samples.
 
     Args:
-        like: Zeros of that shape, which stand where nothing was found.
-        found: Columns, samples, and their norms.
+        like: Zeros of that shape, for what is in no part.
+        found: The columns, samples and norms of each part.
     """
     whole: Norm | None = None
     for columns, samples, part in found:
@@ -133,7 +134,7 @@ def vector_norm(mat: Tensor, lead: int) -> Norm:
         most = piece_size(CACHE // 2)
     if size <= most:
         return Norm(torch.linalg.vector_norm(flat, dim=-1, dtype=wide).square_())
-    # Torch copies what it casts: in parts, that stays in the cache.
+    # Torch copies what it casts: parts of it stay in the cache.
     axis = max(range(lead), key=flat.shape.__getitem__)
     parts = flat.split(max(1, flat.shape[axis] * most // size), axis)
     norms = [torch.linalg.vector_norm(part, dim=-1, dtype=wide) for part in parts]
@@ -172,7 +173,7 @@ def scale_of(mat: Tensor, lead: int) -> Tensor:
 def largest(mat: Tensor, lead: int) -> Tensor:
     """The largest absolute value over all but the first ``lead`` axes; zero if empty."""
     flat = mat.detach().flatten(lead)
-    if 1 < flat.stride(-1) < 32:  # few numbers side by side, as in patches: five times as long
+    if 1 < flat.stride(-1) < 32:  # few adjacent numbers, as in patches, take five times as long
         flat = flat.contiguous()
     flat = flat.abs()
     return flat.amax(-1) if flat.shape[-1] else flat.new_zeros(flat.shape[:-1])

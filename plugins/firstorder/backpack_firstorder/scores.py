@@ -36,19 +36,18 @@ class GradInner(SquaresExtension):
     """Inner products of the individual gradients with those of queries.
 
     Stored in ``grad_inner``, shape ``[N, M]``: ``⟨g_n, q_m⟩`` with the gradients ``g_n`` of
-    :class:`BatchGrad` and the queries' ``q_m``, in single precision at least. The sum over all
-    parameters is in the extension's attribute ``scores``, ``[N, M]``, after the backward pass: the
+    :class:`BatchGrad` and the queries' ``q_m``, at least in single precision. After the backward
+    pass, the extension's attribute ``scores``, ``[N, M]``, has the sum over all parameters: the
     score of every training sample for every query. Nothing else is kept. With ``per="token"``, both
     are ``[N, T, M]``: a sample's score is the sum over its tokens, see :class:`BatchGrad`.
 
-    Scores by head, by expert, or by other blocks of a parameter along one of its axes are in its
-    ``grad_inner``, if ``blocks`` asks for them: ``[N, M, B]``. Their sum is the parameter's part.
+    If ``blocks`` asks for scores by head, by expert, or by other blocks of a parameter along one of
+    its axes, its ``grad_inner`` is ``[N, M, B]``. The sum over blocks is the parameter's part.
 
-    Queries are what ``BatchGrad(form="product")`` left in an earlier pass, with low rank if they
-    should cost less (``SampleGradients.low_rank``), or tensors ``[M, *θ]``, such as preconditioned
-    gradients. Each pair of forms takes the way with fewer multiply-adds, and only some gradients
-    are formed at a time. Weights that are tied or used several times are exact, cross terms
-    included.
+    Queries are what ``BatchGrad(form="product")`` left in an earlier pass, or tensors ``[M, *θ]``,
+    such as preconditioned gradients. A low rank makes them cheaper (``SampleGradients.low_rank``).
+    Each pair of forms takes the way with fewer multiply-adds, and only some gradients are formed at
+    a time. Weights that are tied or used several times are exact, cross terms included.
 
     Example:
         >>> with backpack(BatchGrad(form="product")):
@@ -84,21 +83,21 @@ class GradInner(SquaresExtension):
 
         Args:
             queries: Gradients, or directions ``[M, *θ]``, by parameter name; ``None`` leaves a
-                parameter out. Or a function of name and shape ``[*θ]`` that gives them, as from a
-                disk, when they are needed.
+                parameter out. Or a function of name and shape ``[*θ]`` that returns them when they
+                are needed, for instance from a disk.
             subsampling: Indices of the samples to take; default: all.
             savefield: Name of the attribute on parameters; default: the class's.
             fail_mode: See :class:`Extension`.
-            divisors: What the individual gradients, not the queries, are divided by before, by
+            divisors: What the individual gradients, not the queries, are divided by first, by
                 parameter name, see :func:`~backpack_firstorder.divisors_of`.
             per: ``"sample"``, or ``"token"`` for the share of each position.
             form: See :meth:`SampleGradients.inner <backpack_firstorder.SampleGradients.inner>`.
-            blocks: By parameter name ``(axis, B)``: that axis has ``B`` blocks of one length, one
-                behind the other.
+            blocks: ``(axis, B)`` by parameter name: that axis has ``B`` consecutive blocks of one
+                length.
 
         Raises:
-            UsageError: There are no queries, of one parameter more than of another, or the form is
-                unknown.
+            UsageError: ``queries`` is empty, parameters have different numbers of queries, or the
+                form is unknown.
         """
         super().__init__(subsampling, savefield, fail_mode)
         if not callable(queries):
@@ -132,8 +131,8 @@ class GradInner(SquaresExtension):
         if name not in self.queries:
             near = nearest(name, self.queries) or "."
             raise UsageError(
-                f"There is no query for the parameter {name!r}{near} Give one for every trained "
-                "parameter, or None to leave it out of the scores."
+                f"The parameter {name!r} has no query{near} Give one for every trained parameter, "
+                "or None to leave it out of the scores."
             )
         return self.queries[name]
 
@@ -146,15 +145,15 @@ class GradInner(SquaresExtension):
         unmet = [n for n, q in given.items() if q is not None and n not in met]
         if unmet:
             raise UsageError(
-                f"The backward pass met no trained parameter {unmet[0]!r}, for which there is a "
-                "query: the scores would lack its part. Use the names of model.named_parameters(), "
+                f"The backward pass met no trained parameter {unmet[0]!r}, but the queries have "
+                "it: the scores would lack its part. Use the names of model.named_parameters(), "
                 "or leave it out of the queries."
             )
         strange = next((name for name in self.blocks if name not in met), None)
         if strange is not None:
             raise UsageError(
-                f"The backward pass met no trained parameter {strange!r}, whose blocks are asked "
-                f"for{nearest(strange, met) or '.'} Use the names of model.named_parameters()."
+                f"The backward pass met no trained parameter {strange!r}, but blocks asks for it"
+                f"{nearest(strange, met) or '.'} Use the names of model.named_parameters()."
             )
         counts = {v.name: v.inner.shape[1] for v in values.values() if v.inner is not None}
         _see_tokens(counts, self.per)
@@ -172,26 +171,26 @@ class GradInner(SquaresExtension):
 
 
 def _see_tokens(counts: Mapping[str, int], per: Per) -> None:
-    """Raise if parameters whose scores are added up have different numbers of tokens.
+    """Compare the numbers of tokens of parameters whose scores are added up.
 
     Raises:
-        UnsupportedError: They have.
+        UnsupportedError: The numbers differ.
     """
     if per == "token" and len({*counts.values()}) > 1:
         first = next(iter(counts.items()))
         other = next(item for item in counts.items() if item[1] != first[1])
         raise UnsupportedError(
-            f"Scores by token are sums over parameters, and {first[0]!r} has {first[1]} positions, "
-            f"{other[0]!r} {other[1]}, as behind a pooling. Leave one of them out: give None as "
-            "its query."
+            f"Scores by token are sums over parameters, but {first[0]!r} has {first[1]} positions "
+            f"and {other[0]!r} has {other[1]}, as behind a pooling. Leave one of them out: give "
+            "None as its query."
         )
 
 
 def _see_queries(queries: Any) -> None:
-    """Raise unless there are as many queries for every parameter.
+    """Check that all parameters have the same number of queries.
 
     Raises:
-        UsageError: There are none, or of one parameter more than of another.
+        UsageError: There are no queries, or parameters have different numbers of them.
     """
     if not isinstance(queries, Mapping) or all(query is None for query in queries.values()):
         raise UsageError(
@@ -200,4 +199,4 @@ def _see_queries(queries: Any) -> None:
         )
     counts = {name: len(query) for name, query in queries.items() if query is not None}
     if len({*counts.values()}) > 1:
-        raise UsageError(f"Queries are as many for each parameter. Got {counts}.")
+        raise UsageError(f"Every parameter needs the same number of queries. Got {counts}.")

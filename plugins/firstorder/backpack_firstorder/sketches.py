@@ -37,7 +37,7 @@ class Sketch(ABC):
         self._name = (VERSION, kind, name, seed, *shape, dim)
 
     def key(self, role: str) -> int:
-        """The key of the random numbers with some role."""
+        """The key of the random numbers for a role."""
         return key_of(*self._name, role)
 
     @abstractmethod
@@ -58,11 +58,11 @@ class Sketch(ABC):
         return False
 
     def affine(self, out: Tensor, inp: Rows) -> Tensor:
-        """Of ``Σ_s out[n, s] ⊗ inp[n, s]``, ``[N, S, G, O]`` and ``[N, S, G, I]``."""
+        """Projects ``Σ_s out[n, s] ⊗ inp[n, s]``, ``[N, S, G, O]`` and ``[N, S, G, I]``."""
         raise NotImplementedError
 
     def lookup(self, product: LookupProduct) -> Tensor:
-        """Of a table; default: of the rows that are looked up, formed."""
+        """Projects a table; default: the rows that are looked up, formed."""
         parts = [product.new_zeros(0, self.dim)]
         for rows, table in tables(product):
             total = table.new_zeros(len(table), self.dim)
@@ -128,7 +128,7 @@ class Kronecker(Sketch):
         return self._by_samples(out, inp, project)
 
     def lookup(self, product: LookupProduct) -> Tensor:
-        """Rows are found by their numbers; where most are used, in a table of all."""
+        """Signs of rows are computed by number; if most are used, as a table of all."""
         out, row = product.out[0], product.row
         if row.numel() < self.shape[0]:
             left = self._rows(row, out)
@@ -146,7 +146,7 @@ class Matrix(Sketch):
         """Random numbers with variance one, by their places."""
 
     def most_rows(self) -> int:
-        """As many as have a cache full of random numbers."""
+        """As many rows as fill a cache with random numbers."""
         return max(1, CACHE // 8 // (self.shape[1] * self.dim))
 
     def formed(self, values: Tensor, rows: Tensor) -> Tensor:
@@ -189,7 +189,7 @@ class Sparse(Sketch):
         return self._hashed("columns", numbers, like)
 
     def most_rows(self) -> int:
-        """As many as have a cache full of places."""
+        """As many rows as fill a cache with places."""
         return max(1, CACHE // (8 * self.shape[1]))
 
     def formed(self, values: Tensor, rows: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ class Sparse(Sketch):
 
 
 def even_factors(dim: int, shape: tuple[int, int]) -> tuple[int, int]:
-    """Two factors of a number: no more than rows and columns if that can be, and nearly equal."""
+    """Two nearly equal factors of a number, at most rows and columns if possible."""
     rows, columns = shape
     divisors = [d for d in range(1, isqrt(dim) + 1) if dim % d == 0]
     pairs = [pair for d in divisors for pair in ((d, dim // d), (dim // d, d))]

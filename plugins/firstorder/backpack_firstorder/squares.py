@@ -11,10 +11,10 @@ from backpack_products.values import any_of
 
 
 class SquaresExtension(FirstOrderExtension):
-    """An extension with values quadratic in the gradients; stored in single precision at least."""
+    """An extension with values quadratic in the gradients; stored at least in single precision."""
 
     def dtype_for(self, parameter: Tensor) -> torch.dtype:
-        """Single precision for parameters in half precision, whose squares would overflow."""
+        """Single precision for parameters in half precision: their squares would overflow."""
         return torch.promote_types(parameter.dtype, torch.float32)
 
 
@@ -22,7 +22,7 @@ def warn_of_range(norm: Tensor, squares: Tensor, key: object, message: str) -> N
     """Warn once if a square is infinite or has lost digits, although its norm is exact.
 
     Args:
-        norm: Norms, exact whatever their size.
+        norm: Norms, exact for any size.
         squares: Their squares.
         key: Each key warns once.
         message: The text.

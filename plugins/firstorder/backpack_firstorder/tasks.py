@@ -1,4 +1,4 @@
-"""Gradients of several losses in one pass: a row for each, their inner products, and mixtures."""
+"""Gradients of several losses in one pass: a row for each loss, inner products, and mixtures."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Weighting = Callable[[Tensor], Tensor]  # weights [R] from a Gram matrix [R, R]
 
 @dataclass(frozen=True)
 class LossGradients(ColumnPropagator):
-    """The gradient of each extended loss, a column with a root of its own.
+    """The gradient of each extended loss, a column with its own root.
 
     Attributes:
         subsampling: The samples that take part; ``None`` for all.
@@ -41,13 +41,13 @@ class LossGradients(ColumnPropagator):
     subsampling: tuple[int, ...] | None = None
 
     def start(self, rule: LossRule, view: View) -> Columns:
-        """``∂ℓ_n/∂x``, what stands in front of the loss included. Named in the order of calls."""
+        """``∂ℓ_n/∂x``, with the factor in front of the loss. Named in the order of calls."""
         assert view.node is not None
         name = str(view.node._sequence_nr())
         return Columns.start(name, rule.gradient(view).unsqueeze(0))
 
     def merge(self, first: Columns, second: Columns) -> Columns:
-        """Also in the order of calls, so that results are not copied to get there."""
+        """Also in the order of calls, so that results need not be copied into it."""
         merged: Columns = super().merge(first, second)
         if type(merged) is not Columns:
             return merged
@@ -55,7 +55,7 @@ class LossGradients(ColumnPropagator):
 
 
 class Rows(NamedTuple):
-    """What one parameter has of the losses that reach it.
+    """What one parameter receives from the losses that reach it.
 
     Attributes:
         roots: The losses, and how many columns each has.
@@ -105,12 +105,12 @@ class _OfTasks(Extension):
 
 
 class TaskGrad(_OfTasks):
-    """The gradient of each loss, where several add up to what ``backward()`` is called on.
+    """The gradient of each loss, if ``backward()`` is called on a sum of several losses.
 
     Stored in ``grad_task``, shape ``[T, *θ]``: row ``t`` is the gradient of the ``t``-th extended
-    loss, in the order in which they were computed, with the factor that stands in front of it; so
-    the rows add up to ``.grad``. A row is zero where a loss does not depend on the parameter. All
-    rows come from one pass.
+    loss, in the order in which they were computed, with the factor in front of it. So the rows add
+    up to ``.grad``. A row is zero if its loss does not depend on the parameter. All rows come from
+    one pass.
     """
 
     savefield = "grad_task"
@@ -129,17 +129,17 @@ class TaskGrad(_OfTasks):
 class TaskDotGrad(_OfTasks):
     """Inner products of the gradients of several losses.
 
-    Stored in ``task_dot``, shape ``[T, T]``: ``⟨∇_θ L_s, ∇_θ L_t⟩`` of the rows that
-    :class:`TaskGrad` has, which are not kept. Summed over parameters it is the Gram matrix that
+    Stored in ``task_dot``, shape ``[T, T]``: ``⟨∇_θ L_s, ∇_θ L_t⟩`` of the rows of
+    :class:`TaskGrad`, which are not kept. Summed over parameters, it is the Gram matrix that
     multi-task methods weight losses by (Désidéri, 2012; Quinton and Rey, 2024, arXiv:2406.16232).
-    In single precision at least.
+    At least in single precision.
     """
 
     savefield = "task_dot"
     degree = 2
     over_batches = SUM.refused(
-        "an inner product of gradients of two batches is in neither batch's matrix: take TaskGrad, "
-        "which combines, and multiply."
+        "no batch's matrix has the inner products of gradients of two batches: take TaskGrad, "
+        "which combines batches, and multiply its rows."
     )
 
     def read(self, product: SampleProduct) -> Rows:
@@ -148,7 +148,7 @@ class TaskDotGrad(_OfTasks):
         return Rows(product.roots, rows @ rows.T)
 
     def dtype_for(self, parameter: Tensor) -> torch.dtype:
-        """Single precision for half-precision parameters, whose squares leave the range."""
+        """Single precision for half-precision parameters: their squares leave the range."""
         return torch.promote_types(parameter.dtype, torch.float32)
 
     def padded(self, rows: Rows, places: Mapping[Root, int]) -> Tensor:
@@ -167,10 +167,10 @@ class AggregatedGrad(Extension):
       order in which they were computed.
 
     ``weighting`` is a function ``[R, R] → [R]``, or an aggregator of torchjd that weights by the
-    Gram matrix (``UPGrad()``, ``MGDA()``, ``AlignedMTL()``, ...): with a sum over samples or
-    losses, the value is what that makes of the Jacobian of the losses. The Jacobian, ``[R, P]``, is
-    not formed: one pass gives Gram matrices and keeps factors, from which the mixture is made when
-    all parameters have been seen (Quinton and Rey, 2024, arXiv:2406.16232, section 6).
+    Gram matrix (``UPGrad()``, ``MGDA()``, ``AlignedMTL()``, ...). For a sum over samples or losses,
+    the value is the aggregator's result for the Jacobian of the losses. The Jacobian, ``[R, P]``,
+    is not formed: one pass gives Gram matrices and keeps factors, and makes the mixture from them
+    when all parameters have been seen (Quinton and Rey, 2024, arXiv:2406.16232, section 6).
     """
 
     savefield = "grad_aggregated"
@@ -178,7 +178,7 @@ class AggregatedGrad(Extension):
     needs_every_parameter = True
     over_batches = Refused(
         "its weights come from the Gram matrix of one batch: take the gradients of all batches, "
-        "and mix those."
+        "and mix them yourself."
     )
     without_degree: ClassVar[str] = (
         "weights may depend on the loss's scale. Scale the loss, and leave out scale=."
@@ -202,10 +202,10 @@ class AggregatedGrad(Extension):
             fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
 
         Raises:
-            UsageError: The weighting is none, or the rows are unknown.
+            UsageError: ``weighting`` is not one, or ``rows`` is unknown.
         """
         if rows not in ("samples", "losses"):
-            raise UsageError(f'rows is "samples" or "losses". Got {rows!r}.')
+            raise UsageError(f'rows must be "samples" or "losses". Got {rows!r}.')
         samples = as_subsampling(subsampling)
         propagator = LossGradients(samples) if rows == "losses" else OutputGradient(samples)
         super().__init__(propagator, savefield, fail_mode)
@@ -232,7 +232,7 @@ class AggregatedGrad(Extension):
             normalisers: Not needed.
 
         Raises:
-            ShapeError: The weighting returned something else than a weight for each row.
+            ShapeError: The weighting did not return one weight for each row.
         """
         if not values:
             return {}
@@ -245,7 +245,7 @@ class AggregatedGrad(Extension):
         weights = self.weighting(whole)
         if not isinstance(weights, Tensor) or weights.shape != whole.shape[:1]:
             raise ShapeError(
-                f"The weighting returns a weight for each of {len(whole)} rows, [{len(whole)}]. "
+                f"The weighting must return {len(whole)} weights, one for each row. "
                 f"Got {list(weights.shape) if isinstance(weights, Tensor) else abridged(weights)}."
             )
         return {p: self._mixed(p, rows, weights, places) for p, rows in values.items()}
@@ -269,10 +269,10 @@ def weighting_of(aggregator: Any) -> Weighting:
     """The function ``[R, R] → [R]`` of an aggregator that weights by the Gram matrix.
 
     Args:
-        aggregator: Of torchjd, or such a function itself.
+        aggregator: An aggregator of torchjd, or a function ``[R, R] → [R]``.
 
     Raises:
-        UsageError: It is neither, or needs the Jacobian itself.
+        UsageError: The argument is not one of these, or needs the Jacobian itself.
     """
     weighting = getattr(aggregator, "gramian_weighting", None)
     if weighting is not None:
@@ -280,9 +280,9 @@ def weighting_of(aggregator: Any) -> Weighting:
     is_aggregator = any(kind.__name__ == "Aggregator" for kind in type(aggregator).__mro__)
     if is_aggregator or not callable(aggregator) or isinstance(aggregator, type):
         raise UsageError(
-            "A weighting is a function from a Gram matrix [R, R] to weights [R], or an aggregator "
-            "of torchjd that has a gramian_weighting, such as UPGrad(); others need the Jacobian "
-            f"itself, which TaskGrad and BatchGrad have. Got {abridged(aggregator)}."
+            "weighting must be a function from a Gram matrix [R, R] to weights [R], or an "
+            "aggregator of torchjd with a gramian_weighting, such as UPGrad(). Other aggregators "
+            f"need the Jacobian: take it from TaskGrad or BatchGrad. Got {abridged(aggregator)}."
         )
     return aggregator  # type: ignore[no-any-return]
 
@@ -297,7 +297,7 @@ def summed(product: SampleProduct) -> Tensor:
 
 
 def _order(root: Root) -> int:
-    """In which order losses were computed."""
+    """The order in which losses were computed."""
     return int(root.name)
 
 

@@ -32,7 +32,7 @@ def matrix_shape(shape: torch.Size) -> tuple[int, int]:
 
 
 def kept(terms: Sequence[SampleProduct]) -> list[SampleProduct]:
-    """Terms in memory of their own, or their sum formed if that takes less."""
+    """Terms in their own memory, or their sum formed if that takes less."""
     size = terms[0].samples * prod(terms[0].shape)
     numbers = [_numbers(term) for term in terms]
     if None not in numbers and sum(filter(None, numbers)) <= size:
@@ -45,7 +45,7 @@ def kept(terms: Sequence[SampleProduct]) -> list[SampleProduct]:
 
 
 def _numbers(term: SampleProduct) -> int | None:
-    """How many numbers the factors of a term have; ``None`` if it has none to keep."""
+    """How many numbers the factors of a term have; ``None`` if it has no factors to keep."""
     if isinstance(term, AffineProduct) and term.arrange is None and term.inp is not None:
         return term.out.numel() + prod(term.inp.shape)
     return term.out.numel() + term.row.numel() if isinstance(term, LookupProduct) else None
@@ -95,7 +95,7 @@ def state_of(terms: Sequence[SampleProduct]) -> dict[str, Tensor]:
 
 
 def terms_from(state: Mapping[str, Tensor], shape: torch.Size) -> list[SampleProduct]:
-    """The terms of which :func:`state_of` gave the tensors, of a parameter with a shape."""
+    """The terms from the tensors of :func:`state_of`, for a parameter with a shape."""
     found: dict[tuple[int, str], dict[str, Tensor]] = {}
     for key, tensor in state.items():
         number, form, name = key.split(".")
@@ -107,7 +107,7 @@ def chosen_by(index: Index, samples: int, device: torch.device) -> slice | Tenso
     """The index that chooses samples of a term, from any index of a user; a number chooses one.
 
     Raises:
-        IndexError: There is no such sample.
+        IndexError: No sample has this number.
     """
     if isinstance(index, Tensor):
         index = index.to(device)

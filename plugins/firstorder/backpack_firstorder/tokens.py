@@ -1,7 +1,7 @@
 """Per-token gradients: every position of every sample is treated as a sample.
 
 The gradient of a parameter that positions share is a sum over them. A token's share is the term of
-its position, at every use of the parameter: the gradient of a copy that this position alone uses.
+its position, at every use of the parameter: the gradient of a copy that only this position uses.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Per: TypeAlias = Literal["sample", "token"]
 
 
 def as_per(value: Any) -> Per:
-    """Check an argument ``per``; returns it.
+    """Check an argument ``per`` and return it.
 
     Raises:
-        UsageError: It is unknown.
+        UsageError: The value is unknown.
     """
     if value not in get_args(Per):
-        raise UsageError(f"per is one of {get_args(Per)}. Got {value!r}.")
+        raise UsageError(f"per must be one of {get_args(Per)}. Got {value!r}.")
     per: Per = value
     return per
 
@@ -34,9 +34,9 @@ def as_per(value: Any) -> Per:
 def entries_of(product: SampleProduct, per: Per) -> tuple[SampleProduct, tuple[int, ...]]:
     """The product of samples or of tokens, and the shape ``[N]`` or ``[N, T]`` of its entries.
 
-    Position ``t`` is the one at index ``t`` of the axes that hold neither samples nor features, of
-    what the module received (of a convolution, of what it returned); several axes are counted in
-    the order of memory. Several uses of a parameter add up token by token.
+    Positions are counted along the axes of the module's input (for a convolution, of its output)
+    that do not hold samples or features; several axes are counted in the order of memory. Several
+    uses of a parameter add up token by token.
 
     Args:
         product: The product of all samples, ``[1, N, *θ]``.
@@ -44,7 +44,7 @@ def entries_of(product: SampleProduct, per: Per) -> tuple[SampleProduct, tuple[i
 
     Raises:
         UnsupportedError: The product is not known as a sum over positions, or the uses of the
-            parameter have different numbers of them.
+            parameter have different numbers of positions.
     """
     if per == "sample":
         return product, (product.samples,)
@@ -58,7 +58,7 @@ def _split(product: Any, of: SampleProduct) -> tuple[SampleProduct, int]:
     """The product of tokens, and how many a sample has."""
     _refuse(
         of,
-        "its gradient is not known as a sum over tokens: an operation uses it outside of a module "
+        "its gradient is not known as a sum over tokens: an operation uses it outside a module "
         "with a rule, or it is computed from others, or its rule forms gradients",
     )
 
@@ -67,8 +67,8 @@ def _split(product: Any, of: SampleProduct) -> tuple[SampleProduct, int]:
 def _split_factors(product: FactorProduct, of: SampleProduct) -> tuple[SampleProduct, int]:
     uses = product.uses or (product.out.shape[2],)
     if product.is_own is not None:
-        _refuse(of, "its module received rows that were picked from the samples, and which token "
-                "a row belongs to is not known")  # fmt: skip
+        _refuse(of, "its module received rows that were picked from the samples, and it is not "
+                "known which token each row belongs to")  # fmt: skip
     if len({*uses}) > 1:
         _refuse(of, f"its uses have different numbers of positions, {', '.join(map(str, uses))}")
     count, tokens = len(uses), uses[0]

@@ -26,12 +26,12 @@ def setting(view: View, name: str) -> Any:
 
 
 def module_tensor(view: View, name: str) -> Tensor | None:
-    """A tensor of the loss module (``"weight"``), or ``None`` where it has none."""
+    """A tensor of the loss module (``"weight"``), or ``None`` if it has none."""
     return None if setting(view, name) is None else view.parameter(name)
 
 
 def restrict(view: View, whole: Tensor) -> Tensor:
-    """The samples that ``call`` shows, out of a tensor over the whole batch ``[N, *]``."""
+    """The samples that ``view`` shows, from a tensor over the whole batch ``[N, *]``."""
     return whole if view.indices is None else whole[list(view.indices)]
 
 
@@ -60,11 +60,11 @@ def mean_over_elements(view: View) -> float:
 
 
 def real_sqrt(view: View, curvature: Tensor) -> Tensor:
-    """Square root of second derivatives, or of their weights; not a number of negative ones.
+    """Square root of second derivatives, or of their weights; NaN where one is negative.
 
     Raises:
-        UnsupportedError: One of them is negative, in a pass that is measured. In others, to look
-            for it would be to wait, and what comes of it is seen: it is not a number.
+        UnsupportedError: One of them is negative, and the pass is measured. Other passes do not
+            look, since a look would wait for an accelerator; the NaN shows in the result.
     """
     if view.is_measured and any_of(curvature < 0):
         raise UnsupportedError(
@@ -77,7 +77,7 @@ def real_sqrt(view: View, curvature: Tensor) -> Tensor:
 
 
 def check_arguments(view: View, axes: int) -> None:
-    """Refuse a call whose arguments are laid out otherwise than rules take them.
+    """Refuse a call if its arguments are not laid out as rules expect.
 
     Args:
         view: The loss call.
@@ -156,9 +156,9 @@ class ElementwiseLossRule(HessianLossRule):
 
 
 class LinearLossRule(HessianLossRule):
-    """A loss whose Hessian in the input vanishes (almost everywhere): a single column of zeros.
+    """A loss with a zero Hessian in the input (almost everywhere): a single column of zeros.
 
-    Exact quantities are zero. Sampling is refused: the likelihood of such a loss does have Fisher
+    Exact quantities are zero. Sampling is refused: the likelihood of this loss has Fisher
     information, and a Monte-Carlo quantity of zero would be mistaken for an estimate of it.
 
     Class attributes:

@@ -1,7 +1,7 @@
 """Rules of curved elementwise activations: formulas of the first and second derivative.
 
 For activations with an in-place version, formulas use the output where possible. The others need
-the input, and raise if it was overwritten.
+the input, and raise an error if it was overwritten.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ def by_slot(
 def whole_call(view: View) -> tuple[View, Tensor | None]:
     """The call with all samples, and which of them this view shows (``None`` for all).
 
-    A view cuts every tensor whose axis 0 is as long as the batch. An argument whose axis 0 is
-    something else (a mask, an initial state) is therefore intact only in the whole call.
+    A view cuts every tensor that is as long as the batch on axis 0. So an argument with another
+    meaning of axis 0 (a mask, an initial state) is intact only in the whole call.
     """
     whole = view.full
     if view.indices is None:

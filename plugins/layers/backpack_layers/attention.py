@@ -23,7 +23,7 @@ from backpack_products.parametric import AffinePairsRule
 NAMES = ("query", "key", "value")
 SAVED = (*NAMES, "output")
 KERNEL = "ScaledDotProductFlashAttentionForCpu"
-# A private operation of torch; where it does not exist, the formula is used.
+# A private operation of torch. If it does not exist, the formula is used.
 KERNEL_BACKWARD = "_scaled_dot_product_flash_attention_for_cpu_backward"
 
 
@@ -85,15 +85,15 @@ class MultiheadAttentionRule(AffinePairsRule):
         if view.training and module.dropout > 0:
             raise UnsupportedError(
                 f"{view.path} drops attention weights at random (dropout={module.dropout}), and "
-                "what it dropped is not known afterwards: call eval() on it, or set dropout to 0."
+                "does not store what it dropped: call eval() on it, or set dropout to 0."
             )
         given = arguments(view)
         for name in ("attn_mask", "key_padding_mask"):
             mask = given[name]
             if mask is not None and mask.requires_grad:
                 raise UnsupportedError(
-                    f"{view.path} received a {name} that requires a gradient, and this rule passes "
-                    "nothing to masks: detach it."
+                    f"{view.path} received a {name} that requires a gradient, and this rule sends "
+                    "no columns to masks: detach it."
                 )
         if view.index != 0:
             raise UnsupportedError(
@@ -139,7 +139,7 @@ class MultiheadAttentionRule(AffinePairsRule):
             if _is_self_attention(view):  # one product with the input that they share
                 whole = torch.cat(cut, -1)
                 return whole.view(*whole.shape[:-1], 3, cut[0].shape[-1])
-            # Contiguous each, so the product of each needs no copy.
+            # Each is contiguous, so its product needs no copy.
             return torch.stack(_to_one_length(cut), 2).transpose(2, 3)
 
         return once_per_columns(view, "packed", mat, pack)
@@ -186,7 +186,7 @@ def _merge(x: Tensor) -> Tensor:
 
 
 def _to_one_length(tensors: list[Tensor]) -> list[Tensor]:
-    """Fill the positions, the last but one axis, up with zeros."""
+    """Fill up the positions, the last axis but one, with zeros."""
     lengths = {t.shape[-2] for t in tensors}
     if len(lengths) == 1:
         return tensors
@@ -201,7 +201,7 @@ def _is_self_attention(view: View) -> bool:
 
 
 def _packed_inputs(view: View) -> Tensor:
-    """Inputs of the three projections as groups, ``[N, S, 3, E]``; of one tensor, a view of it."""
+    """Inputs of the three projections as groups, ``[N, S, 3, E]``; a view if all are one tensor."""
     inputs = [tensor(view, name) for name in NAMES]
     if _is_self_attention(view):
         return inputs[0].unsqueeze(2).expand(-1, -1, 3, -1)
@@ -226,7 +226,8 @@ def _by_kernel(view: View, context: Tensor) -> tuple[Tensor, Tensor, Tensor] | N
         context: The column at the context. Shape ``[N, H, L, D]``.
 
     Returns:
-        The column at query, key and value, ``[N, H, L or S', D]`` each; ``None`` if it cannot.
+        The column at query, key and value, ``[N, H, L or S', D]`` each; ``None`` if the kernel
+        does not apply.
     """
     given = arguments(view)
     hinted = given["is_causal"]  # with the hint, torch does not pass the mask to the kernel
@@ -248,7 +249,7 @@ def _context(view: View) -> Tensor:
 
 
 def _kept(view: View, names: tuple[str, ...]) -> list[Tensor] | None:
-    """What a fused kernel saved, without the zeros that some put behind the features of a head."""
+    """What a fused kernel saved, without the zeros that some append to the features of a head."""
     saved = kept_by_kernel(view, names)
     return None if saved is None else [x[..., : _module(view).head_dim] for x in saved]
 
@@ -301,7 +302,7 @@ def _mask(view: View, keys: int) -> Tensor | None:
     """What the module adds to the scores, broadcastable to ``[N, H, L, S']``."""
     given = arguments(view)
     if given["is_causal"] and given["key_padding_mask"] is None and not given["need_weights"]:
-        # With is_causal, torch uses the causal mask in place of the one that was passed.
+        # With is_causal, torch uses the causal mask instead of the one that was passed.
         queries = tensor(view, "query").shape[1]
         allowed = torch.ones(queries, keys, dtype=torch.bool, device=view.inputs[0].device)
         return _additive(view, ~allowed.tril(), 0)

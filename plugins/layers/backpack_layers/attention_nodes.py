@@ -1,4 +1,4 @@
-"""The autograd nodes inside of attention: the tensors they saved, and where gradients arrive."""
+"""The autograd nodes inside attention: the tensors they saved, and where gradients arrive."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from backpack_operations.order import children_of, reached
 
 
 def kept_by_kernel(view: View, names: Sequence[str], kernel: str = "") -> list[Tensor] | None:
-    """The tensors that a fused kernel saved; ``None`` if there is no kernel, or one is missing."""
+    """The tensors that a fused kernel saved; ``None`` without a kernel, or if one is missing."""
     node = None if view.node is None else _kernel(view.call, view.node)
     if node is None or view.is_differentiable or not node.name().startswith(kernel):
         return None
@@ -42,7 +42,8 @@ def projection(view: View, weight: str, bias: str) -> Node | None:
     """The first node, from the output on, that uses the weight or the bias of a projection.
 
     The bias is added after the product, or by the same node. ``None`` if the parameter was
-    converted before its use, as by autocast: what arrives there is summed over samples already.
+    converted before its use, for instance by autocast: what arrives there is already summed over
+    samples.
     """
     owned = view.stored.owned
     names = [name for name in (bias, weight) if name in owned and owned[name][0].requires_grad]

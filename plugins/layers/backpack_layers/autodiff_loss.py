@@ -26,18 +26,19 @@ Likelihood = Callable[[Tensor], Distribution]
 class AutodiffLoss(Module):
     """Any loss function without a rule of its own.
 
-    Curvature starts at its Hessian in the output, ``[N, D, D]`` for ``D`` numbers of a sample,
-    which autograd finds by ``D`` products for all samples at once. So the function has to be twice
-    differentiable, and a sum over samples, which is measured.
+    Curvature starts at its Hessian in the output, ``[N, D, D]`` for ``D`` numbers per sample.
+    Autograd finds it by ``D`` products for all samples at once. So the function must be twice
+    differentiable, and a sum over samples; the latter is measured.
 
     Roots (of ``DiagGGNExact``, ``KFLR``, ``SqrtGGNExact``, ...) come from eigenvalues. Products and
-    the Hessian's diagonal (``GGNMP``, ``DiagHessian``) are exact, whatever ``negative`` says.
+    the Hessian's diagonal (``GGNMP``, ``DiagHessian``) are exact for any ``negative``.
 
     Args:
         function: A module or function of output and further arguments. It returns the losses of
             the samples, ``[N, *]``, or their mean or sum as a number.
         reduction: How losses ``[N, *]`` are reduced: the sum of each sample's losses, then a mean
-            over samples, a sum, or nothing more. Of a number, which of the first two it is.
+            over samples, a sum, or nothing more. If the function returns a number, it says whether
+            that is a mean or a sum.
         negative: What is done to negative eigenvalues in roots: ``"refuse"``, ``"clip"`` (set to
             zero) or ``"abs"`` (made positive).
         likelihood: The distribution of targets, from outputs ``[N, *]`` to an object of
@@ -65,7 +66,7 @@ class AutodiffLoss(Module):
             likelihood: See the class.
 
         Raises:
-            UsageError: A setting is unknown, or something is not a function.
+            UsageError: A setting is unknown, or ``function`` or ``likelihood`` is not a function.
         """
         super().__init__()
         for name, word, known in (
@@ -75,11 +76,11 @@ class AutodiffLoss(Module):
             if word not in known:
                 raise UsageError(f"{name} must be one of {known}. Got {word!r}.")
         if not callable(function) or isinstance(function, type):
-            raise UsageError(f"function is a loss of output and target. Got {function!r}.")
+            raise UsageError(f"function must be a loss of output and target. Got {function!r}.")
         if likelihood is not None and not callable(likelihood):
             raise UsageError(
-                "likelihood makes a distribution from outputs, as lambda x: Categorical(logits=x). "
-                f"Got {likelihood!r}."
+                "likelihood must be a function from outputs to a distribution, such as "
+                f"lambda x: Categorical(logits=x). Got {likelihood!r}."
             )
         self.function = function
         self.reduction, self.negative, self.likelihood = reduction, negative, likelihood
@@ -102,12 +103,12 @@ class AutodiffLoss(Module):
         """The loss, a number; without a reduction ``[N]``.
 
         Raises:
-            UsageError: The function returned neither a number nor the losses of the samples.
+            UsageError: The function did not return a number or the losses of the samples.
         """
         losses: Any = self.function(output, *arguments, **keywords)
         if not isinstance(losses, Tensor) or (losses.dim() and len(losses) != len(output)):
             raise UsageError(
-                "The function of AutodiffLoss returns a number, or the losses of the samples, "
+                "The function of AutodiffLoss must return a number, or the losses of the samples, "
                 f"[{len(output)}, *]. Got "
                 f"{list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__}."
             )
@@ -136,7 +137,7 @@ class AutodiffLoss(Module):
 
 
 class AutodiffLossRule(HessianLossRule):
-    """The rule of :class:`AutodiffLoss`, and of losses whose modules have its settings."""
+    """The rule of :class:`AutodiffLoss`, and of loss modules with the same settings."""
 
     module_types = (AutodiffLoss,)
 
@@ -152,7 +153,7 @@ class AutodiffLossRule(HessianLossRule):
         x, gradient = self._gradient(view)
         if view.indices is None:
             return _differentiated(gradient, x, mat)
-        # A sample that was named twice has columns of its own each time.
+        # A sample that was named twice has separate columns each time.
         products = [
             _differentiated(gradient, x, _alone(mat[:, place], n, x))[:, n]
             for place, n in enumerate(view.indices)
@@ -170,7 +171,7 @@ class AutodiffLossRule(HessianLossRule):
         return found.to(view.dtype)
 
     def _positive(self, view: View, values: Tensor) -> Tensor:
-        """Eigenvalues ``[N, D]`` that have real roots; not a number where nobody may look."""
+        """Eigenvalues ``[N, D]`` to take roots of; some may be negative if no pass is measured."""
         negative = _module(view).negative
         if negative == "abs":
             return values.abs()
@@ -182,9 +183,9 @@ class AutodiffLossRule(HessianLossRule):
             lowest = float(values.min())
             raise UnsupportedError(
                 f"The Hessian of {view.path} in the output has the negative eigenvalue "
-                f"{lowest:.3g}, so it has no real square root. Say what to do with such: "
-                'AutodiffLoss(..., negative="clip") or "abs"; or use DiagHessian or HMP, which '
-                "need no root."
+                f"{lowest:.3g}, so it has no real square root. Say how to treat negative "
+                'eigenvalues, by AutodiffLoss(..., negative="clip") or "abs", or use DiagHessian '
+                "or HMP, which need no root."
             )
         return torch.where(values < -small, values, values.clamp(min=0))
 
@@ -201,9 +202,9 @@ class AutodiffLossRule(HessianLossRule):
             losses = _module(view).function(*whole.args, **whole.kwargs)
         if not losses.dim():
             raise UnsupportedError(
-                f"The function of {view.path} returns a number, and whether that is a mean over "
-                "samples or over all their elements, which sampling has to know, is not told. "
-                "Return the losses of the samples, [N, *], or use the exact quantity instead."
+                f"The function of {view.path} returns a number. Sampling needs to know whether "
+                "that is a mean over samples or over all their elements: return the losses of the "
+                "samples, [N, *], or use the exact quantity instead."
             )
         x = view.input if view.is_differentiable else view.input.detach()
         with torch.enable_grad():
@@ -212,7 +213,7 @@ class AutodiffLossRule(HessianLossRule):
             distribution = likelihood(drawn)
             if not isinstance(distribution, Distribution):
                 raise UsageError(
-                    "likelihood has to return an object of torch.distributions. Got "
+                    "likelihood must return an object of torch.distributions. Got "
                     f"{type(distribution).__name__}."
                 )
             surprise = -distribution.log_prob(distribution.sample()).sum()
@@ -253,14 +254,14 @@ def _alone(columns: Tensor, sample: int, like: Tensor) -> Tensor:
 
 
 def _differentiated(gradient: Tensor, x: Tensor, mat: Tensor) -> Tensor:
-    """``∂gradient/∂x`` times columns ``[V, N, *]``; by vmap, or one by one where that cannot."""
+    """``∂gradient/∂x`` times columns ``[V, N, *]``: by vmap, or one by one if vmap fails."""
     if not gradient.requires_grad or not len(mat):
         return torch.zeros_like(mat)
     options: dict[str, Any] = {"retain_graph": True, "materialize_grads": True}
     options["create_graph"] = torch.is_grad_enabled()
     try:
         (found,) = torch.autograd.grad(gradient, x, mat, is_grads_batched=True, **options)
-    except RuntimeError:  # a formula of the user's, say, that vmap cannot batch
+    except RuntimeError:  # the user's formula may hold what vmap cannot batch
         found = torch.stack([torch.autograd.grad(gradient, x, row, **options)[0] for row in mat])
     product: Tensor = found
     return product
@@ -278,6 +279,6 @@ def _see_apart(view: View, x: Tensor, gradient: Tensor) -> None:
     if any_of(spilt > 1e3 * torch.finfo(x.dtype).eps * product.abs().amax()):
         raise SampleMixingError(
             f"{view.path} makes samples influence each other, so it has no Hessian for each of "
-            "them. Return the loss of each sample (Dice or a ratio by sample, not of sums over the "
-            "batch), or use HMP, which needs no samples."
+            "them. Return the loss of each sample (compute a Dice loss or a ratio by sample, not "
+            "from sums over the batch), or use HMP, which needs no samples."
         )

@@ -23,27 +23,28 @@ def batch_statistics(model: Module, treatment: Literal["constant"]) -> Iterator[
     """Run batch normalisation in train mode so that derivatives stop at the batch's statistics.
 
     With the exact derivative of train mode, a sample influences the outputs of all others through
-    mean and variance, so nothing belongs to single samples, and quantities raise. In this block,
-    ``y = (x - μ) / √(σ² + ε) · weight + bias`` with ``μ`` and ``σ²`` of the batch as numbers: a map
-    of each sample by itself. Outputs and the update of running statistics are those of train mode.
+    mean and variance. So no quantity belongs to single samples, and a backward pass raises an
+    error. In this block, ``y = (x - μ) / √(σ² + ε) · weight + bias`` takes ``μ`` and ``σ²`` of the
+    batch as fixed numbers: a map of each sample alone. Outputs and the update of running statistics
+    are those of train mode.
 
-    A checkpoint runs its part again in the backward pass, which then has to be in the block, too.
+    A checkpoint runs its part again in the backward pass, which must then be in the block, too.
 
-    Everything that is differentiated from such a forward pass has this meaning, ``.grad`` included:
-    it is the sum of ``grad_batch``, and not the gradient that train mode has. For a training step,
-    run a second forward pass outside of the block.
+    All derivatives of this forward pass have this meaning, ``.grad`` included: it is the sum of
+    ``grad_batch``, not the gradient of train mode. For a training step, run a second forward pass
+    outside the block.
 
     Args:
-        model: What the modules are in. Those in eval mode, with running statistics, are left alone.
-        treatment: ``"constant"``, the one treatment that there is.
+        model: Holds the modules. Those in eval mode with running statistics are left alone.
+        treatment: ``"constant"``, the only treatment.
 
     Yields:
         The model.
 
     Raises:
-        UsageError: The treatment is unknown, the model has no batch normalisation, or is in such
-            a block already.
-        UnsupportedError: A module has statistics over processes.
+        UsageError: The treatment is unknown, or the model has no batch normalisation or is in
+            a block of this kind already.
+        UnsupportedError: A module computes its statistics over several processes.
 
     Example:
         >>> with batch_statistics(model, "constant"):
@@ -52,9 +53,7 @@ def batch_statistics(model: Module, treatment: Literal["constant"]) -> Iterator[
         ...     loss.backward()
     """
     if treatment != "constant":
-        raise UsageError(
-            f'batch_statistics takes "constant": derivatives stop there. Got {treatment!r}.'
-        )
+        raise UsageError(f'batch_statistics takes "constant" as its treatment. Got {treatment!r}.')
     modules = [module for module in model.modules() if isinstance(module, _BatchNorm)]
     _check(modules)
     with ExitStack() as stack:
@@ -76,17 +75,17 @@ def _check(modules: list[_BatchNorm]) -> None:
     for module in modules:
         if isinstance(module, SyncBatchNorm):
             raise UnsupportedError(
-                "The statistics of SyncBatchNorm are those of all processes, which are not at hand "
-                "here. Use BatchNorm, or model.eval()."
+                "SyncBatchNorm computes its statistics over all processes, which batch_statistics "
+                "does not do. Use BatchNorm, or model.eval()."
             )
         if module in _held:
             raise UsageError("The model is in a block of batch_statistics already: leave one out.")
 
 
 class _Held:
-    """Has a module run in eval mode with the statistics of the batch, one call at a time.
+    """Makes a module run in eval mode with the statistics of the batch, one call at a time.
 
-    So rules and autograd see an affine map of fixed numbers, whose buffers are recorded as such.
+    So rules and autograd see an affine map of fixed numbers, which are recorded as its buffers.
     """
 
     def __init__(self, module: _BatchNorm) -> None:

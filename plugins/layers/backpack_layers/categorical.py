@@ -12,12 +12,12 @@ from backpack_products.tuning import CACHE, memory_budget
 def drawn(p: Tensor, samples: int) -> Tensor:
     """Independent classes with probabilities ``p``.
 
-    On a CPU by inversion of the distribution function (Devroye, 1986, Non-Uniform Random Variate
-    Generation, section III.2). That takes one uniform number for each draw,
-    where ``torch.multinomial`` takes one for each class if there is a single draw, and sums up in
-    double precision, so that rare classes get their share. Elsewhere numbers are made in parallel,
-    and sums along an axis are not always deterministic. Random numbers come from torch's default
-    generator.
+    On a CPU, the draws invert the distribution function (Devroye, 1986, Non-Uniform Random Variate
+    Generation, section III.2). That takes one uniform number per draw; for a single draw,
+    ``torch.multinomial`` takes one per class. Sums are in double precision, so that rare classes
+    get their share. Other devices use ``torch.multinomial``: they make random numbers in parallel,
+    and their sums along an axis are not always deterministic. Random numbers come from torch's
+    default generator.
 
     Args:
         p: Shape ``[M, C]``. Rows need not add up to one; a class of probability zero is not drawn.

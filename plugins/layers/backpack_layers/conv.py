@@ -65,7 +65,7 @@ class ConvRule(_ConvolutionRule):
     module_types = (Conv1d, Conv2d, Conv3d)
 
     def affine_input(self, view: View) -> Patches:
-        """The unfolded input, for some samples at a time, or a grouped kernel in its place."""
+        """The unfolded input, for some samples at a time, or a grouped kernel instead."""
         return DirectPatches(_conv(view), self._unfold, view.input, view.output_shape[2:])
 
     @staticmethod
@@ -141,7 +141,7 @@ class ConvTransposeRule(_ConvolutionRule):
 
 
 class Patches:
-    """The unfolded input ``[N, S, G, I]``, formed for some samples at a time, never as a whole."""
+    """The unfolded input ``[N, S, G, I]``, formed for a few samples at a time."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Patches:
 class DirectPatches(Patches, DirectRows):
     """Products with the patches by oneDNN's weight gradient of a convolution, a group per sample.
 
-    It forms no patches, and is faster for feature maps that are large compared with the weight. The
+    It forms no patches, and is faster if feature maps are large compared with the weight. The
     limits are measured, see ``docs/design/products.md``.
     """
 

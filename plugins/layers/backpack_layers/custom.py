@@ -1,6 +1,6 @@
 """Rules for the helper modules of ``backpack_layers.modules``.
 
-``Parallel`` is a container and needs none.
+``Parallel`` is a container and needs no rule.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class PermuteRule(SecondOrderRule):
         order = _permutation(view)
         if order[0] != 0:
             raise UnsupportedError(
-                f"{view.path} moves the batch axis (order of axes: {order}), and quantities of "
+                f"{view.path} moves the batch axis (order of axes: {order}), but quantities of "
                 "single samples need it first: leave axis 0 in its place."
             )
 
@@ -81,7 +81,7 @@ class ReduceTupleRule(SecondOrderRule):
 
     module_types = (ReduceTuple,)
     hessian_is_zero = True
-    # It returns one of its inputs: the graph leads to that one only, not to the rest of the tuple.
+    # It returns one of its inputs: the graph leads only to that one, not to the rest of the tuple.
     transparent = True
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> tuple[Tensor | None, ...]:
@@ -141,8 +141,8 @@ def _axes_consumed(item: Any) -> int:
 def _keeps_batch(index: tuple[Any, ...], shape: torch.Size) -> bool:
     """Whether axis 0 of ``x[index]`` is axis 0 of ``x``.
 
-    The index has to start with a full slice, or an ellipsis that covers axis 0. Two index arrays
-    must not be separated by another index, because the axis that they make moves to the front.
+    The index must start with a full slice, or an ellipsis that covers axis 0. No other index may
+    separate two index arrays, because the axis that they make would move to the front.
     """
     arrays = [position for position, item in enumerate(index) if _is_array(item)]
     if any(isinstance(item, bool) for item in index) or (

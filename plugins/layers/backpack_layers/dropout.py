@@ -1,9 +1,9 @@
 """Rules of dropout. The random mask is taken from autograd's node, or follows from the output.
 
-The output does not tell the mask where a whole unit of the input is zero: kept and dropped units
-are equal then. The rule raises an error, and columns go through the autograd graph, which holds the
-mask. This check reads values, for which an accelerator has to be waited for. So the output is only
-used if the node may not be read.
+The output does not show the mask where a whole unit of the input is zero, because kept and dropped
+units are equal there. The rule then raises an error, and columns go through the autograd graph,
+which holds the mask. This check reads values, which waits for an accelerator. So the output is used
+only if the node may not be read.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class AlphaDropoutRule(DropoutRule):
     module_types = (AlphaDropout, FeatureAlphaDropout)
 
     def _saved(self, view: View) -> Tensor | None:
-        """A shift is added behind the product."""
+        """A shift is added after the product."""
         return None if view.node is None else _factor(view, view.node.next_functions[0][0])
 
     def _scale(self, p: float) -> float:
@@ -114,7 +114,7 @@ def _unit_axes(view: View) -> tuple[int, ...]:
     if isinstance(view.module, (Dropout, AlphaDropout)):
         return ()
     dims = len(view.input_shape)
-    # These two take an input with one axis less than usual for a single sample without batch axis.
+    # These two take an input without a batch axis, for a single sample.
     unbatched = {Dropout1d: 2, Dropout3d: 4}
     no_batch = any(isinstance(view.module, t) and dims == d for t, d in unbatched.items())
     return tuple(range(1 if no_batch else 2, dims))
@@ -127,7 +127,7 @@ def _any(flags: Tensor, axes: tuple[int, ...]) -> Tensor:
 def _require(view: View, visible: Tensor) -> None:
     if any_of(~visible):
         raise OverwrittenInputError(
-            f"{view.path} drew a random mask that is not stored, and where its input is what a "
-            "dropped entry becomes, the mask cannot be told from its output. Call eval() on the "
-            "module, or leave out what needs a second derivative behind it."
+            f"{view.path} drew a random mask that is not stored. Its output does not show the mask "
+            "where the input equals a dropped entry. Call eval() on the module, or leave out "
+            "quantities that need a second derivative behind it."
         )

@@ -23,11 +23,11 @@ class LookupRule(ProductRule):
     linear_in_params = ("weight",)
 
     def check(self, view: View) -> None:
-        """Refuse sparse gradients, and options by which samples depend on the batch."""
+        """Refuse sparse gradients, and options that make samples depend on the batch."""
         reasons = {
             "max_norm": "renormalises the table while it is read",
             "scale_grad_by_freq": "divides gradients by counts over the whole batch",
-            "sparse": "stores sparse gradients, and quantities here are dense",
+            "sparse": "makes gradients sparse, but quantities are dense",
         }
         for option, reason in reasons.items():
             if getattr(view.module, option):

@@ -1,4 +1,4 @@
-"""Base class of activations whose backward pass is one kernel of torch."""
+"""Base class of activations with a backward pass that is one kernel of torch."""
 
 from __future__ import annotations
 
@@ -32,5 +32,5 @@ class FusedRule(ElementwiseRule):
 
 @cache
 def _has_fused(kind: type[FusedRule]) -> bool:
-    """Whether the class that has the derivative has it fused, too."""
+    """Whether the class that defines ``derivative`` also defines ``fused``."""
     return "fused" in next(vars(base) for base in kind.__mro__ if "derivative" in vars(base))

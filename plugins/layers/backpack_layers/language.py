@@ -23,10 +23,11 @@ class CausalLMLoss(Module):
     """Cross-entropy of each token with the logits at the position before it.
 
     ``ℓ = Σ_n Σ_t w[n, t] · -log softmax(x[n, t])[y[n, t + 1]]``, with ``w = 0`` where the target is
-    ``ignore_index``, for logits ``[N, T, C]`` and tokens ``[N, T]`` (what a model of the
-    ``transformers`` package is given as ``labels``). The samples of this loss are sequences.
+    ``ignore_index``, for logits ``[N, T, C]`` and tokens ``[N, T]`` (the ``labels`` of a model of
+    the ``transformers`` package). The samples of this loss are sequences.
 
-    Otherwise, with ``K_n`` the number of a sequence's tokens that count, and ``K = Σ_n K_n``:
+    For other targets, with ``K_n`` the number of a sequence's tokens that count, and
+    ``K = Σ_n K_n``:
 
     ============= ======================= =========================
     ``reduction`` ``average="token"``     ``average="sequence"``
@@ -102,7 +103,7 @@ class CausalLMLoss(Module):
 
         Args:
             target: Tokens of the whole batch. Shape ``[N, T]``.
-            dtype: What they are returned in; computed in single precision at least.
+            dtype: Their dtype; they are computed at least in single precision.
         """
         labels = target[:, 1:] if self.shift else target
         counts = (labels != self.ignore_index).to(torch.promote_types(dtype, torch.float32))

@@ -7,7 +7,7 @@ from backpack_core.record.view import View
 
 
 def require_axes(view: View, dims: int, layout: str) -> None:
-    """Raise unless the input has a batch axis.
+    """Raise an error unless the input has a batch axis.
 
     Args:
         view: The forward execution.
@@ -20,12 +20,12 @@ def require_axes(view: View, dims: int, layout: str) -> None:
     if len(view.input_shape) < dims:
         raise UnsupportedError(
             f"{view.path} saw an input of shape {list(view.input_shape)}, which has no batch axis, "
-            f"so there are no samples to speak of: use an input {layout}."
+            f"so it has no samples: use an input {layout}."
         )
 
 
 def require_channels(view: View) -> None:
-    """Raise unless the input of a layer named ``...1d`` to ``...3d`` has a batch axis."""
+    """Raise an error unless the input of a layer ``...1d`` to ``...3d`` has a batch axis."""
     # The names of all base classes are searched, because a subclass may have any name.
     names = (t.__name__ for t in type(view.module).__mro__)
     dims = next(int(name[-2]) for name in names if name[-2:] in {"1d", "2d", "3d"})

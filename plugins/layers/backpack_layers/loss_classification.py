@@ -29,7 +29,7 @@ class SoftmaxLossRule(HessianLossRule):
     """``ℓ = -Σ_c q_c log p_c`` at each position, with ``p = softmax(x)``.
 
     The Hessian ``(Σ_c q_c) (diag p - p pᵀ)`` depends on the target only by its total weight, so
-    every option is a factor in front of the Fisher information of the softmax. Labels are therefore
+    every option is a factor in front of the Fisher information of the softmax. So labels are
     sampled from ``p``, and the total weight is that of the actual target.
 
     Positions do not mix: the exact square root has ``V = (C - 1) · positions`` columns, see
@@ -50,7 +50,7 @@ class SoftmaxLossRule(HessianLossRule):
 
     @abstractmethod
     def weight(self, view: View) -> Tensor:
-        """What stands in front of ``diag p - p pᵀ``, reduction included. Shape ``[N, 1, S]``."""
+        """The factor in front of ``diag p - p pᵀ``, reduction included. Shape ``[N, 1, S]``."""
 
     def _sqrt_hessian(self, view: View) -> Tensor:
         factor = real_sqrt(view, self.weight(view))
@@ -61,7 +61,7 @@ class SoftmaxLossRule(HessianLossRule):
 
     def _sqrt_hessian_sampled(self, view: View, samples: int) -> Tensor:
         x = self.by_position(view, view.input)
-        # In single precision at least, as the exact root: rounding would change the probabilities.
+        # At least in single precision, like the exact root: rounding would change probabilities.
         p = _chances(x, torch.promote_types(x.dtype, torch.float32))
         positions = p.shape[2]
         rows = p.detach().transpose(1, 2).flatten(0, 1)  # [N · S, C]
@@ -81,7 +81,7 @@ class SoftmaxLossRule(HessianLossRule):
 
 
 def _chances(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The softmax of logits ``[N, C, S]``, in their order in memory: to turn it takes as long."""
+    """The softmax of logits ``[N, C, S]``, in their order in memory: reordering takes as long."""
     if x.stride(1) == 1:
         return x.transpose(1, 2).softmax(2, dtype=dtype).transpose(1, 2)
     return x.softmax(1, dtype=dtype)
@@ -267,7 +267,7 @@ class MultiLabelSoftMarginLossRule(ElementwiseLossRule):
 
 
 def _mean_over_targets(view: View, smoothing: float = 0.0) -> float | Tensor:
-    """One over what a mean divides by, else one."""
+    """One over the divisor of a mean, else one."""
     if setting(view, "reduction") != "mean":
         return 1.0
     divisor = _target_weight(view, smoothing)[1]
@@ -296,7 +296,7 @@ def _weigh_targets(whole: View, smoothing: float) -> tuple[Tensor, Tensor | int]
         weighted = torch.einsum("nc...,c->n...", target, weight)
         return (1 - smoothing) * weighted + uniform, weighted.numel()
     kept = target != setting(whole, "ignore_index")
-    # The ignored index may lie outside of the classes.
+    # The ignored index may lie outside the classes.
     weighted = weight[torch.where(kept, target.long(), 0)] * kept
     return (1 - smoothing) * weighted + uniform * kept, weighted.sum()
 

@@ -89,7 +89,7 @@ class PoissonNLLLossRule(ElementwiseLossRule):
     """``ℓ = eˣ - y x`` for ``log_input``, else ``ℓ = x - y log(x + ε)``.
 
     Stirling's term (``full``) does not depend on ``x``. Without ``log_input`` the Hessian is
-    ``y / (x + ε)²`` and not the Fisher information ``1/x``, so random signs are sampled.
+    ``y / (x + ε)²``, not the Fisher information ``1/x``, so random signs are sampled.
     """
 
     module_types = (nn.PoissonNLLLoss,)
@@ -115,7 +115,7 @@ class PoissonNLLLossRule(ElementwiseLossRule):
 
 
 class GaussianNLLLossRule(ElementwiseLossRule):
-    """``ℓ = (log v + (x - y)² / v) / 2`` with ``v = max(var, ε)``, as a function of ``x`` alone.
+    """``ℓ = (log v + (x - y)² / v) / 2`` with ``v = max(var, ε)``, as a function of only ``x``.
 
     The Hessian in ``(x, v)`` is not positive semi-definite, so a variance that requires a gradient
     is refused.

@@ -30,7 +30,7 @@ __all__ = [
 
 
 class SumModule(Module):
-    """Sum of tensors. Those that broadcast are added as by a function, without a module's call."""
+    """Sum of tensors. If they broadcast, a plain function adds them, without a module's call."""
 
     def __call__(self, *inputs: Any) -> Any:
         """Add the inputs."""
@@ -47,7 +47,7 @@ class SumModule(Module):
             Their sum.
 
         Raises:
-            ValueError: There is nothing to add.
+            ValueError: No tensor was passed.
         """
         if not inputs:
             raise ValueError("SumModule got no tensor to add: pass at least one.")
@@ -116,7 +116,7 @@ class ScaleModule(Module):
 
 
 class Permute(Module):
-    """Rearrange the axes of a tensor, the samples in front.
+    """Rearrange the axes of a tensor; samples stay in front.
 
     Args:
         dims: The axes in their new order; with ``init_transpose``, the two axes to exchange.
@@ -131,7 +131,7 @@ class Permute(Module):
         if moves_samples(dims, init_transpose):
             raise UsageError(
                 f"Permute{dims} with init_transpose={init_transpose} would move axis 0, which "
-                "holds the samples: leave that axis in its place. Where an operation needs another "
+                "holds the samples: leave that axis in its place. If an operation needs another "
                 "order, rearrange the axes by a function between modules."
             )
         self.dims = dims
@@ -145,7 +145,7 @@ class Permute(Module):
         """The axes of the input in the order of the output.
 
         Args:
-            axes: How many the input has.
+            axes: How many axes the input has.
         """
         if not self.init_transpose:
             return tuple(dim % axes for dim in self.dims)
@@ -156,7 +156,7 @@ class Permute(Module):
 
 
 def moves_samples(dims: Sequence[int], init_transpose: bool = False) -> bool:
-    """Whether :class:`Permute` moves axis 0, as far as that follows from its arguments."""
+    """Whether :class:`Permute` moves axis 0, if its arguments show it."""
     if init_transpose:
         return 0 in dims and any(dims)
     return bool(dims) and dims[0] % len(dims) != 0
@@ -200,7 +200,7 @@ class Slicing(Module):
 
 
 class ReduceTuple(Module):
-    """Pick one element of a tuple, as of what a recurrent layer returns.
+    """Pick one element of a tuple, such as the outputs of a recurrent layer.
 
     Args:
         index: Which element.

@@ -92,7 +92,7 @@ class NormalizationRule(ProductRule):
         """The Jacobian of ``x̂``, which is symmetric."""
         mean, scale = self._statistics(view)
         rows, g = self._rows_of(view, view.input), self._rows_of(view, mat)
-        # On GPUs, the kernel wants the statistics of half-precision rows in single precision.
+        # On GPUs, the kernel needs the statistics of half-precision rows in single precision.
         if self.centred and g.element_size() >= 4:
             return _layer_norm_backward(g, rows, mean, scale).reshape(mat.shape)
         u = (rows - mean) * scale
@@ -113,7 +113,7 @@ class NormalizationRule(ProductRule):
             mean, var = (view.parameter(f"running_{name}") for name in ("mean", "var"))
             return mean.reshape(1, -1, 1), (var + eps).rsqrt().reshape(1, -1, 1)
         rows = self._rows_of(view, view.input)
-        if not rows.numel():  # of which torch warns
+        if not rows.numel():  # torch would warn
             return rows.new_zeros(*rows.shape[:-1], 1), rows.new_ones(*rows.shape[:-1], 1)
         if not self.centred:
             return rows.new_zeros(()), (_mean_square(rows) + eps).rsqrt()
@@ -181,7 +181,7 @@ class _TrailingAxesRule(NormalizationRule):
     def check(self, view: View) -> None:
         """Refuse an input without a batch axis."""
         shape = cast(LayerNorm, view.module).normalized_shape
-        if len(view.input_shape) <= len(shape):  # else the text would take longer than the question
+        if len(view.input_shape) <= len(shape):  # to form the text takes longer than the check
             require_axes(view, len(shape) + 1, f"[N, ..., {', '.join(map(str, shape))}]")
 
     def rows(self, view: View) -> int:
@@ -253,7 +253,7 @@ class InstanceNormRule(NormalizationRule):
         return 1, 2
 
     def fixed_statistics(self, view: View) -> bool:
-        """In eval mode, where they are tracked."""
+        """In eval mode, if they are tracked."""
         module = cast(InstanceNorm2d, view.module)
         return module.track_running_stats and not view.training
 
@@ -266,7 +266,7 @@ class BatchNormRule(NormalizationRule):
     jacobian_is_constant = True
 
     def mixes_samples(self, view: View) -> bool:
-        """In train mode, and in eval mode where no running statistics are kept."""
+        """In train mode, and in eval mode without running statistics."""
         module = cast(BatchNorm2d, view.module)
         return view.training or module.running_mean is None
 

@@ -29,7 +29,7 @@ def _of_matrices(operand: Operand, mat: Tensor) -> SampleProduct | None:
         names, position = ("_saved_mat1", "_saved_mat2"), position - 1
         mat = _times(mat, node._saved_beta if position < 0 else node._saved_alpha)
     if mat.dim() != (4 if nodes.operation_of(node) == "Bmm" else 3):
-        return None  # a view of the output was changed in place, and takes its place
+        return None  # a view of the output was changed in place, and replaces it
     if position < 0:
         return _of_bias(mat, shape)
     if not is_apart and (position == 0 or mat.dim() > 3):

@@ -68,12 +68,12 @@ class PerturbationRule(ProductRule):
     def apart_products(
         self, view: View, names: Sequence[str], columns: ApartColumns
     ) -> list[SampleProduct]:
-        """Refused: one ``δ`` for all entries of axis 0 would join those of one sample."""
+        """Refused: one ``δ`` for all entries of axis 0 would add up those of one sample."""
         raise _samples_elsewhere(view.path)
 
 
 class _AtSamples(DenseProduct):
-    """``M`` itself, whose axis of samples is that of what was received."""
+    """``M`` itself; its axis of samples is that of the tensor that was received."""
 
     def __init__(self, mat: Tensor, where: str) -> None:
         super().__init__(mat)
@@ -86,14 +86,14 @@ class _AtSamples(DenseProduct):
 
 def _samples_elsewhere(path: str) -> UnsupportedError:
     return UnsupportedError(
-        f"{path} stands at a tensor whose axis 0 is not that of the samples, so one perturbation "
-        "for every sample has no meaning there. Name a module around it, which receives [N, *], or "
-        "write perturb(..., each=True), which perturbs every entry by itself."
+        f"Axis 0 of the tensor at {path} does not hold the samples, so one perturbation for all "
+        "samples has no meaning there. Name a module around it that receives [N, *], or write "
+        "perturb(..., each=True), which perturbs every entry separately."
     )
 
 
 class Perturbations(Mapping[str, Any]):
-    """The perturbations that a forward pass had, by the path of the module.
+    """The perturbations of a forward pass, by the path of the module.
 
     ``received["2"]`` is the parameter ``δ`` at the module ``"2"``; results lie on it. A module that
     ran several times has one for each call: ``received.calls("2")``.
@@ -112,7 +112,7 @@ class Perturbations(Mapping[str, Any]):
             path: One of the paths that were named.
 
         Raises:
-            UsageError: It was not named.
+            UsageError: The path was not named.
         """
         if path not in self._made:
             raise UsageError(
@@ -127,8 +127,8 @@ class Perturbations(Mapping[str, Any]):
         if len(perturbations) != 1:
             many = f"ran {len(perturbations)} times: take one of perturbations.calls({path!r})"
             none = (
-                "did not run in this block. Run the model inside of it, and name modules that are "
-                "called: a module around it may use its weights without calling it"
+                "did not run in this block. Run the model inside the block, and name modules that "
+                "are called: a module around this one may use its weights without calling it"
             )
             raise UsageError(f"The module {path!r} {many if perturbations else none}.")
         return perturbations[0]
@@ -154,9 +154,9 @@ class Perturbations(Mapping[str, Any]):
         """The tensor with the perturbation of the next call added."""
         if not self._runs:
             raise UnsupportedError(
-                f"The module {path!r} runs outside of a forward pass of the model of perturb(...). "
-                "A checkpoint runs its part again: name a module outside of it. If you call parts "
-                "of the model yourself, give perturb(...) the part that you call."
+                f"The module {path!r} runs outside a forward pass of the model of perturb(...). "
+                "If a checkpoint runs it again, name a module outside the checkpoint. If you call "
+                "parts of the model yourself, give perturb(...) the part that you call."
             )
         made, number = self._made[path], self._count[path]
         self._count[path] += 1
@@ -166,7 +166,7 @@ class Perturbations(Mapping[str, Any]):
             new.__dict__[PATH_ATTRIBUTE] = path
             made[number : number + 1] = [extend(new)]
         perturbation = made[number]
-        # Not through the module, whose rule adds up samples: a plain function is looked at entry by
+        # Not through the module: its rule adds up samples. A plain function is looked at entry by
         # entry, wherever samples lie.
         result: Tensor = received + perturbation.value if self._each else perturbation(received)
         return result
@@ -187,10 +187,10 @@ def perturb(
 ) -> Iterator[Perturbations]:
     """Add a parameter ``δ = 0`` to what modules receive, so that quantities are read there.
 
-    Run the model inside of the block. A later backward pass stores on ``δ`` what it stores on any
+    Run the model inside the block. A later backward pass stores on ``δ`` what it stores on any
     parameter: ``DiagGGNExact`` the diagonal in the module's input, ``BatchGrad`` the gradient of
     each sample, ``KFAC`` the block, ``Jacobians`` the Jacobian, ``HMP`` products. Only the way
-    through the module counts: what goes past it, as a residual connection does, is not perturbed.
+    through the module counts: a residual connection past it, for instance, is not perturbed.
 
     ``δ`` is a parameter in every respect: quantities over all parameters (clipping, ``GGNGram``,
     ``NTK``) count it.
@@ -200,21 +200,21 @@ def perturb(
         paths: Where modules lie in it; ``""`` is the model itself.
         at: ``"input"``, what the modules receive, or ``"output"``, what they return.
         argument: Which tensor, by its place among the arguments (or results) or by the name of a
-            keyword. Default: the first of floating point. Arguments that are the same tensor get
-            the same perturbation.
+            keyword. Default: the first floating-point tensor. Arguments that are the same tensor
+            get the same perturbation.
         each: ``False``: ``δ`` has the shape ``[*]`` of one sample and is added to all, so that
             ``diag_ggn_exact`` is ``[*]``, and ``diag_ggn_exact_batch`` ``[N, *]``. ``True``: ``δ``
             has the shape of the tensor, for products with a vector for each sample (``HMP``,
             ``GGNMP``, ``JMP``), and wherever axis 0 does not hold the samples.
-        alone: Freeze the model's own parameters in the block, so that forward passes in it know
-            perturbations only, and a backward pass takes no time for anything else.
+        alone: Freeze the model's own parameters in the block, so that its forward passes
+            differentiate perturbations only, and a backward pass takes no time for anything else.
 
     Yields:
         The perturbations, by path.
 
     Raises:
-        UsageError: The model is not extended, or a path or argument names nothing.
-        UnsupportedError: A module receives nothing that can be perturbed, or runs in a checkpoint.
+        UsageError: The model is not extended, or no module or argument has the given name.
+        UnsupportedError: A module receives no floating-point tensor, or runs in a checkpoint.
 
     Example:
         >>> with perturb(model, "", "3") as received:
@@ -261,11 +261,11 @@ class _Hook:
         self._made, self._path, self._argument = made, path, argument
 
     def put_before(self, module: Module) -> Any:
-        """Have the hook run before the module, and before the hook that records its call."""
+        """Run the hook before the module, and before the hook that records its call."""
         return module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)
 
     def put_behind(self, module: Module) -> Any:
-        """Have the hook run after the module."""
+        """Run the hook after the module."""
         return module.register_forward_hook(self._behind)
 
     def _before(self, module: Module, args: Any, kwargs: Any) -> Any:
@@ -281,9 +281,9 @@ class _Hook:
         named = [value for name, value in items if asked is None or name == asked]
         found = [t for t in iter_tensors(tuple(named)) if t.is_floating_point()]
         if not found:
-            has = f"nothing of floating point at {'any place' if asked is None else repr(asked)}"
+            has = f"no floating-point tensor{'' if asked is None else f' at {asked!r}'}"
             raise UnsupportedError(
-                f"perturb: the module {self._path!r} has {has}; there is "
+                f"perturb: the module {self._path!r} has {has}. It has "
                 f"{', '.join(repr(name) for name, _ in items) or 'nothing'}. Numbers of tokens "
                 "have no derivatives: name the module behind the embedding."
             )

@@ -1,7 +1,7 @@
 """Rules of piecewise linear activations: their second derivative is zero.
 
 For activations with an in-place version, the output replaces the input where it determines the
-slope. The other rules need the input, and raise if it was overwritten.
+slope. The other rules need the input, and raise an error if it was overwritten.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class HardtanhRule(ElementwiseRule):
     hessian_is_zero = True
 
     def derivative(self, view: View) -> Tensor:
-        """One strictly inside the interval, which can be read off input or output."""
+        """One strictly inside the interval, as input and output both show."""
         module = cast(Hardtanh, view.module)
         x = _either(view)
         return ((x > module.min_val) & (x < module.max_val)).to(x.dtype)
@@ -78,7 +78,7 @@ class RReLURule(ElementwiseRule):
     hessian_is_zero = True
 
     def derivative(self, view: View) -> Tensor:
-        """In train mode, the random slope is what autograd saved, or output divided by input."""
+        """In train mode, the random slope is what autograd saved, or output over input."""
         module = cast(RReLU, view.module)
         if not view.training:
             return _slopes(_either(view), (module.lower + module.upper) / 2)
@@ -86,10 +86,10 @@ class RReLURule(ElementwiseRule):
         if saved is not None:
             return saved.to(view.dtype)
         x = view.input
-        if any_of(x == 0):  # a look, for which an accelerator waits
+        if any_of(x == 0):  # this look waits for an accelerator
             raise OverwrittenInputError(
-                f"{view.path} drew random slopes that are not stored, and they cannot be told from "
-                "its output where its input is zero. Call eval() on the module."
+                f"{view.path} drew random slopes that are not stored, and its output does not "
+                "show them where its input is zero. Call eval() on the module."
             )
         return torch.where(x > 0, 1.0, view.output / x)
 
@@ -114,7 +114,7 @@ class ShrinkRule(ElementwiseRule):
     hessian_is_zero = True
 
     def derivative(self, view: View) -> Tensor:
-        """One outside of ``[-λ, λ]``."""
+        """One outside ``[-λ, λ]``."""
         x = view.input
         return (x.abs() > cast(Softshrink, view.module).lambd).to(x.dtype)
 

@@ -116,7 +116,7 @@ class LPPoolRule(SecondOrderRule):
 
     def _second_derivative_mat_prod(self, view: View, grad_output: Tensor, mat: Tensor) -> Tensor:
         p, x, u = _power(view), view.input, self._sums(view)
-        if p == 1:  # a sum: the formula multiplies zero with infinity where an entry is zero
+        if p == 1:  # a sum: the formula multiplies zero by infinity where an entry is zero
             return torch.zeros_like(mat)
         slope = grad_output * _power_slope(u, p)
         change = over_columns(lambda m: self._sum(view, m), x ** (p - 1) * mat)

@@ -76,8 +76,8 @@ class RecurrentRule(AffinePairsRule):
         sequence = arguments(view)["input"]
         if isinstance(sequence, PackedSequence):
             raise UnsupportedError(
-                f"{view.path} received a PackedSequence, whose steps have no batch axis: pass the "
-                "padded tensor [N, T, I], and pick each sample's last step from the output."
+                f"{view.path} received a PackedSequence, which has no batch axis: pass the padded "
+                "tensor [N, T, I], and pick each sample's last step from the output."
             )
         if not module.batch_first:
             raise UnsupportedError(
@@ -93,13 +93,13 @@ class RecurrentRule(AffinePairsRule):
         if view.training and module.dropout > 0 and module.num_layers > 1:
             raise UnsupportedError(
                 f"{view.path} drops activations between its layers at random "
-                f"(dropout={module.dropout}), and what it dropped is not known afterwards: call "
-                "eval() on it, or build one recurrent layer each with nn.Dropout between."
+                f"(dropout={module.dropout}), and does not store what it dropped: call eval() on "
+                "it, or build one recurrent layer each with nn.Dropout between."
             )
         if module.proj_size > 0:
             raise UnsupportedError(
                 f"{view.path} projects its hidden states (proj_size={module.proj_size}), which "
-                "this rule does not know: use proj_size=0, or put an nn.Linear behind."
+                "this rule does not know: use proj_size=0, or put an nn.Linear behind it."
             )
 
     def batch_axis(self, view: View, index: int) -> int:
@@ -148,7 +148,7 @@ class RecurrentRule(AffinePairsRule):
                 position = layer * _directions(module) + direction
                 start = tuple(state[position] for state in states)
                 steps = _in_order(x, bool(direction), 1)
-                # Not by cuDNN: it wants the weights in one block, and has no second derivative.
+                # Not by cuDNN: it needs the weights in one block, and has no second derivative.
                 with torch.backends.cudnn.flags(enabled=False):
                     after = cell.run(steps, start, weights)
                 before = torch.cat([start[0].unsqueeze(1), after[:, :-1]], 1)
@@ -209,8 +209,8 @@ def _recurse(
         cell: The cell.
         chain: What happened forwards.
         hh: The weight of the hidden state. Shape ``[G·H, H]``.
-        steps: Columns at the hidden state of every step, ``[V, N, T, H]``, if there are any.
-        ends: Columns at the last hidden and cell state, ``[V, N, H]``, if there are any.
+        steps: Columns at the hidden state of every step, ``[V, N, T, H]``, or ``None``.
+        ends: Columns at the last hidden and cell state, ``[V, N, H]``, or ``None``.
 
     Returns:
         Columns at the gates ``[V, N, T, G·H]``, and at the initial states ``[V, N, H]``.

@@ -1,7 +1,7 @@
 """One time step of each recurrent cell, backwards. Imports torch only.
 
-Everything that does not depend on the columns is computed beforehand for all steps in parallel, as
-*tables*, so that a step is a few operations. A cell stacks ``G`` gates in its weights.
+What does not depend on the columns is computed beforehand for all steps in parallel, as *tables*.
+So a step is a few operations. A cell stacks ``G`` gates in its weights.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class Cell(ABC):
         Args:
             now: The tables of this step.
             hidden: Columns at ``h_t``. Shape ``[V, N, H]``.
-            memory: Columns at the cell state ``c_t``, if there is one. Shape ``[V, N, H]``.
+            memory: Columns at the cell state ``c_t``, or ``None``. Shape ``[V, N, H]``.
 
         Returns:
             Columns at the input's part of the gates, shape ``[V, N, G·H]``; columns at ``h_{t-1}``
-            by paths that avoid the gates, or ``None``; columns at ``c_{t-1}``, or ``None``.
+            along paths that avoid the gates, or ``None``; columns at ``c_{t-1}``, or ``None``.
         """
 
     def hidden_gates(self, now: Tables, gates: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Rules of modules that are one step of a recurrent net: ``LSTMCell``, ``GRUCell``, ``RNNCell``.
 
-A loop calls such a module once per step, and the engine adds up the results of the calls. The
-formulas of a step are shared with the layers, in ``recurrent_cells``.
+A loop calls a module of this kind once per step, and the engine adds up the results of the calls.
+The formulas of a step are shared with the layers, in ``recurrent_cells``.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from backpack_products.derivatives import SecondOrderRule
 class ReshapeRule(SecondOrderRule):
     """``Flatten``, ``Unflatten``, ``Identity``: the same entries in another shape.
 
-    If it changes the length of axis 0, the call is opened: columns cross the operation instead.
+    If one changes the length of axis 0, its call is opened: columns cross the operation instead.
     """
 
     module_types = (Flatten, Unflatten, Identity)

@@ -77,7 +77,7 @@ class GLURule(SecondOrderRule):
 
 
 def _axis(view: View) -> int:
-    """The axis counted from the end, which also holds with the column axis in front."""
+    """The axis counted from the end: this number also fits with the column axis in front."""
     dims = len(view.input_shape)
     if isinstance(view.module, Softmax2d):
         return -3

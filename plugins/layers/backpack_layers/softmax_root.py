@@ -25,7 +25,7 @@ def softmax_root(logits: Tensor, factor: Tensor) -> Tensor:
         factor: Shape ``[N, 1, S]``.
 
     Returns:
-        Shape ``[C - 1, N, C, S]``; a column of zeros for one class. In single precision at least.
+        Shape ``[C - 1, N, C, S]``; a column of zeros for one class. At least in single precision.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     log_p = logits.log_softmax(1, dtype=dtype)

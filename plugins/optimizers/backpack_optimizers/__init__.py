@@ -1,6 +1,6 @@
 """Second-order optimizers as ``torch.optim.Optimizer``: K-FAC, EKFAC, Gauss-Newton.
 
-They stand on the public interface of the other distributions alone.
+They use only the public interface of the other distributions.
 """
 
 from __future__ import annotations

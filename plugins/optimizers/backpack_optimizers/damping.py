@@ -1,4 +1,4 @@
-"""Damping that adapts itself, by how well the model of the loss predicts a step."""
+"""Damping that adapts to how well the quadratic model of the loss predicts a step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from backpack_optimizers.groups import require_count, require_positive
 
 
 def require_adapting(adapt: object) -> None:
-    """Raise :class:`UsageError` unless something is ``None`` or a rule that adapts damping."""
+    """Raise :class:`UsageError` unless ``adapt`` is ``None`` or a rule that adapts damping."""
     if adapt is not None and not isinstance(adapt, LevenbergMarquardt):
         raise UsageError(
-            "adapt is None, or a rule with its settings: write adapt=LevenbergMarquardt(). Got "
-            f"{adapt!r:.80}."
+            "adapt must be None, or a rule with its settings: write adapt=LevenbergMarquardt(). "
+            f"Got {adapt!r:.80}."
         )
 
 
@@ -28,13 +28,13 @@ class LevenbergMarquardt:
 
     ``ρ`` is the change of the loss by a step, divided by the change that the quadratic model
     ``gᵀd + ½ dᵀ(F + damping · I)d`` of the step predicts. Above ``3/4``, the damping is multiplied
-    by ``shrink``, below ``1/4`` it is divided by it.
+    by ``shrink``; below ``1/4``, it is divided by it.
 
     Attributes:
-        every: How many steps lie between two looks, each of which costs a pass over the batch.
-        shrink: Below one.
-        smallest: The damping stays above.
-        largest: The damping stays below.
+        every: How many steps lie between two comparisons; each costs a pass over the batch.
+        shrink: A factor below one.
+        smallest: The smallest damping.
+        largest: The largest damping.
     """
 
     every: int = 5
@@ -72,11 +72,11 @@ def predicted_change(
     times: Callable[[Tensor, Tensor], Tensor],
     damping: float,
 ) -> float:
-    """How the quadratic model changes by a step that was made.
+    """How much the quadratic model changes by a step that was made.
 
     Args:
-        parameters: As they are after it; those with a gradient count.
-        before: As they were.
+        parameters: The parameters after the step; those with a gradient count.
+        before: Their values before the step.
         times: ``F`` times a vector, for a parameter.
         damping: Added to ``F``.
     """

@@ -23,10 +23,10 @@ class EKFAC(FactoredOptimizer):
 
     Every ``inverses_every`` steps, the eigenvectors ``Q`` of the averaged Kronecker factors are
     computed. In between, the eigenvalues are averages of the diagonal of the curvature in that
-    basis, which :class:`backpack_core.extensions.EKFAC` computes of every batch:
+    basis, which :class:`backpack_core.extensions.EKFAC` computes for every batch:
     ``Q (diag(λ) + damping · I)⁻¹ Qᵀ g`` is exact damping, which takes effect at once. When the
-    basis changes, the average goes along: of ``Q diag(λ) Qᵀ``, the diagonal in the new basis is
-    taken. The first eigenvalues are those of the factors.
+    basis changes, the average is converted: it becomes the diagonal of ``Q diag(λ) Qᵀ`` in the new
+    basis. The first eigenvalues are those of the factors.
     """
 
     def __init__(self, *args: Any, **settings: Any) -> None:
@@ -55,13 +55,13 @@ class EKFAC(FactoredOptimizer):
         self._place()
 
     def _place(self) -> None:
-        """Put new vectors where captured steps find them again: in memory of their own."""
+        """Copy new vectors into the memory of the old ones, where captured steps find them."""
         known = self._placed
         self._placed = {p: copied(basis, known.get(p)) for p, basis in self._bases.items()}
 
     def _fold(self, found: Mapping[str, Factors]) -> None:
         self._average(found.get(FIELD, {}))
-        # The first values that are corrected replace those of the factors.
+        # The first corrected values replace those of the factors.
         decay = min(1 - 1 / max(self._count - 1, 1), self._decay_of_factors)
         for parameter, new in found.get(CORRECTED, {}).items():
             assert isinstance(new, KroneckerEigenbasis)
@@ -93,7 +93,7 @@ class EKFAC(FactoredOptimizer):
 
 
 def copied(basis: KroneckerEigenbasis, into: KroneckerEigenbasis | None) -> KroneckerEigenbasis:
-    """A copy of the vectors, in the memory of another one that has such vectors."""
+    """A copy of the vectors, in the memory of a matrix with vectors of the same form."""
     if into is None or _forms(into) != _forms(basis):
         vectors = [None if v is None else v.clone() for v in basis.vectors]
         return KroneckerEigenbasis(vectors, basis.values, basis.order)
@@ -108,12 +108,12 @@ def _forms(basis: KroneckerEigenbasis) -> list[Any]:
 
 
 def turned(before: KroneckerEigenbasis, basis: KroneckerEigenbasis) -> KroneckerEigenbasis:
-    """A matrix in another basis: ``λ'_i = Σ_j (Q'ᵀ Q)²_ij λ_j``, its diagonal there."""
+    """A matrix in another basis, by its diagonal there: ``λ'_i = Σ_j (Q'ᵀ Q)²_ij λ_j``."""
     values = before.values
     count = len(before.vectors)
     for place, (old, new) in enumerate(zip(before.vectors, basis.vectors, strict=True)):
         if old is None or new is None:
-            continue  # both are the identity: a factor is diagonal in every batch, or in none
+            continue  # both are the identity: a factor is diagonal in all batches, or in none
         axis = values.dim() - count + place
         weights = (new.mT @ old).square()
         last = values.movedim(axis, -1)

@@ -31,8 +31,8 @@ class FactoredOptimizer(GroupedOptimizer):
     """Steps ``-lr · (F + damping · I)⁻¹ g`` with Kronecker-factored curvature ``F``.
 
     Attributes:
-        damping: Now; may be set.
-        steps: How many were made.
+        damping: The present damping; it may be set.
+        steps: How many steps were made.
     """
 
     def __init__(
@@ -67,21 +67,21 @@ class FactoredOptimizer(GroupedOptimizer):
             lr: The learning rate.
             damping: Added to the curvature, in the scale of the loss. Larger is closer to gradient
                 descent.
-            momentum: Of the steps, as in :class:`torch.optim.SGD`.
+            momentum: The momentum of the steps, as in :class:`torch.optim.SGD`.
             weight_decay: Decoupled, as in :class:`torch.optim.AdamW`.
             factor_decay: The share of the past in the average of factors. It is
                 ``min(1 - 1/k, factor_decay)`` at the ``k``-th factors, so that the first ones count
                 like later ones (Martens and Grosse, 2015, section 5).
-            factors_every: Factors are computed in every how many steps.
-            inverses_every: They are inverted in every how many steps.
-            kl_clip: Bound ``κ`` on ``lr² gᵀ(F + damping · I)⁻¹g``, summed over parameters, which is
+            factors_every: Factors are computed every this many steps.
+            inverses_every: Factors are inverted every this many steps.
+            kl_clip: Bound ``κ`` on ``lr² gᵀ(F + damping · I)⁻¹g``, summed over parameters. This is
                 the squared norm of the step in the metric of the curvature, and so about twice the
                 divergence between the predictions before and after. A longer step, before momentum,
-                is scaled down to it (Ba et al., 2017). Default: none.
-            adapt: How the damping adapts itself; ``step`` then needs a closure. The quadratic model
-                is that of the factors.
+                is scaled down to the bound (Ba et al., 2017). Default: none.
+            adapt: How the damping adapts; ``step`` then needs a closure. The quadratic model is
+                that of the factors.
             mc_samples: Targets drawn for each sample; ``None`` for the exact Hessian of the loss,
-                which takes a column for every output, as :class:`backpack_core.extensions.KFLR`.
+                which takes a column for every output, like :class:`backpack_core.extensions.KFLR`.
             weight_sharing: How positions share a weight; see
                 :class:`backpack_core.extensions.KFAC`. ``"expand"`` gives the factors
                 of Grosse and Martens (2016) for convolutions.
@@ -91,8 +91,8 @@ class FactoredOptimizer(GroupedOptimizer):
                 ``DistributedDataParallel`` has averaged them.
             method: ``"curvature"``, or ``"adam"`` for AdamW.
             adam_scale: AdamW steps at the rate ``adam_scale · lr``.
-            betas: Of AdamW.
-            eps: Of AdamW.
+            betas: Setting of AdamW.
+            eps: Setting of AdamW.
 
         Raises:
             UsageError: The model is not extended, or a setting is out of range.
@@ -109,7 +109,7 @@ class FactoredOptimizer(GroupedOptimizer):
         if not is_extended(self.model):
             raise UsageError(
                 f"{type(self).__name__} computes curvature in the backward pass, so model and loss "
-                "have to be extended before: model = extend(model), lossfunc = extend(lossfunc)."
+                "must be extended first: model = extend(model), lossfunc = extend(lossfunc)."
             )
         require_adapting(adapt)
         require_positive("damping", damping)
@@ -141,7 +141,7 @@ class FactoredOptimizer(GroupedOptimizer):
 
     @property
     def without_factors(self) -> list[str]:
-        """Names of the parameters that step by AdamW, as known after the first step."""
+        """Names of the parameters that step by AdamW, known after the first step."""
         return [self.name_of(p) for p in self._all() if "exp_avg" in self.state[p]]
 
     def curvature(self, loss_scale: float = 1.0) -> AbstractContextManager[None]:
@@ -150,14 +150,14 @@ class FactoredOptimizer(GroupedOptimizer):
         Several passes before one step are joined as one batch, in gradient and factors.
 
         Args:
-            loss_scale: What the loss is multiplied by, ``scaler.get_scale()`` of a gradient scaler.
-                (``scaler.unscale_(optimizer)`` divides gradients, which are left alone here.)
+            loss_scale: What the loss is multiplied by: ``scaler.get_scale()`` of a gradient scaler.
+                (``scaler.unscale_(optimizer)`` divides gradients; this block does not.)
         """
         require_positive("loss_scale", loss_scale)
         return joining(self._joined, self._extensions(), loss_scale)
 
     def captured(self, function: Callable[..., Any], make: Callable[..., Any]) -> Any:
-        """``capture(function, lossfunc, optimizer)``; closures call such a step from then on.
+        """``capture(function, lossfunc, optimizer)``; closures then call the captured step.
 
         Args:
             function: Returns the loss.
@@ -176,20 +176,19 @@ class FactoredOptimizer(GroupedOptimizer):
         """Make one step.
 
         Args:
-            closure: Clears gradients, computes the loss, calls ``backward()`` and returns the loss,
-                inside a block of :meth:`curvature`, so it needs none; or calls a captured step.
+            closure: Clears gradients, computes the loss, calls ``backward()`` and returns the loss.
+                It runs inside a block of :meth:`curvature`, or calls a captured step.
 
         Returns:
             What the closure returned.
 
         Raises:
-            UsageError: No pass ran inside of a block, though factors are due; or factors are not
-                finite.
+            UsageError: Factors are due, but no pass ran inside a block; or factors are not finite.
         """
         if self._adapt is not None and closure is None:
             raise UsageError(
-                "Damping that adapts itself compares the loss before and after a step: pass a "
-                "closure, optimizer.step(closure), that computes the loss and calls backward()."
+                "adapt= compares the loss before and after a step: pass a closure, "
+                "optimizer.step(closure), that computes the loss and calls backward()."
             )
         replay = Replay(self._all()[0].device)
         loss = self._called(closure, self._block()) if closure is not None else None
@@ -207,7 +206,7 @@ class FactoredOptimizer(GroupedOptimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """As for every optimizer, with averages and inverses under ``"curvature"``."""
+        """The state of an optimizer, with averages and inverses under ``"curvature"``."""
         found = saved(self._tables(), self._all(), self._fingerprint())
         numbers = {"steps": self.steps, "count": self._count, "damping": self.damping}
         return {**super().state_dict(), "curvature": {**found, **numbers}}
@@ -217,7 +216,7 @@ class FactoredOptimizer(GroupedOptimizer):
         return fingerprint([self.model], self._extensions())
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on as the optimizer whose state is given, exactly.
+        """Continue exactly like the optimizer that saved the state.
 
         Raises:
             UsageError: The state is that of another kind of optimizer, or of another model, or
@@ -240,15 +239,15 @@ class FactoredOptimizer(GroupedOptimizer):
 
     @abstractmethod
     def _fold(self, found: Mapping[str, Factors]) -> None:
-        """Take matrices of new data into the averages."""
+        """Add matrices of new data to the averages."""
 
     @abstractmethod
     def _invert(self) -> None:
-        """Decompose the averages anew."""
+        """Decompose the averages again."""
 
     @abstractmethod
     def _solved(self, parameter: Tensor, gradient: Tensor) -> Tensor | None:
-        """``(F + damping · I)⁻¹`` times the gradient; ``None`` for what has no factors."""
+        """``(F + damping · I)⁻¹`` times the gradient; ``None`` for a parameter without factors."""
 
     @abstractmethod
     def _times(self, parameter: Tensor, vector: Tensor) -> Tensor:
@@ -263,7 +262,7 @@ class FactoredOptimizer(GroupedOptimizer):
         return [of_chosen(field=FIELD, **self._reading)]
 
     def _observe(self) -> None:
-        """Take the passes since the last step into the averages, and invert if that is due."""
+        """Add the passes since the last step to the averages, and invert if that is due."""
         if self._group is not None and not self._is_compared:
             agreed_on_ranks(self._fingerprint(), self._group)
             self._is_compared = True
@@ -272,9 +271,9 @@ class FactoredOptimizer(GroupedOptimizer):
             if self._group is not None:
                 processes.require_alike([], self._group)  # others would wait for this one
             raise UsageError(
-                f"Step {self.steps + 1} needs what passes leave, and no pass with a sample ran in "
-                "a block of this optimizer since the last step: write with "
-                "optimizer.curvature(): loss.backward(), or pass a closure to step."
+                f"Step {self.steps + 1} needs curvature, but no pass with a sample ran in a block "
+                "of this optimizer since the last step: write with optimizer.curvature(): "
+                "loss.backward(), or pass a closure to step."
             )
         if self._group is not None and self._joined.passes:
             processes.join(self._joined, self._all(), self._group)
@@ -296,7 +295,7 @@ class FactoredOptimizer(GroupedOptimizer):
             )
 
     def _directions(self) -> list[tuple[Group, dict[Tensor, Tensor]]]:
-        """For each group, gradients in the metric of the curvature, of a length that is allowed."""
+        """For each group, gradients in the metric of the curvature, scaled to the bound."""
         found = []
         norm: Any = 0.0
         for group in self.param_groups:
@@ -316,7 +315,7 @@ class FactoredOptimizer(GroupedOptimizer):
         return found
 
     def _move(self, found: list[tuple[Group, dict[Tensor, Tensor]]]) -> None:
-        """Add momentum, and step; what has no direction steps by AdamW."""
+        """Add momentum, and step; parameters without a direction step by AdamW."""
         for group, directions in found:
             for parameter, direction in directions.items():
                 if group["momentum"]:
@@ -332,7 +331,7 @@ class FactoredOptimizer(GroupedOptimizer):
     def _look(
         self, closure: Callable[[], Any], loss: Any, before: list[Tensor], replay: Replay
     ) -> None:
-        """Adapt the damping, by the loss after the step."""
+        """Adapt the damping to the loss after the step."""
         if loss is None:
             raise UsageError("The closure returned None: let it return the loss.")
         assert self._adapt is not None

@@ -20,12 +20,11 @@ class GaussNewton(GroupedOptimizer):
     """Hessian-free optimization with the Gauss-Newton matrix (Martens, 2010; Schraudolph, 2002).
 
     A step is ``-lr · s · d`` with ``(G + damping · I) d = g``. ``G`` is the generalised
-    Gauss-Newton matrix of the batches, blocks between layers included, known by its products. ``d``
-    is found by conjugate gradients, which begin at ``warm_start`` times the ``d`` of the step
-    before; ``s`` is halved until the loss falls. Nothing has to be extended, and layers need no
-    rules.
+    Gauss-Newton matrix of the batches, blocks between layers included, known by its products.
+    Conjugate gradients find ``d``, and begin at ``warm_start`` times the ``d`` of the step before;
+    ``s`` is halved until the loss falls. Models need not be extended, and layers need no rules.
 
-    Every product is a pass over the batches, so that few large batches are best. Dropout and batch
+    Every product is a pass over the batches, so a few large batches are best. Dropout and batch
     normalisation in train mode are refused.
 
     Example:
@@ -34,9 +33,9 @@ class GaussNewton(GroupedOptimizer):
         ...     loss = optimizer.step([(x, y)])
 
     Attributes:
-        damping: Now; may be set.
-        steps: How many were made.
-        solution: What conjugate gradients found last: ``iterations``, ``residual``.
+        damping: The present damping; it may be set.
+        steps: How many steps were made.
+        solution: The last result of conjugate gradients: ``iterations``, ``residual``.
     """
 
     def __init__(
@@ -72,21 +71,20 @@ class GaussNewton(GroupedOptimizer):
             lr: The learning rate.
             damping: Added to the matrix, in the scale of the loss.
             weight_decay: Decoupled, as in :class:`torch.optim.AdamW`.
-            max_iterations: Of conjugate gradients, in each step.
+            max_iterations: The largest number of iterations of conjugate gradients in a step.
             rtol: Conjugate gradients stop at this residual, relative to the right side.
             warm_start: See the class; 0.95 in Martens (2010), zero to begin from zero.
-            halvings: How often the step may be halved; zero for no look at the loss. If the loss
-                falls at none of these lengths, the parameters stay where they are.
-            adapt: How the damping adapts itself.
+            halvings: How often the step may be halved; zero to ignore the loss. If the loss does
+                not fall at any of these lengths, the parameters do not change.
+            adapt: How the damping adapts.
             preconditioner: An approximate inverse of the damped matrix, as a function of a flat
                 vector over all parameters that have curvature.
-            process_group: Processes that have batches each, a batch at least: the step is that of
-                all samples.
+            process_group: Processes with at least one batch each: the step is that of all samples.
             method: ``"curvature"``, or ``"adam"`` for AdamW.
             adam_scale: AdamW steps at the rate ``adam_scale · lr``.
-            betas: Of AdamW.
-            eps: Of AdamW.
-            forward: What to make of batches of another kind, as for
+            betas: Setting of AdamW.
+            eps: Setting of AdamW.
+            forward: How to use batches of another kind, as for
                 :class:`backpack_secondorder.over_data.GGN`.
             normaliser: What a loss without a rule divides by, as there.
 
@@ -113,19 +111,19 @@ class GaussNewton(GroupedOptimizer):
         """Make one step.
 
         Args:
-            batches: ``[(inputs, target)]``; several are taken together, whatever their sizes. Can
-                be iterated several times.
+            batches: ``[(inputs, target)]``; several batches of any sizes are taken together. They
+                are iterated several times.
 
         Returns:
             The loss before the step.
 
         Raises:
-            UsageError: These are not batches; the loss is not finite; or as for
+            UsageError: ``batches`` is wrong; the loss is not finite; or a reason given for
                 :class:`backpack_secondorder.over_data.GGN`.
         """
         if batches is None or callable(batches) or not isinstance(batches, Iterable):
             raise UsageError(
-                "GaussNewton.step takes batches, since it goes through them several times: "
+                "GaussNewton.step takes batches, because it goes through them several times: "
                 f"optimizer.step([(x, y)]). Got {type(batches).__name__}."
             )
         ggn = self._matrix(batches, self._all("curvature"))
@@ -148,12 +146,12 @@ class GaussNewton(GroupedOptimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """As for every optimizer, with the damping under ``"curvature"``."""
+        """The state of an optimizer, with the damping under ``"curvature"``."""
         numbers = {"steps": self.steps, "damping": self.damping}
         return {**super().state_dict(), "curvature": numbers}
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Go on as the optimizer whose state is given, exactly.
+        """Continue exactly like the optimizer that saved the state.
 
         Raises:
             UsageError: The state is that of another kind of optimizer.
@@ -188,7 +186,7 @@ class GaussNewton(GroupedOptimizer):
         return direction
 
     def _move(self, ggn: GGN, direction: list[Tensor], loss: float) -> None:
-        """Step as far as the loss falls, and adapt the damping by how far the model was right."""
+        """Step as far as the loss falls, and adapt the damping to the model's accuracy."""
         before = [p.clone() for p in ggn.parameters]
         rates = {id(p): group["lr"] for group in self.param_groups for p in group["params"]}
         step = [-rates[id(p)] * d for p, d in zip(ggn.parameters, direction, strict=True)]
@@ -211,7 +209,7 @@ class GaussNewton(GroupedOptimizer):
         go(0.0)
 
     def _predicted(self, ggn: GGN, step: list[Tensor]) -> float:
-        """How the quadratic model changes by a step."""
+        """How much the quadratic model changes by a step."""
         curved = ggn @ step
         return sum(
             float(((p.grad + 0.5 * (c + self.damping * s)) * s).sum())

@@ -1,7 +1,7 @@
 """Parameter groups of a model, and what every group has: a rate, decay of weights, AdamW.
 
 Decay is decoupled (Loshchilov and Hutter, 2019, arXiv:1711.05101): weights shrink by
-``lr · weight_decay`` beside the step, and the curvature does not see it.
+``lr · weight_decay`` in addition to the step, and the curvature does not contain it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class GroupedOptimizer(Optimizer):
     - ``weight_decay``: decoupled, as in AdamW;
     - ``method``: ``"curvature"``, or ``"adam"`` for plain AdamW;
     - ``adam_scale``: AdamW steps at the rate ``adam_scale · lr``, so that one schedule serves both;
-    - ``betas`` and ``eps``: of AdamW.
+    - ``betas`` and ``eps``: settings of AdamW.
 
     Attributes:
-        model: The model, without what wraps it.
+        model: The model, without a wrapper.
     """
 
     def __init__(
@@ -48,10 +48,11 @@ class GroupedOptimizer(Optimizer):
         Args:
             model: The model, or ``DistributedDataParallel`` of it.
             params: Parameters or groups, as for other optimizers; default: all that are trained.
-            defaults: Settings of groups that do not say.
+            defaults: Settings for groups that lack them.
 
         Raises:
-            UsageError: There is no model, a parameter is not of it, or a setting is out of range.
+            UsageError: ``model`` is not a module, a parameter does not belong to it, or a setting
+                is out of range.
         """
         if not isinstance(model, Module):
             raise UsageError(
@@ -62,14 +63,14 @@ class GroupedOptimizer(Optimizer):
         self._names = {id(p): name for name, p in self.model.named_parameters()}
         chosen = [p for p in self.model.parameters() if p.requires_grad]
         if params is None and not chosen:
-            raise UsageError("The model has no trained parameter: there is nothing to optimize.")
+            raise UsageError("The model has no trained parameter: set requires_grad for some.")
         super().__init__(chosen if params is None else params, dict(defaults))
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as for every optimizer.
 
         Raises:
-            UsageError: A parameter is not of the model, or a setting is out of range.
+            UsageError: A parameter does not belong to the model, or a setting is out of range.
         """
         super().add_param_group(param_group)
         try:
@@ -83,15 +84,15 @@ class GroupedOptimizer(Optimizer):
             if id(parameter) not in self._names:
                 raise UsageError(
                     f"The tensor {place} of a group, of shape {list(parameter.shape)}, is not "
-                    f"a parameter of the model that {type(self).__name__} was given."
+                    f"a parameter of the model that was passed to {type(self).__name__}."
                 )
             if hasattr(parameter, "placements"):
                 raise UsageError(
-                    f"The parameter {self.name_of(parameter)!r} is sharded (fully_shard), and "
+                    f"The parameter {self.name_of(parameter)!r} is sharded (fully_shard), but "
                     f"{type(self).__name__} needs whole ones: use DistributedDataParallel."
                 )
         if group["method"] not in get_args(Method):
-            raise UsageError(f"method is one of {get_args(Method)}. Got {group['method']!r}.")
+            raise UsageError(f"method must be one of {get_args(Method)}. Got {group['method']!r}.")
         for name in ("lr", "weight_decay", "adam_scale"):
             require_positive(name, group[name], or_zero=True)
         require_positive("eps", group["eps"], or_zero=True)
@@ -144,15 +145,15 @@ class GroupedOptimizer(Optimizer):
 
 
 def require_positive(name: str, value: Any, or_zero: bool = False) -> None:
-    """Raise unless a setting is a positive, finite number.
+    """Check that a setting is a positive, finite number.
 
     Args:
-        name: What it is called.
+        name: The name of the setting.
         value: The setting.
         or_zero: Whether it may be zero.
 
     Raises:
-        UsageError: It is not.
+        UsageError: The setting is something else.
     """
     try:
         number = float(value)
@@ -160,14 +161,14 @@ def require_positive(name: str, value: Any, or_zero: bool = False) -> None:
         number = float("nan")
     if not (number > 0 or (or_zero and number == 0)) or number == float("inf"):
         sign = "not negative" if or_zero else "positive"
-        raise UsageError(f"{name} is a number that is {sign}. Got {value!r}.")
+        raise UsageError(f"{name} must be a number that is {sign}. Got {value!r}.")
 
 
 def require_count(name: str, value: Any) -> None:
-    """Raise unless a setting is a whole number from one on.
+    """Check that a setting is a whole number from one on.
 
     Raises:
-        UsageError: It is not.
+        UsageError: The setting is something else.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UsageError(f"{name} is a whole number, one at least. Got {value!r}.")
+        raise UsageError(f"{name} must be a whole number, at least one. Got {value!r}.")

@@ -23,14 +23,14 @@ class KFAC(FactoredOptimizer):
     """K-FAC (Martens and Grosse, 2015, arXiv:1503.05671; Grosse and Martens, 2016).
 
     The curvature of a weight is ``B ⊗ A``, that of a vector its block; factors are averaged over
-    steps. A step is ``-lr · (F + damping · I)⁻¹ g``, where ``split`` says how factors are damped:
+    steps. A step is ``-lr · (F + damping · I)⁻¹ g``, and ``split`` says how factors are damped:
 
     - ``"pi"``: ``(B + √damping / π · I) ⊗ (A + √damping · π · I)``, with ``π²`` the ratio of mean
       diagonals (section 6.3 there), by Cholesky decompositions;
     - ``"equal"``: the same with ``π = 1``;
     - ``"exact"``: ``B ⊗ A + damping · I``, by eigendecompositions.
 
-    Damping that changes takes effect with the next inverses; in ``"exact"``, at once.
+    A change of damping takes effect with the next inverses; with ``"exact"``, at once.
 
     Example:
         >>> optimizer = KFAC(model, lr=0.1, damping=1e-2)
@@ -54,7 +54,7 @@ class KFAC(FactoredOptimizer):
             UsageError: A setting is out of range.
         """
         if split not in get_args(Split):
-            raise UsageError(f"split is one of {get_args(Split)}. Got {split!r}.")
+            raise UsageError(f"split must be one of {get_args(Split)}. Got {split!r}.")
         super().__init__(*args, **settings)
         self._split = split
         self._inverses: dict[Tensor, CurvatureMatrix] = {}

@@ -19,25 +19,24 @@ Factors = dict[Tensor, CurvatureMatrix]
 
 
 class Joined:
-    """Gradients and matrices of all samples so far, as of one batch.
+    """Gradients and matrices of all samples so far, as for one batch.
 
-    For losses that are means, passes are averaged with what their losses divide by as weights; for
-    sums, they are added. So micro-batches may differ in size, and the loss is not divided by
-    their number.
+    If losses are means, passes are averaged with the losses' divisors as weights; sums are added.
+    So micro-batches may differ in size, and the loss need not be divided by their number.
 
     Attributes:
-        parameters: Those whose gradients are joined.
+        parameters: The parameters whose gradients are joined.
         values: For each field of an extension, the matrices of parameters.
-        weight: ``Σ_b W_b`` of what the losses divide by; ``None`` for sums, and before any pass.
-        passes: How many there were.
-        share: What the loss of this process counts in that of all.
+        weight: The sum ``Σ_b W_b`` of the losses' divisors; ``None`` for sums, and before any pass.
+        passes: The number of passes.
+        share: The share of this process's loss in that of all.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        """Begin with nothing.
+        """Begin without passes.
 
         Args:
-            parameters: Those whose gradients are joined.
+            parameters: The parameters whose gradients are joined.
         """
         self.parameters = parameters
         self.values: dict[str, Factors] = {}
@@ -51,7 +50,7 @@ class Joined:
         self._before: dict[Tensor, Tensor] = {}
 
     def begin(self) -> None:
-        """Lay the gradients of earlier passes aside."""
+        """Put the gradients of earlier passes aside."""
         self._before = {}
         if self.passes:
             self._before = {p: p.grad for p in self.parameters if p.grad is not None}
@@ -59,7 +58,7 @@ class Joined:
                 parameter.grad = None
 
     def restore(self) -> None:
-        """Give the gradients of earlier passes back, where a pass has failed."""
+        """Restore the gradients of earlier passes, if a pass has failed."""
         if self._before:
             for parameter in self.parameters:
                 parameter.grad = self._before.get(parameter)
@@ -70,11 +69,11 @@ class Joined:
 
         Args:
             found: Matrices of this pass.
-            weights: What has observed it.
+            weights: The observer of the pass.
 
         Raises:
-            UsageError: Passes cannot be joined: some losses are sums and some means, or nobody
-                knows what they divide by.
+            UsageError: Passes cannot be joined: some losses are sums and some means, or their
+                divisors are not known.
         """
         share = self._share(weights)
         for parameter, before in self._before.items():
@@ -107,9 +106,9 @@ class Joined:
         is_alike = len(ratios) == len(self._ratios) and self._count == len(weights.normalisers)
         if not self._count or not is_alike or not all(map(isclose, ratios, self._ratios)):
             raise UsageError(
-                "Several passes before one step are joined by what their losses divide by, and "
-                "that is not known here, or not in the same ratio for all: use the same extended "
-                "loss in each, extend(nn.CrossEntropyLoss()), or one pass for each step."
+                "Several passes before one step are joined by what their losses divide by, but "
+                "that is not known here, or has different ratios: use the same extended loss in "
+                "each, extend(nn.CrossEntropyLoss()), or one pass for each step."
             )
         self.passes += 1
         if self.weight is None:
@@ -119,7 +118,7 @@ class Joined:
 
 
 def joined(known: Factors, new: Factors, share: float | None) -> Factors:
-    """Matrices of two disjoint batches as of one; a parameter that one does not reach has none."""
+    """Matrices of two disjoint batches as for one; a parameter that one does not reach has none."""
     if share is not None:
         known = {p: matrix.scaled(share) for p, matrix in known.items()}
         new = {p: matrix.scaled(1 - share) for p, matrix in new.items()}
@@ -131,12 +130,12 @@ def joined(known: Factors, new: Factors, share: float | None) -> Factors:
 def joining(total: Joined, extensions: Sequence[Extension], loss_scale: float) -> Iterator[None]:
     """A block around one backward pass, which is added to the passes before it.
 
-    Where anything fails, gradients of these are what they were.
+    If anything fails, the gradients of earlier passes are restored.
 
     Args:
         total: What the pass is added to.
         extensions: What the pass computes.
-        loss_scale: What the loss is multiplied by, as by a gradient scaler.
+        loss_scale: What the loss is multiplied by, for instance by a gradient scaler.
     """
     weights = Weights()
     with adding(total, extensions, loss_scale) as add:
@@ -150,7 +149,7 @@ def joining(total: Joined, extensions: Sequence[Extension], loss_scale: float) -
 def adding(
     total: Joined, extensions: Sequence[Extension], loss_scale: float = 1.0
 ) -> Iterator[Callable[[Weights], None]]:
-    """A block around a pass that somebody else runs, and the function that adds it.
+    """A block around a pass that runs elsewhere, and the function that adds it.
 
     Args:
         total: What the pass is added to.
@@ -166,7 +165,7 @@ def adding(
     try:
         yield add
     finally:
-        total.restore()  # nothing, after a pass that was added
+        total.restore()  # does nothing after a pass that was added
         for extension in extensions:
             _taken(total.parameters, extension.savefield)
 
@@ -180,10 +179,10 @@ class CapturedPasses:
         extensions: Callable[[], Sequence[Extension]],
         make: Callable[..., Any],
     ) -> None:
-        """Store what makes them.
+        """Store what makes the steps.
 
         Args:
-            total: What passes are added to now.
+            total: What passes are added to.
             extensions: What the next pass computes.
             make: Makes a captured step of extensions.
         """
@@ -191,7 +190,7 @@ class CapturedPasses:
         self._steps: dict[Any, tuple[Any, Sequence[Extension]]] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a pass; returns what the user's function does."""
+        """Run a pass, and return what the user's function returns."""
         extensions = self._extensions()
         key = *map(_kind, extensions), *map(id, self._total().parameters)
         if key not in self._steps:
@@ -205,19 +204,19 @@ class CapturedPasses:
 
 
 def _kind(extension: Extension) -> Any:
-    """What tells extensions apart: the class, and the bases that it reads in."""
+    """A key that differs for different extensions: the class, and the bases that it reads in."""
     bases = getattr(extension, "basis", None) or {}
     return type(extension), *[id(basis) for _, basis in bases.values()]
 
 
 def _taken(parameters: Sequence[Tensor], field: str) -> Factors:
-    """What the pass left on parameters, off the parameters."""
+    """Take what the pass left on parameters."""
     taken = ((p, p.__dict__.pop(field, None)) for p in parameters)
     return {p: value for p, value in taken if value is not None}
 
 
 def _scaled(found: Factors, factor: float) -> Factors:
-    """Times a number, in single precision at least."""
+    """A multiple, at least in single precision."""
     return {
         p: (value.to(torch.float32) if value.dtype.itemsize < 4 else value) * factor
         for p, value in found.items()

@@ -1,4 +1,4 @@
-"""Several processes: matrices and gradients of all of their samples, and shared inversions."""
+"""Several processes: matrices and gradients of all their samples, and shared inversions."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ FactorsOf = Mapping[Tensor, KroneckerFactors]
 def join(total: Joined, parameters: Sequence[Tensor], group: distributed.ProcessGroup) -> None:
     """Make gradients and matrices those of the samples of all processes, by one all-reduce.
 
-    Gradients that ``DistributedDataParallel`` has averaged are equal on all processes: of a mean,
-    they stay as they are, of a sum, this makes the sum of the average.
+    Gradients that ``DistributedDataParallel`` has averaged are equal on all processes. For a mean,
+    they do not change; for a sum, the average becomes the sum.
 
     Args:
         total: What this process has found; replaced.
-        parameters: Those whose gradients are joined.
+        parameters: The parameters whose gradients are joined.
         group: The processes.
     """
     scale = 1.0 if total.weight is None else total.weight
@@ -57,7 +57,7 @@ def summed(number: float, group: distributed.ProcessGroup) -> float:
 
 
 def _as_sums(matrix: CurvatureMatrix, scale: float) -> list[Tensor]:
-    """What adds up over processes: sums, averages times their weight, and that weight."""
+    """Tensors that add up over processes: sums, averages times their weight, and that weight."""
     tensors = matrix.tensors()
     if not isinstance(matrix, KroneckerFactors):
         return [tensors["values"] * scale]
@@ -84,10 +84,11 @@ def _reduced(parts: Sequence[Tensor], group: distributed.ProcessGroup) -> list[T
 
 
 def require_alike(sizes: Sequence[int], group: distributed.ProcessGroup) -> None:
-    """Raise, in all processes, unless all of them exchange tensors of the same sizes.
+    """Check that all processes exchange tensors of the same sizes.
 
     Raises:
-        UsageError: They do not: some parameters were reached on one of them only.
+        UsageError: Sizes differ, because some parameters were reached only on some processes. All
+            processes raise this.
     """
     mark = hash(tuple(sizes)) % 2**40
     marks = torch.tensor([mark, -mark], dtype=torch.int64)
@@ -96,9 +97,9 @@ def require_alike(sizes: Sequence[int], group: distributed.ProcessGroup) -> None
     distributed.all_reduce(marks, distributed.ReduceOp.MAX, group=group)
     if int(marks[0]) != -int(marks[1]):
         raise UsageError(
-            "Processes have gradients, or curvature, of different parameters in this step, so they "
-            "cannot be joined: see that every process runs a backward pass with a sample, and that "
-            "all parameters take part in it."
+            "Processes have gradients or curvature of different parameters in this step, so these "
+            "cannot be joined: make sure that every process runs a backward pass with a sample, "
+            "and that all parameters take part in it."
         )
 
 
@@ -111,10 +112,10 @@ def inverted(
     """A decomposition of every matrix; each process does a part, and sends it to the others.
 
     Args:
-        matrices: The same on all processes.
-        invert: An inverse, or an eigendecomposition.
-        form_of: Something of the form that it has, for processes that only receive it.
-        group: The processes; ``None`` for this one alone.
+        matrices: The matrices, the same on all processes.
+        invert: Computes an inverse, or an eigendecomposition.
+        form_of: Makes a result of the same form, for processes that only receive it.
+        group: The processes; ``None`` for only this one.
     """
     if group is None:
         return {p: invert(matrix) for p, matrix in matrices.items()}
@@ -129,7 +130,7 @@ def inverted(
 
 
 def shared_out(matrices: Mapping[Tensor, CurvatureMatrix], processes: int) -> dict[Tensor, int]:
-    """Which process decomposes which matrix: the largest first, to who has least to do."""
+    """Which process decomposes which matrix: largest first, to the least loaded process."""
     work = [0.0] * processes
     owners = {}
     costs = {p: sum(t.shape[-1] ** 3 for t in m.tensors().values()) for p, m in matrices.items()}
@@ -140,7 +141,7 @@ def shared_out(matrices: Mapping[Tensor, CurvatureMatrix], processes: int) -> di
 
 
 def eigenbasis_form(matrix: KroneckerFactors) -> KroneckerEigenbasis:
-    """An eigenbasis of the sizes of a matrix, with whatever values."""
+    """An eigenbasis with the sizes of a matrix, and any values."""
     vectors = [None if matrix.is_diagonal(factor) else factor for factor in matrix]
     groups, *sizes = matrix.sizes
     values = matrix[0].new_zeros([groups] * (groups > 1) + sizes)
@@ -154,7 +155,7 @@ def _sent(
     owner: int,
     group: distributed.ProcessGroup,
 ) -> list[CurvatureMatrix]:
-    """What the owner has found, on every process, by one broadcast."""
+    """The owner's result on every process, by one broadcast."""
     forms = done or [form_of(matrix) for matrix in matrices.values()]
     tensors = [tensor for form in forms for tensor in form.tensors().values()]
     flat = torch.cat([tensor.flatten() for tensor in tensors])

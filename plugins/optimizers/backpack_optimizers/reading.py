@@ -1,4 +1,4 @@
-"""Extensions that read at some parameters only; the others step by AdamW."""
+"""Extensions that read only at some parameters; the others step by AdamW."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Chosen = Callable[[Tensor], bool]
 
 
 class _FactorsOfSome:
-    """Reads Kronecker factors of chosen parameters, where no factor is larger than a bound."""
+    """Reads Kronecker factors of chosen parameters, if no factor is larger than a bound."""
 
     chosen: Chosen
     max_size: int
@@ -28,7 +28,7 @@ class _FactorsOfSome:
         """The factors.
 
         Raises:
-            UnsupportedError: The parameter is none of them; it is left out.
+            UnsupportedError: The parameter was not chosen; it is left out.
         """
         parameter = getattr(product.module, product.name, None)
         if parameter is not None and not self.chosen(parameter):
@@ -47,7 +47,7 @@ class SampledFactors(_FactorsOfSome, KFAC):  # type: ignore[misc]
 
 
 class ExactFactors(_FactorsOfSome, KFLR):  # type: ignore[misc]
-    """With the exact one."""
+    """With the exact Hessian of the loss."""
 
 
 def factors_of_some(
@@ -59,7 +59,7 @@ def factors_of_some(
         chosen: Whether a parameter is one of them.
         max_size: The largest size of a factor that is not a diagonal.
         mc_samples: Targets drawn for each sample; ``None`` for the exact Hessian of the loss.
-        weight_sharing: As of :class:`~backpack_core.extensions.KFAC`.
+        weight_sharing: As for :class:`~backpack_core.extensions.KFAC`.
         field: Name of the attribute on parameters.
     """
     settings: dict[str, Any] = {"weight_sharing": weight_sharing, "savefield": field}
@@ -72,7 +72,7 @@ def factors_of_some(
 
 
 class Nothing(FirstOrderExtension):
-    """Reads nothing: for passes in which somebody only observes what losses divide by."""
+    """Reads nothing, for passes that are only observed for what losses divide by."""
 
     savefield = "optimizer_nothing"
 
@@ -81,10 +81,10 @@ class Nothing(FirstOrderExtension):
         super().__init__(fail_mode="silent")
 
     def read(self, product: SampleProduct) -> Any:
-        """Nothing.
+        """Leave the parameter out.
 
         Raises:
-            UnsupportedError: Always, which leaves the parameter out.
+            UnsupportedError: Always.
         """
         raise UnsupportedError("Nothing is read.")
 

@@ -1,4 +1,4 @@
-"""The same random numbers once more, for a loss that is looked at before and after a step."""
+"""The same random numbers again, for a loss that is compared before and after a step."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 
 class Replay:
-    """Remembers where torch's generators are."""
+    """Stores the states of torch's generators."""
 
     def __init__(self, device: torch.device) -> None:
-        """Remember.
+        """Store the states.
 
         Args:
-            device: Where the parameters are.
+            device: The device of the parameters.
         """
         self._device, self._host = device, torch.get_rng_state()
         is_cuda = device.type == "cuda"
@@ -23,7 +23,7 @@ class Replay:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """In the block, draws are those that came after; afterwards, generators go on."""
+        """A block that repeats the draws since then; afterwards, generators continue."""
         with torch.random.fork_rng([] if self._state is None else [self._device]):
             torch.set_rng_state(self._host)
             if self._state is not None:

@@ -1,4 +1,4 @@
-"""Matrices that are kept: whether they are finite, and what they are after a state is loaded."""
+"""Kept matrices: whether they are finite, and how they are saved and restored."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from backpack_secondorder.matrix import CurvatureMatrix
 
 
 def require_finite(found: Mapping[str, Factors], name_of: Callable[[Tensor], str]) -> None:
-    """Raise where a matrix is not finite, before it is part of an average.
+    """Check that matrices are finite, before they become part of an average.
 
     Raises:
-        UsageError: One is not.
+        UsageError: A matrix is not finite.
     """
     pairs = [(p, t) for table in found.values() for p, m in table.items() for t in _numbers(m)]
     if pairs and not bool(torch.stack([t.isfinite().all() for _, t in pairs]).all()):
@@ -38,12 +38,12 @@ def _numbers(matrix: CurvatureMatrix) -> list[Tensor]:
 def saved(
     tables: Mapping[str, Factors], parameters: Sequence[Tensor], plugins: Fingerprint
 ) -> dict[str, Any]:
-    """What goes into a state.
+    """Matrices in the form of a state.
 
     Args:
         tables: Matrices by name and parameter.
-        parameters: All of the optimizer, which a state has by their places.
-        plugins: Those that computed the matrices. The state keeps one fingerprint for all.
+        parameters: All parameters of the optimizer; a state has their places.
+        plugins: The plugins that computed the matrices. The state keeps one fingerprint for all.
     """
     places = {p: place for place, p in enumerate(parameters)}
     found: dict[str, Any] = {"plugins": plugins}
@@ -57,7 +57,7 @@ def _without_plugins(matrix: CurvatureMatrix) -> dict[str, Tensor]:
 
 
 def require_same_plugins(found: Mapping[str, Any], own: Fingerprint) -> None:
-    """Raise where other plugins computed what is in a state; see :func:`agreed`."""
+    """Refuse a state that other plugins computed; see :func:`agreed`."""
     results = {"The curvature of the state": found.get("plugins", {})}
     agreed({**results, "that of further steps": own}, is_one_quantity=False)
 
@@ -68,7 +68,7 @@ def restore(
     parameters: Sequence[Tensor],
     name_of: Callable[[Tensor], str],
 ) -> None:
-    """Fill tables with what :func:`saved` has returned."""
+    """Fill tables with the result of :func:`saved`."""
     for name, table in tables.items():
         table.clear()
         for place, state in found[name].items():
@@ -77,15 +77,15 @@ def restore(
 
 
 def restored(state: Mapping[str, Tensor], parameter: Tensor, name: str) -> CurvatureMatrix:
-    """A matrix from its state, where its parameter is.
+    """A matrix from its state, on the device of its parameter.
 
     Raises:
-        UsageError: It belongs to a parameter of another shape.
+        UsageError: The matrix belongs to a parameter of another shape.
     """
     matrix = matrix_from_state(state).to(parameter.device)
     if matrix.order.shape != parameter.shape:
         raise UsageError(
-            f"The state has curvature of a parameter of shape {list(matrix.order.shape)} in the "
-            f"place of {name!r}, of shape {list(parameter.shape)}: it is that of another model."
+            f"The state has curvature for a parameter of shape {list(matrix.order.shape)}, but "
+            f"{name!r} has the shape {list(parameter.shape)}: load a state of the same model."
         )
     return matrix

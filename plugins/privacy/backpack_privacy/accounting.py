@@ -1,4 +1,4 @@
-"""What training has cost: an adapter for the accountants of ``dp-accounting``."""
+"""The privacy cost of training: an adapter for the accountants of ``dp-accounting``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Spent:
 
     Attributes:
         noise_multiplier: Standard deviation of the noise, relative to the sensitivity.
-        rate: With which probability a sample takes part in a step; ``None`` if each takes part
-            in one step of every epoch, in any order.
+        rate: The probability that a sample takes part in a step; ``None`` if each takes part in
+            one step of every epoch, in any order.
         count: How many steps; without a rate, how many epochs.
     """
 
@@ -31,14 +31,14 @@ class Spent:
 
 
 class Accountant:
-    """Counts the steps that were taken, and says what they cost.
+    """Counts the steps that were taken, and computes their cost.
 
-    Epsilons are computed by ``dp-accounting`` (Google), from the list of steps. They hold for
-    neighbours that differ by one sample (one user, with ``users=``), added or removed; for shuffled
+    ``dp-accounting`` (Google) computes epsilons from the list of steps. They hold for neighbours
+    that differ by one sample (one user, with ``users=``) that is added or removed; for shuffled
     batches, by one sample that is replaced by nothing.
 
     Attributes:
-        spent: What was done, in order.
+        spent: The steps, in order.
     """
 
     def __init__(self, kind: Kind = "pld") -> None:
@@ -47,15 +47,15 @@ class Accountant:
         Args:
             kind: ``"pld"``: privacy loss distributions, the tightest. ``"rdp"``: Rényi differential
                 privacy. Or a function that returns a new accountant: an object with
-                ``compose(event, count)`` and ``get_epsilon(delta)``, such as any of
+                ``compose(event, count)`` and ``get_epsilon(delta)``, such as one of
                 ``dp_accounting``.
 
         Raises:
-            UsageError: The word is unknown.
+            UsageError: The kind is unknown.
         """
         if not callable(kind) and kind not in ("pld", "rdp"):
             raise UsageError(
-                "accountant is 'pld', 'rdp' or a function that returns one of dp_accounting. "
+                "accountant must be 'pld', 'rdp', or a function that returns one of dp_accounting. "
                 f"Got {kind!r}."
             )
         self._kind = kind
@@ -70,10 +70,10 @@ class Accountant:
             self.spent.append(Spent(noise_multiplier, rate, 1))
 
     def epsilon(self, delta: float) -> float:
-        """What all steps together cost.
+        """The cost of all steps together.
 
         Args:
-            delta: The probability with which more may leak.
+            delta: The probability that more may leak.
 
         Raises:
             UsageError: ``delta`` is not between 0 and 1.
@@ -82,10 +82,10 @@ class Accountant:
         return self.epsilon_of(self.spent, delta)
 
     def epsilon_with(self, state: Iterable[dict[str, Any]], more: Spent, delta: float) -> float:
-        """What the steps of a checkpoint and some more would cost together.
+        """The cost of a checkpoint's steps together with some more.
 
         Args:
-            state: What :meth:`state_dict` returned.
+            state: The result of :meth:`state_dict`.
             more: The steps that would follow; their count may be zero.
             delta: See :meth:`epsilon`.
         """
@@ -98,7 +98,7 @@ class Accountant:
         return self.epsilon_of(steps, delta)
 
     def epsilon_of(self, steps: Iterable[Spent], delta: float) -> float:
-        """What some steps would cost."""
+        """The cost of some steps."""
         accountant, steps = self._new(), [*steps]
         if any(step.noise_multiplier == 0 for step in steps):
             return inf
@@ -108,7 +108,7 @@ class Accountant:
             return float(accountant.get_epsilon(delta)) if steps else 0.0
 
     def noise_for(self, target: float, delta: float, rate: float | None, count: int) -> float:
-        """The smallest noise multiplier with which equal steps stay within a budget.
+        """The smallest noise multiplier that keeps equal steps within a budget.
 
         Args:
             target: The epsilon not to exceed.
@@ -121,7 +121,7 @@ class Accountant:
         """
         check_delta(delta)
         if not 0 < target < inf:
-            raise UsageError(f"target_epsilon is positive and finite. Got {target!r}.")
+            raise UsageError(f"target_epsilon must be positive and finite. Got {target!r}.")
         from dp_accounting import dp_event, mechanism_calibration
 
         def event(noise: float) -> Any:
@@ -151,34 +151,34 @@ class Accountant:
         return [asdict(step) for step in self.spent]
 
     def load_state_dict(self, state: Iterable[dict[str, Any]]) -> None:
-        """Go on from a list of steps."""
+        """Continue from a list of steps."""
         self.spent = [Spent(**step) for step in state]
 
 
 def check_delta(delta: Any) -> None:
-    """Raise unless it is a probability.
+    """Check that ``delta`` is a probability.
 
     Raises:
-        UsageError: It is not between 0 and 1.
+        UsageError: ``delta`` is not between 0 and 1.
     """
     if not isinstance(delta, (int, float)) or not 0 < delta < 1:
         raise UsageError(
-            f"delta is a probability, smaller than one over the number of samples. Got {delta!r}."
+            f"delta must be a probability, below one over the number of samples. Got {delta!r}."
         )
 
 
 @contextmanager
 def _listening(is_search: bool = False) -> Iterator[None]:
-    """A block in which what ``dp-accounting`` logs is read.
+    """A block that reads the log messages of ``dp-accounting``.
 
-    It says which orders it leaves out, which costs tightness alone and is dropped. It also says
-    where rounding has made a divergence negative, and goes on with an epsilon of zero.
+    The messages about orders that it leaves out are dropped: those cost only tightness. Another
+    message says that rounding has made a divergence negative, and the epsilon becomes zero.
 
     Args:
-        is_search: Whether noise is tried that may be far from what is returned.
+        is_search: Whether a search tries noise that may be far from the result.
 
     Raises:
-        UsageError: An epsilon of zero was no result.
+        UsageError: An epsilon of zero comes from rounding.
     """
     lost: list[str] = []
 

@@ -1,8 +1,8 @@
 """Private steps that ``capture`` of ``backpack-capture`` records: whole batches as one graph.
 
-What is drawn, counted and checked runs as always. A graph holds forward pass, loss, and clipped
-sums. Batches differ in size, and a graph is of one size: so a batch is filled up with copies of its
-last sample, whose gradients have the weight zero.
+Draws, counts and checks run as always. A graph holds forward pass, loss, and clipped sums. Batches
+differ in size, but a graph has one size. So a batch is filled up with copies of its last sample,
+and their gradients have the weight zero.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from backpack_privacy.sums import FIELD, Pass, Told
 if TYPE_CHECKING:
     from backpack_privacy.private import Private
 
-_WIDTH = 1.5  # of the steps between sizes, in standard deviations of the size
+_WIDTH = 1.5  # distance between sizes, in standard deviations of the size
 
 
 class CapturedPass(Pass):
-    """One whose block belongs to the captured step."""
+    """A pass in a block that belongs to the captured step."""
 
-    is_watched = False  # hooks run in passes of the engine alone, where ``_Seen`` looks
+    is_watched = False  # hooks run only in passes of the engine, where ``_Seen`` looks
 
     @property
     def rows(self) -> int:
-        """How many the batch has."""
+        """How many samples the batch has."""
         return len(self._draw.rows)
 
     def begin(self, told: Told, normaliser: Any, is_wrapped: bool) -> None:
         """The captured step enters the block."""
 
     def take(self, norms: Mapping[str, Tensor]) -> None:
-        """Take the norms of the samples; those of copies are behind.
+        """Take the norms of the samples; those of copies come last.
 
         Args:
             norms: For each group, shape ``[N]``.
@@ -51,7 +51,7 @@ class CapturedPass(Pass):
 
 
 class _Given:
-    """What differs from step to step: arguments and results of a step, not settings of it."""
+    """What differs from step to step: a step's arguments and results, not its settings."""
 
     __slots__ = ("bounds", "norms", "real")
 
@@ -66,7 +66,7 @@ class _Given:
 
 
 class CapturedSteps:
-    """A function of a batch that takes a private step, captured."""
+    """A captured function of a batch, which takes a private step."""
 
     def __init__(
         self, private: Private, function: Callable[..., Any], make: Callable[..., Any]
@@ -83,20 +83,20 @@ class CapturedSteps:
         """
         if private.loader.has_users:
             raise UsageError(
-                "users= says for each batch which rows belong to whom, and a captured step is the "
+                "users= says for each batch which rows belong to whom, but a captured step is the "
                 "same for all batches. Write private.step(lossfunc(model(inputs), targets))."
             )
         if private.model is not private._inner:
             raise UsageError(
-                "DistributedDataParallel exchanges gradients in the backward pass, which is not "
-                "part of a captured step. Give make_private(...) the model itself; sums are added "
-                "up over processes in any case."
+                "DistributedDataParallel exchanges gradients in the backward pass, which a "
+                "captured step does not do. Give make_private(...) the model itself: it adds up "
+                "sums over processes anyway."
             )
         self._private, self._function, self._make = private, function, make
         if any(map(is_shard, private._named.values())):
             raise UsageError(
-                "fully_shard gathers parameters while layers run, which is not part of a captured "
-                "step. Write private.step(lossfunc(model(inputs), targets))."
+                "fully_shard gathers parameters while layers run, which a captured step does not "
+                "do. Write private.step(lossfunc(model(inputs), targets))."
             )
         loader, world = private.loader, private._release.processes.world
         is_even = loader.sampler.rate is None and loader.most is None
@@ -106,14 +106,14 @@ class CapturedSteps:
         self._given, self._copies = _Given(), _Copies()
 
     def __call__(self, *args: Any, **kwargs: Any) -> bool:
-        """Run a batch as the loader has shown it.
+        """Run a batch from the loader.
 
         Args:
             args: The function's arguments. Tensors as long as the batch have a row for each sample.
-            kwargs: Those by name.
+            kwargs: The function's keyword arguments.
 
         Returns:
-            Whether the optimizer took a step, as of ``private.step``.
+            Whether the optimizer took a step, as for ``private.step``.
         """
         private = self._private
         with private.recording(kind=CapturedPass):
@@ -135,12 +135,12 @@ class CapturedSteps:
         return True
 
     def _size(self, rows: int) -> int:
-        """To how many rows a batch is filled up: to few sizes, and not beyond ``max_rows``."""
+        """The number of rows of a filled-up batch: one of a few sizes, at most ``max_rows``."""
         size = -(-rows // self._tile) * self._tile
         return size if self._most is None else min(size, self._most)
 
     def _step(self, size: int) -> Callable[..., Any]:
-        """The captured step for batches of one size, as far as settings depend on it."""
+        """The captured step for batches of one size, if settings depend on the size."""
         private, function, given = self._private, self._function, self._given
         normaliser = size if private._normaliser == "samples" else private._normaliser
         if normaliser not in self._steps:
@@ -186,21 +186,20 @@ class CapturedSteps:
 def _check_rows(seen: int, shown: int) -> None:
     if seen != shown:
         raise UsageError(
-            f"The function was given {shown} rows, copies of the last one included, and {seen} "
-            "samples took part in the backward pass. Give the model the whole batch as it is: "
-            "samples that are left out, repeated or put together are not those that the accounting "
-            "supposes."
+            f"The function was given {shown} rows, copies of the last one included, but {seen} "
+            "samples took part in the backward pass. Give the model the whole, unchanged batch: "
+            "the accounting does not allow for samples that are left out, repeated or put together."
         )
 
 
 class _Seen:
-    """Observes passes of the engine, after which what was watched is checked."""
+    """Observes passes of the engine, and checks after each pass what was watched."""
 
     def __init__(self, watched: Callable[[], None], given: _Given) -> None:
         self._watched, self._given = watched, given
 
     def __call__(self, view: Any) -> None:
-        """Nothing: norms come at the end."""
+        """Do nothing: norms come at the end."""
 
     def found(self) -> dict[str, Tensor]:
         """The norms of all rows, for each group."""
@@ -210,22 +209,22 @@ class _Seen:
 
 
 class _Copies:
-    """Fills up tensors that have a row for each sample, which is seen by their length.
+    """Fills up tensors that have a row for each sample, which are recognised by their length.
 
-    Another one, such as weights of classes, may be as long as a batch by chance. By its place, it
-    is told from those with rows as soon as it is not.
+    Another tensor, such as weights of classes, may be as long as a batch by chance. A later batch
+    of another length shows the places of these tensors.
     """
 
     def __init__(self) -> None:
         self._filled, self._others = set[int](), set[int]()
 
     def behind(self, given: Any, rows: int, size: int) -> Any:
-        """Arguments with copies of the last row behind, to ``size`` rows.
+        """Arguments that end with copies of the last row, up to ``size`` rows.
 
         Raises:
-            UsageError: One that was filled up has another length than the batch now.
+            UsageError: A tensor was filled up before, but now differs in length from the batch.
         """
-        places = count()  # of tensors among the arguments, in their order
+        places = count()  # number the tensors among the arguments, in their order
 
         def filled(tensor: Tensor) -> Tensor:
             place = next(places)
@@ -244,8 +243,8 @@ class _Copies:
 
 def _chance(tensor: Tensor, rows: int) -> str:
     return (
-        f"An argument of shape {[*tensor.shape]} came with {rows} rows. In a batch before, it was "
+        f"An argument of shape {[*tensor.shape]} came with {rows} rows. In an earlier batch it was "
         "as long as the batch, and was filled up as if it had a row for each sample, which may "
-        "have changed the gradients of all. Give rows alone to the function, and have it refer to "
-        "other tensors by name."
+        "have changed the gradients of all samples. Pass only rows to the function, and let it "
+        "refer to other tensors by name."
     )

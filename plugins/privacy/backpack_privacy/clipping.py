@@ -15,21 +15,21 @@ Groups: TypeAlias = Literal["flat", "per_layer", "per_parameter"]
 Weights: TypeAlias = Literal["clip", "automatic"] | Callable[[Tensor, float], Tensor]
 
 STABILITY = 0.01  # what automatic clipping adds to norms: Bu et al. (2023)
-_ROUNDING = 1e-5  # by how much a weight of the user's may miss the bound, relative
+_ROUNDING = 1e-5  # relative amount by which a user's weight may exceed the bound
 
 
 class Clipping:
     """Bounds on what one sample adds to the sum of gradients.
 
-    Parameters are split into groups ``g``. Of sample ``n``, the gradient of group ``g`` is
+    Parameters are split into groups ``g``. For sample ``n``, the gradient of group ``g`` is
     multiplied by a weight ``w_gn``, such that ``w_gn ‖∇_g ℓ_n‖ ≤ C_g``. So adding or removing a
-    sample changes the sum by at most ``sensitivity = √(Σ_g C_g²)``, to which the noise is
-    proportional, the same for all parameters.
+    sample changes the sum by at most ``sensitivity = √(Σ_g C_g²)``. The noise is proportional to
+    this, and the same for all parameters.
 
     Attributes:
-        bounds: ``C_g`` by name of the group, once :meth:`bind` was called.
+        bounds: ``C_g`` by name of the group, after a call of :meth:`bind`.
         count_noise: Standard deviation of the noise on the number of samples within each bound;
-            ``None`` if nobody asks for that number.
+            ``None`` if that number is not needed.
     """
 
     count_noise: float | None = None
@@ -46,22 +46,22 @@ class Clipping:
             max_norm: The sensitivity, which groups share equally, ``C_g = max_norm / √G`` (McMahan
                 et al., 2018, arXiv:1710.06963). Or a bound for each group, by a pattern of
                 parameters' names, as in ``{"*.lora_*": 1.0, "head.*": 0.5}``: the first pattern
-                that fits counts, and every trained parameter has to fit one.
+                that fits counts, and every trained parameter must fit one.
             groups: ``"flat"``: one group. ``"per_layer"``: one for each module that owns
                 parameters. ``"per_parameter"``: one for each parameter.
             weights: ``"clip"``: ``min(1, C / ‖g‖)`` (Abadi et al., 2016, arXiv:1607.00133).
                 ``"automatic"``: ``C / (‖g‖ + 0.01)`` (Bu et al., 2023, arXiv:2206.07136). Or a
-                function of norms ``[N]`` and the bound ``C`` that returns weights ``[N]``. It has
-                to keep ``weights · norms ≤ C``, which is checked in each step.
+                function of norms ``[N]`` and the bound ``C`` that returns weights ``[N]``. It must
+                keep ``weights · norms ≤ C``, which is checked in each step.
 
         Raises:
-            UsageError: A bound is not positive and finite, or a word is unknown.
+            UsageError: A bound is not positive and finite, or a setting is unknown.
         """
         if isinstance(max_norm, Mapping):
             if not max_norm or groups != "flat":
                 raise UsageError(
                     "max_norm={pattern: bound} names the groups itself: give at least one pattern, "
-                    "and leave groups= out."
+                    "and leave out groups=."
                 )
             for pattern, bound in max_norm.items():
                 _check_bound(bound, f"max_norm[{pattern!r}]")
@@ -69,17 +69,17 @@ class Clipping:
             _check_bound(max_norm, "max_norm")
         if groups not in ("flat", "per_layer", "per_parameter"):
             raise UsageError(
-                f"groups is 'flat', 'per_layer' or 'per_parameter'. Got {groups!r}. For groups of "
-                "your own, write max_norm={'pattern of names': bound, ...}."
+                f"groups must be 'flat', 'per_layer' or 'per_parameter'. Got {groups!r}. For your "
+                "own groups, write max_norm={'pattern of names': bound, ...}."
             )
         if not callable(weights) and weights not in ("clip", "automatic"):
-            raise UsageError(f"weights is 'clip', 'automatic' or a function. Got {weights!r}.")
+            raise UsageError(f"weights must be 'clip', 'automatic' or a function. Got {weights!r}.")
         self._max_norm, self._groups, self._weights = max_norm, groups, weights
         self.bounds: dict[str, float] = {}
 
     @property
     def sensitivity(self) -> float:
-        """By how much one sample can change the sum, ``√(Σ_g C_g²)``."""
+        """The most that one sample can change the sum by, ``√(Σ_g C_g²)``."""
         return hypot(*self.bounds.values())
 
     def bind(self, parameters: Mapping[str, Tensor]) -> dict[Tensor, str]:
@@ -92,7 +92,7 @@ class Clipping:
             The name of the group of each parameter.
 
         Raises:
-            UsageError: No pattern fits a parameter, or no parameter a pattern.
+            UsageError: A parameter fits no pattern, or a pattern fits no parameter.
         """
         found = {parameter: self._group_of(name) for name, parameter in parameters.items()}
         names = [*dict.fromkeys(found.values())]
@@ -100,7 +100,7 @@ class Clipping:
             left = [pattern for pattern in self._max_norm if pattern not in names]
             if left:
                 raise UsageError(
-                    f"max_norm has a bound for {left[0]!r}, and no trained parameter is left for "
+                    f"max_norm has a bound for {left[0]!r}, but no trained parameter is left for "
                     f"it. Names of trained parameters are {', '.join([*parameters][:4])}, ..."
                 )
             self.bounds = {name: float(self._max_norm[name]) for name in names}
@@ -114,7 +114,7 @@ class Clipping:
             if found is None:
                 raise UsageError(
                     f"The trained parameter {name} fits no pattern of max_norm, so it would have "
-                    "no bound. Add a pattern for it ('*' takes all that are left), or freeze it."
+                    "no bound. Add a pattern for it ('*' takes all the others), or freeze it."
                 )
             return found
         layer = name.rpartition(".")[0]
@@ -124,14 +124,14 @@ class Clipping:
         """The weights of samples in a group.
 
         Args:
-            norms: Of the group's gradients, shape ``[N]``.
+            norms: The norms of the group's gradients, shape ``[N]``.
             bound: ``C_g``.
 
         Raises:
-            UsageError: A function of the user's breaks the bound.
+            UsageError: The user's function exceeds the bound.
         """
         if self._weights == "clip":
-            return (bound * norms.reciprocal()).clamp(max=1.0)  # so it is with a tensor, too
+            return (bound * norms.reciprocal()).clamp(max=1.0)  # the same if bound is a tensor
         if self._weights == "automatic":
             return bound * (norms + STABILITY).reciprocal()
         found = self._weights(norms, bound)
@@ -143,14 +143,14 @@ class Clipping:
         return total
 
     def after(self, kept: Mapping[str, float]) -> None:
-        """What becomes of the bounds after a step.
+        """Change the bounds after a step.
 
         Args:
-            kept: Which share of the samples was within the bound of each group, with noise.
+            kept: The share of samples within the bound of each group, with noise.
         """
 
     def settings(self) -> dict[str, Any]:
-        """What was said, by which a checkpoint knows whether it has the same."""
+        """The settings, which a checkpoint compares."""
         is_mapping = isinstance(self._max_norm, Mapping)
         return {
             "kind": type(self).__name__,
@@ -167,7 +167,7 @@ class Clipping:
         """Set the bounds.
 
         Raises:
-            UsageError: They belong to other groups.
+            UsageError: The bounds belong to other groups.
         """
         self.check_state(state)
         self.bounds = dict(state)
@@ -176,23 +176,23 @@ class Clipping:
         """Refuse bounds of other groups.
 
         Raises:
-            UsageError: They are.
+            UsageError: The bounds belong to other groups.
         """
         if state.keys() != self.bounds.keys():
             raise UsageError(
-                f"The state has bounds for {', '.join(state)}, and parameters are clipped in the "
-                f"groups {', '.join(self.bounds)}. Make it private with the same clipping."
+                f"The state has bounds for {', '.join(state)}, but parameters are clipped in the "
+                f"groups {', '.join(self.bounds)}. Call make_private(...) with the same clipping."
             )
 
 
 class AdaptiveClipping(Clipping):
     """Bounds that follow a quantile of the norms, privately (Andrew et al., 2021).
 
-    After each step ``C ← C exp(-rate (b - quantile))``, where ``b`` is the share of samples that
-    were not clipped, with noise (arXiv:1905.03871, algorithm 1). The bounds cost no privacy beyond
+    After each step ``C ← C exp(-rate (b - quantile))``, with ``b`` the noisy share of samples that
+    were not clipped (arXiv:1905.03871, algorithm 1). The bounds cost no privacy beyond
     ``noise_multiplier``: the noise of the sum is larger instead, ``(σ^-2 - G (2 σ_b)^-2)^(-1/2)``
-    (theorem 1 there, for ``G`` groups), where the number of unclipped samples in each group has
-    noise of standard deviation ``σ_b``.
+    (theorem 1 there, for ``G`` groups), if the number of unclipped samples in each group has noise
+    of standard deviation ``σ_b``.
     """
 
     def __init__(
@@ -206,18 +206,18 @@ class AdaptiveClipping(Clipping):
         """Check and store the settings.
 
         Args:
-            max_norm: Where bounds begin; see :class:`Clipping`.
+            max_norm: The first bounds; see :class:`Clipping`.
             groups: See :class:`Clipping`.
-            quantile: Which share of the samples should not be clipped.
+            quantile: The share of samples that should not be clipped.
             rate: How fast bounds move.
             count_noise: ``σ_b``. The paper takes a twentieth of the expected number of samples.
 
         Raises:
-            UsageError: A setting makes no sense.
+            UsageError: A setting is out of range.
         """
         super().__init__(max_norm, groups)
         if not 0 < quantile < 1:
-            raise UsageError(f"quantile is a share between 0 and 1. Got {quantile!r}.")
+            raise UsageError(f"quantile must be a share between 0 and 1. Got {quantile!r}.")
         _check_bound(rate, "rate")
         _check_bound(count_noise, "count_noise")
         self.quantile, self.rate, self.count_noise = quantile, rate, count_noise
@@ -254,27 +254,27 @@ class AdaptiveClipping(Clipping):
 def _check_bound(bound: Any, name: str) -> None:
     is_number = isinstance(bound, (int, float)) and not isinstance(bound, bool)
     if not is_number or not 0 < bound < inf:
-        raise UsageError(f"{name} is a positive and finite number. Got {bound!r}.")
+        raise UsageError(f"{name} must be a positive and finite number. Got {bound!r}.")
 
 
 def _check_weights(found: Any, norms: Tensor, bound: float) -> None:
     if not isinstance(found, Tensor) or found.shape != norms.shape:
         shape = [*found.shape] if isinstance(found, Tensor) else type(found).__name__
         raise UsageError(
-            f"weights(norms, bound) has to return one weight for each sample, {[*norms.shape]}. "
+            f"weights(norms, bound) must return one weight for each sample, {[*norms.shape]}. "
             f"Got {shape}."
         )
-    # A comparison with "not a number" is false.
+    # A comparison with NaN is false.
     if not ((found * norms).abs() <= bound * (1 + _ROUNDING)).all():
         raise UsageError(
             "weights(norms, bound) gave a sample more than the bound: weight times norm was "
-            f"{(found * norms).abs().max():g}, and the bound is {bound:g}. Noise for the bound "
+            f"{(found * norms).abs().max():g}, but the bound is {bound:g}. Noise for the bound "
             "would not hide it. End the function with .clamp(max=bound / norms)."
         )
 
 
 def centred_count(norms: Tensor, bound: float) -> float:
-    """``Σ_n (b_n - 1/2)``, where ``b_n`` is 1 for a sample within the bound and 0 for others.
+    """``Σ_n (b_n - 1/2)``, with ``b_n = 1`` for a sample within the bound and 0 for others.
 
     One sample changes it by a half. Shape of ``norms``: ``[N]``.
     """

@@ -1,4 +1,4 @@
-"""Three lines: ``make_private``."""
+"""``make_private`` makes a training loop private in three lines."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def make_private(
 ) -> Private:
     """Train with differential privacy (DP-SGD; Abadi et al., 2016, arXiv:1607.00133).
 
-    Of each batch, the gradients of the samples' own losses are clipped and added up, Gaussian noise
-    is added, and the optimizer gets the sum divided by the expected number of samples.
+    For each batch, the gradients of the samples' own losses are clipped and added up. Gaussian
+    noise is added, and the optimizer gets the sum divided by the expected number of samples.
 
     Example:
         >>> private = make_private(
@@ -76,37 +76,37 @@ def make_private(
     Model, loss and optimizer stay the user's objects; names in ``state_dict()`` do not change.
 
     Args:
-        model: What is trained; also inside of ``DistributedDataParallel``, or sharded by
+        model: The model to train, also inside ``DistributedDataParallel``, or sharded by
             ``fully_shard``. It is extended.
         lossfunc: The loss module; it is extended. Or a function, with ``normaliser``.
-        optimizer: Any of ``torch.optim`` that takes one gradient for a step.
+        optimizer: An optimizer of ``torch.optim`` that takes one gradient for a step.
         loader: The data. Batches are drawn anew: ``batch_size`` is the expected size.
         noise_multiplier: Standard deviation of the noise, relative to the sensitivity. Or:
         target_epsilon: What may be spent in ``epochs`` at ``target_delta``; the noise follows.
-        target_delta: The probability with which more may leak, below one over the samples.
-        epochs: How many are planned. Further steps raise.
+        target_delta: The probability that more may leak, below one over the number of samples.
+        epochs: The planned number of epochs. Further steps raise an error.
         max_norm: The bound on the gradient of a sample's own loss, in the scale of a loss with
             ``reduction="sum"``. By patterns of names: see :class:`Clipping`.
-        clipping: In the place of ``max_norm``: another :class:`Clipping`.
+        clipping: Instead of ``max_norm``: another :class:`Clipping`.
         sampling: ``"poisson"``: each sample is in each batch with the same probability.
             ``"shuffled"``: each is in one batch of an epoch, which costs more privacy.
-        users: The user of each record of the data set. Users are drawn and protected then, each
+        users: The user of each record of the data set. Then users are drawn and protected, each
             with all records; ``batch_size`` is the expected number of users.
-        max_records: How many records of a user are in a batch at most.
-        max_rows: Show batches in parts of at most so many rows, as memory allows; a user with more
+        max_records: The largest number of records of a user in a batch.
+        max_rows: Show batches in parts of at most this many rows, to save memory; a user with more
             is one part. The step is taken after the last part.
         normaliser: What the loss divides by: ``"loss"``: what the loss module says;
-            ``"samples"``: the number of rows; ``None``: nothing, it is a sum; or a number.
+            ``"samples"``: the number of rows; ``None``: nothing, since it is a sum; or a number.
         accountant: ``"pld"``, ``"rdp"`` or a function, see
             :class:`~backpack_privacy.accounting.Accountant`.
         seed: For tests; default: the system's source of random numbers.
-        checks: In how many steps the movement of parameters is compared with what their private
-            gradients say.
+        checks: The number of steps in which the movement of parameters is compared with their
+            private gradients.
         public_buffers: Names of buffers that may change, since they do not depend on data.
-        process_group: Of the processes that train together; default: all.
+        process_group: The processes that train together; default: all.
 
     Raises:
-        UsageError: Something cannot be private, or makes no sense; the message says what to do.
+        UsageError: An argument cannot be private, or is wrong; the message says what to do.
         SampleMixingError: A batch normalisation is in train mode.
     """
     inner = alone(model) if isinstance(model, Module) else model
@@ -176,14 +176,14 @@ def _clipping(max_norm: float | Mapping[str, float] | None, clipping: Clipping |
     if max_norm is None and clipping is None:
         raise UsageError(
             "Give max_norm=, the bound on the gradient of each sample's own loss, or clipping=. "
-            "1.0 is a usual start; private.records says which share of the samples it clips."
+            "1.0 is a usual start; private.records says what share of the samples it clips."
         )
     if clipping is None:
         assert max_norm is not None
         return Clipping(max_norm)
     if not isinstance(clipping, Clipping):
         raise UsageError(
-            f"clipping is a Clipping, as Clipping(1.0, 'per_layer'). Got {clipping!r}."
+            f"clipping must be a Clipping, such as Clipping(1.0, 'per_layer'). Got {clipping!r}."
         )
     if clipping.bounds:
         raise UsageError("The clipping belongs to another private model. Make a new one for each.")
@@ -200,7 +200,7 @@ def _check_noise(
     if noise is not None:
         is_number = isinstance(noise, (int, float)) and not isinstance(noise, bool)
         if not is_number or not 0 <= noise < inf:
-            raise UsageError(f"noise_multiplier is zero (not private) or more. Got {noise!r}.")
+            raise UsageError(f"noise_multiplier must be zero (not private) or more. Got {noise!r}.")
     elif delta is None or epochs is None:
         raise UsageError(
             "A target needs target_epsilon=, target_delta= (below one over the number of samples) "
@@ -212,12 +212,12 @@ def _check_noise(
 
 def _check_count(name: str, number: Any, least: int = 1) -> None:
     if number is not None and (not isinstance(number, int) or number < least):
-        raise UsageError(f"{name} is a whole number from {least} on. Got {number!r}.")
+        raise UsageError(f"{name} must be a whole number from {least} on. Got {number!r}.")
 
 
 def _sampler(sampling: str, units: int, expected: int | None, processes: Processes) -> Sampler:
     if sampling not in SAMPLERS:
-        raise UsageError(f"sampling is one of {', '.join(SAMPLERS)}. Got {sampling!r}.")
+        raise UsageError(f"sampling must be one of {', '.join(SAMPLERS)}. Got {sampling!r}.")
     assert expected is not None
     total = expected * processes.world  # a loader's batch_size is that of one process
     if total > units:

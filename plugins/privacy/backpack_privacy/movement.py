@@ -1,4 +1,4 @@
-"""Whether parameters move as private gradients say, in the first steps, and by nothing else."""
+"""Checks in the first steps that only private gradients move parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from backpack_privacy.processes import Processes
 from backpack_privacy.shards import local
 from backpack_privacy.sums import Sums
 
-# Of a step, relative: the optimizer's copy computes the same, up to the order of sums.
+# Relative to a step: the optimizer's copy computes the same, up to the order of sums.
 _TOLERANCE = 1e-2
 
 
@@ -31,10 +31,10 @@ class Movement:
         """Store what is watched.
 
         Args:
-            optimizer: The user's.
+            optimizer: The user's optimizer.
             named: The trained parameters.
-            steps: In how many steps.
-            processes: Which train together: each has samples, and perhaps shards, of its own.
+            steps: How many steps to check.
+            processes: The processes that train together; each has its own samples (and shards).
         """
         self._optimizer, self._named, self._processes = optimizer, named, processes
         self._left = self._steps = steps
@@ -46,7 +46,7 @@ class Movement:
         self._expected: dict[str, Tensor] = {}
 
     def before(self, sums: Sums) -> None:
-        """Predict a step: the gradients are there, and the parameters are not changed yet.
+        """Predict a step: the gradients are known, and the parameters have not changed yet.
 
         Args:
             sums: The clipped sums, without noise.
@@ -67,22 +67,22 @@ class Movement:
         self._expected = {n: local(twins[p]) for n, p in self._named.items()}
 
     def _check_unchanged(self) -> None:
-        """What the last step reached is still there, and nothing wrote to it since."""
+        """Check that parameters have not changed since the last step."""
         for name, version in self._versions.items():
             found, reached = self._named[name], self._before.get(name)
             is_same = reached is None or torch.equal(reached, local(found))
             if not is_same or found._version != version:
                 raise UsageError(
                     f"The parameter {name} was changed between two steps. If its old value was put "
-                    "back, or another optimizer takes plain gradients, training is lost or not "
-                    f"private: take that out. {_ALL_WELL}"
+                    "back, training is lost; if another optimizer takes plain gradients, it is not "
+                    f"private: remove that code. {_ALL_WELL}"
                 )
 
     def after(self) -> None:
-        """Compare, once the step is taken.
+        """Compare after the step.
 
         Raises:
-            UsageError: A parameter moved otherwise, or not at all, or by noise alone.
+            UsageError: A parameter moved differently, not at all, or only by noise.
         """
         if self._steps:
             self._versions = {name: p._version for name, p in self._named.items()}
@@ -105,7 +105,7 @@ class Movement:
             self._judge()
 
     def _hear(self) -> None:
-        """Add what the other processes have seen, so that all of them raise, or none."""
+        """Add what the other processes have seen, so that all or none raise an error."""
         seen = [[name not in of for name in self._named] for of in (self._still, self._noise_only)]
         seen.append([self._has_samples] * len(self._named))
         device = next(iter(self._named.values())).device
@@ -122,33 +122,33 @@ class Movement:
             dtype = str(self._named[name].dtype).removeprefix("torch.")
             raise UsageError(
                 f"The parameter {name} has not moved in {self._steps} steps. Its learning rate is "
-                f"zero, or its steps are smaller than what {dtype} can tell apart: raise the "
+                f"zero, or its steps are too small for the precision of {dtype}: raise the "
                 f"learning rate, or freeze it. {_ALL_WELL}"
             )
         if self._noise_only and self._has_samples:
             name = min(self._noise_only)
             raise UsageError(
-                f"The parameter {name} has received noise alone in {self._steps} steps: no "
+                f"The parameter {name} has received only noise in {self._steps} steps: no "
                 "sample's loss depends on it. Is the layer used in forward(), is the adapter "
-                f"switched on, is its input zero? If so on purpose, freeze it. {_ALL_WELL}"
+                f"switched on, is its input zero? If this is intended, freeze it. {_ALL_WELL}"
             )
 
 
-_ALL_WELL = "(make_private(..., checks=0) looks at none of this.)"
+_ALL_WELL = "(make_private(..., checks=0) turns off these checks.)"
 
 
 def _otherwise(name: str, moved: float, missed: float) -> str:
     if not moved:
         return (
-            f"The parameter {name} did not move, and its private gradient says that it should. "
-            "Something put its old value back, or the optimizer's step was replaced. Take that "
-            f"out. {_ALL_WELL}"
+            f"The parameter {name} did not move, but its private gradient says that it should. "
+            "Something put its old value back, or the optimizer's step was replaced. Remove that "
+            f"code. {_ALL_WELL}"
         )
     return (
-        f"The parameter {name} moved otherwise than its private gradient says: by {moved:.3g}, "
-        f"which misses the optimizer's step by {missed:.3g}. Something else changes it, with "
-        "gradients that have no noise perhaps: a second optimizer, a hook, a callback. Take that "
-        f"out. {_ALL_WELL}"
+        f"The parameter {name} moved differently than its private gradient says: by {moved:.3g}, "
+        f"which misses the optimizer's step by {missed:.3g}. Something else changes it, perhaps "
+        "with gradients that have no noise: a second optimizer, a hook, a callback. Remove that "
+        f"code. {_ALL_WELL}"
     )
 
 

@@ -43,13 +43,13 @@ class Private(Spending):
         >>> for inputs, targets in private.loader:
         ...     with private:  # one backward pass
         ...         lossfunc(model(inputs), targets).backward()
-        ...     if private.is_complete:  # always so, unless batches are shown in parts
+        ...     if private.is_complete:  # always true, unless batches are shown in parts
         ...         optimizer.step()
 
     Attributes:
-        model, lossfunc, optimizer: The user's.
+        model, lossfunc, optimizer: The user's objects.
         loader: The batches; see :class:`~backpack_privacy.PrivateLoader`.
-        records: What clipping did in the last thousand steps, a :class:`Record` each.
+        records: What clipping did in the last thousand steps, a :class:`Record` for each.
     """
 
     loader: PrivateLoader
@@ -98,14 +98,14 @@ class Private(Spending):
         backward: Callable[[Tensor], Any] | None = None,
         normaliser: float | None = None,
     ) -> bool:
-        """One backward pass; and if the batch is complete, noise and a step of the optimizer.
+        """Go backward; after the last part of a batch, add noise and step the optimizer.
 
         Args:
-            loss: Of the batch that the loader showed last.
-            scaler: A ``torch.amp.GradScaler``: the loss is multiplied by its scale, and clipped
-                sums are those without. A step whose sums overflow is skipped, and counted.
-            backward: What to call for ``loss.backward()``, such as ``accelerator.backward``. It
-                scales the loss itself, if there is a scaler.
+            loss: The loss of the last batch from the loader.
+            scaler: A ``torch.amp.GradScaler``. The loss is multiplied by its scale, which clipped
+                sums do not contain. A step with sums that overflow is skipped, but counted.
+            backward: What to call instead of ``loss.backward()``, such as
+                ``accelerator.backward``. With a scaler, it must scale the loss itself.
             normaliser: What this loss divides by, if that differs from batch to batch.
 
         Returns:
@@ -133,9 +133,9 @@ class Private(Spending):
         self._fill(scale, is_looked_at=True)
         self._is_filled = True
         try:
-            scaler.step(self.optimizer)  # leaves parameters alone if there is an infinite number
+            scaler.step(self.optimizer)  # leaves parameters alone if a number is infinite
         finally:
-            self._is_filled = False  # or the step after one that failed would be a plain one
+            self._is_filled = False  # otherwise the step after a failed one would be a plain one
         scaler.update()
         if self.steps > before:
             return True
@@ -151,18 +151,18 @@ class Private(Spending):
     def recording(
         self, scale: float = 1.0, normaliser: float | None = None, kind: type[Pass] = Pass
     ) -> Private:
-        """Set what the next ``with private:`` is told about its loss.
+        """Describe the loss of the next ``with private:``.
 
         Args:
-            scale: What the loss is multiplied by besides, see :meth:`step`.
+            scale: What else the loss is multiplied by, see :meth:`step`.
             normaliser: See :meth:`step`.
-            kind: What the pass is made of.
+            kind: The class of the pass.
         """
         self._told, self._kind = Told(scale, normaliser), kind
         return self
 
     def captured(self, function: Callable[..., Any], make: Callable[..., Any]) -> CapturedSteps:
-        """``capture(function, private)``: a function of a batch that takes a step, captured.
+        """``capture(function, private)``: a captured function of a batch, which takes a step.
 
         Args:
             function: Returns the loss.
@@ -174,10 +174,10 @@ class Private(Spending):
         """Begin a backward pass over the batch that was drawn last.
 
         Raises:
-            UsageError: No batch waits, plain gradients are there, or the budget is spent.
+            UsageError: No batch waits, a parameter has a plain gradient, or the budget is spent.
         """
         if self._pass is not None:
-            raise UsageError("`with private:` is one backward pass, and cannot be nested.")
+            raise UsageError("`with private:` is one backward pass and cannot be nested.")
         (told, kind), self._told, self._kind = (self._told, self._kind), Told(), Pass
         check_open(self.optimizer)
         check_pass(self._inner, self._named)
@@ -194,14 +194,14 @@ class Private(Spending):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End it: take the clipped sums.
+        """End the backward pass: take the clipped sums.
 
         Raises:
             UsageError: The pass was not one over the samples of the batch.
         """
         assert self._pass is not None
         ended, self._pass = self._pass, None
-        self._waiting.failed()  # unless it gets to the end of this
+        self._waiting.failed()  # unless this method reaches its end
         ended.end(kind, error, traceback)
         if kind is not None:
             return
@@ -215,14 +215,14 @@ class Private(Spending):
         self._waiting.done()
 
     def watched(self) -> None:
-        """A pass is through whose forward pass hooks have seen: check it."""
+        """Check a finished pass, if hooks have seen its forward pass."""
         self._watch.end(self._is_mean)
 
     # What the loader says
 
     def begins(self) -> None:
-        """An epoch begins; what was left of the last one is forgotten."""
-        if self._pass is not None:  # whoever opened it did not get to its end
+        """An epoch begins; the rest of the last one is forgotten."""
+        if self._pass is not None:  # the pass was opened but did not reach its end
             self._pass.end(RuntimeError, None, None)
             self._pass = None
         self._buffers.begin()
@@ -240,7 +240,7 @@ class Private(Spending):
             self._step_without_samples()
 
     def _step_without_samples(self, count: int = 1) -> None:
-        """Steps of noise, as for every batch, with no sample in this process."""
+        """Take steps of noise, as for every batch, without samples in this process."""
         for _ in range(count):
             self._budget.check(self.steps)
             check_pass(self._inner, self._named)  # as in processes that have samples
@@ -265,15 +265,15 @@ class Private(Spending):
             check_no_gradient(self._named)
             if not self._sums.is_complete:
                 raise UsageError(
-                    "optimizer.step() has no private sum of a whole batch to step on. Go backward "
-                    "in `with private:`, or call private.step(loss), and step where "
+                    "optimizer.step() has no private sum of a whole batch for its step. Go "
+                    "backward in `with private:`, or call private.step(loss), and step if "
                     "private.is_complete."
                 )
             self._fill()
         self._movement.before(self._sums)
 
     def _fill(self, scale: float = 1.0, is_looked_at: bool = False) -> None:
-        """``.grad`` is the private gradient.
+        """Set ``.grad`` to the private gradient.
 
         Args:
             scale: What it is multiplied by.
@@ -286,7 +286,7 @@ class Private(Spending):
             parameter.grad = placed_as(gradient.mul_(scale), parameter)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Count the step, and look whether parameters moved as they should."""
+        """Count the step, and check whether parameters moved as they should."""
         self._finish()
         self._movement.after()
         self._step_without_samples(self._waiting.take_empty())
@@ -310,23 +310,23 @@ class Private(Spending):
         self._waiting.ahead = count
 
     def close(self) -> None:
-        """Take the hooks out: from now on the optimizer takes plain gradients."""
+        """Remove the hooks: from now on the optimizer takes plain gradients."""
         for handle in self._handles:
             handle.remove()
         PRIVATE.discard(self.optimizer)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse copies and pickles: nobody would count what two of them spend.
+        """Refuse copies and pickles: the spending of two copies would not be added up.
 
         Raises:
             UsageError: Always.
         """
         raise UsageError(
             "Private training cannot be copied or pickled: its hooks belong to one optimizer, and "
-            "what two copies spend would not be added up. Save private.state_dict(), and call "
-            "make_private(...) for the model and the optimizer that go on."
+            "the spending of two copies would not be added up. Save private.state_dict(), and call "
+            "make_private(...) for the model and the optimizer that continue."
         )
 
     def __repr__(self) -> str:
-        """What was set, and how far it is."""
+        """The settings, and the progress."""
         return f"<Private: {self._release}>"

@@ -1,4 +1,4 @@
-"""Private sums over several processes: added up, with noise once."""
+"""Private sums over several processes: added up, with noise added once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from backpack_products.fingerprint import agreed_on_ranks, fingerprint
 
 
 class Processes:
-    """The processes that train one model together; without ``torch.distributed``, one.
+    """The processes that train one model together; only one without ``torch.distributed``.
 
     Attributes:
-        rank: The number of this one.
-        world: How many there are.
+        rank: The number of this process.
+        world: The number of processes.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -50,11 +50,11 @@ class Processes:
         """Refuse models and data that differ between processes, before sums over them are taken.
 
         Args:
-            parameters: All of the model, by name. Of sharded ones there is one.
+            parameters: All parameters of the model, by name. Sharded ones exist only once.
             sizes: Numbers of the model and of the sampling, by name.
 
         Raises:
-            UsageError: They differ, in each process.
+            UsageError: They differ. Every process raises this.
         """
         if self.world == 1:
             return
@@ -62,16 +62,16 @@ class Processes:
         for name, size in sizes.items():
             if self._is_another(torch.tensor(size, device=device)):
                 raise UsageError(
-                    f"{name} differs between processes, and sums over them, or the rates at which "
-                    "samples are drawn, would be others than supposed. Give each process the same "
-                    "model and batch_size, and the whole data set, of which it takes its share."
+                    f"{name} differs between processes, so sums over processes or sampling rates "
+                    "would be wrong. Give each process the same model and batch_size, and the "
+                    "whole data set: each takes its share of it."
                 )
         for name, parameter in parameters.items():
             if not is_shard(parameter) and self._is_another(parameter.detach()):
                 raise UsageError(
                     f"The parameter {name} differs between processes, and sums of gradients of "
                     "different models would train none of them. Use DistributedDataParallel, or "
-                    "make the model with the same seed or checkpoint in each process."
+                    "make the model from the same seed or checkpoint in each process."
                 )
 
     def check_plugins(self, modules: list[Module]) -> None:
@@ -81,7 +81,7 @@ class Processes:
             modules: The model, and the loss if it is a module.
 
         Raises:
-            UsageError: Plugins differ between processes, in each process.
+            UsageError: Plugins differ between processes. Every process raises this.
         """
         from backpack_core.extensions import ClippedSumGrad  # loads the plugins
 
@@ -96,10 +96,10 @@ class Processes:
 
 
 def alone(model: Module) -> Module:
-    """The model that ``DistributedDataParallel`` wraps, which then exchanges nothing by itself.
+    """The model that ``DistributedDataParallel`` wraps; used alone, it exchanges no gradients.
 
-    Private sums are added up once for each step, also where a process has no sample in it. What
-    the wrapper would exchange are plain gradients, which nobody needs.
+    Private sums are added up once for each step, even if a process has no sample in it. The wrapper
+    would exchange plain gradients, which are not needed.
     """
     if not isinstance(model, DistributedDataParallel):
         return model

@@ -1,4 +1,4 @@
-"""Where random numbers come from: the operating system's source, or a seed for tests."""
+"""Sources of random numbers: the operating system's, or a seed for tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from backpack_core.errors import UsageError
 
-# Each Gaussian number is the sum of so many, divided by the root.
+# Each Gaussian number is the sum of this many, divided by the root of the number.
 SUMMED = 4
 _BITS = 53  # of a uniform number in double precision
 _AT_ONCE = 2**18  # numbers, so that their bits stay in the cache
@@ -30,20 +30,20 @@ class Source(ABC):
         """Independent standard normal numbers with the shape, dtype and device of a tensor."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on after a restart."""
+        """The state needed to continue after a restart."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:  # noqa: B027
-        """Go on from there."""
+        """Continue from a state."""
 
 
 class System(Source):
     """Numbers from the operating system's cryptographic source.
 
-    Whoever sees some of its numbers cannot tell others, which the guarantee supposes and a
-    generator for simulations does not offer. A Gaussian number is made in double precision from
-    several draws, ``Σ_i z_i / √n`` with ``n`` = 4, so that which floating-point numbers
-    occur does not tell the value underneath (Holohan and Braghin, 2021, arXiv:2107.10138).
+    Its numbers do not show its other numbers. The privacy guarantee supposes this, and a generator
+    for simulations does not offer it. A Gaussian number is made in double precision from several
+    draws, ``Σ_i z_i / √n`` with ``n`` = 4, so that the pattern of possible floating-point numbers
+    does not show the value without noise (Holohan and Braghin, 2021, arXiv:2107.10138).
     """
 
     def uniform(self, count: int) -> Tensor:
@@ -64,7 +64,7 @@ class System(Source):
         return found
 
     def _normal(self, count: int) -> Tensor:
-        """By the transformation of Box and Muller, which makes two numbers of two."""
+        """By the transformation of Box and Muller, which makes two numbers from two."""
         pairs = (count * SUMMED + 1) // 2
         radius = (-2 * torch.log1p(-self.uniform(pairs))).sqrt()
         angle = self.uniform(pairs) * (2 * pi)
@@ -90,7 +90,7 @@ class Seeded(Source):
         return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
 
     def _of(self, device: str, use: str) -> torch.Generator:
-        """Batches and noise have generators of their own, so neither depends on the other."""
+        """Batches and noise have separate generators, so they do not depend on each other."""
         key = f"{device} {use}"
         if key not in self._generators:
             seed = self._seed if use == "normal" else self._seed + 2**32
@@ -117,7 +117,7 @@ def source(seed: int | None) -> Source:
         return System()
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise UsageError(
-            "seed is a whole number, for tests, or None for the system's source of random numbers, "
-            f"which privacy needs. Got {seed!r}."
+            "seed must be a whole number, for tests, or None for the system's source of random "
+            f"numbers, which privacy needs. Got {seed!r}."
         )
     return Seeded(seed)

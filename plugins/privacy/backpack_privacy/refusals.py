@@ -1,4 +1,4 @@
-"""What cannot be private raises before the first step, with what to do."""
+"""Checks that refuse what cannot be private before the first step, and say what to do."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ RECIPE = "replace_batch_norm(model) puts GroupNorm in its place, before the opti
 def replace_batch_norm(
     model: nn.Module, norm: Callable[[_BatchNorm], nn.Module] | None = None
 ) -> nn.Module:
-    """Replace each batch normalisation by one that treats samples one by one.
+    """Replace each batch normalisation by one that treats samples separately.
 
-    Call it before the optimizer is made: the new layers have parameters of their own.
+    Call it before you make the optimizer: the new layers have their own parameters.
 
     Args:
-        model: Changed in place.
-        norm: What to put there; default: ``GroupNorm`` with at most 32 groups, whose scale and
-            shift are those of the old layer.
+        model: The model, which is changed in place.
+        norm: What to put there; default: ``GroupNorm`` with at most 32 groups, and the scale and
+            shift of the old layer.
 
     Returns:
         The model, or what replaces it if it is a batch normalisation itself.
@@ -53,23 +53,23 @@ def _group_norm(old: _BatchNorm) -> nn.Module:
 
 
 def check_model(model: Any) -> None:
-    """Refuse layers through which samples meet, or data stays in buffers.
+    """Refuse layers that mix samples, or keep data in buffers.
 
     Raises:
-        UsageError: It is not a model, or one that another library has made private.
+        UsageError: ``model`` is not a model, or another library has made it private.
         SampleMixingError: A batch normalisation is in train mode.
     """
     if not isinstance(model, nn.Module):
-        raise UsageError(f"The first argument is the model. Got {type(model).__name__}.")
+        raise UsageError(f"The first argument must be the model. Got {type(model).__name__}.")
     if isinstance(model, nn.DataParallel):
         raise UsageError(
-            "DataParallel splits batches behind the accounting's back. Pass the model itself, "
-            "and use one process for each device."
+            "DataParallel splits batches without the accounting's knowledge. Pass the model "
+            "itself, and use one process for each device."
         )
     if type(model).__name__ == "GradSampleModule":
         raise UsageError(
-            "The model is wrapped by Opacus already, which would compute everything twice. Pass "
-            "the model itself, GradSampleModule(model)._module."
+            "Opacus has wrapped the model already, so everything would be computed twice. Pass the "
+            "model itself, GradSampleModule(model)._module."
         )
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and module.training:
@@ -85,60 +85,61 @@ def check_model(model: Any) -> None:
             )
 
 
-PRIVATE: WeakSet[Optimizer] = WeakSet()  # optimizers that take private gradients by now
+PRIVATE: WeakSet[Optimizer] = WeakSet()  # optimizers that take private gradients now
 
 
 def check_new(optimizer: Any) -> None:
     """Refuse an optimizer that is private already.
 
     Raises:
-        UsageError: It is.
+        UsageError: The optimizer is private already.
     """
     if isinstance(optimizer, Optimizer) and optimizer in PRIVATE:
         raise UsageError(
-            "The optimizer is private already: make_private(...) was called with it. Go on with "
-            "what that returned, or call its close() before."
+            "The optimizer is private already: make_private(...) was called with it. Continue with "
+            "what that call returned, or call its close() first."
         )
 
 
 def check_open(optimizer: Optimizer) -> None:
-    """Refuse to go on with an optimizer that is not private any more.
+    """Refuse to continue with an optimizer that is no longer private.
 
     Raises:
-        UsageError: It is not.
+        UsageError: The optimizer is no longer private.
     """
     if optimizer not in PRIVATE:
         raise UsageError(
-            "close() was called: the optimizer takes plain gradients. Call make_private(...) anew."
+            "close() was called, so the optimizer takes plain gradients. Call make_private(...) "
+            "again."
         )
 
 
 def check_optimizer(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
-    """The parameters that are trained, by name: the same in the model and in the optimizer.
+    """The trained parameters by name, which must be the same in model and optimizer.
 
     Raises:
         UsageError: They are not the same, or the optimizer cannot take noisy gradients.
     """
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
-            f"The third argument is a torch.optim.Optimizer. Got {type(optimizer).__name__}."
+            f"The third argument must be a torch.optim.Optimizer. Got {type(optimizer).__name__}."
         )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(
-            "LBFGS evaluates the loss several times in a step, and each evaluation would have to "
+            "LBFGS evaluates the loss several times in a step, and every evaluation would need to "
             "be private. Use an optimizer that takes one gradient for a step, such as SGD or Adam."
         )
     if type(optimizer).__name__.startswith("DP") and "opacus" in type(optimizer).__module__:
         raise UsageError(
-            "The optimizer is one of Opacus already. Pass optimizer.original_optimizer."
+            "The optimizer is already one of Opacus. Pass optimizer.original_optimizer."
         )
     trained: dict[str, Tensor] = {
         name: p for name, p in model.named_parameters() if p.requires_grad
     }
     if not trained:
         raise UsageError(
-            "No parameter of the model wants a gradient. Call requires_grad_(True) on those that "
-            "are trained, before make_private(...)."
+            "No parameter of the model requires a gradient. Call requires_grad_(True) on those to "
+            "train, before make_private(...)."
         )
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
     _check_same(model, trained, stepped)
@@ -153,20 +154,20 @@ def _check_same(model: nn.Module, trained: dict[str, Tensor], stepped: set[Tenso
         raise UsageError(
             f"The optimizer steps on a parameter of shape {[*strangers[0].shape]} that the model "
             "does not have. If the model was changed after the optimizer was made (adapters added, "
-            "layers replaced, moved), make the optimizer again; if it belongs to another module, "
-            "put both into one model."
+            "layers replaced or moved), make the optimizer again. If the parameter belongs to "
+            "another module, put both into one model."
         )
     if left is not None:
         raise UsageError(
-            f"The parameter {left} wants a gradient, and the optimizer does not step on it: it "
+            f"The parameter {left} requires a gradient, but the optimizer does not step on it: it "
             "would use up a part of the bound and never move. Add it to the optimizer, or call "
             "requires_grad_(False) on it."
         )
     if stepped - ours:
         name = next(n for n, p in model.named_parameters() if p in stepped - ours)
         raise UsageError(
-            f"The optimizer steps on {name}, which wants no gradient, so it would not be trained. "
-            "Call requires_grad_(True) on it, or leave it out of the optimizer."
+            f"The optimizer steps on {name}, which requires no gradient, so it would not be "
+            "trained. Call requires_grad_(True) on it, or leave it out of the optimizer."
         )
 
 
@@ -186,71 +187,72 @@ def check_precision(named: Mapping[str, Tensor]) -> None:
             dtype = str(parameter.dtype).removeprefix("torch.")
             raise UsageError(
                 f"The parameter {name} is in {dtype}, which rounds sums of gradients by more than "
-                "one sample may change them, so that the noise would not hide it. Keep trained "
+                "one sample may change them, so the noise would not hide a sample. Keep trained "
                 "parameters in float32, model.float(), and compute in torch.autocast."
             )
 
 
 def check_loss(lossfunc: Any, normaliser: Any) -> None:
-    """Refuse a loss of which nobody knows what it divides by.
+    """Refuse a loss with an unknown divisor.
 
     Raises:
-        UsageError: It is a function, and ``normaliser`` is not given; or it cannot be called.
+        UsageError: The loss is a function without ``normaliser``, or cannot be called.
     """
     if not callable(lossfunc):
         raise UsageError(
-            f"The second argument is the loss function. Got {type(lossfunc).__name__}."
+            f"The second argument must be the loss function. Got {type(lossfunc).__name__}."
         )
     if getattr(lossfunc, "reduction", None) == "none":
         raise UsageError(
-            f'{type(lossfunc).__name__} has reduction="none", so what adds up the losses is not '
-            'known. Use reduction="mean" or "sum".'
+            f'{type(lossfunc).__name__} has reduction="none", so it is not known how the losses '
+            'are added up. Use reduction="mean" or "sum".'
         )
     told = normaliser in ("samples", None) or (
         isinstance(normaliser, (int, float)) and not isinstance(normaliser, bool)
     )
     if not (told or normaliser == "loss"):
         raise UsageError(
-            'normaliser is "loss" (what the loss module says), "samples" (a mean over samples), '
-            f"a number, or None (a sum). Got {normaliser!r}."
+            'normaliser must be "loss" (what the loss module says), "samples" (a mean over '
+            f"samples), a number, or None (a sum). Got {normaliser!r}."
         )
     if not isinstance(lossfunc, nn.Module) and normaliser == "loss":
         raise UsageError(
-            "The loss is a function, so nobody knows whether it divides by the number of samples, "
-            "and the bound would be meant for something else. Use a module, such as "
-            'nn.CrossEntropyLoss(); or say it, normaliser="samples" for a mean over samples and '
+            "The loss is a function, so it is not known whether it divides by the number of "
+            "samples, and the bound could have another scale. Use a module, such as "
+            'nn.CrossEntropyLoss(). Or say it: normaliser="samples" for a mean over samples, '
             "normaliser=None for a sum."
         )
 
 
 def check_number(loss: Any) -> None:
-    """Refuse what is not a loss to go backward from.
+    """Refuse a value that is not a loss to go backward from.
 
     Raises:
-        UsageError: It is not a tensor, not a single number, or has no graph.
+        UsageError: The value is not a tensor, not a single number, or has no graph.
     """
     if not isinstance(loss, Tensor):
         raise UsageError(
-            f"private.step takes the loss, a tensor. Got {type(loss).__name__}: leave out what "
-            "comes with it, and .item()."
+            f"private.step takes the loss, a tensor. Got {type(loss).__name__}: pass only the "
+            "loss, without .item()."
         )
     if loss.numel() != 1:
         raise UsageError(
             f"private.step takes a loss of one number. Got {[*loss.shape]}: add it up, loss.sum(), "
-            "and say make_private(..., normaliser=None)."
+            "and write make_private(..., normaliser=None)."
         )
     if not loss.requires_grad:
         raise UsageError(
-            "The loss has no graph to go backward through. Take out torch.no_grad(), "
-            ".detach() and torch.inference_mode()."
+            "The loss has no graph to go backward through. Remove torch.no_grad(), .detach() and "
+            "torch.inference_mode()."
         )
 
 
 def check_pass(model: nn.Module, named: Mapping[str, Tensor]) -> None:
-    """Refuse a backward pass that would not be private, by what has become of the model.
+    """Refuse a backward pass that would not be private because the model has changed.
 
     Raises:
-        UsageError: Other parameters are trained, in half precision, or they have plain gradients.
+        UsageError: Other parameters are trained, or one is in half precision or has a plain
+            gradient.
         SampleMixingError: A batch normalisation is in train mode.
     """
     check_model(model)
@@ -262,33 +264,33 @@ def check_pass(model: nn.Module, named: Mapping[str, Tensor]) -> None:
 def _check_trained(model: nn.Module, named: Mapping[str, Tensor]) -> None:
     if {n for n, p in model.named_parameters() if p.requires_grad} != {*named}:
         raise UsageError(
-            "Other parameters want a gradient than when make_private(...) was called. Call it "
-            "after all layers are there, and after freezing."
+            "Other parameters require a gradient than when make_private(...) was called. Call it "
+            "after all layers are added and frozen."
         )
 
 
 def check_stepped(optimizer: Optimizer, named: Mapping[str, Tensor]) -> None:
-    """Refuse an optimizer that steps on other parameters by now.
+    """Refuse an optimizer that now steps on other parameters.
 
     Raises:
-        UsageError: It does.
+        UsageError: The optimizer steps on other parameters.
     """
     if {p for group in optimizer.param_groups for p in group["params"]} != {*named.values()}:
         raise UsageError(
-            "The optimizer steps on other parameters than when make_private(...) was called, by "
-            "gradients without noise perhaps. Call add_param_group before make_private(...)."
+            "The optimizer steps on other parameters than when make_private(...) was called, "
+            "perhaps by gradients without noise. Call add_param_group before make_private(...)."
         )
 
 
 def check_no_closure(arguments: Iterable[Any]) -> None:
-    """Refuse what an optimizer would call in its step.
+    """Refuse a closure, which an optimizer would call in its step.
 
     Raises:
-        UsageError: There is something.
+        UsageError: An argument can be called.
     """
     if any(callable(argument) for argument in arguments):
         raise UsageError(
-            "optimizer.step(closure) evaluates the loss by itself, without clipping. Call "
+            "optimizer.step(closure) evaluates the loss itself, without clipping. Call "
             "private.step(loss)."
         )
 
@@ -297,18 +299,18 @@ def check_finite(gradients: Iterable[Tensor]) -> None:
     """Refuse private gradients that are not numbers.
 
     Raises:
-        UsageError: One is not.
+        UsageError: A gradient is not a number.
     """
     if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
         raise UsageError(
-            "The gradient of a sample is not a number, so that the sum cannot be private. Look for "
+            "The gradient of a sample is not a number, so the sum cannot be private. Look for "
             "inputs that are not finite, and use autocast with bfloat16 instead of float16 "
             "(or a scaler, private.step(loss, scaler=scaler))."
         )
 
 
 def check_no_gradient(named: Mapping[str, Tensor]) -> None:
-    """Refuse plain gradients where private ones will be.
+    """Refuse plain gradients instead of private ones.
 
     Raises:
         UsageError: A trained parameter has one.
@@ -316,8 +318,8 @@ def check_no_gradient(named: Mapping[str, Tensor]) -> None:
     name = next((name for name, p in named.items() if p.grad is not None), None)
     if name is not None:
         raise UsageError(
-            f"The parameter {name} has a plain gradient: backward() was called outside of "
-            "private.step(loss) and `with private:`, or zero_grad() was forgotten before. "
-            "A step on it would not be private. Take that backward() out, and call "
+            f"The parameter {name} has a plain gradient: backward() was called outside "
+            "private.step(loss) and `with private:`, or zero_grad() was not called before. "
+            "A step on it would not be private. Remove that backward(), and call "
             "optimizer.zero_grad() once."
         )

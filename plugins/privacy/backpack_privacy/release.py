@@ -1,4 +1,4 @@
-"""What leaves a batch: the sum with noise. And what it costs, and what clipping did."""
+"""The release of a batch: the sum with noise, its cost, and a record of the clipping."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from backpack_privacy.randomness import Source
 from backpack_privacy.sampling import Sampler
 from backpack_privacy.sums import Sums
 
-_ROUNDING = 1e-6  # by how much a budget may seem exceeded, relative
+_ROUNDING = 1e-6  # relative amount by which a budget may seem exceeded
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Record:
     """What clipping did in one step, in this process. It is not private: do not publish it.
 
     Attributes:
-        norms: Of the gradients of the samples' own losses, for each group; shape ``[N]``.
+        norms: The norms of the gradients of the samples' own losses, ``[N]`` for each group.
         bounds: The bounds.
-        clipped: Which share of the samples was beyond the bound.
+        clipped: The share of samples beyond the bound.
     """
 
     norms: dict[str, Tensor]
@@ -41,7 +41,7 @@ class Budget:
     """What may be spent.
 
     Attributes:
-        delta: The probability with which more may leak; ``None`` if it was not said.
+        delta: The probability that more may leak; ``None`` if it was not given.
         steps: How many steps were planned; ``None`` for any number.
         epsilon: The target for all of them; ``None`` if the noise was given.
     """
@@ -51,18 +51,18 @@ class Budget:
     epsilon: float | None = None
 
     def check(self, taken: int) -> None:
-        """Raise if no further step is planned.
+        """Check that a further step is planned.
 
         Args:
-            taken: How many steps were.
+            taken: How many steps were taken.
 
         Raises:
-            UsageError: All were taken.
+            UsageError: All planned steps were taken.
         """
         if self.steps is not None and taken >= self.steps:
             raise UsageError(
                 f"All {self.steps} steps that were planned are taken, and a further one would "
-                "spend more. Plan for more epochs=, or stop here."
+                "spend more. Plan more epochs=, or stop here."
             )
 
 
@@ -73,9 +73,9 @@ class Release:
         clipping: The bounds.
         noise_multiplier: Standard deviation of the noise, relative to the sensitivity.
         accountant: What was spent.
-        processes: Which train together.
-        records: Of the last thousand steps.
-        steps: How many were taken.
+        processes: The processes that train together.
+        records: The records of the last thousand steps.
+        steps: How many steps were taken.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Release:
         self._is_new_epoch = True
 
     def __repr__(self) -> str:
-        """What was set, and how far it is."""
+        """The settings, and the progress."""
         return (
             f"noise {self.noise_multiplier:g}, sensitivity {self.clipping.sensitivity:g}, "
             f"{self._sampler.expected:g} of {self._sampler.units} expected in a batch, "
@@ -102,10 +102,10 @@ class Release:
         )
 
     def check(self) -> None:
-        """Refuse clipping that leaves nothing of the noise.
+        """Refuse clipping that leaves no noise for the sum.
 
         Raises:
-            UsageError: Its counts alone spend everything.
+            UsageError: The noisy counts alone spend everything.
         """
         self.clipping.noise_multiplier(self.noise_multiplier)
 
@@ -125,7 +125,7 @@ class Release:
         return [total.div_(self._sampler.expected) for total in found]
 
     def finish(self, sums: Sums) -> None:
-        """A step was taken with these: count it, and let the bounds follow."""
+        """Count a step with these sums, and let the bounds follow."""
         norms, bounds = sums.norms, dict(self.clipping.bounds)
         clipped = {name: float((norms[name] > bound).sum()) for name, bound in bounds.items()}
         shares = {name: count / max(1, len(norms[name])) for name, count in clipped.items()}
@@ -138,7 +138,7 @@ class Release:
         self._is_new_epoch = False
 
     def _adapt(self, norms: dict[str, Tensor], deviation: float) -> None:
-        """Tell the clipping which share of the samples was within the bounds, with noise."""
+        """Tell the clipping the noisy share of samples within the bounds."""
         counts = {n: centred_count(norms[n], c) for n, c in self.clipping.bounds.items()}
         noisy = torch.tensor([*counts.values()], dtype=torch.float64)
         if self.processes.rank == 0 and self.noise_multiplier:
@@ -149,7 +149,7 @@ class Release:
         self.clipping.after(dict(zip(counts, shares, strict=True)))
 
     def state_dict(self) -> dict[str, Any]:
-        """What is needed to go on."""
+        """The state needed to continue."""
         return {
             "spent": self.accountant.state_dict(),
             "bounds": self.clipping.state_dict(),
@@ -162,11 +162,11 @@ class Release:
         return {**self.clipping.settings(), "samples (or users)": self._sampler.units}
 
     def load_state_dict(self, state: dict[str, Any], budget: Budget) -> None:
-        """Go on.
+        """Continue from a state.
 
         Raises:
-            UsageError: The state is from something else, would be added to what was done here, or
-                would exceed the budget.
+            UsageError: The state is of another training, steps were taken here already, or the
+                state would exceed the budget.
         """
         self._check_state(state)
         self._check_target(state, budget)
@@ -179,26 +179,26 @@ class Release:
         missing = {"spent", "bounds", "source", "steps", "settings"} - {*state}
         if missing:
             raise UsageError(
-                f"The state lacks {', '.join(sorted(missing))}: give what private.state_dict() "
-                "returned. Without it, what was spent before would be forgotten."
+                f"The state lacks {', '.join(sorted(missing))}: pass what private.state_dict() "
+                "returned. Without it, earlier spending would be forgotten."
             )
         self.clipping.check_state(state["bounds"])
         theirs, ours = state["settings"], self._settings()
         for name in {**ours, **theirs}:
             if theirs.get(name) != ours.get(name):
                 raise UsageError(
-                    f"The state is of a training with {name} {theirs.get(name)!r}, and this one "
-                    f"has {ours.get(name)!r}. Call make_private(...) with what it had then: the "
-                    "same data, and the same clipping."
+                    f"The state is of a training with {name} {theirs.get(name)!r}, but this one "
+                    f"has {ours.get(name)!r}. Call make_private(...) with the same data and the "
+                    "same clipping as before."
                 )
         if self.steps:
             raise UsageError(
-                f"{self.steps} steps were taken here, and what they spent would be forgotten. Load "
+                f"{self.steps} steps were taken here, and their spending would be forgotten. Load "
                 "the state right after make_private(...), before the first step."
             )
 
     def _check_target(self, state: dict[str, Any], budget: Budget) -> None:
-        """What was spent and what is planned have to stay within the target."""
+        """Refuse a state that, with the planned steps, would exceed the target."""
         if budget.epsilon is None or budget.delta is None or budget.steps is None:
             return
         left, rate = max(0, budget.steps - state["steps"]), self._sampler.rate
@@ -209,14 +209,14 @@ class Release:
         if found > budget.epsilon * (1 + _ROUNDING):
             raise UsageError(
                 f"The steps of the state and the {left} that are left of epochs= would spend "
-                f"epsilon {found:.3g}, and target_epsilon is {budget.epsilon:g}. Give the target "
+                f"epsilon {found:.3g}, but target_epsilon is {budget.epsilon:g}. Give the target "
                 "and the epochs= of the first run, fewer epochs=, or more noise by "
                 "noise_multiplier=."
             )
 
 
 class Spending:
-    """What was set for a private training, and what its steps have cost."""
+    """The settings of a private training, and the cost of its steps."""
 
     _release: Release
     _budget: Budget
@@ -245,27 +245,31 @@ class Spending:
         """What all steps so far have spent.
 
         Args:
-            delta: The probability with which more may leak; default: ``target_delta``.
+            delta: The probability that more may leak; default: ``target_delta``.
 
         Raises:
             UsageError: No ``delta`` was given, here or before.
         """
         delta = self._budget.delta if delta is None else delta
         if delta is None:
-            raise UsageError("Say private.epsilon(delta), such as a tenth of one over the samples.")
+            raise UsageError(
+                "No delta was given. Write private.epsilon(delta), with a tenth of one over the "
+                "number of samples, for example."
+            )
         return self.accountant.epsilon(delta)
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes into a checkpoint, beside those of model and optimizer."""
+        """The state for a checkpoint, in addition to those of model and optimizer."""
         return self._release.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint, before the first step.
+        """Continue from a checkpoint, before the first step.
 
         Args:
-            state: What :meth:`state_dict` returned.
+            state: The result of :meth:`state_dict`.
 
         Raises:
-            UsageError: It does not fit, steps were taken here, or the target would be exceeded.
+            UsageError: The state does not fit, steps were taken here, or the target would be
+                exceeded.
         """
         self._release.load_state_dict(state, self._budget)

@@ -27,7 +27,7 @@ Sampling: TypeAlias = Literal["poisson", "shuffled"]
 
 @dataclass(frozen=True)
 class Draw:
-    """What is known of a batch, or of a part of one.
+    """What is known about a batch, or a part of one.
 
     Attributes:
         rows: Indices of records in the data set, in order.
@@ -35,7 +35,7 @@ class Draw:
         is_last: Whether the step is taken after it.
         owners: With users: the user of each row, counted from zero; shape ``[R]``.
 
-    With rows and no unit, they are there to run the model, and count for nothing.
+    Rows without a unit only run the model, and do not count.
     """
 
     rows: Sequence[int]
@@ -48,7 +48,7 @@ class Sampler(ABC):
     """Draws units (samples or users) for one epoch.
 
     Attributes:
-        units: How many there are, over all processes.
+        units: The number of units, over all processes.
         expected: How many of them a batch has on average, over all processes.
         steps: How many batches an epoch has.
         rate: For the accounting, see :class:`~backpack_privacy.accounting.Spent`.
@@ -64,14 +64,14 @@ class Sampler(ABC):
 
     @abstractmethod
     def epoch(self, source: Source) -> Iterator[list[int]]:
-        """The units of each batch that are this process's."""
+        """The units of each batch that belong to this process."""
 
 
 class Poisson(Sampler):
-    """Each unit is in a batch with the same probability, whatever the others are.
+    """Each unit is in a batch with the same probability, independently of the others.
 
-    So batches differ in size, and may be empty. This is what the amplification of privacy by
-    sampling supposes (Abadi et al., 2016).
+    So batches differ in size, and may be empty. The amplification of privacy by sampling supposes
+    this (Abadi et al., 2016).
     """
 
     def __init__(self, units: int, expected: float, rank: int = 0, world: int = 1) -> None:
@@ -82,7 +82,7 @@ class Poisson(Sampler):
     def epoch(self, source: Source) -> Iterator[list[int]]:
         """See the base class."""
         for _ in range(self.steps):
-            # All units are drawn, so that with a seed the ranks' shares are those of one batch.
+            # All units are drawn, so that with one seed the ranks' shares make up one batch.
             drawn = (source.uniform(self.units) < self.expected / self.units).nonzero().flatten()
             yield drawn[drawn % self._world == self._rank].tolist()
 
@@ -90,8 +90,8 @@ class Poisson(Sampler):
 class Shuffled(Sampler):
     """Each unit is in one batch of every epoch, in random order.
 
-    The accounting takes the order as known, so that an epoch costs one Gaussian mechanism: that
-    holds for any order. What shuffling adds is not as much as Poisson sampling (Chua et al., 2024,
+    The accounting treats the order as known, so an epoch costs one Gaussian mechanism: this holds
+    for any order. Shuffling adds less privacy than Poisson sampling (Chua et al., 2024,
     arXiv:2403.17673), so the same noise costs more here.
     """
 
@@ -118,12 +118,12 @@ class Units:
         """Group records by user.
 
         Args:
-            records: How many there are.
-            users: The user of each record; without, each record is a unit.
-            max_records: How many records of a user are in a batch at most, drawn anew each time.
+            records: The number of records.
+            users: The user of each record; without users, each record is a unit.
+            max_records: The largest number of records of a user in a batch, drawn anew each time.
 
         Raises:
-            UsageError: There is not one user for each record, or one is "not a number".
+            UsageError: ``users`` does not name one user for each record, or one is NaN.
         """
         self._of: list[list[int]] | None = None
         self.has_users = users is not None
@@ -137,11 +137,11 @@ class Units:
                 f"users= names the user of each record of the data set, {records} in all. "
                 f"Got {len(named)}."
             )
-        if any(user != user for user in named):  # as tables have it where a value is missing
+        if any(user != user for user in named):  # tables have NaN where a value is missing
             raise UsageError(
-                "users= has 'not a number' for some record. Each of these would be a user of its "
-                "own, and one with several records would not be hidden. Name the user, or leave "
-                "the record out of the data set."
+                "users= has 'not a number' for some record. Each of these would count as a "
+                "separate user, so a user with several records would not be hidden. Name the user, "
+                "or leave the record out of the data set."
             )
         found: dict[Hashable, list[int]] = {}
         for record, user in enumerate(named):
@@ -160,7 +160,7 @@ class Units:
         return [every[place] for place in chosen.tolist()]
 
     def parts(self, units: Sequence[int], most: int | None, source: Source) -> list[Draw]:
-        """A batch, in parts of at most so many rows; an empty one if there is no unit."""
+        """A batch, in parts of at most ``most`` rows; an empty one if it has no unit."""
         parts: list[list[list[int]]] = [[]]
         for unit in units:
             rows = self.rows(unit, source)
@@ -172,7 +172,7 @@ class Units:
         return [self._draw(part, number == last) for number, part in enumerate(parts)]
 
     def stand_in(self) -> Draw:
-        """A record for a model that has to run, and for nobody."""
+        """A record that belongs to no unit, for a model that must run."""
         return Draw([0], 0, owners=None if self._of is None else torch.zeros(1).long())
 
     def _draw(self, part: list[list[int]], is_last: bool) -> Draw:
@@ -186,10 +186,10 @@ class Units:
 class PrivateLoader:
     """The batches of a user's loader, drawn anew: one pass is one epoch.
 
-    An empty batch is not shown: its step, of noise alone, is taken before the next batch comes.
+    An empty batch is not shown: its step, of only noise, is taken before the next batch comes.
 
     Attributes:
-        dataset: That of the user's loader.
+        dataset: The data set of the user's loader.
         sampler: How batches are drawn.
         most: How many rows are shown at once; ``None`` for all of a batch.
     """
@@ -209,22 +209,22 @@ class PrivateLoader:
         """Take over the settings of a loader.
 
         Args:
-            loader: The user's.
+            loader: The user's loader.
             sampler: How to draw.
             units: What is drawn.
-            source: Where randomness comes from.
+            source: The source of random numbers.
             most: How many rows to show at once; ``None`` for all of a batch.
-            draws: Called with each draw before its rows are shown, or if there are none.
+            draws: Called with each draw before its rows are shown, or if it has none.
             begins: Called when an epoch begins.
             ends: Called when all of an epoch was shown.
-            always_runs: Whether to show some record instead of an empty batch, since other
+            always_runs: Whether to show some record instead of an empty batch, because other
                 processes wait for the model to run.
         """
         self._always_runs = always_runs
         self.dataset, self.sampler = loader.dataset, sampler
         self._loader, self._units, self._source, self.most = loader, units, source, most
         self._draws, self._begins, self._ends = draws, begins, ends
-        self._epochs = 0  # that were begun
+        self._epochs = 0  # epochs that have begun
 
     @property
     def has_users(self) -> bool:
@@ -263,12 +263,12 @@ class PrivateLoader:
     def _check_last(self, epoch: int) -> None:
         if epoch != self._epochs:
             raise UsageError(
-                "Another loop over private.loader was begun before this one ended, and samples of "
-                "both would be used for the price of one epoch. Write one loop after the other."
+                "Another loop over private.loader began before this one ended, so samples of both "
+                "would be used for the price of one epoch. Write one loop after the other."
             )
 
     def _loading(self, ahead: deque[Draw]) -> DataLoader[Any]:
-        """A loader of what is drawn, with the settings of the user's."""
+        """A loader of the draws, with the settings of the user's loader."""
         old = self._loader
         kept: dict[str, Any] = {
             name: getattr(old, name)
@@ -290,7 +290,7 @@ class PrivateLoader:
 
 
 class _Rows:
-    """A batch sampler for torch: it may be asked once."""
+    """A batch sampler for torch that can be read once."""
 
     def __init__(self, rows: Iterator[list[int]]) -> None:
         self._rows = rows
@@ -300,50 +300,50 @@ class _Rows:
 
 
 def check_loader(loader: Any) -> None:
-    """Refuse loaders whose batches cannot be drawn anew.
+    """Refuse loaders with batches that cannot be drawn anew.
 
     Raises:
-        UsageError: It is not a loader with a data set of known length, or has a sampler whose
+        UsageError: The argument is not a loader with a data set of known length, or its sampler's
             choices would be lost.
     """
     if not isinstance(loader, DataLoader):
         raise UsageError(
-            "make_private(...) takes a torch.utils.data.DataLoader, whose batches it draws anew. "
+            "make_private(...) takes a torch.utils.data.DataLoader, and draws its batches anew. "
             f"Got {type(loader).__name__}: wrap the data, DataLoader(dataset, batch_size=...)."
         )
     if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
         raise UsageError(
-            "The data set has no length, so nobody knows with which probability a sample is in a "
-            "batch. Use a data set with __len__ and __getitem__."
+            "The data set has no length, so the probability that a sample is in a batch is not "
+            "known. Use a data set with __len__ and __getitem__."
         )
     if loader.batch_size is None:
         raise UsageError(
-            "The loader has no batch_size, which says how many samples a batch has on average. "
+            "The loader has no batch_size, which is the average number of samples in a batch. "
             "Write DataLoader(dataset, batch_size=...), without a batch_sampler."
         )
     usual = (RandomSampler, SequentialSampler, DistributedSampler)
     if not isinstance(loader.sampler, usual):
         raise UsageError(
-            f"The loader has a {type(loader.sampler).__name__}, whose choices would be lost: "
+            f"The loader has a {type(loader.sampler).__name__}, but its choices would be lost: "
             "batches are drawn anew, each sample with the same probability, as the accounting "
             "supposes. Leave the sampler out."
         )
     if getattr(loader.sampler, "replacement", False):
         raise UsageError(
-            "The loader's RandomSampler draws with replacement, which is another mechanism than "
-            'sampling="poisson" and "shuffled". Leave the sampler out.'
+            "The loader's RandomSampler draws with replacement, which is a different mechanism "
+            'from sampling="poisson" and "shuffled". Leave the sampler out.'
         )
 
 
 def check_order(loader: DataLoader[Any]) -> None:
-    """Refuse batches whose rows may be in another order than they were drawn.
+    """Refuse batches that may have rows in another order than they were drawn.
 
     Raises:
         UsageError: The loader puts batches together by a function of the user's.
     """
     if loader.collate_fn is not default_collate:
         raise UsageError(
-            "The loader has a collate_fn, and nobody knows whether it keeps the order of rows, by "
-            "which users= finds the user of each. Leave collate_fn out, and do what it does in the "
-            "data set's __getitem__ or in the model."
+            "The loader has a collate_fn, which may change the order of rows, and users= finds the "
+            "user of each row by that order. Leave out collate_fn, and do its work in the data "
+            "set's __getitem__ or in the model."
         )

@@ -1,4 +1,4 @@
-"""Models of which each process holds a part: ``fully_shard`` (FSDP2)."""
+"""Models that are split over processes: ``fully_shard`` (FSDP2)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def is_shard(parameter: Tensor) -> bool:
 def check_shards(
     model: Module, named: Mapping[str, Tensor], world: int, max_rows: int | None
 ) -> bool:
-    """Whether parameters are sharded; refuse what cannot be added up.
+    """Whether parameters are sharded; refuse shards that cannot be added up.
 
     Args:
         model: The model.
@@ -27,22 +27,22 @@ def check_shards(
         max_rows: How many rows are shown at once.
 
     Raises:
-        UsageError: They are not split over all processes, or not by ``fully_shard``, or batches
-            come in parts.
+        UsageError: Parameters are not split over all processes, or not by ``fully_shard``, or
+            batches come in parts.
     """
     shards = {name: p for name, p in named.items() if is_shard(p)}
     for name, parameter in shards.items():
         mesh = parameter.device_mesh  # type: ignore[attr-defined]
         if mesh.ndim != 1 or mesh.size() != world or not _is_fully_sharded(model):
             raise UsageError(
-                f"The parameter {name} is split over a mesh of shape {[*mesh.shape]}, and {world} "
-                "processes train together, each with samples of its own. Use fully_shard with a "
-                "mesh of one axis over all of them, without tensor parallelism."
+                f"The parameter {name} is split over a mesh of shape {[*mesh.shape]}, but {world} "
+                "processes train together, each with its own samples. Use fully_shard with a mesh "
+                "of one axis over all of them, without tensor parallelism."
             )
     if shards and max_rows is not None:
         raise UsageError(
-            "max_rows= shows batches in parts, as many as each process needs, and a sharded model "
-            "runs in all processes at once. Leave max_rows out, and make batch_size smaller."
+            "max_rows= shows batches in parts, as many as each process needs, but a sharded model "
+            "runs in all processes at once. Leave out max_rows, and make batch_size smaller."
         )
     return bool(shards)
 
@@ -54,17 +54,17 @@ def _is_fully_sharded(model: Module) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process holds, without a graph."""
+    """This process's part of a tensor, without a graph."""
     found: Tensor = tensor.to_local() if is_shard(tensor) else tensor  # type: ignore[attr-defined]
     return found.detach()
 
 
 def placed_as(whole: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient, split as its parameter is, and in its precision.
+    """A gradient, split like its parameter, and in its precision.
 
     Args:
-        whole: The same in all processes.
-        parameter: What it is the gradient of.
+        whole: The gradient, the same in all processes.
+        parameter: Its parameter.
     """
     whole = whole.to(parameter.dtype)
     if not is_shard(parameter):

@@ -26,8 +26,8 @@ class Told:
     """What a loop says about the loss of one backward pass.
 
     Attributes:
-        scale: What it is multiplied by besides.
-        normaliser: What it divides by; ``None`` for what was said when training was made private.
+        scale: What else the loss is multiplied by.
+        normaliser: What it divides by; ``None`` for the argument of ``make_private``.
     """
 
     scale: float = 1.0
@@ -37,8 +37,8 @@ class Told:
         """Whether the loss divides by a number that depends on the batch.
 
         Args:
-            normaliser: What was said when training was made private.
-            lossfunc: What ``normaliser="loss"`` asks.
+            normaliser: The argument of ``make_private``.
+            lossfunc: The loss module that ``normaliser="loss"`` asks.
         """
         if self.normaliser is not None or normaliser == "samples":
             return True
@@ -49,9 +49,9 @@ class Sums:
     """Adds up clipped gradients over the parts of a batch.
 
     Attributes:
-        norms: Of the samples' gradients so far, for each group.
-        is_complete: Whether all parts are there.
-        is_partial: Whether some are there, and not all.
+        norms: The norms of the samples' gradients so far, for each group.
+        is_complete: Whether all parts were added.
+        is_partial: Whether some parts were added, but not all.
     """
 
     def __init__(self, named: Mapping[str, Tensor], clipping: Clipping, model: Module) -> None:
@@ -60,7 +60,7 @@ class Sums:
         Args:
             named: The trained parameters.
             clipping: The bounds.
-            model: Has them.
+            model: The model with these parameters.
         """
         self._model, self._shards = model, dict[Tensor, Tensor]()
         self._named, self._clipping = named, clipping
@@ -77,18 +77,18 @@ class Sums:
         self.is_complete = self.is_partial = False
 
     def add(self, draw: Draw, seen: Mapping[str, Tensor]) -> None:
-        """Add what a backward pass has left on the parameters.
+        """Add the values that a backward pass has left on the parameters.
 
         Args:
-            draw: Whose pass it was.
-            seen: The norms that it met.
+            draw: The draw of the pass.
+            seen: The norms that the pass has seen.
 
         Raises:
-            UsageError: Other samples took part than were drawn.
+            UsageError: Other samples took part than those that were drawn.
         """
         sums = {p: vars(p)[FIELD] for p in self._groups if FIELD in vars(p)}
         for found in sums.values():
-            _check_precision(found)  # in every process, or the others would wait for this one
+            _check_precision(found)  # in every process: otherwise the others wait for this one
         if not draw.units:  # the model ran for other processes
             self.is_complete = True
             return
@@ -96,13 +96,13 @@ class Sums:
         if counts != {draw.units}:
             others = ", ".join(map(str, sorted(counts))) or "none"
             raise UsageError(
-                f"{draw.units} samples were drawn, and {others} took part in the backward pass. "
-                "Give the model the whole batch as it is: samples that are left out, repeated or "
-                "put together are not those that the accounting supposes."
+                f"{draw.units} samples were drawn, but {others} took part in the backward pass. "
+                "Give the model the whole, unchanged batch: the accounting does not allow for "
+                "samples that are left out, repeated or put together."
             )
         for parameter, found in sums.items():
             known = self._totals.get(parameter)
-            # The first part is taken as it is: a zero to add it to would be written and read.
+            # The first part is stored directly: a zero to add it to would be written and read.
             wide = found.to(torch.promote_types(found.dtype, torch.float32))
             self._totals[parameter] = wide if known is None else known.add_(wide)
         for name, norms in seen.items():
@@ -110,32 +110,32 @@ class Sums:
         self.is_complete, self.is_partial = draw.is_last, not draw.is_last
 
     def parameters(self) -> Iterator[Tensor]:
-        """The trained ones."""
+        """The trained parameters."""
         return iter(self._groups)
 
     def totals(self) -> dict[Tensor, Tensor]:
-        """The sum for each trained parameter, in single precision at least."""
+        """The sum for each trained parameter, at least in single precision."""
         return {p: self._totals[p] if p in self._totals else _zeros(p) for p in self._groups}
 
     def group_of(self, parameter: Tensor, module: Module | None) -> str:
         """The group of a parameter.
 
         Raises:
-            UsageError: It was not trained when training was made private.
+            UsageError: The parameter was not trained when ``make_private`` was called.
         """
         if parameter not in self._groups and parameter not in self._shards:
             self._shards = shards_in(self._model)
         found = self._groups.get(self._shards.get(parameter, parameter))
         if found is None:
             raise UsageError(
-                f"A parameter of shape {[*parameter.shape]} takes part in the loss that was not "
+                f"A parameter of shape {[*parameter.shape]} takes part in the loss, but was not "
                 "trained when make_private(...) was called. Call it after all parameters are set."
             )
         return found
 
 
 def _zeros(parameter: Tensor) -> Tensor:
-    """Of the whole parameter, where it is sharded."""
+    """The shape of the whole parameter, even if it is sharded."""
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     return torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
 
@@ -144,13 +144,13 @@ def _check_precision(found: Tensor) -> None:
     if is_half(found.dtype):
         raise UsageError(
             "Layers run with parameters in half precision, which rounds sums of gradients by more "
-            "than one sample may change them. Leave param_dtype out of MixedPrecisionPolicy, and "
+            "than one sample may change them. Leave out param_dtype of MixedPrecisionPolicy, and "
             "compute in torch.autocast."
         )
 
 
 class Pass:
-    """One backward pass over a part of a batch, in which gradients are clipped.
+    """One backward pass over a part of a batch, which clips gradients.
 
     Attributes:
         is_watched: Whether hooks see its forward pass.
@@ -159,7 +159,7 @@ class Pass:
     is_watched = True
 
     def __init__(self, sums: Sums, clipping: Clipping, draw: Draw) -> None:
-        """Store whose pass it is.
+        """Store the parts of the pass.
 
         Args:
             sums: Where its sums go.
@@ -171,13 +171,13 @@ class Pass:
         self._block = ExitStack()
 
     def begin(self, told: Told, normaliser: Any, is_wrapped: bool) -> None:
-        """Enter the block in which ``backward()`` has to be called.
+        """Enter the block for the call of ``backward()``.
 
         Args:
             told: What the loop says about the loss.
-            normaliser: What was said when training was made private.
-            is_wrapped: Whether the model is inside of ``DistributedDataParallel``, which refuses
-                passes that leave gradients out.
+            normaliser: The argument of ``make_private``.
+            is_wrapped: Whether the model is inside ``DistributedDataParallel``, which refuses
+                passes that leave out gradients.
         """
         from backpack_core.extensions import ClippedSumGrad  # loads the plugins
 
@@ -200,8 +200,8 @@ class Pass:
     def _weights(self, norms: Mapping[Hashable, Tensor]) -> dict[Hashable, Tensor]:
         if self._norms:
             raise UsageError(
-                "There were two backward passes in one `with private:`, and only the last would "
-                "count. Add the losses up, and call backward() once."
+                "Two backward passes ran in one `with private:`, and only the last would count. "
+                "Add up the losses, and call backward() once."
             )
         self._norms = {str(name): found.detach() for name, found in norms.items()}
         bounds = self._clipping.bounds
@@ -211,7 +211,7 @@ class Pass:
         """Leave the block; without an error, take the sums.
 
         Args:
-            error: What ``__exit__`` gets.
+            error: The arguments of ``__exit__``.
 
         Raises:
             UsageError: The pass was not one over the samples of the batch.
@@ -236,19 +236,19 @@ def _explain(error: Any) -> None:
     """Say what an error of the pass means here.
 
     Raises:
-        UsageError: In its place, with the argument of ``make_private``.
+        UsageError: Instead of the error, with the argument of ``make_private``.
     """
     if isinstance(error, UnsupportedError):
         error.__notes__.append(_NOTE)
     if isinstance(error, UsageError) and "what the loss divides by" in str(error):
         raise UsageError(
-            "Nobody knows what the loss divides by: the loss module of make_private(...) took no "
-            'part, or is none of torch\'s. Write make_private(..., normaliser="samples") for a '
-            "mean over samples and normaliser=None for a sum, or call that module."
+            "It is not known what the loss divides by: the loss module of make_private(...) took "
+            'no part, or is not one of torch\'s. Write make_private(..., normaliser="samples") for '
+            "a mean over samples, or normaliser=None for a sum, or call that module."
         ) from error
 
 
 _NOTE = (
-    "Nothing was released: no step was taken. If it names a term beside the loss, such as a "
-    "penalty on weights, use the optimizer's weight_decay instead, which needs no privacy."
+    "Nothing was released: no step was taken. If the error names another term than the loss, such "
+    "as a penalty on weights, use the optimizer's weight_decay instead, which needs no privacy."
 )

@@ -21,8 +21,8 @@ class PrivateCallback(TrainerCallback):
         >>> PrivateCallback(private).attach(trainer)
         >>> trainer.train()
 
-    The loss has to be the module that was given to ``make_private``: what models compute themselves
-    is a mean over tokens that nobody knows.
+    The loss must be the module that was passed to ``make_private``: the loss that models compute
+    themselves is a mean over an unknown number of tokens.
     """
 
     def __init__(self, private: Private) -> None:
@@ -30,36 +30,36 @@ class PrivateCallback(TrainerCallback):
         self._private = private
 
     def attach(self, trainer: Trainer) -> None:
-        """Have a trainer call this, and take the batches that are drawn.
+        """Make a trainer call this, and take the batches that are drawn.
 
         Args:
-            trainer: Before ``train()``.
+            trainer: The trainer, before ``train()``.
         """
-        # Batches come from the loader as it is: nothing may be drawn ahead, or be sharded again.
+        # Batches come directly from the loader: nothing may draw ahead, or shard batches again.
         vars(trainer)["get_train_dataloader"] = lambda: self._private.loader
         trainer.add_callback(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Check that the trainer has what was made private.
+        """Check that the trainer uses what was made private.
 
         Raises:
-            UsageError: It has other batches, another optimizer, or adds up gradients itself.
+            UsageError: The trainer has other batches, another optimizer, or adds up gradients.
         """
         optimizer = kwargs.get("optimizer")
         if kwargs.get("train_dataloader") is not self._private.loader:
             raise UsageError(
-                "The Trainer draws batches of its own. Call "
+                "The Trainer draws its own batches. Call "
                 "PrivateCallback(private).attach(trainer) instead of callbacks=[...]."
             )
         if getattr(optimizer, "optimizer", optimizer) is not self._private.optimizer:
             raise UsageError(
-                "The Trainer made an optimizer of its own. Give it the one of make_private(...), "
+                "The Trainer made its own optimizer. Give it the one of make_private(...), "
                 "Trainer(..., optimizers=(private.optimizer, None))."
             )
         if args.gradient_accumulation_steps != 1:
             raise UsageError(
-                "gradient_accumulation_steps adds up batches whose steps the accounting counts one "
-                "by one. Set it to 1, and make the loader's batch_size larger."
+                "gradient_accumulation_steps adds up batches, but the accounting counts a step for "
+                "each. Set it to 1, and make the loader's batch_size larger."
             )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -67,11 +67,11 @@ class PrivateCallback(TrainerCallback):
         self._private.__enter__()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """They are through.
+        """Both have finished.
 
         Raises:
             UsageError: The batch came in parts.
         """
         self._private.__exit__(None, None, None)
         if not self._private.is_complete:
-            raise UsageError("The Trainer steps after each part of a batch. Leave max_rows= out.")
+            raise UsageError("The Trainer steps after each part of a batch. Leave out max_rows=.")

@@ -1,4 +1,4 @@
-"""What passes leave behind is watched: buffers, and runs of the model."""
+"""Watches what passes leave behind: buffers, and runs of the model."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Buffers:
             public: Names of buffers that may change.
         """
         self._model, self._public = model, frozenset(public)
-        # The tensor, its version when it was compared (-1: not yet), and what it had at first.
+        # The tensor, its version at the last comparison (-1: not yet), and its first values.
         self._known: dict[str, tuple[Tensor, int, Tensor]] | None = None
 
     def begin(self) -> None:
-        """An epoch begins; at the first, remember what buffers have: a checkpoint is loaded now."""
+        """An epoch begins; at the first, store buffers: a checkpoint has been loaded by now."""
         if self._known is None:
             self._known = {name: (found, -1, found.clone()) for name, found in self._buffers()}
 
@@ -38,10 +38,10 @@ class Buffers:
         return ((n, b) for n, b in self._model.named_buffers() if n not in self._public)
 
     def check(self) -> None:
-        """Compare those that were written to; the first time, all.
+        """Compare the buffers that were written to; the first time, all.
 
         Raises:
-            UsageError: One has changed.
+            UsageError: A buffer has changed.
         """
         assert self._known is not None
         for name, found in self._buffers():
@@ -53,18 +53,18 @@ class Buffers:
                 raise UsageError(
                     f"The forward pass changed the buffer {name}. If it depends on the data, it "
                     "would be published without noise: make the layer leave it alone in train "
-                    "mode. If it does not (a counter, an estimate from weights), say so, "
+                    "mode. If it does not (a counter, an estimate from weights), say so by "
                     f"make_private(..., public_buffers=[{name!r}])."
                 )
             self._known[name] = (found, new, value)
 
 
 class Forwards:
-    """Counts the runs of a model that a backward pass goes through, and looks at their precision.
+    """Counts the runs of a model that a backward pass goes through, and checks their precision.
 
     Attributes:
-        handles: Take the hooks out.
-        only_looks: Tells ``capture`` that its hooks change nothing that a step computes.
+        handles: Handles that remove the hooks.
+        only_looks: Tells ``capture`` that its hooks do not change what a step computes.
     """
 
     only_looks = True
@@ -94,26 +94,26 @@ class Forwards:
         self._reached.add(run)
 
     def begin(self) -> None:
-        """A backward pass begins; what others went through does not count."""
+        """A backward pass begins; the runs of earlier passes do not count."""
         self._reached = set()
 
     def end(self, is_mean: bool) -> None:
-        """A backward pass is through.
+        """A backward pass has finished.
 
         Args:
             is_mean: Whether its loss divides by a number that depends on the batch.
 
         Raises:
-            UsageError: It went through several runs of the model, or through none; or it was of a
-                mean and in half precision.
+            UsageError: The pass went through several runs of the model, or through none; or its
+                loss is a mean in half precision.
         """
         is_cast, self._is_cast = self._is_cast, False
         _check_count(len(self._reached))
         if is_mean and (is_cast or _has_half(self._model)):
             raise UsageError(
-                "The loss is a mean over the batch, in half precision: how many samples the batch "
-                "has then changes the rounding of every sample's gradient, which no bound on one "
-                'sample covers. Use a sum, reduction="sum" or normaliser=None: private gradients '
+                "The loss is a mean over the batch, in half precision. So the number of samples "
+                "changes the rounding of every sample's gradient, and the bound on one sample does "
+                'not cover this. Use a sum, reduction="sum" or normaliser=None: private gradients '
                 "are the same."
             )
 
@@ -124,7 +124,7 @@ def _has_half(model: nn.Module) -> bool:
 
 
 def _tensors(output: Any) -> Iterator[Tensor]:
-    """All that is in an output, in containers, too."""
+    """All tensors in an output, including those in containers."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, (Mapping, list, tuple)):
@@ -137,13 +137,13 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 def _check_count(count: int) -> None:
     if not count:
         raise UsageError(
-            "The backward pass went through no run of the model, so nobody knows whether its rows "
-            "are those of the batch. Call the model itself, model(inputs), not its layers; it has "
-            "to return tensors, or tuples, lists, dictionaries or dataclasses of them."
+            "The backward pass went through no run of the model, so it is not known whether its "
+            "rows are those of the batch. Call the model itself, model(inputs), not its layers. It "
+            "must return tensors, or tuples, lists, dictionaries or dataclasses of them."
         )
     if count > 1:
         raise UsageError(
             f"The backward pass went through {count} runs of the model, and the first samples of "
-            "all runs would count as one. Give the model one batch with everything; if its rows "
+            "all runs would count as one. Give the model everything in one batch. If several rows "
             "belong to one sample, name that sample by users=."
         )

@@ -29,7 +29,7 @@ class AtOutput:
 
     Attributes:
         output: The output, detached, ``[N, *]``.
-        loss: The loss, a number, without graph.
+        loss: The loss, a number without a graph.
         gradient: ``∂ℓ/∂output`` with its graph, ``[N, *]``.
         normaliser: The number by which the loss divides the sum over samples: ``N`` for a mean,
             ``None`` for a sum.
@@ -73,21 +73,21 @@ class LossAtOutput:
 
         Args:
             lossfunc: A module, or a function, of output and target.
-            normaliser: The divisor of the loss of a batch, as a function of output and target;
-                ``"sum"`` for nothing, ``"mean"`` for the number of samples; ``None`` to ask the
-                rule of the loss.
+            normaliser: The divisor of the loss of a batch: a function of output and target,
+                ``"sum"`` for no divisor, ``"mean"`` for the number of samples, or ``None`` to ask
+                the rule of the loss.
 
         Raises:
-            UsageError: The loss is not callable, or the normaliser is none of these.
+            UsageError: The loss is not callable, or the normaliser is unknown.
         """
         if not callable(lossfunc) or isinstance(lossfunc, type):
             raise UsageError(
-                "The loss is a module, such as CrossEntropyLoss(), or a function of output and "
-                f"target. Got {lossfunc!r}."
+                "The loss must be a module, such as CrossEntropyLoss(), or a function of output "
+                f"and target. Got {lossfunc!r}."
             )
         if normaliser not in (None, "sum", "mean") and not callable(normaliser):
             raise UsageError(
-                f'normaliser is "sum", "mean", or a function of output and target. Got '
+                f'normaliser must be "sum", "mean", or a function of output and target. Got '
                 f"{normaliser!r}."
             )
         self._normaliser = normaliser
@@ -103,8 +103,8 @@ class LossAtOutput:
         """The loss of a batch at an output, with its derivatives.
 
         Args:
-            output: Of the model, ``[N, *]``.
-            target: As the loss expects it.
+            output: The model's output, ``[N, *]``.
+            target: The target, as the loss expects it.
             samples: How many targets to draw from the likelihood for ``root``; zero for the
                 gradients of the samples themselves; ``None`` for no root.
 
@@ -119,7 +119,7 @@ class LossAtOutput:
             loss = self._lossfunc(z, target)
             if not isinstance(loss, Tensor) or loss.numel() != 1:
                 got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-                raise ShapeError(f"The loss has to be a number: reduce it. Got {got}.")
+                raise ShapeError(f"The loss must be a number: reduce it. Got {got}.")
             asked = backpack(DerivativesAtOutput(reading), check="never")
             with asked if self._has_rule else nullcontext():
                 (gradient,) = torch.autograd.grad(
@@ -151,7 +151,7 @@ class LossAtOutput:
     def _unknown(self, what: str, instead: str) -> UsageError:
         name = getattr(self._lossfunc, "__name__", type(self._lossfunc).__name__)
         return UsageError(
-            f"The loss {name} has no loss rule, which would tell {what}: use a loss module of "
+            f"The loss {name} has no loss rule, so it does not tell {what}: use a loss module of "
             f"torch.nn, {instead}"
         )
 

@@ -35,7 +35,7 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
 
     Attributes:
         plugins: The plugins that computed the matrix, see :mod:`backpack_products.fingerprint`;
-            empty if they are not known. Matrices of different plugins are not added.
+            empty if they are not known. Matrices of different plugins cannot be added.
     """
 
     __array_ufunc__ = None
@@ -48,15 +48,15 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
                 of ``found.field(...)`` of a run over data also has the plugins that computed it.
 
         Raises:
-            UsageError: There are no blocks, their keys are not names, or a block is neither a
-                matrix nor a tensor.
+            UsageError: ``blocks`` is empty, a key is not a name, or a block is not a matrix or a
+                tensor.
         """
         if not blocks:
-            raise UsageError("A block-diagonal matrix has one block at least. Got none.")
+            raise UsageError("A block-diagonal matrix needs at least one block. Got none.")
         if not isinstance(blocks, Mapping) or not all(isinstance(name, str) for name in blocks):
             raise UsageError(
                 "A block-diagonal matrix takes a mapping from names of parameters to their "
-                f"matrices. Got {type(blocks).__name__}: of what accumulate found, take one field, "
+                f"matrices. Got {type(blocks).__name__}: take one field of a result of accumulate, "
                 "BlockDiagonal(found.field(...))."
             )
         self._blocks = {name: as_matrix(value) for name, value in blocks.items()}
@@ -72,12 +72,12 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
             field: The extension's ``savefield``: ``"kfac"``, ``"ekfac"``, ``"diag_ggn_exact"``.
 
         Raises:
-            UsageError: A trained parameter has no such attribute, or there is no model.
+            UsageError: A trained parameter has no such attribute, or ``model`` is not a module.
         """
         if not isinstance(model, Module):
             raise UsageError(
                 f"BlockDiagonal.of takes what a backward pass left on a model. Got "
-                f"{type(model).__name__}; of what accumulate found, or any mapping, take "
+                f"{type(model).__name__}: for a result of accumulate, write "
                 f"BlockDiagonal(found.field({field!r}))."
             )
         blocks = {}
@@ -168,7 +168,7 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
         damping: Number = 0.0,
         generator: torch.Generator | None = None,
     ) -> list[Tensor]:
-        """Draws from the Gaussian with this precision; see :meth:`CurvatureMatrix.sample`.
+        """Draws from the Gaussian with this precision matrix; see :meth:`CurvatureMatrix.sample`.
 
         Returns:
             For each parameter ``[*θ]``, or ``[count, *θ]``.
@@ -180,7 +180,7 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
         return self._with(other, lambda a, b: a.moving_average(b, decay))
 
     def to(self, *args: Any, **kwargs: Any) -> BlockDiagonal:
-        """The matrix on another device or in another dtype; arguments as of ``Tensor.to``."""
+        """The matrix on another device or in another dtype; arguments as for ``Tensor.to``."""
         return self.map(lambda block: block.to(*args, **kwargs))
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -194,7 +194,7 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Tensor]) -> BlockDiagonal:
-        """The matrix from its :meth:`state_dict`, whose entries may be in any order.
+        """The matrix from its :meth:`state_dict`, with entries in any order.
 
         Raises:
             UsageError: The state is not that of a block-diagonal matrix.
@@ -210,7 +210,7 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
         if strange:
             raise UsageError(
                 f"This is not the state of a block-diagonal matrix: {strange[0]!r} has no place in "
-                "it. The state of a single matrix is for matrix_from_state."
+                "it. For the state of a single matrix, use matrix_from_state."
             )
         names = sorted(parts, key=lambda name: int(parts[name]["place"]))
         return cls(Marked({name: matrix_from_state(parts[name]) for name in names}, plugins))
@@ -230,7 +230,7 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
         return self._with(other, lambda a, b: a + b)
 
     def __radd__(self, other: Any) -> BlockDiagonal:
-        """Let :func:`sum` work, which starts from the number zero."""
+        """Make :func:`sum` work: it starts from the number zero."""
         return self if isinstance(other, int) and other == 0 else NotImplemented
 
     def _with(
@@ -239,7 +239,7 @@ class BlockDiagonal(LinearOperator, Mapping[str, CurvatureMatrix]):
         if not isinstance(other, BlockDiagonal) or [*self] != [*other]:
             names = [*other] if isinstance(other, BlockDiagonal) else type(other).__name__
             raise UsageError(
-                "Block-diagonal matrices are added if they are over the same parameters, in one "
+                "Block-diagonal matrices can be added if they have the same parameters in the same "
                 f"order: {[*self]}. Got {names}."
             )
         results = {"This matrix": self.plugins, "the other one": other.plugins}

@@ -1,4 +1,4 @@
-"""Kronecker factors of a weight that is used both as it is and transposed.
+"""Kronecker factors of a weight with plain and transposed uses.
 
 Examples are a penalty on gradients, and tied embeddings: rows of a table are looked up, and its
 transpose gives logits. Importing this file registers its operation.
@@ -40,11 +40,11 @@ def kronecker_factors_sum(product: SumProduct, sharing: WeightSharing = "kfc") -
 
 
 def factors_of_table(product: SampleProduct, sharing: WeightSharing) -> KroneckerFactors:
-    """Factors of a use of a table whose rows are looked up elsewhere: diagonal in the rows.
+    """Factors of a use of a table that is looked up elsewhere: diagonal in the rows.
 
-    At a look-up, that factor is diagonal by itself. As a matrix that gives logits, the table has
-    the covariance of all pairs of logits, ``[num, num]``, of which the diagonal is taken. So the
-    block between the entries of one row stays in Kronecker form, and nothing is stored between two
+    At a look-up, that factor is diagonal anyway. As a matrix that gives logits, the table has the
+    covariance of all pairs of logits, ``[num, num]``; only its diagonal is taken. So the block
+    between the entries of one row stays in Kronecker form, and no numbers are stored for pairs of
     rows of a vocabulary.
     """
     if not isinstance(product, AffineProduct) or product.inp is None or product.sizes[0] > 1:
@@ -66,22 +66,22 @@ def both_ways(parts: Sequence[KroneckerFactors], weight: Number) -> KroneckerFac
     transposed use the columns ``b`` are at the weight's inputs, and the data ``a`` at its outputs,
     so ``B' = Σ_v Σ_n b bᵀ`` is ``[I, I]`` and ``A' = 1/N Σ_n a aᵀ`` is ``[O, O]``.
 
-    Derived here. Every use of a weight adds what stands at its outputs to one factor, and what
+    Derived here: every use of a weight adds what stands at its outputs to one factor, and what
     stands at its inputs to the other (for uses in one order: Eschenhagen et al., 2023). The first
-    factor is a sum with the samples' weights ``s``, ``w A' = Σ_n s a aᵀ``; the second one is an
-    average, ``B' / w`` of columns that carry the scale ``s`` already. So a multiple of the loss
-    multiplies ``B``, ``B'`` and ``w``, that is ``F₁`` alone, and factors of disjoint sets of
-    samples are joined as all others are. ``F₁ ⊗ F₂`` is ``B ⊗ A + A' ⊗ B'``, the factors of both
-    orders, and the positive semi-definite ``B ⊗ B' / w + w A' ⊗ A``: for uses in one order,
-    products of one's ``B`` with the other's ``A`` stand there in the same way. Positions are shared
-    within an order, by the setting ``sharing``.
+    factor is a sum with the samples' weights ``s``, ``w A' = Σ_n s a aᵀ``. The second one is an
+    average, ``B' / w``, of columns that have the scale ``s`` already. So a multiple of the loss
+    multiplies ``B``, ``B'`` and ``w``, and thus only ``F₁``; factors of disjoint sets of samples
+    are joined like all others. ``F₁ ⊗ F₂`` is the sum of ``B ⊗ A + A' ⊗ B'``, the factors of both
+    orders, and the positive semi-definite ``B ⊗ B' / w + w A' ⊗ A``. For uses in one order, this
+    second term has products of one's ``B`` with the other's ``A`` in the same way. Positions are
+    shared within an order, by the setting ``sharing``.
 
     Args:
-        parts: Factors, for each order.
+        parts: The factors of each order.
         weight: ``w``.
 
     Returns:
-        Factors that hold ``parts``; ``None`` if the parts are not two, of a matrix and its
+        Factors that hold ``parts``; ``None`` unless these are two parts, of a matrix and of its
         transpose.
     """
     if len(parts) != 2 or any(len(part) != 2 or part.groups > 1 for part in parts):
@@ -121,10 +121,10 @@ def add_columns(first: KroneckerFactors, second: KroneckerFactors) -> KroneckerF
     if combined is None:
         forms = " and ".join(sorted({part.structure for part in parts}))
         raise StructureError(
-            f"Some columns of the loss reach other uses of {second.order} than others do, and what "
-            f"is read of both ({forms}) is not of one form. Let all columns travel at once "
-            "(chunk_size=, or set_memory_budget of backpack_core), freeze the parameter, or use "
-            "DiagGGNExact, which needs no structure."
+            f"Chunks of columns reach different uses of {second.order}, and their factors "
+            f"({forms}) have different forms. Let all columns travel at once (chunk_size=, or "
+            "set_memory_budget of backpack_core), freeze the parameter, or use DiagGGNExact, "
+            "which needs no structure."
         )
     return combined
 
@@ -150,7 +150,7 @@ def _larger(first: Number, second: Number) -> Number:
 
 
 def _added(first: Tensor, second: Tensor) -> Tensor:
-    """The sum of two factors, of which a diagonal one may be a vector."""
+    """The sum of two factors; a diagonal one may be a vector."""
     if first.dim() == second.dim():
         return first + second
     full = [torch.diag_embed(f) if f.dim() == 1 else f for f in (first, second)]

@@ -1,9 +1,9 @@
 """Replaces columns by fewer ones in front of a narrow last layer.
 
 A model with ``C`` classes has ``C - 1`` columns at its output. If the last layer (the *head*) has
-``D < C`` inputs, the sum of outer products of the columns at these inputs has rank ``D`` at most.
-So ``D`` columns with the same sum can take their place in the rest of the model. Several entries
-of axis 0 that belong to one sample (merged tokens, pixels) have columns of their own, ``D`` each.
+``D < C`` inputs, the sum of outer products of the columns at these inputs has at most rank ``D``.
+So ``D`` columns with the same sum can replace them in the rest of the model. If several entries of
+axis 0 belong to one sample (merged tokens, pixels), each has ``D`` columns of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from backpack_products.contractions import slices
 from backpack_products.parametric import AffineRule
 from backpack_products.tuning import memory_budget
 
-# Columns are replaced where D is below this share of C: the factorisation takes about as long as
+# Columns are replaced if D is below this share of C: the factorisation takes about as long as
 # carrying all columns through the head.
 WORTHWHILE = 0.75
 
@@ -42,11 +42,11 @@ def at_head(view: View, quantity: Columns) -> Columns | None:
     """Mark columns at a loss with a :class:`HeadRoot` if a narrow head made the loss's input.
 
     Args:
-        view: The call of the loss. What it sends may go to other calls only, not to operations.
+        view: The call of the loss. It may send to other calls only, not to operations.
         quantity: The columns.
 
     Returns:
-        The columns with that root; ``None`` where replacing columns does not pay.
+        The columns with that root; ``None`` if replacing columns does not pay.
     """
     edge = _only_edge(view.call)
     site = None if edge is None else site_at(edge)
@@ -82,7 +82,7 @@ def split_at_head(view: View, quantity: Columns) -> tuple[Columns, Columns]:
 def condensed(columns: Columns) -> Columns:
     """``D`` columns for each root with the same ``Σ_v M[v, n] M[v, n]ᵀ``, ``[D, N, *in]``.
 
-    If samples have several entries of axis 0, there are ``K`` sets of columns, with ``D`` each:
+    If samples have several entries of axis 0, the result has ``K`` sets of ``D`` columns each:
     ``[D · K, R, *in]``.
 
     Args:
@@ -116,6 +116,6 @@ def _triangles(mat: Tensor) -> Tensor:
 
 
 def _only_edge(call: Call) -> Edge | None:
-    """The only edge to which a call sends something; ``None`` if there are several."""
+    """The only edge that a call sends something to; ``None`` if it sends to several."""
     edges = [edge for edge in call.edges if edge is not None]
     return edges[0] if len(edges) == 1 else None

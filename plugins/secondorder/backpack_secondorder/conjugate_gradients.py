@@ -43,7 +43,7 @@ def conjugate_gradients(
 ) -> Solution:
     """Solve ``(F + damping · I) x = b`` by preconditioned conjugate gradients.
 
-    Hestenes and Stiefel (1952). The matrix has to be positive definite.
+    Hestenes and Stiefel (1952). The matrix must be positive definite.
 
     Args:
         operator: ``F``.
@@ -53,8 +53,8 @@ def conjugate_gradients(
             flat vector: ``lambda v: factors.solve(v, damping)``.
         rtol: Bound on the residual, relative to ``‖b‖``.
         max_iterations: The largest number of products; default: ten times the number of entries.
-        strict: Whether to raise if ``rtol`` is not reached; otherwise the solution so far is
-            returned, with its residual.
+        strict: Whether to raise an error if ``rtol`` is not reached; otherwise the solution so far
+            is returned, with its residual.
 
     Returns:
         The solution.
@@ -67,8 +67,8 @@ def conjugate_gradients(
     damping = check_damping(damping)
     if not hasattr(operator, "shape") or not hasattr(operator, "__matmul__"):
         raise UsageError(
-            "Conjugate gradients take a matrix that multiplies vectors, operator @ vector, and has "
-            f"a shape: a GGN, a BlockDiagonal, a tensor. Got {operator!r:.80}."
+            "Conjugate gradients take a matrix with a shape that multiplies vectors by operator @ "
+            f"vector: a GGN, a BlockDiagonal, a tensor. Got {operator!r:.80}."
         )
     if not isinstance(rhs, Tensor) or rhs.dim() != 1 or len(rhs) != operator.shape[0]:
         got = list(rhs.shape) if isinstance(rhs, Tensor) else type(rhs).__name__
@@ -78,8 +78,8 @@ def conjugate_gradients(
         )
     if preconditioner is not None and not callable(preconditioner):
         raise UsageError(
-            "preconditioner is a function of a flat vector, lambda v: factors.solve(v, damping). "
-            f"Got {type(preconditioner).__name__}."
+            "preconditioner must be a function of a flat vector, such as lambda v: "
+            f"factors.solve(v, damping). Got {type(preconditioner).__name__}."
         )
     precondition = preconditioner or (lambda vector: vector)
     x, residual = rhs.new_zeros(rhs.shape), rhs.clone()
@@ -106,8 +106,8 @@ def conjugate_gradients(
     relative = norm / float(rhs.norm()) if norm else 0.0
     if strict and not norm <= bound:
         raise ConvergenceError(
-            f"Conjugate gradients reached a residual of {relative:.1e} in {iterations} steps, and "
-            f"{rtol:.1e} was asked for: increase max_iterations or the damping, precondition, or "
-            "pass strict=False."
+            f"Conjugate gradients reached a residual of {relative:.1e} in {iterations} steps, but "
+            f"rtol={rtol:.1e} was asked for: increase max_iterations or the damping, pass a "
+            "preconditioner, or pass strict=False."
         )
     return Solution(x, iterations, relative)

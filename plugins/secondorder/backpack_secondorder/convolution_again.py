@@ -1,7 +1,7 @@
-"""The backward of a convolution as a function of the arriving gradient only.
+"""The backward pass of a convolution as a function of the arriving gradient only.
 
-Torch's derivative of it also computes gradients of the image and of the kernel, whether they are
-needed or not: five convolutions instead of two.
+Torch's derivative of it also computes gradients of the image and of the kernel, even if they are
+not needed: five convolutions instead of two.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def outer_sum(inp: Rows, itemsize: int, scale: float = 1.0, mean: bool = False) 
         if part.shape[1] == 1 or part.stride(0) == positions * part.stride(1):
             total = _add_outer(total, part.flatten(0, 1), band, scale)
             continue
-        # Patches are stored as [I, S]: a product for each sample is cheaper than a joining copy.
+        # Patches are stored as [I, S]: a product for each sample is cheaper than one joint copy.
         for sample in part:
             total = _add_outer(total, sample, band, scale)
     assert total is not None
@@ -56,7 +56,7 @@ def outer(vectors: Tensor, scale: float = 1.0) -> Tensor:
 def _add_outer(total: Tensor | None, vectors: Tensor, step: int, scale: float) -> Tensor:
     """``total + scale · Σ_m vectors[m] ⊗ vectors[m]``, on and above the diagonal only.
 
-    Formed in bands of ``step`` rows; adds to ``total`` in place where autograd allows it.
+    Formed in bands of ``step`` rows; added to ``total`` in place if autograd allows it.
     """
     size = vectors.shape[2]
     left, right = vectors.permute(1, 2, 0), vectors.transpose(0, 1)

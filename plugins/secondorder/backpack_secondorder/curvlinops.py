@@ -1,4 +1,4 @@
-"""Kronecker factors from and to curvlinops, whose classes hold one pair for each module.
+"""Kronecker factors from and to curvlinops; its classes hold one pair for each module.
 
 curvlinops (https://curvlinops.readthedocs.io) is imported when a function is called. Only its
 public interface is used: ``state_dict`` and ``load_state_dict``, as of version 3.
@@ -26,21 +26,22 @@ def from_curvlinops(operator: Any, model: Module) -> BlockDiagonal:
 
     Args:
         operator: Made with ``separate_weight_and_bias=True``, for all trained parameters of the
-            model in their order. Its factors are computed if they have not been.
+            model in their order. Its factors are computed if they do not exist yet.
         model: The model.
 
     Returns:
         A matrix for each parameter. Averages have the weight one in sums.
 
     Raises:
-        UnsupportedError: Weights and biases are treated jointly, so neither has its own matrix.
+        UnsupportedError: The operator treats weights and biases jointly, so a single parameter has
+            no matrix.
     """
     is_corrected = hasattr(operator, "compute_eigenvalue_correction")
     state = operator.state_dict()
     if not state["separate_weight_and_bias"]:
         raise UnsupportedError(
-            "The curvlinops operator has one matrix for weight and bias together, which is none "
-            "for each parameter: make it with separate_weight_and_bias=True."
+            "The curvlinops operator has one matrix for weight and bias together, but a matrix for "
+            "each parameter is needed: make it with separate_weight_and_bias=True."
         )
     if is_corrected and not state["corrected_eigenvalues"]:
         operator.compute_eigenvalue_correction()
@@ -74,13 +75,13 @@ def to_curvlinops(
 ) -> Any:
     """A ``KFACLinearOperator`` or an ``EKFACLinearOperator`` with these blocks.
 
-    curvlinops has one pair of factors for the weight and the bias of a module. So has a layer
-    without positions that share its weight; elsewhere, take ``weight_sharing="reduce"``.
+    curvlinops has one pair of factors for the weight and the bias of a module. A layer has the
+    same, if no positions share its weight; otherwise take ``weight_sharing="reduce"``.
 
     Args:
-        blocks: For each trained parameter of the model, with names as of ``named_parameters``.
-        model: The model, made of the modules that curvlinops knows.
-        lossfunc: Passed on to curvlinops, whose constructor requires it; it is not called.
+        blocks: A block for each trained parameter, with the names of ``named_parameters``.
+        model: The model, made of modules that curvlinops knows.
+        lossfunc: Passed on to curvlinops because its constructor requires it; it is not called.
         loader: Passed on in the same way.
         settings: Further arguments of the operator, such as ``kfac_approx``.
 
@@ -95,7 +96,9 @@ def to_curvlinops(
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     missing = [name for name in trained if name not in blocks]
     if missing:
-        raise UsageError(f"There is no block for {missing[0]!r}: pass one, or freeze it.")
+        raise UsageError(
+            f"The blocks have none for {missing[0]!r}: pass one, or freeze the parameter."
+        )
     is_corrected = isinstance(blocks[next(iter(trained))], KroneckerEigenbasis)
     operator_class = EKFACLinearOperator if is_corrected else KFACLinearOperator
     operator = operator_class(
@@ -116,8 +119,8 @@ def to_curvlinops(
             known = side.setdefault(path, factor)
             if known is not factor and not torch.allclose(known, factor):
                 raise UnsupportedError(
-                    f"curvlinops has one factor for weight and bias of {path!r}, and here they "
-                    'differ: take weight_sharing="reduce", or leave the bias out.'
+                    f"curvlinops has one factor for weight and bias of {path!r}, but these blocks "
+                    'have two: take weight_sharing="reduce", or leave the bias out.'
                 )
         if is_corrected:
             values = state["corrected_eigenvalues"].setdefault(path, {})

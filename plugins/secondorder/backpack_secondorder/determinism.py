@@ -15,7 +15,7 @@ from backpack_core.errors import UsageError
 
 
 def require_deterministic(model: Module) -> None:
-    """Raise if a module is random, or if a forward pass changes its statistics.
+    """Raise an error if a module is random, or if a forward pass changes its statistics.
 
     Raises:
         UsageError: A dropout or batch normalisation is in train mode.
@@ -24,7 +24,7 @@ def require_deterministic(model: Module) -> None:
         is_random = isinstance(module, _DropoutNd) and module.p > 0
         if module.training and (is_random or isinstance(module, _BatchNorm)):
             raise UsageError(
-                f"A matrix over a data set needs the same function in every pass, and {name!r}, "
+                f"A matrix over a data set needs the same function in every pass, but {name!r}, "
                 f"{type(module).__name__}, is in train mode: call model.eval()."
             )
 
@@ -52,15 +52,15 @@ class Passes:
         """The context of one pass: a function to be called with the loss of every batch.
 
         Raises:
-            UsageError: The losses differ from those of the first pass, or there was no batch.
+            UsageError: The losses differ from those of the first pass, or the loader gave no batch.
         """
         losses: list[Tensor] = []
         yield losses.append
         if not losses:
             raise UsageError(
                 "The loader gave no batch with a sample that counts: pass something that can be "
-                "iterated several times, as a DataLoader or a list can, and whose targets are not "
-                "all ignored."
+                "iterated several times, such as a DataLoader or a list, with some targets that "
+                "are not ignored."
             )
         versions = tuple(p._version for p in self._parameters)
         sums = torch.stack([loss.reshape(()) for loss in losses])
@@ -75,7 +75,7 @@ class Passes:
             raise UsageError(
                 "Two passes over the loader differ: the losses of the batches "
                 f"{'' if self.in_order else 'add up to '}{_text(before)} in the first one, and "
-                f"{_text(sums)} now. Take a loader without augmentation at random"
+                f"{_text(sums)} now. Take a loader without random augmentation"
                 f"{' that does not shuffle' if self.in_order else ''}, and a model without random "
                 "numbers."
             )

@@ -34,9 +34,9 @@ class DiagGGNExact(ExactExtension):
 class DiagGGNMC(SampledExtension):
     """Diagonal of the generalised Gauss-Newton matrix, by Monte Carlo.
 
-    Stored in ``diag_ggn_mc``, shape ``[*θ]``: as :class:`DiagGGNExact` in expectation, with the
-    loss Hessian replaced by gradients for targets drawn from the model's likelihood. Costs
-    ``mc_samples`` columns instead of as many as the model has outputs.
+    Stored in ``diag_ggn_mc``, shape ``[*θ]``: in expectation the same as :class:`DiagGGNExact`,
+    with the loss Hessian replaced by gradients for targets drawn from the model's likelihood. It
+    costs ``mc_samples`` columns instead of one for each output of the model.
     """
 
     savefield = "diag_ggn_mc"
@@ -75,8 +75,8 @@ class BatchDiagGGNExact(ExactExtension):
 class BatchDiagGGNMC(SampledExtension):
     """Diagonal of each sample's generalised Gauss-Newton matrix, by Monte Carlo.
 
-    Stored in ``diag_ggn_mc_batch``, shape ``[N, *θ]``: as :class:`BatchDiagGGNExact` in
-    expectation. The sum over ``n`` is ``diag_ggn_mc`` of the same columns.
+    Stored in ``diag_ggn_mc_batch``, shape ``[N, *θ]``: in expectation the same as
+    :class:`BatchDiagGGNExact`. The sum over ``n`` is ``diag_ggn_mc`` of the same columns.
     """
 
     savefield = "diag_ggn_mc_batch"

@@ -35,7 +35,7 @@ class HessianExtension(SecondOrderExtension):
             savefield: Name of the attribute on parameters; default: the class's.
             fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
                 With ``"warning"`` and ``"silent"``, parameters that enter nonlinearly have no
-                value either, and the others do.
+                value, but the others do.
             chunk_size: How many columns to carry at once; default: by the memory budget.
         """
         leaves_out = fail_mode in ("warning", "silent")
@@ -50,11 +50,11 @@ class DiagHessian(HessianExtension):
     Stored in ``diag_h``, shape ``[*θ]``: ``∂²ℓ/∂θ_i²``, entry by entry, with the scale of the loss
     (``1/N`` for a mean). Every nonlinear module adds as many columns as it has inputs, and every
     nonlinear operation between modules up to twice as many; they go through the rest of the net in
-    chunks. Nonlinear modules need a rule with second derivatives, operations need what autograd
-    needs to differentiate twice (fused attention has none), and parameters must enter linearly (as
-    they do in affine and normalisation layers, or in a product that a function computes): one that
-    is used several times on one path does not. A term in ``backpack(..., beside=[...])``, whose
-    curvature would belong to it, raises. Dangel et al. (2020), BackPACK, appendix A.3.
+    chunks. Nonlinear modules need a rule with second derivatives. Operations need what autograd
+    needs to differentiate twice, which fused attention lacks. Parameters must enter linearly, as in
+    affine and normalisation layers or in a product that a function computes; a parameter with
+    several uses on one path does not. The pass refuses terms in ``backpack(..., beside=[...])``,
+    because their curvature would be missing. Dangel et al. (2020), BackPACK, appendix A.3.
     """
 
     savefield = "diag_h"
@@ -72,7 +72,7 @@ class DiagHessian(HessianExtension):
 class BatchDiagHessian(HessianExtension):
     """Diagonal of each sample's Hessian, exact.
 
-    Stored in ``diag_h_batch``, shape ``[N, *θ]``: as :class:`DiagHessian`, for the loss of each
+    Stored in ``diag_h_batch``, shape ``[N, *θ]``: like :class:`DiagHessian`, for the loss of each
     sample (with its ``1/N`` for a mean), so that the sum over ``n`` is ``diag_h``.
     """
 

@@ -16,10 +16,10 @@ class DiagHMP(ProductExtension):
     """Diagonal of the Hessian by products with unit vectors, exact for every architecture.
 
     Stored in ``diag_hmp``, shape ``[*θ]``: ``∂²ℓ/∂θ_i²``, with the scale of the loss (``1/N`` for a
-    mean). Each entry takes one product with the block of its parameter (Pearlmutter,
-    1994), about two backward passes. Use it for what :class:`DiagHessian` refuses: parameters that
+    mean). Each entry takes one product with the block of its parameter (Pearlmutter, 1994), which
+    costs about two backward passes. Use it for what :class:`DiagHessian` refuses: parameters that
     enter nonlinearly or that functions use, recurrent nets, samples that influence each other.
-    Freeze the parameters whose diagonal you do not need.
+    Freeze the parameters that need no diagonal.
     """
 
     savefield = "diag_hmp"

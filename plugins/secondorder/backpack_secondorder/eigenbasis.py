@@ -76,7 +76,7 @@ class KroneckerEigenbasis(CurvatureMatrix):
         return multiply(transposed, self.sizes, self.order.coordinates(vectors))
 
     def matmul(self, vectors: Tensor) -> Tensor:
-        """``Q diag(λ) Qᵀ`` times vectors. Shape ``[*θ]`` or ``[V, *θ]``, as the result."""
+        """``Q diag(λ) Qᵀ`` times vectors. Shape ``[*θ]`` or ``[V, *θ]``, like the result."""
         return self._back(self.rotate(vectors) * self.values.flatten(), vectors)
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> KroneckerEigenbasis:
@@ -96,12 +96,13 @@ class KroneckerEigenbasis(CurvatureMatrix):
         """``Q diag(1 / (λ + damping)) Qᵀ``, exactly.
 
         Raises:
-            UsageError: An eigenvalue is zero then, or not finite, or the damping is negative.
+            UsageError: An eigenvalue is zero or not finite after damping, or the damping is
+                negative.
         """
         values = self.damped(damping).values
         if any_of(values == 0):
             raise UsageError(
-                f"The matrix of {self.order} is singular with damping={damping}: give more."
+                f"The matrix of {self.order} is singular with damping={damping}: increase damping."
             )
         return self.with_values(values.reciprocal())
 
@@ -114,13 +115,13 @@ class KroneckerEigenbasis(CurvatureMatrix):
 
         Raises:
             UsageError: Their eigenvectors differ.
-            ShapeError: They belong to parameters of two shapes.
+            ShapeError: They belong to parameters of different shapes.
         """
         check_same(self, other)
         if not self.has_vectors_of(other):
             raise UsageError(
-                "Corrected eigenvalues are added in one basis, and these matrices have different "
-                "eigenvectors: add the Kronecker factors of all data first, take their "
+                "Corrected eigenvalues can be added in one basis, but these matrices have "
+                "different eigenvectors: first add the Kronecker factors of all data, take their "
                 "eigenbasis(), and pass it to EKFAC(basis=...) in a second pass."
             )
         return self.with_values(self.values + other.values)
@@ -138,15 +139,15 @@ class KroneckerEigenbasis(CurvatureMatrix):
         """``Q diag(√λ) ε`` with standard normal ``ε``: a draw with this covariance.
 
         Args:
-            count: How many; ``None`` for one, without axis ``V``.
-            generator: Where random numbers come from; default: torch's.
+            count: How many draws; ``None`` for one, without axis ``V``.
+            generator: The source of random numbers; default: torch's.
 
         Raises:
             UsageError: An eigenvalue is negative.
         """
         if any_of(self.values < 0):
             raise UsageError(
-                "A Gaussian needs a positive matrix, and this one has negative eigenvalues: "
+                "A Gaussian needs a positive matrix, but this one has negative eigenvalues: "
                 "increase the damping."
             )
         shape = [] if count is None else [count]

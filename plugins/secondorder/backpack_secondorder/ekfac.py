@@ -64,12 +64,12 @@ class OfCorrected(OfEigenbasis):
 class EKFAC(MatrixExtension):
     """Kronecker-factored curvature with corrected eigenvalues.
 
-    Stored in ``ekfac``, a :class:`~backpack_secondorder.eigenbasis.KroneckerEigenbasis`: the
-    eigenvectors of the factors of :class:`~backpack_secondorder.kfac.KFAC`, and instead of
-    products of their eigenvalues the diagonal of the generalised Gauss-Newton block in that basis,
+    Stored in ``ekfac``, a :class:`~backpack_secondorder.eigenbasis.KroneckerEigenbasis`. It has the
+    eigenvectors of the factors of :class:`~backpack_secondorder.kfac.KFAC`. Instead of products of
+    their eigenvalues, it has the diagonal of the generalised Gauss-Newton block in that basis,
     ``Σ_v Σ_n (Q_Bᵀ M[v, n] Q_A)²`` from the same columns, of shape ``[O, I]``. Of all matrices with
-    these eigenvectors it is the closest to the block in the Frobenius norm. For biases it is the
-    block itself. Scaled as the loss. George et al. (2018), arXiv:1806.03884.
+    these eigenvectors, it is the closest to the block in the Frobenius norm. For biases it is the
+    block itself. It scales as the loss. George et al. (2018), arXiv:1806.03884.
 
     The eigenvectors of two batches differ, so their results cannot be added. With ``basis``, the
     eigenvectors are fixed, and only eigenvalues are computed. Then sums over batches are exact: a
@@ -103,10 +103,10 @@ class EKFAC(MatrixExtension):
             savefield: Name of the attribute on parameters; default: the class's.
             fail_mode: For parameters without structure; see
                 :class:`~backpack_secondorder.kfac.KFAC`.
-            basis: A matrix for each parameter, whose eigenvectors are used (Kronecker factors of a
-                data set, for example); default: those of the batch. Results share the memory of the
+            basis: A matrix with eigenvectors for each parameter (for example, Kronecker factors of
+                a data set); default: those of the batch. Results share the memory of the
                 eigenvectors.
-            tolerance: Of the exact loss Hessian, share of the trace that may be left out; see
+            tolerance: Share of the trace of the exact loss Hessian that may be left out; see
                 :class:`~backpack_secondorder.square_root.ExactExtension`.
         """
         samples = as_subsampling(subsampling)
@@ -116,9 +116,9 @@ class EKFAC(MatrixExtension):
         self.weight_sharing = as_weight_sharing(weight_sharing)
         if basis is not None and not _is_basis(basis):
             raise UsageError(
-                "basis maps parameters to matrices with eigenvectors, {p: factors[name] for name, "
-                f"p in model.named_parameters()}}. Got {basis!r:.80} of type "
-                f"{type(basis).__name__}."
+                "basis must map parameters to matrices with eigenvectors, such as {p: "
+                "factors[name] for name, p in model.named_parameters()}. Got "
+                f"{basis!r:.80} of type {type(basis).__name__}."
             )
         self.basis = None if basis is None else {id(p): (p, m) for p, m in basis.items()}
 
@@ -126,13 +126,13 @@ class EKFAC(MatrixExtension):
         """The matrix: the basis with corrected eigenvalues.
 
         Raises:
-            UsageError: A basis is given, but none for this parameter.
+            UsageError: The given basis has none for this parameter.
             ShapeError: The basis belongs to a parameter of another shape.
         """
         if self.basis is None:
             factors = self.factors(product, self.weight_sharing)
             if factors.structure != "kronecker":
-                # Of the block, or diagonal, itself.
+                # The basis of the block, or of its diagonal.
                 return factors.decomposed(product.is_measured).clone()
             return corrected_eigenbasis(product, self.weight_sharing).clone()
         basis = self._given(product)

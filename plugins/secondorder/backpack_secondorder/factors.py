@@ -43,10 +43,10 @@ def block(product: SampleProduct) -> Tensor:
 
 @Operation
 def kronecker_factors(product: SampleProduct, sharing: WeightSharing = "kfc") -> KroneckerFactors:
-    """Factors whose Kronecker product approximates ``Σ_v Σ_n M[v, n] M[v, n]ᵀ``.
+    """Factors with a Kronecker product that approximates ``Σ_v Σ_n M[v, n] M[v, n]ᵀ``.
 
-    A vector (the gain of a normalisation, say) is small enough for its block: the only factor,
-    exact. So is a single number, and a matrix of one row or column without other factors.
+    A vector (such as the gain of a normalisation) is small enough for its exact block as the only
+    factor. So are a single number, and a matrix of one row or column without other factors.
 
     Args:
         product: ``M``.
@@ -58,31 +58,32 @@ def kronecker_factors(product: SampleProduct, sharing: WeightSharing = "kfc") ->
     if max(product.shape, default=1) == product.shape.numel():
         return KroneckerFactors([block(product)], ParameterOrder.of(product))
     instead = (
-        'use fail_mode="block" or "diagonal", which store these in its place, or DiagGGNExact, '
-        "which needs no structure."
+        'use fail_mode="block" or "diagonal", which store these instead, or DiagGGNExact, which '
+        "needs no structure."
     )
     if isinstance(product, SumProduct):
         forms = ", ".join(sorted({type(part).__name__ for part in product.parts}))
         raise StructureError(
             f"The {len(product.parts)} uses of the parameter {product.name!r} of {product.path} "
-            f"have no Kronecker factors in common: they are products of the forms {forms}, use it "
-            "in different orders (other than transposed), or use another tensor that is computed "
-            f"from it (a parametrization, pruning). Untie the uses, freeze the parameter, {instead}"
+            f"have no common Kronecker factors: their products have the forms {forms}. Uses in "
+            "different orders (other than transposed), or of a tensor that is computed from the "
+            "parameter (a parametrization, pruning), have none. Untie the uses, freeze the "
+            f"parameter, {instead}"
         )
     if issubclass(product.rule, AffineRule):
         raise StructureError(
             f"Kronecker structure is needed for the parameter {product.name!r} of {product.path}, "
-            "which uses another tensor in its place that is computed from it (a parametrization, "
-            f"pruning, weight normalisation). Remove that, freeze the parameter, {instead}"
+            "but the module uses a tensor that is computed from it (a parametrization, pruning, "
+            f"weight normalisation). Remove the computation, freeze the parameter, {instead}"
         )
     if issubclass(product.rule, BareRule):
         raise StructureError(
             f"Kronecker structure is needed for the parameter {product.name!r} of {product.path}, "
-            f"and operations use it one by one: {_why_bare(product)}. Or freeze the parameter, "
+            f"but single operations use it: {_why_bare(product)}. Or freeze the parameter, "
             f"{instead}"
         )
     raise StructureError(
-        f"Kronecker structure is needed for the parameter {product.name!r} of {product.path}, and "
+        f"Kronecker structure is needed for the parameter {product.name!r} of {product.path}, but "
         f"{product.rule.__name__} declares none: freeze the parameter, {instead} For a "
         "layer that is affine in it, derive the rule from AffineRule."
     )
@@ -92,11 +93,11 @@ def _why_bare(product: SampleProduct) -> str:
     """Why a parameter is read at operations instead of at a layer rule, for error messages."""
     if getattr(product.module, "batch_first", True):
         return (
-            "a function uses it (F.linear(x, module.weight)), or the module has its samples "
-            "elsewhere than its layer rule takes them. Call the module, with samples on axis 0"
+            "a function uses it (F.linear(x, module.weight)), or the module has samples on another "
+            "axis than its layer rule expects. Call the module, with samples on axis 0"
         )
     return (
-        "no layer rule takes batch_first=False, whose axis 0 holds time steps. Build the module "
+        "no layer rule takes batch_first=False: its axis 0 holds time steps. Build the module "
         "with batch_first=True, which changes no weight, and call it with x.transpose(0, 1)"
     )
 
@@ -126,7 +127,7 @@ def corrected_eigenbasis(
 
     ``G = Σ_v Σ_n M[v, n] M[v, n]ᵀ`` is the block that :func:`kronecker_factors` approximates, so
     this is the best approximation with these eigenvectors (George et al., 2018, arXiv:1806.03884).
-    Arguments as there.
+    It takes the same arguments.
     """
     basis = kronecker_factors(product, sharing).decomposed(product.is_measured)
     if len(basis.vectors) == 1:
@@ -148,8 +149,8 @@ def corrected_eigenbasis_affine(
 def corrected(basis: KroneckerEigenbasis, values: Tensor) -> KroneckerEigenbasis:
     """A basis with corrected eigenvalues, in which rounding errors are set to zero.
 
-    If the factors send a direction to zero, so does the block of the same data. The computed
-    eigenvalue is a rounding error there, which must not be inverted.
+    If the factors send a direction to zero, so does the block of the same data. There the computed
+    eigenvalue is a rounding error, which must not be inverted.
     """
     axes = tuple(range(values.dim() - len(basis.vectors), values.dim()))
     rounding = max(values.shape, default=1) * torch.finfo(values.dtype).eps
@@ -242,7 +243,7 @@ def _is_ordered(product: AffineProduct) -> bool:
         return groups == 1
     order = torch.arange(size, device="cpu").unsqueeze(
         0
-    )  # on the host, so that no device has to be waited for
+    )  # on the host, so that nothing waits for a device
     return bool(torch.equal(product.to_parameter(order).flatten(), order[0]))
 
 
@@ -269,7 +270,7 @@ def kept_input_covariance(product: AffineProduct, sharing: WeightSharing) -> Ten
 
 
 def _tensors(inp: Rows) -> list[Tensor]:
-    """The tensors of which inputs consist."""
+    """The tensors that inputs are made of."""
     if isinstance(inp, JoinedRows):
         return [tensor for part in inp.parts for tensor in _tensors(part)]
     return [inp] if isinstance(inp, Tensor) else [tensor for tensor, _ in versions_in(inp)]
@@ -282,15 +283,15 @@ def input_covariance(
 
     ``"kfc"``: ``1/N Σ_n Σ_s x xᵀ`` (Grosse and Martens, 2016, eq. 32); ``"expand"``: ``1/(N S)
     Σ_n Σ_s x xᵀ``; ``"reduce"``: ``1/N Σ_n x̄ x̄ᵀ`` with the mean ``x̄`` over positions (Eschenhagen
-    et al., 2023, eq. 19 and 22). A weight that is used at several places is shared by the positions
-    of all of them.
+    et al., 2023, eq. 19 and 22). If several modules use a weight, the positions of all of them
+    share it.
 
     Args:
         inp: What the weight multiplies. Shape ``[N, S, G, I]``.
         like: A tensor of the dtype.
         sharing: How positions are treated.
-        is_own: Which positions each sample has, ``[N, S]``; ``None`` for all. ``S`` is then another
-            number for each.
+        is_own: Which positions each sample has, ``[N, S]``; ``None`` for all. With it, the ``S`` of
+            an average differs between samples.
 
     Returns:
         Shape ``[I, I]``, or ``[G, I, I]`` for a layer with groups.
@@ -302,7 +303,7 @@ def input_covariance(
     count = samples * positions if sharing == "expand" else samples
     scale = 1 / count if count else 0.0
     total = covariances.outer_sum(inp, like.element_size(), scale, mean=sharing == "reduce")
-    if is_own is not None and sharing == "expand":  # without a transfer of the number to the host
+    if is_own is not None and sharing == "expand":  # the number stays on the device
         total = total * (count / is_own.sum().clamp(min=1))
     return _without_groups(total)
 
@@ -316,7 +317,7 @@ def parameter_order(product: AffineProduct) -> ParameterOrder:
         numbers = torch.arange(product.shape.numel(), device=device)
         return product.to_parameter(numbers.reshape(product.sizes)).flatten()
 
-    # On the host, so that no device has to be waited for.
+    # On the host, so that nothing waits for a device.
     is_plain = torch.equal(found("cpu"), torch.arange(product.shape.numel(), device="cpu"))
     return ParameterOrder.of(product, None if is_plain else found(product.like.device).argsort())
 
@@ -324,7 +325,7 @@ def parameter_order(product: AffineProduct) -> ParameterOrder:
 def weight_of(product: SampleProduct) -> Number:
     """``Σ_n s``: the number of samples times the factor ``s`` of each sample's loss.
 
-    It is one for a mean over the batch, and the number of samples for a sum. One if unknown.
+    It is one for a mean over the batch, and the number of samples for a sum; one if unknown.
     """
     scales = [root.scale for root in product.roots if root.scale is not None]
     return product.samples * reduce(torch.maximum, scales) if scales else 1.0

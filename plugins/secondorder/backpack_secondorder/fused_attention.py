@@ -1,6 +1,6 @@
 """The gradient of fused attention by its plain formula, which can be differentiated again.
 
-torch has no second derivative of its fused kernels. With ``P = softmax(s q kᵀ + mask)`` and the
+Torch has no second derivative of its fused kernels. With ``P = softmax(s q kᵀ + mask)`` and the
 gradient ``g`` at the output ``P v``:
 
     dv = Pᵀ g,  dS = P ∘ (g vᵀ - rowsum(g ∘ P v)),  dq = s dS k,  dk = s dSᵀ q
@@ -40,15 +40,15 @@ def of_fused_attention(node: Any, arrived: Tensor | None, *others: Tensor | None
         others: The gradients at the kernel's further outputs, which are not used.
 
     Raises:
-        UnsupportedError: Dropout is on, so that the draws of the kernel would be needed.
+        UnsupportedError: Dropout is on, and the kernel does not show its draws.
     """
     count = len(node.next_functions)
     if arrived is None:
         return (None,) * count
     if node._saved_dropout_p:
         raise UnsupportedError(
-            "Fused attention with dropout has no second derivative, since its draws are inside of "
-            "the kernel. Call model.eval(), or build the model with attention dropout 0."
+            "Fused attention with dropout has no second derivative, since the kernel does not "
+            "show its draws. Call model.eval(), or build the model with attention dropout 0."
         )
     query, key, value = node._saved_query, node._saved_key, node._saved_value
     mask = getattr(node, "_saved_attn_mask", None)
@@ -96,7 +96,7 @@ def _formula(
 
 
 def _softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """The softmax of scores; rows that are masked altogether are zero, as in the kernels."""
+    """The softmax of scores; rows that are fully masked are zero, as in the kernels."""
     if mask is None:
         return scores.softmax(-1)
     if mask.dtype is torch.bool:

@@ -66,7 +66,7 @@ class GramBlock:
     """The Gram matrix of one parameter, and its part of the eigenvectors.
 
     Attributes:
-        gram: The Gram matrix of this parameter alone, for the ``V`` columns that reach it. Shape
+        gram: The Gram matrix of only this parameter, for the ``V`` columns that reach it. Shape
             ``[V, N, V, N]``.
         spectrum: The spectrum over all parameters, the same object on each.
     """
@@ -98,7 +98,7 @@ class GramBlock:
 class GGNGram(SecondOrderExtension):
     """Spectrum of the generalised Gauss-Newton matrix of all parameters together.
 
-    The matrix is ``Σ_v Σ_n M[v, n] M[v, n]ᵀ``, and shares its nonzero eigenvalues with the Gram
+    The matrix is ``Σ_v Σ_n M[v, n] M[v, n]ᵀ``. It shares its nonzero eigenvalues with the Gram
     matrix ``⟨M[v, n], M[w, m]⟩`` of size ``V·N`` (``V`` columns of the root of the loss Hessian),
     which needs no ``M`` in affine layers. Stored in ``ggn_gram``, a :class:`GramBlock`:
 
@@ -107,14 +107,14 @@ class GGNGram(SecondOrderExtension):
     - ``param.ggn_gram.gram``: the Gram matrix of the parameter's own block.
 
     The matrix covers all parameters that get the quantity. Values are stored at the end of the
-    backward pass. Scaled as the loss. Dangel et al. (2022), ViViT, arXiv:2106.02624.
+    backward pass. They scale as the loss. Dangel et al. (2022), ViViT, arXiv:2106.02624.
     """
 
     savefield = "ggn_gram"
     degree = 1
     over_batches = Refused(
-        "entries between samples of two batches are in neither batch's Gram matrix: take "
-        "SqrtGGNExact, which combines, or products with the matrix over a data set."
+        "no batch's Gram matrix has entries between samples of two batches: take SqrtGGNExact, "
+        "which combines batches, or products with the matrix over a data set."
     )
     is_deferred = True
     needs = (gram,)
@@ -135,7 +135,7 @@ class GGNGram(SecondOrderExtension):
             subsampling: Indices of the samples to take; default: all.
             savefield: Name of the attribute on parameters; default: the class's.
             fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
-            tolerance: Of the exact loss Hessian, share of the trace that may be left out; see
+            tolerance: Share of the trace of the exact loss Hessian that may be left out; see
                 :class:`~backpack_secondorder.square_root.ExactExtension`.
         """
         samples = as_subsampling(subsampling)

@@ -52,17 +52,17 @@ class Factored:
 class Hessian:
     """``Σ_v σ_v S_v S_vᵀ + diag(d) + H`` for each sample.
 
-    Parts of one root that arrive over several branches have to be added before they are squared,
-    and only columns can be added in this way. So the other forms hold only parts that have
-    travelled, and will travel, along a single path.
+    Parts of one root that arrive along several branches must be added before they are squared, and
+    only columns can be added in this way. So the other forms hold only parts that travel along a
+    single path, from their start to their end.
 
     Attributes:
         columns: ``S``, with signs in the roots; ``None`` for none.
         diagonal: ``d``, shape ``[N, *]``; ``None`` for zero.
         factored: More columns, in factored form; ``None`` for none.
         block: ``H``, as its rows ``[D, N, *]``; ``None`` for zero.
-        rows: A residual that is too large to be formed: ``D``, and a function that gives a slice
-            of its rows. It is sent on in chunks where it arose, or formed at the next call.
+        rows: A residual that is too large to form: ``D``, and a function that gives a slice of its
+            rows. It is sent on in chunks where it arose, or formed at the next call.
         branched: Roots of columns that were sent along several paths somewhere.
     """
 
@@ -153,7 +153,7 @@ class Hessian:
         return replace(self, rows=None, block=add(self.block, rows(slice(0, size))))
 
     def as_columns(self) -> Hessian:
-        """The same Hessian in columns only."""
+        """The same Hessian as columns only."""
         result = replace(self, diagonal=None, block=None, factored=None, rows=None)
         for part in self.chunks(max(1, self.unformed)):
             result = result.merge(part)
@@ -195,7 +195,7 @@ class Hessian:
         return result
 
     def merge(self, other: Hessian) -> Hessian:
-        """The sum of two Hessians that arrived over different branches."""
+        """The sum of two Hessians that arrived along different branches."""
         if self.rows is not None and other.rows is not None:
             return self.with_rows_formed().merge(other)
         if self.factored is not None and other.factored is not None:
@@ -240,7 +240,7 @@ def block_columns(rows: Tensor, some: slice) -> Columns:
 
 
 def add(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """The sum, where ``None`` is zero."""
+    """The sum; ``None`` stands for zero."""
     if first is None or second is None:
         return second if first is None else first
     return first + second

@@ -92,9 +92,9 @@ class HessianReading(Reading):
         """
         for node in nonlinear_between(source, leaf):
             raise UnsupportedError(
-                f"The parameter {self.name!r} of {self.path} is computed from others, by the "
-                f"operation {name_of(node)!r}, which is not known to be linear, and its second "
-                "derivative, which belongs to the Hessian, is not carried. Use DiagHMP, or the "
+                f"The parameter {self.name!r} of {self.path} is computed from others by the "
+                f"operation {name_of(node)!r}, which is not known to be linear. Its second "
+                "derivative belongs to the Hessian, but is not carried. Use DiagHMP, or the "
                 "generalised Gauss-Newton matrix (DiagGGNExact), or remove the parametrization."
             )
         return HessianReading([use._replace(computed=(leaf, pull)) for use in self._uses])
@@ -111,9 +111,9 @@ class HessianReading(Reading):
             if _leads_to_another(use, uses):
                 raise UnsupportedError(
                     f"The parameter {use.name!r} of {use.view.path} is used again on the way to "
-                    "its own use there, so the loss has second derivatives in both together, which "
-                    "are not carried: untie the uses, or use HMP, or the generalised Gauss-Newton "
-                    "matrix (DiagGGNExact)."
+                    "its own use there, so the loss has mixed second derivatives of both uses, "
+                    "which are not carried: untie the uses, or use HMP, or the generalised "
+                    "Gauss-Newton matrix (DiagGGNExact)."
                 )
         return HessianReading(uses)
 
@@ -127,8 +127,8 @@ class HessianReading(Reading):
             Shape ``[*θ]``, or ``[N, *θ]`` for each sample.
 
         Raises:
-            UnsupportedError: A layer is not known to be linear in the parameter, or what led here
-                misses a part.
+            UnsupportedError: A layer is not known to be linear in the parameter, or a part of the
+                Hessian is missing.
         """
         for rule, view, name, hessian, *_ in self._uses:
             require_linear(rule, view, name)
@@ -154,9 +154,9 @@ class HessianReading(Reading):
 
 
 def _leads_to_another(use: Use, uses: Sequence[Use]) -> bool:
-    """Whether what a layer works on depends on the parameter already.
+    """Whether a layer's input depends on the parameter already.
 
-    At a function that uses it, that is seen where the function is crossed.
+    If a function uses the parameter, this is checked where columns cross the function.
     """
     if isinstance(use.rule, BareRule):
         return False
@@ -217,13 +217,13 @@ def _halves(use: Use) -> tuple[Hessian, Hessian]:
 
 
 def require_linear(rule: object, view: View, name: str) -> None:
-    """Raise unless the layer is known to be linear in the parameter.
+    """Raise an error unless the layer is known to be linear in the parameter.
 
     Raises:
         UnsupportedError: ``∂²f/∂θ²`` is not known to vanish.
     """
     if isinstance(rule, BareRule):
-        return  # the operations on the way have been looked at
+        return  # the operations on the way have been checked
     if not (isinstance(rule, ParametricRule) and name in rule.linear_in_params):
         raise UnsupportedError(
             f"The Hessian in {name!r} of {view.path} needs the layer's second derivative in that "

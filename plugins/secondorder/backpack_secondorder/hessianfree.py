@@ -1,7 +1,7 @@
 """Products with Jacobians and curvature of a whole graph, by plain automatic differentiation.
 
-Nothing here needs extended modules or rules: double backward is exact for any graph. The graph is
-kept, so it has to be freed by dropping what holds it. Inside ``with backpack(...)``, no extension
+These functions need no extended modules or rules: double backward is exact for any graph. The graph
+is kept until the tensors that hold it are dropped. Inside ``with backpack(...)``, no extension
 takes part.
 """
 
@@ -69,7 +69,7 @@ def hessian_vector_product(
         params: Tensor or tensors.
         v: Vectors of the shapes of ``params``.
         grad_params: The gradient ``∂f/∂params``, if it was computed with ``create_graph=True``
-            already: saves one backward pass.
+            already; this saves one backward pass.
         detach: Whether the result is cut off from the graph.
 
     Returns:

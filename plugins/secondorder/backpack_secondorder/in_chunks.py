@@ -1,7 +1,7 @@
-"""Results that have a row for each column, where columns arrive in chunks.
+"""Results that have a row for each column, if columns arrive in chunks.
 
 To append every chunk to the rows before it would copy these each time. Columns know which part of
-all columns they are, so memory for all of them is made once, at the first chunk.
+all columns they are, so the first chunk makes memory for all of them once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Rows:
     Attributes:
         mat: The rows.
         part: Which part of all columns they belong to.
-        memory: ``[V, N, *θ]``, for all rows; there where the first rows are.
+        memory: ``[V, N, *θ]``, for all rows; held with the first rows.
     """
 
     mat: Tensor
@@ -33,7 +33,7 @@ class Rows:
 
 
 def rows_of(product: SampleProduct) -> Tensor | Rows:
-    """``M`` itself, ``[V, N, *θ]``; of a chunk of columns, with its place among all rows."""
+    """``M`` itself, ``[V, N, *θ]``; for a chunk of columns, with its place among all rows."""
     mat = dense(product)
     parts = [root.part for root in product.roots]
     if len(parts) != 1 or parts[0] is None or parts[0].stop - parts[0].start != len(mat):
@@ -54,9 +54,9 @@ def stored(value: Tensor | Rows, extension: Extension, parameter: Tensor) -> Ten
 
 
 def joined(first: Tensor | Rows, second: Tensor | Rows) -> Tensor | Rows:
-    """Rows one after the other; a tensor as soon as all are there.
+    """Rows one after the other; a tensor as soon as all have arrived.
 
-    Rows of several losses have no place in common. They are concatenated.
+    Rows of several losses have no common numbering. They are concatenated.
     """
     if isinstance(first, Rows) and isinstance(second, Rows) and first.memory is not None:
         before, after = first.part, second.part

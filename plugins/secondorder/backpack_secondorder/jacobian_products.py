@@ -1,4 +1,4 @@
-"""Products with the Jacobian of the model's output, which is not formed, in both directions."""
+"""Products with the Jacobian of the model's output in both directions, without forming it."""
 
 from __future__ import annotations
 
@@ -63,8 +63,7 @@ class OutputJacobian:
         Raises:
             ShapeError: A vector does not have the shape of its parameter.
             UsageError: None of the keys is a parameter of the pass.
-            UnsupportedError: An operation of the net has no second derivative, or none that is
-                finite.
+            UnsupportedError: An operation of the net has no finite second derivative.
         """
         self._check(vectors)
         dtype = reduce(torch.promote_types, (vector.dtype for vector in vectors.values()))
@@ -78,10 +77,9 @@ class OutputJacobian:
             (found,) = gradients(outputs, (dummy,), given, self._is_differentiable)
         if not is_finite(found) and all(map(is_finite, given)):
             raise UnsupportedError(
-                "The Jacobian of the net times a vector is not finite, though the vector is: torch "
-                "has no finite second derivative of an operation where it was evaluated (a power "
-                "or a root of zero), or the net has none. Use Jacobians, which asks for first "
-                "derivatives only."
+                "The Jacobian of the net times a finite vector is not finite. An operation has no "
+                "finite second derivative in torch where it was evaluated (a power or a root of "
+                "zero), or the net has none. Use Jacobians, which needs only first derivatives."
             )
         return self._cut(found.to(dtype))
 
@@ -95,7 +93,7 @@ class OutputJacobian:
             parameters: Some of the parameters; default: all.
 
         Raises:
-            ShapeError: The vector has another shape than the output.
+            ShapeError: The vector does not have the output's shape.
         """
         if vector.shape != self.output_shape:
             raise ShapeError(
@@ -124,7 +122,7 @@ class OutputJacobian:
     def _check(self, vectors: Mapping[Tensor, Tensor]) -> None:
         if not isinstance(vectors, Mapping) or not any(p in vectors for p in self.parameters):
             raise UsageError(
-                "Vectors are given by parameter, for at least one parameter of the pass: "
+                "Give vectors by parameter, for at least one parameter of the pass: "
                 f"product({{p: torch.randn_like(p) for p in model.parameters()}}). Got "
                 f"{abridged(vectors)}."
             )
@@ -198,15 +196,15 @@ class JMP(ProductExtension):
     """Products with the Jacobian of the model's output, in both directions.
 
     Stored in ``jmp``, a :class:`JacobianBlock` of the output ``f``, ``[N, *out]``, that an extended
-    loss receives (:class:`~backpack_secondorder.outputs.SumOutputs`, where there is none):
+    loss receives (:class:`~backpack_secondorder.outputs.SumOutputs` if the model has no loss):
 
     - ``param.jmp(v)``: ``J_θ v``, ``[*θ] → [N, *out]``, by differentiating the transposed product;
     - ``param.jmp.transposed(u)``: ``J_θᵀ u``, ``[N, *out] → [*θ]``, one backward pass;
     - ``param.jmp.whole``: both over all parameters, :class:`OutputJacobian`.
 
-    Several vectors at once have another axis in front. Products depend neither on the loss nor on
-    its scale, and exist wherever autograd can differentiate twice, also where samples influence
-    each other. The Jacobian itself is :class:`~backpack_secondorder.output_jacobian.Jacobians`.
+    Several vectors at once have another axis in front. Products do not depend on the loss or its
+    scale. They exist wherever autograd can differentiate twice, even if samples influence each
+    other. The Jacobian itself is :class:`~backpack_secondorder.output_jacobian.Jacobians`.
     """
 
     savefield = "jmp"
@@ -227,7 +225,7 @@ class _OfOneLoss(CollectingReading):
         self._require_losses("JMP")
         if len(self._losses) != 1:
             raise UnsupportedError(
-                f"JMP belongs to one output, and {len(self._losses)} extended losses took part. Go "
+                f"JMP belongs to one output, but {len(self._losses)} extended losses took part. Go "
                 "backward from one of them, or join the outputs for one loss: "
                 "SumOutputs()(torch.cat([a, b], 1))."
             )

@@ -85,8 +85,8 @@ def inputs_and_target(model: Module, batch: Any) -> tuple[Tensor, Any]:
     """Output and target of a batch ``(inputs, target)``, on the device of the model."""
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise UsageError(
-            f"A batch is a pair (inputs, target). Got {type(batch).__name__}. Give one batch as a "
-            "list, [(inputs, target)]; for batches of another kind, say what to make of them: "
+            f"A batch must be a pair (inputs, target). Got {type(batch).__name__}. Give one batch "
+            "as a list, [(inputs, target)]. For batches of another kind, say how to use them: "
             "forward=lambda model, batch: (output, target)."
         )
     device = next(model.parameters()).device
@@ -108,7 +108,7 @@ def on_device(value: Any, device: torch.device) -> Any:
 
 
 def checked(found: Any) -> tuple[Tensor, Any]:
-    """Check that a pair is an output with samples and a target; returns it.
+    """Check that a pair is an output with samples and a target, and return it.
 
     Raises:
         ShapeError: The output is not a tensor with an axis of samples.
@@ -116,8 +116,8 @@ def checked(found: Any) -> tuple[Tensor, Any]:
     output, target = found
     if not isinstance(output, Tensor) or not output.dim():
         raise ShapeError(
-            "The output of the model has to be a tensor [N, *]; of a model that returns something "
-            "else, take it out: forward=lambda model, batch: (model(**batch).logits, "
+            "The output of the model must be a tensor [N, *]. If the model returns something else, "
+            "take the tensor out: forward=lambda model, batch: (model(**batch).logits, "
             f"batch['labels']). Got {type(output).__name__}."
         )
     return output, target

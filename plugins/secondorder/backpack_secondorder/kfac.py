@@ -34,13 +34,14 @@ StructureMode: TypeAlias = Literal[FailMode, Fallback]
 class MatrixExtension(SecondOrderExtension):
     """An extension that stores a matrix in Kronecker form.
 
-    Where a parameter has none (no layer rule, or uses of several forms), ``fail_mode`` may also be
+    If a parameter has none (no layer rule, or uses of several forms), ``fail_mode`` may also be
 
     - ``"block"``: the block of the generalised Gauss-Newton matrix itself, ``[P, P]``, exact;
     - ``"diagonal"``: its diagonal, exact, a vector ``[P]``.
 
     The stored matrix then has the block or diagonal as its only factor, and ``structure`` names it.
-    Parameters of modules without a rule are read where operations use them, as with ``"autodiff"``.
+    Parameters of modules without a rule are read where operations use them, as with
+    ``"autodiff"``.
 
     Attributes:
         fallback: ``"block"``, ``"diagonal"`` or ``None``.
@@ -49,10 +50,10 @@ class MatrixExtension(SecondOrderExtension):
     fallback: Fallback | None = None
 
     def factors(self, product: SampleProduct, sharing: WeightSharing) -> KroneckerFactors:
-        """The factors; where there are none, the block or its diagonal, as ``fallback`` says.
+        """The factors; without factors the block or its diagonal, as ``fallback`` says.
 
         Raises:
-            StructureError: The parameter has no factors, and there is no fallback.
+            StructureError: The parameter has no factors, and the fallback is ``None``.
         """
         try:
             return kronecker_factors(product, sharing)
@@ -83,7 +84,7 @@ class FactorsExtension(MatrixExtension):
     weight_sharing: WeightSharing
 
     def read(self, product: SampleProduct) -> KroneckerFactors:
-        """The factors; of a part of the uses, with what would be stored without factors."""
+        """The factors; for a part of the uses, with what would be stored without factors."""
         factors = self.factors(product, self.weight_sharing)
         read = KroneckerFactors(factors, factors.order, weight_of(product), factors.parts)
         if product.is_part and self.fallback is not None and self._fits(product):
@@ -91,7 +92,7 @@ class FactorsExtension(MatrixExtension):
         return read
 
     def _fits(self, product: SampleProduct) -> bool:
-        """Whether the memory budget has room for what may turn out not to be needed."""
+        """Whether the memory budget has room for values that may turn out to be useless."""
         size = product.shape.numel() ** (2 if self.fallback == "block" else 1)
         return size * product.new_zeros(0).element_size() <= memory_budget()
 
@@ -107,12 +108,12 @@ class FactorsExtension(MatrixExtension):
     def combine(self, first: KroneckerFactors, second: KroneckerFactors) -> KroneckerFactors | None:
         """Add the factors of two chunks of columns, which enter only one factor of each use.
 
-        Chunks may reach different uses, which have no factors in common. Then what ``fallback``
-        says is added. Without it, the parameter may be left out: the last chunk reads all uses.
+        Chunks may reach different uses, which have no common factors. Then the fallback values are
+        added. Without them, the parameter may be left out: the last chunk reads all uses.
 
         Raises:
-            StructureError: There is no fallback, or no room for it; and ``fail_mode`` leaves
-                nothing out.
+            StructureError: The fallback is ``None``, or does not fit into memory; and ``fail_mode``
+                leaves nothing out.
         """
         try:
             found = add_columns(first, second)
@@ -130,8 +131,8 @@ class FactorsExtension(MatrixExtension):
 class KFAC(FactorsExtension, SampledExtension):
     """Kronecker-factored curvature with a sampled loss Hessian.
 
-    Stored in ``kfac``, a :class:`~backpack_secondorder.kronecker.KroneckerFactors`, which is a list
-    of matrices whose Kronecker product approximates the block of the generalised Gauss-Newton
+    Stored in ``kfac``, a :class:`~backpack_secondorder.kronecker.KroneckerFactors`. It is a list of
+    matrices, and their Kronecker product approximates the block of the generalised Gauss-Newton
     matrix:
 
     - weights of affine layers (``Linear``, convolutions): ``[B, A]``, of shapes ``[O, O]`` and
@@ -141,16 +142,17 @@ class KFAC(FactorsExtension, SampledExtension):
       vector ``[num]``; features come first, as for other weights.
     - tables that are added to all samples (``h + self.positions``, ``[1, T, D]``, or rows of one):
       the same, since every position looks up one row. Features lie on the last axis.
-    - tables of which rows are looked up, and that give logits as well (tied embeddings): the
-      factors of both uses as below, with the diagonal in the rows. Nothing is stored between two
-      rows of a vocabulary.
+    - tables that are looked up and also give logits (tied embeddings): the factors of both uses as
+      below, with the diagonal in the rows. No numbers are stored for pairs of rows of a
+      vocabulary.
     - biases, and vectors that a layer is linear in (``LayerNorm``): ``[B]``, the block itself.
 
     With positions ``s`` that share the weight (pixels, tokens), ``weight_sharing`` chooses between
+    three forms, which are equal for one position:
 
-    - ``"kfc"``: ``A = 1/N Σ_n Σ_s x xᵀ`` and ``B`` from ``Σ_s g``, the block of the bias. For one
-      position all three are equal. For convolutions this is Grosse and Martens (2016), eq. 32, with
-      their ``Γ`` multiplied by the number of positions.
+    - ``"kfc"``: ``A = 1/N Σ_n Σ_s x xᵀ`` and ``B`` from ``Σ_s g``, the block of the bias. For
+      convolutions this is Grosse and Martens (2016), eq. 32, with their ``Γ`` multiplied by the
+      number of positions.
     - ``"expand"``: ``A = 1/(N S) Σ_n Σ_s x xᵀ`` and ``B = Σ_v Σ_n Σ_s g gᵀ``: positions are treated
       like samples (Eschenhagen et al., 2023, eq. 19).
     - ``"reduce"``: ``A`` from the mean of ``x`` over positions, ``B`` from ``Σ_s g`` (eq. 22).
@@ -162,11 +164,11 @@ class KFAC(FactorsExtension, SampledExtension):
     transposed ones, the weight has ``[B + w A', A + B' / w]``. Here ``w`` is the ``weight`` of
     :class:`~backpack_secondorder.kronecker.KroneckerFactors`: the number of samples times the
     factor in front of each sample's loss (of several losses, the largest). This is derived in
-    :func:`~backpack_secondorder.both_ways.both_ways`. It scales as the loss, and joins over
-    batches, as other factors do.
+    :func:`~backpack_secondorder.both_ways.both_ways`. Like other factors, it scales as the loss and
+    joins over batches.
 
     A layer with ``G > 1`` groups has factors ``[G, O, O]`` and ``[G, I, I]``. Blocks between groups
-    are left out. Martens and Grosse (2015) for fully connected layers.
+    are left out. For fully connected layers, see Martens and Grosse (2015).
     """
 
     savefield = "kfac"
@@ -200,8 +202,8 @@ class KFAC(FactorsExtension, SampledExtension):
 class KFLR(FactorsExtension, ExactExtension):
     """Kronecker-factored curvature with the exact loss Hessian (low rank: a column per output).
 
-    Stored in ``kflr``: what ``kfac`` of :class:`KFAC` is in expectation. For a batch of one sample,
-    and a layer with one position, it is the block itself. Botev et al. (2017), section 3.3.
+    Stored in ``kflr``: the expectation of ``kfac`` of :class:`KFAC`. For a batch of one sample and
+    a layer with one position, it is the block itself. Botev et al. (2017), section 3.3.
     """
 
     savefield = "kflr"
@@ -247,7 +249,7 @@ def as_weight_sharing(value: WeightSharing) -> WeightSharing:
     """Check the setting, and return it.
 
     Raises:
-        UsageError: There is no such setting.
+        UsageError: The setting is unknown.
     """
     if value not in get_args(WeightSharing):
         known = ", ".join(map(repr, get_args(WeightSharing)))

@@ -47,7 +47,7 @@ from backpack_secondorder.residual import (
 
 
 class Average(NamedTuple):
-    """``Ḡ`` at a tensor, ``[D, D]``, and the losses at which its terms started."""
+    """``Ḡ`` at a tensor, ``[D, D]``, and the losses that its terms started at."""
 
     mat: Tensor
     losses: frozenset[Call]
@@ -59,7 +59,7 @@ class BatchAveraged(Propagator):
 
     It starts with the loss Hessian, summed over samples. At a tensor of ``D`` entries per sample it
     has shape ``[D, D]``. The matrices of two branches lack the mixed terms between them and cannot
-    be added, so the net must be a chain. There are no such terms between two losses.
+    be added, so the net must be a chain. Two losses have no mixed terms.
 
     With ``modify``, ``Σ_n Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²`` is added at every nonlinear module. With
     ``"exact"``, a batch of one sample then gives the Hessian (Chen et al., 2018, arXiv:1802.06502,
@@ -68,8 +68,8 @@ class BatchAveraged(Propagator):
     Attributes:
         subsampling: The samples that are summed and averaged over; ``None`` for all.
         modify: What is done with the residual: ``None`` leaves it out, as in the generalised
-            Gauss-Newton matrix; ``"exact"`` keeps it; negative eigenvalues of the sum are set to
-            zero (``"clip"``) or made positive (``"abs"``).
+            Gauss-Newton matrix; ``"exact"`` keeps it; ``"clip"`` sets negative eigenvalues of the
+            sum to zero, and ``"abs"`` makes them positive.
     """
 
     subsampling: tuple[int, ...] | None = None
@@ -94,7 +94,7 @@ class BatchAveraged(Propagator):
         return Average(first.mat + second.mat, first.losses | second.losses)
 
     def propagate(self, rule: LayerRule, view: View, quantity: Average) -> dict[int, Average]:
-        """Average ``J_nᵀ Ḡ J_n``; one sample is enough where the Jacobian is constant."""
+        """Average ``J_nᵀ Ḡ J_n``; one sample is enough if the Jacobian is constant."""
         averages = self._propagated(rule, view, quantity.mat)
         return {position: quantity._replace(mat=mat) for position, mat in averages.items()}
 
@@ -137,7 +137,7 @@ class BatchAveraged(Propagator):
             BridgeError: An output has no samples on axis 0, or second derivatives are not known.
         """
         if self.modify is not None and not is_linear(node):
-            raise refuse(node, "it is not known to be linear, and the Hessian is asked for")
+            raise refuse(node, "it is not known to be linear, but the Hessian is asked for")
         crossed: dict[int, Average] = {}
         for number, quantity in quantities.items():
             for position, mat in self._crossed(node, number, quantity.mat, there.batch_size):
@@ -220,15 +220,15 @@ class KFRA(MatrixExtension):
     chain. Botev et al. (2017), sect. 3.4.
 
     With ``residual="exact"``, second derivatives of nonlinear modules are added, summed over the
-    batch, so that for one sample the product of the factors is the block of the Hessian;
-    ``"clip"`` and ``"abs"`` make what is added positive semi-definite (Chen et al., 2018).
+    batch. For one sample, the product of the factors is then the block of the Hessian. ``"clip"``
+    and ``"abs"`` make the added matrix positive semi-definite (Chen et al., 2018).
     """
 
     savefield = "kfra"
     degree = 1
     over_batches = OF_AVERAGES.refused(
-        "it averages inside of its recursion, over the samples of one batch: take KFLR or KFAC, "
-        "which combine."
+        "its recursion averages over the samples of one batch: take KFLR or KFAC, which combine "
+        "batches."
     )
 
     def __init__(
@@ -307,11 +307,11 @@ def _product(rule: LayerRule, position: int, view: View, mat: Tensor) -> Tensor:
 
 
 def _block(rule: LayerRule, view: View, name: str, mat: Tensor) -> Tensor:
-    """``1/N Σ_n J_θᵀ Ḡ J_θ`` of a vector in which the layer is linear."""
+    """``1/N Σ_n J_θᵀ Ḡ J_θ`` for a vector that the layer is linear in."""
     is_linear = isinstance(rule, ParametricRule) and name in rule.linear_in_params
     if not is_linear or view.parameter(name).dim() != 1:
         raise UnsupportedError(
-            f"KFRA needs Kronecker structure, and {type(rule).__name__} of {view.path} declares "
+            f"KFRA needs Kronecker structure, but {type(rule).__name__} of {view.path} declares "
             f"none for {name!r}: derive the rule from AffineRule, freeze the parameter, or leave "
             "KFRA out."
         )

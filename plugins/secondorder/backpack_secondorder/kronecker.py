@@ -1,6 +1,6 @@
 """Kronecker-factored curvature as a matrix: sums, products, solves, eigenvalues.
 
-``param.kfac`` is such a value: a list of factors, with arithmetic.
+``param.kfac`` is an example: a list of factors, with arithmetic.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from backpack_secondorder.matrix_arguments import (
 class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
     """The factors of a Kronecker product ``F₁ ⊗ F₂ ⊗ …``, which approximates a curvature block.
 
-    A list: ``param.kfac[0]``, ``len(param.kfac)`` and loops work as they do on the list of factors.
-    A single factor is the block itself. A factor that is diagonal may be stored as a vector. The
-    product has the order of the flattened parameter, with input and output axes of a transposed
-    convolution exchanged; the methods below take and return vectors in the shape of the parameter,
-    ``[*θ]`` or ``[V, *θ]``, whatever the order.
+    A list: ``param.kfac[0]``, ``len(param.kfac)`` and loops work as on a list of the factors.
+    A single factor is the block itself. A diagonal factor may be stored as a vector. The product
+    has the order of the flattened parameter, with input and output axes of a transposed
+    convolution exchanged. The methods below take and return vectors in the shape of the parameter,
+    ``[*θ]`` or ``[V, *θ]``, for any order.
 
-    For a layer with ``G > 1`` groups every factor of the weight has an axis ``[G, D, D]`` in front:
-    one product for each group, and nothing between groups.
+    For a layer with ``G > 1`` groups, every factor of the weight has a first axis, ``[G, D, D]``:
+    one product for each group, and zeros between groups.
 
     Every sample has a weight ``s`` (``1/N`` for a mean). The first factor is a sum,
     ``F₁ = Σ_n s g gᵀ``; the others are averages, ``F₂ = Σ_n s a aᵀ / Σ_n s``. Arithmetic acts on
     the weights. ``scalar * F`` multiplies ``s``, that is ``F₁``. ``F + G`` has the samples of both,
     each with its weight: ``F₁ + G₁``, and averages ``(w F₂ + v G₂) / (w + v)`` by the ``weight`` of
-    each. For a loss that is a sum, ``F + G`` is therefore what the joined batch gives; for a mean,
-    ``n/N * F + m/N * G`` is; ``0.9 * F + 0.1 * G`` is the moving average of each factor (Martens
-    and Grosse, 2015, section 5). The sum of the two matrices is in general no Kronecker product.
+    each. So the joined batch gives ``F + G`` if the loss is a sum, and ``n/N * F + m/N * G`` if it
+    is a mean. ``0.9 * F + 0.1 * G`` is the moving average of each factor (Martens and Grosse, 2015,
+    section 5). In general, the sum of the two matrices is not a Kronecker product.
 
     Attributes:
         order: How the parameter's entries are numbered.
         weight: ``Σ_n s``, the weight of the averages in sums; one for a mean over the batch.
         parts: Factors of uses in several orders that these were made of; arithmetic drops them.
-        instead: The block or the diagonal of the same columns, where they reached some uses of the
-            parameter only; other columns may reach all uses, which may have no factors in common.
+        instead: The block or the diagonal of the same columns, if they reached only some uses of
+            the parameter; other columns may reach all uses, which may have no common factors.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
             shape = factor.shape[1:] if groups > 1 else factor.shape
             if len(shape) != 1 and shape[-1] != shape[-2]:
                 shapes = [list(factor.shape) for factor in self]
-                raise ShapeError(f"Kronecker factors are square, or vectors. Got shapes {shapes}.")
+                raise ShapeError(f"Kronecker factors must be square or vectors. Got {shapes}.")
             size *= shape[-1]
         if size != order.shape.numel():
             shapes = [list(factor.shape) for factor in self]
@@ -114,7 +114,7 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
 
     @property
     def structure(self) -> Literal["kronecker", "block", "diagonal"]:
-        """What is stored: a product of factors, or the block itself, or its diagonal."""
+        """What is stored: a product of factors, the block itself, or its diagonal."""
         if len(self) > 1:
             return "kronecker"
         return "diagonal" if self.is_diagonal(self[0]) else "block"
@@ -162,7 +162,7 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
         return self.decomposed(is_measured=True)
 
     def decomposed(self, is_measured: bool) -> KroneckerEigenbasis:
-        """The same as :meth:`eigenbasis`, but factors are checked in measured passes only."""
+        """The same as :meth:`eigenbasis`, but factors are checked only in measured passes."""
         if self._eigen is not None:
             factors, state, basis = self._eigen
             if len(self) == len(factors) and all(map(is_, self, factors)) and self._state == state:
@@ -206,8 +206,8 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
         check_same(self, other)
         if self.sizes != other.sizes:
             raise ShapeError(
-                f"Kronecker factors are added one by one. Got sizes {self.sizes[1:]} and "
-                f"{other.sizes[1:]}."
+                f"Kronecker factors are added one by one, so their sizes must agree. Got "
+                f"{self.sizes[1:]} and {other.sizes[1:]}."
             )
         first, second = [], []
         for a, b in zip(self, other, strict=True):
@@ -234,14 +234,14 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
             per_factor: Whether ``damping`` is meant for the factors: ``γ = damping``.
 
         Raises:
-            UsageError: There are more than two factors, or the damping is negative.
+            UsageError: The product has more than two factors, or the damping is negative.
         """
         damping = check_damping(damping)
         if len(self) == 1:
             return self.with_factors([self._shifted(self[0], damping)])
         if len(self) != 2:
             raise UsageError(
-                f"Factored damping is defined for two factors, and this product has {len(self)}: "
+                f"Factored damping is defined for two factors, but this product has {len(self)}: "
                 "take eigenbasis().damped(...), which is exact."
             )
         shift = damping if per_factor else damping**0.5
@@ -260,7 +260,7 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
         For the inverse of ``F₁ ⊗ F₂ + damping · I`` itself, take ``eigenbasis().inverse(damping)``.
 
         Args:
-            damping: Must be positive where a factor is singular.
+            damping: Must be positive if a factor is singular.
             balanced: As for :meth:`damped`.
             per_factor: As for :meth:`damped`.
 
@@ -276,7 +276,7 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
             if inverse is None:
                 raise UsageError(
                     f"The {self._named(place)} of {self.order} is singular with "
-                    f"damping={damping}: give more."
+                    f"damping={damping}: increase damping."
                 )
             factors.append(inverse)
         return self.with_factors(factors)
@@ -327,7 +327,7 @@ class KroneckerFactors(CurvatureMatrix, list[Tensor]):  # type: ignore[misc]
 
 
 def diagonal_matrix(values: Tensor) -> KroneckerFactors:
-    """A diagonal ``[*θ]`` as Kronecker factors, of which it is the only one, stored as a vector."""
+    """A diagonal ``[*θ]`` as the only Kronecker factor, stored as a vector."""
     return KroneckerFactors([values.reshape(-1)], ParameterOrder(values.shape))
 
 
@@ -338,15 +338,15 @@ def as_matrix(value: Any) -> CurvatureMatrix:
         value: ``param.kfac``, ``param.ekfac``, ``param.diag_ggn_exact`` and their like.
 
     Raises:
-        UsageError: It is neither a tensor nor a matrix.
+        UsageError: The value is not a tensor or a matrix.
     """
     if isinstance(value, CurvatureMatrix):
         return value
     if isinstance(value, Tensor):
         return diagonal_matrix(value)
     raise UsageError(
-        "A curvature matrix is what KFAC, KFLR, KFRA and EKFAC store, or a tensor in the shape of "
-        f"the parameter for a diagonal. Got {type(value).__name__}."
+        "A curvature matrix must be what KFAC, KFLR, KFRA or EKFAC stores, or a tensor in the "
+        f"parameter's shape for a diagonal. Got {type(value).__name__}."
     )
 
 
@@ -373,7 +373,7 @@ def _number(name: str) -> int:
 
 
 def _share(weight: Number, total: Number) -> Number:
-    """``weight / total``; one half where both have none."""
+    """``weight / total``; one half if both are zero."""
     if isinstance(total, Tensor):
         return torch.where(total > 0, weight / total, 0.5)
     return weight / total if total else 0.5

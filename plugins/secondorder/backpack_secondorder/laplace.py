@@ -1,4 +1,4 @@
-"""A backend for laplace-torch, which computes the curvature of any architecture in one pass.
+"""A backend for laplace-torch that computes the curvature of any architecture in one pass.
 
     from laplace import Laplace
     la = Laplace(model, "classification", hessian_structure="kron", backend=laplace_backend())
@@ -42,10 +42,10 @@ def laplace_backend(
 ) -> type[Any]:
     """The backend to pass to laplace-torch: ``Laplace(model, ..., backend=laplace_backend())``.
 
-    It has every structure (``diag``, ``kron``, ``full``), for regression and classification, all
-    weights, the last layer and subnetworks, and any architecture that extensions are exact for.
-    Numbers have the scale of laplace-torch: those of the summed loss, times its ``factor``. The
-    model, or its last layer, is extended by the first pass, and stays so.
+    It has every structure (``diag``, ``kron``, ``full``), for regression and classification, for
+    all weights, the last layer and subnetworks, and for any architecture that extensions are exact
+    for. Numbers have the scale of laplace-torch: those of the summed loss, times its ``factor``.
+    The first pass extends the model, or its last layer, which stays extended.
 
     Args:
         curvature: ``"ggn"``, the generalised Gauss-Newton matrix, which is the Fisher information
@@ -62,12 +62,12 @@ def laplace_backend(
         ModuleNotFoundError: laplace-torch is not installed.
     """
     if curvature not in get_args(Curvature):
-        raise UsageError(f"curvature is one of {get_args(Curvature)}. Got {curvature!r}.")
+        raise UsageError(f"curvature must be one of {get_args(Curvature)}. Got {curvature!r}.")
     try:
         from laplace.curvature import EFInterface, GGNInterface
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "laplace_backend is for laplace-torch, which is not installed: pip install "
+            "laplace_backend needs laplace-torch, which is not installed: pip install "
             "laplace-torch."
         ) from error
     bases = (_GGN, GGNInterface) if curvature == "ggn" else (_EmpiricalFisher, EFInterface)
@@ -157,7 +157,7 @@ class _Backend:
             factors = self._taken(parameter, extension.savefield)
             if factors is None:
                 raise UnsupportedError(
-                    f"A parameter of shape {list(parameter.shape)} took no part in the loss, so it "
+                    f"The loss does not use a parameter of shape {list(parameter.shape)}, so it "
                     "has no Kronecker factors: freeze it, or use the diagonal."
                 )
             found.append(_as_listed(factors, share))
@@ -171,13 +171,13 @@ class _Backend:
             output: Tensor = (self._model if self.last_layer else self.model)(x)
         if output.dim() != 2:
             raise UnsupportedError(
-                f"The model returns a tensor of shape {list(output.shape)}, and a Laplace "
+                f"The model returns a tensor of shape {list(output.shape)}, but a Laplace "
                 "approximation takes outputs [N, C]: reduce the other axes in the model."
             )
         return output
 
     def _through(self, x: Any, y: Tensor, extension: Extension) -> Tensor:
-        """Run one pass with an extension; returns the loss."""
+        """Run one pass with an extension and return the loss."""
         _extend(self._model, self.lossfunc)
         with torch.enable_grad():
             loss: Tensor = self.lossfunc(self._output(x), y)

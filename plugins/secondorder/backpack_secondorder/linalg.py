@@ -18,7 +18,7 @@ def eigh(matrix: Tensor, is_measured: bool = True) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of symmetric matrices, in their dtype.
 
     The decomposition uses at least single precision, since torch has none in half precision.
-    Eigenvalues within rounding errors of zero are set to zero, so that singular matrices are seen.
+    Eigenvalues within rounding errors of zero are set to zero, so that singular matrices are found.
 
     Args:
         matrix: Shape ``[..., D, D]``.
@@ -40,9 +40,9 @@ def eigh(matrix: Tensor, is_measured: bool = True) -> tuple[Tensor, Tensor]:
         values, vectors = torch.linalg.eigh(at_least_single(matrix))
     except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
         raise UsageError(
-            f"The eigenvalues of a matrix of shape {list(matrix.shape)} were not found ({error}): "
-            "compute it in torch.float64, or scale the loss, so that its entries are not that far "
-            "apart."
+            f"Torch did not find the eigenvalues of a matrix of shape {list(matrix.shape)} "
+            f"({error}): compute the matrix in torch.float64, or scale the loss, so that the sizes "
+            "of its entries differ less."
         ) from error
     rounding = values.shape[-1] * torch.finfo(values.dtype).eps
     bound = rounding * values.detach().abs().amax(-1, keepdim=True) if values.numel() else 0.0

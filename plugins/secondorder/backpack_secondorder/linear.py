@@ -1,8 +1,8 @@
 """Symmetric matrices over several parameters, given by their products with vectors.
 
-Vectors come in four forms, and results in the form of what was given: flat, ``[P]``; flat ones as
-columns of a matrix, ``[P, V]``; a list with a tensor ``[*θ]`` for each parameter; a list with
-several, ``[V, *θ]``. Imports torch; scipy only in ``to_scipy``.
+Vectors have one of four forms, and results have the same form: a flat vector, ``[P]``; flat vectors
+as columns of a matrix, ``[P, V]``; a list with a tensor ``[*θ]`` for each parameter; a list with
+several vectors, ``[V, *θ]``. Imports torch; scipy only in ``to_scipy``.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class LinearOperator(ABC):
             vectors = torch.from_numpy(array.copy()).to(self.device, self.dtype)
             return (self @ vectors).detach().cpu().to(wide).numpy()
 
-        # numpy knows no bfloat16.
+        # numpy does not know bfloat16.
         wide = self.dtype if self.dtype.itemsize >= 4 else torch.float32
         return ScipyOperator(
             shape=tuple(self.shape),
@@ -152,6 +152,6 @@ class LinearOperator(ABC):
         for vector in vectors:
             if vector.dtype != self.dtype or vector.device != self.device:
                 raise UsageError(
-                    f"The matrix is in {self.dtype} on {self.device}, the vectors are in "
+                    f"The matrix is in {self.dtype} on {self.device}, but the vectors are in "
                     f"{vector.dtype} on {vector.device}: convert them with .to(...)."
                 )

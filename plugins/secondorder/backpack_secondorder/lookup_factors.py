@@ -1,6 +1,6 @@
-"""Kronecker factors of tables whose rows are looked up: the input factor is diagonal.
+"""Kronecker factors of look-up tables: the input factor is diagonal.
 
-To look up row ``r`` is to multiply the table with the unit vector ``e_r``. So
+To look up row ``r`` is to multiply the table by the unit vector ``e_r``. So
 ``M[v, n] = Σ_k e_{r[n, k]} ⊗ g[v, n, k]`` is an affine product whose inputs are unit vectors, and
 ``Σ_k e eᵀ`` is diagonal, with the number of look-ups of each row. Importing this file registers its
 operations.
@@ -28,7 +28,7 @@ def kronecker_factors_lookup(
 ) -> KroneckerFactors:
     """``[B, A]`` as for a linear layer, ``A`` a vector ``[num]``: the diagonal, times ``1/N``.
 
-    With ``"reduce"``, the mean over positions is not a unit vector, and ``A`` has ``[num, num]``.
+    With ``"reduce"``, the mean over positions is not a unit vector, and ``A`` is ``[num, num]``.
     Look-ups of the padding row count like all others.
     """
     out = product.out  # [V, N, K, dim]
@@ -53,10 +53,10 @@ def eigenvalues_in_lookup(product: LookupProduct, basis: KroneckerEigenbasis) ->
 def kronecker_factors_table(
     product: TableProduct, sharing: WeightSharing = "kfc"
 ) -> KroneckerFactors:
-    """The factors of a table that is added to all samples, as of ``Embedding(positions)``.
+    """The factors of a table that is added to all samples, as for ``Embedding(positions)``.
 
-    Each position looks up one row, so ``A = 1/N Σ_n Σ_k e eᵀ`` is the identity (of rows that are
-    not added, zero), and ``B`` is shared by all rows.
+    Each position looks up one row, so ``A = 1/N Σ_n Σ_k e eᵀ`` is the identity (with zeros for rows
+    that are not added), and all rows share ``B``.
     """
     return KroneckerFactors(kronecker_factors_lookup(lookups(product), sharing), _order(product))
 
@@ -68,7 +68,7 @@ def eigenvalues_in_table(product: TableProduct, basis: KroneckerEigenbasis) -> T
 
 
 def lookups(product: TableProduct) -> LookupProduct:
-    """The look-ups for which an added table stands."""
+    """The look-ups that an added table stands for."""
     (columns, samples, uses), dim = product.out.shape[:3], product.shape[-1]
     num = product.shape.numel() // dim
     out = product.out.reshape(columns, samples, uses, num, dim)
@@ -98,7 +98,7 @@ def _count(product: LookupProduct, sharing: WeightSharing) -> Tensor:
         is_own = torch.ones_like(row, dtype=torch.bool)
     samples = len(row)
     if sharing != "reduce":
-        # Look-ups of other samples count as zero: to leave them out, the host would have to wait.
+        # Look-ups of other samples count as zero: the host would have to wait to leave them out.
         counts = torch.zeros(product.shape[0], dtype=torch.long, device=row.device)
         counts.scatter_add_(0, row.flatten(), is_own.flatten().long())
         total = is_own.sum().clamp(min=1) if sharing == "expand" else max(1, samples)

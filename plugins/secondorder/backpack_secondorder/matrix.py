@@ -1,4 +1,4 @@
-"""The interface of all curvature matrices of one parameter, whatever form they are stored in.
+"""The interface of all curvature matrices of one parameter, in any form of storage.
 
 Vectors are tensors in the shape of the parameter, ``[*θ]``, or several of them, ``[V, *θ]``. So an
 optimiser, or a Laplace approximation, is written once and takes Kronecker factors, corrected
@@ -33,9 +33,9 @@ class ParameterOrder:
 
     Attributes:
         shape: Shape of the parameter, ``[*θ]``.
-        positions: Where in the flattened parameter the row's entry lies, ``[P]``; ``None`` where
+        positions: Where in the flattened parameter the row's entry lies, ``[P]``; ``None`` if
             rows follow the parameter's own order. (Transposed convolutions store ``[I, O]``.)
-        name: The parameter and its module, for messages; empty where that is not known.
+        name: The parameter and its module, for messages; empty if that is not known.
         rule: The rule that returned the product, for the fingerprint; ``None`` if the matrix was
             made by hand, or was loaded.
         saved: The fingerprint that was saved with the matrix.
@@ -126,8 +126,8 @@ class CurvatureMatrix(ABC):
     """A symmetric matrix ``F`` over the ``P`` entries of one parameter.
 
     ``scalar * F``, ``F / scalar`` and ``F @ vectors`` have their usual meaning. ``F + G`` is the
-    matrix for the data of both: for a diagonal, a block, or corrected eigenvalues in one basis that
-    is the sum of the matrices; for several Kronecker factors see
+    matrix for the data of both. For a diagonal, a block, or corrected eigenvalues in one basis,
+    that is the sum of the matrices; for several Kronecker factors see
     :class:`~backpack_secondorder.kronecker.KroneckerFactors`.
 
     Attributes:
@@ -149,7 +149,7 @@ class CurvatureMatrix(ABC):
 
     @abstractmethod
     def matmul(self, vectors: Tensor) -> Tensor:
-        """``F`` times vectors. Shape ``[*θ]`` or ``[V, *θ]``, as the result."""
+        """``F`` times vectors. Shape ``[*θ]`` or ``[V, *θ]``, like the result."""
 
     @abstractmethod
     def eigenbasis(self) -> KroneckerEigenbasis:
@@ -193,7 +193,7 @@ class CurvatureMatrix(ABC):
 
         Raises:
             UsageError: The sum cannot be stored in this form.
-            ShapeError: The matrices are of other sizes.
+            ShapeError: The matrices have different sizes.
         """
 
     @property
@@ -217,7 +217,7 @@ class CurvatureMatrix(ABC):
 
         Args:
             vectors: Shape ``[*θ]`` or ``[V, *θ]``.
-            damping: Must be positive where the matrix is singular.
+            damping: Must be positive if the matrix is singular.
 
         Raises:
             UsageError: The damped matrix is singular, the damping is negative, or a factor is not
@@ -239,16 +239,16 @@ class CurvatureMatrix(ABC):
         damping: Number = 0.0,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Draws from the Gaussian of which ``F + damping · I`` is the precision.
+        """Draws from the Gaussian with the precision matrix ``F + damping · I``.
 
         ``𝒩(0, (F + damping · I)⁻¹)``: for a Laplace approximation with the curvature ``F`` of a
         summed loss and a prior of precision ``damping``, the posterior about the parameter. For the
         Gaussian with covariance ``F``, draw from ``F.eigenbasis().inverse()``.
 
         Args:
-            count: How many; ``None`` for one, without axis ``V``.
-            damping: Must be positive where the matrix is singular.
-            generator: Where random numbers come from; default: torch's.
+            count: How many draws; ``None`` for one, without axis ``V``.
+            damping: Must be positive if the matrix is singular.
+            generator: The source of random numbers; default: torch's.
 
         Returns:
             Shape ``[*θ]``, or ``[count, *θ]``.
@@ -270,15 +270,15 @@ class CurvatureMatrix(ABC):
             UsageError: ``decay`` is not between 0 and 1.
         """
         if not 0 <= decay <= 1:
-            raise UsageError(f"The decay of a moving average lies between 0 and 1. Got {decay}.")
+            raise UsageError(f"The decay of a moving average must be from 0 to 1. Got {decay}.")
         return self.scaled(decay).plus(other.scaled(1 - decay))
 
     def map(self: Matrix, function: Any) -> Matrix:
-        """Apply a function to each tensor; returns a matrix of the same form."""
+        """Apply a function to each tensor and return a matrix of the same form."""
         return self.with_tensors({name: function(t) for name, t in self.tensors().items()})
 
     def to(self: Matrix, *args: Any, **kwargs: Any) -> Matrix:
-        """The matrix on another device or in another dtype; arguments as of ``Tensor.to``."""
+        """The matrix on another device or in another dtype; arguments as for ``Tensor.to``."""
         tensors = self.tensors()
         moved = {name: tensor.to(*args, **kwargs) for name, tensor in tensors.items()}
         return self if all(moved[n] is tensors[n] for n in moved) else self.with_tensors(moved)
@@ -324,10 +324,10 @@ class CurvatureMatrix(ABC):
         return self.plus(other)
 
     def __radd__(self: Matrix, other: Any) -> Matrix:
-        """Let :func:`sum` work, which starts from the number zero."""
+        """Make :func:`sum` work: it starts from the number zero."""
         if isinstance(other, int) and other == 0:
             return self
         raise UsageError(
-            f"{type(self).__name__} is a matrix, which is added to another one. Got "
-            f"{type(other).__name__}; for a list of factors, use list(factors)."
+            f"{type(self).__name__} is a matrix and can only be added to another one. Got "
+            f"{type(other).__name__}: for a list of factors, use list(factors)."
         )

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def check_same(first: CurvatureMatrix, second: Any) -> None:
-    """Raise unless two matrices have the same form and belong to the same parameter.
+    """Check that two matrices have the same form and belong to the same parameter.
 
     Raises:
         UsageError: Their forms differ, or a loaded one was computed by other plugins.
@@ -23,12 +23,13 @@ def check_same(first: CurvatureMatrix, second: Any) -> None:
     """
     if type(first) is not type(second):
         raise UsageError(
-            f"{type(first).__name__} can be added to its own kind. Got {type(second).__name__}."
+            f"{type(first).__name__} can only be added to its own kind. Got "
+            f"{type(second).__name__}."
         )
     if not first.order.equals(second.order):
         raise ShapeError(
-            "Matrices are added for one parameter. Got some of a parameter of shape "
-            f"{list(first.order.shape)} and of one of shape {list(second.order.shape)}"
+            "Matrices can be added if they belong to one parameter. Got matrices for the shapes "
+            f"{list(first.order.shape)} and {list(second.order.shape)}"
             f"{', in another order' * (first.order.shape == second.order.shape)}."
         )
     if first.order.saved or second.order.saved:  # others were computed in this process
@@ -37,7 +38,7 @@ def check_same(first: CurvatureMatrix, second: Any) -> None:
 
 
 def check_finite(name: str, tensor: Tensor, order: ParameterOrder) -> None:
-    """Raise unless all numbers of a matrix are finite.
+    """Check that all numbers of a matrix are finite.
 
     Args:
         name: The name of the tensor in the matrix, for the message.
@@ -49,29 +50,29 @@ def check_finite(name: str, tensor: Tensor, order: ParameterOrder) -> None:
     """
     if any_of(~tensor.isfinite()):
         raise UsageError(
-            f"The {name} of {order} is not finite: gradients have overflown, or a number of the "
-            "net is inf or nan. Look at the loss and at the outputs of that module, or leave this "
-            "batch out."
+            f"The {name} of {order} is not finite: gradients overflowed, or the net has a number "
+            "that is inf or nan. Look at the loss and at the outputs of that module, or leave "
+            "this batch out."
         )
 
 
 def check_scalar(scalar: Any) -> Number:
-    """Check that a factor is a number and not negative; returns it.
+    """Check that a factor is a number and not negative, and return it.
 
     Raises:
-        UsageError: It is not a number, or is negative.
+        UsageError: The factor is not a number, or is negative.
     """
-    kind = "A curvature matrix is multiplied by a number; for vectors, use @."
-    return _number(scalar, kind, "Curvature is scaled by numbers that are not negative.")
+    kind = "A curvature matrix can only be multiplied by a number; for vectors, use @."
+    return _number(scalar, kind, "The factor of a curvature matrix must not be negative.")
 
 
 def check_damping(damping: Any) -> Number:
-    """Check that the damping is a single number and not negative; returns it.
+    """Check that the damping is a single number and not negative, and return it.
 
     Raises:
-        UsageError: It is negative, or not a number.
+        UsageError: The damping is negative, or not a number.
     """
-    kind = "The damping is one number; of several, go by blocks."
+    kind = "The damping must be one number; for several, damp each block."
     return _number(damping, kind, "The damping must not be negative.")
 
 

@@ -13,7 +13,7 @@ from backpack_secondorder.matrix import CurvatureMatrix
 
 _SAME = Part("same", 0)
 _SHAPE = "shape"
-_NOT_NUMBERS = {_SHAPE, "plugins"}  # those of all values are kept with all
+_NOT_NUMBERS = {_SHAPE, "plugins"}  # kept once for all values
 
 
 class OfMatrix(OverBatches):
@@ -39,7 +39,7 @@ class OfMatrix(OverBatches):
 class OfFactors(OfMatrix):
     """``B`` is a sum over samples, with the scale of the loss; ``A`` is an average, without it.
 
-    The weight of the averages is a sum, too: that of the samples' scales.
+    The weight of the averages is the sum of the samples' scales.
     """
 
     def part(self, name: str) -> Part:
@@ -50,10 +50,10 @@ class OfFactors(OfMatrix):
 
 
 class OfAverages(OfFactors):
-    """The same as :class:`OfFactors`, for factors whose weight is one for any batch."""
+    """The same as :class:`OfFactors`, for factors that have the weight one for any batch."""
 
     def part(self, name: str) -> Part:
-        """The same as for :class:`OfFactors`, except that weights have to agree."""
+        """The same as for :class:`OfFactors`, except that weights must agree."""
         return _SAME if name == "weight" else super().part(name)
 
 
@@ -61,7 +61,7 @@ class OfEigenbasis(OfMatrix):
     """Eigenvalues are added; the eigenvectors must be the same for all batches."""
 
     def part(self, name: str) -> Part:
-        """A sum for the eigenvalues; eigenvectors have to agree."""
+        """A sum for the eigenvalues; eigenvectors must agree."""
         return Part("sum", 1) if name == "values" else _SAME
 
 

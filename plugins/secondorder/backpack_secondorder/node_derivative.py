@@ -32,7 +32,7 @@ class SecondDerivative:
     Attributes:
         node: The node.
         positions: The position of each operand in ``node.next_functions``; leaves are constants.
-        is_complex: Whether complex numbers are involved, for which the formula above fails.
+        is_complex: Whether complex numbers occur: the formula above fails for them.
     """
 
     def __init__(self, node: Node, grads: Sequence[Tensor | None]) -> None:
@@ -53,7 +53,7 @@ class SecondDerivative:
         for i, (child, _) in enumerate(node.next_functions):
             if child is not None and not is_leaf(child):
                 self.positions.setdefault(_place(node, i), []).append(i)
-        # With create_graph=True, the gradients have a graph of their own.
+        # With create_graph=True, the gradients have their own graph.
         self._stops: set[Any] = self._ends | {
             (g.grad_fn, g.output_nr) for g in grads if g is not None
         }
@@ -61,7 +61,7 @@ class SecondDerivative:
 
     @property
     def is_zero(self) -> bool:
-        """Whether the formula depends on no operand: the operation is linear."""
+        """Whether the operation is linear: its formula does not depend on an operand."""
         return not self._gradients
 
     def like(self, place: NodeOutput) -> Tensor:
@@ -76,7 +76,7 @@ class SecondDerivative:
             mats: ``v`` at some operands, ``[V, *shape]``; zero at the others.
 
         Returns:
-            Shape ``[V, *shape]`` at each operand; operands with zero may be missing.
+            Shape ``[V, *shape]`` at each operand; an operand whose value is zero may be missing.
 
         Raises:
             UnsupportedError: The formula has no derivative.
@@ -103,8 +103,8 @@ class SecondDerivative:
         origins = map(_origin, self._gradients.values())
         starts = [place[0] for place in origins if place not in self._stops]
         order = consumers_first(starts, self._behind)
-        if any(map(is_leaf, order)):  # where all ways end but those to operands
-            raise refuse(self.node, "its second derivative is not in what it works on alone")
+        if any(map(is_leaf, order)):  # all ways that do not lead to operands end at a leaf
+            raise refuse(self.node, "its second derivative is not only in its operands")
         return order
 
     def _behind(self, node: Node) -> list[Node]:
@@ -123,9 +123,9 @@ def _origin(tensor: Tensor) -> NodeOutput:
 
 
 def has_samples_in_front(place: NodeOutput, batch_size: int) -> bool:
-    """Whether axis 0 is known to hold the samples one after the other, equally many rows of each.
+    """Whether axis 0 is known to hold the samples in order, with the same number of rows each.
 
-    This is known of outputs of calls, and of results of row-wise operations on them.
+    This is known for outputs of calls, and for results of row-wise operations on them.
     """
     return any(is_output(p, batch_size) for p in reached([place], lambda p: _rows(p, batch_size)))
 

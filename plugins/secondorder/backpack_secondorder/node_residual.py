@@ -34,7 +34,7 @@ class NodeResidual:
     """``R`` at a node, for each sample.
 
     If it is not known where samples lie, the whole batch is treated as one sample. That is exact,
-    and takes as many columns as the tensor has entries.
+    but takes as many columns as the tensor has entries.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class NodeResidual:
         self._derivative, self._batch_size = derivative, there.batch_size
         self._subsampling, self._apart_at = subsampling, there.apart
         self._places = _involved(derivative)
-        # As many rows as there are samples may be those of one: they are where they were picked.
+        # Equal numbers of rows and samples prove nothing: picked rows may be those of one sample.
         is_owned = there.owned or any(isinstance(n, Tensor) for n in there.behind.values())
         self._samples = self._batch_size if not is_owned and self._is_known() else 1
 
     def _is_known(self) -> bool:
-        """Whether samples are in front in all operands, or in one and rows meet only their like."""
+        """Whether samples are in front in all operands, or in one if rows meet only their like."""
         positions, node = self._derivative.positions, self._derivative.node
         known = [has_samples_in_front(place, self._batch_size) for place in self._places]
         rows = nodes.shape_of(node, 0)[:1]
@@ -67,7 +67,7 @@ class NodeResidual:
 
     @cached_property
     def whole(self) -> Hessian | None:
-        """The residual as a diagonal or a block; ``None`` if it has to be columns."""
+        """The residual as a diagonal or a block; ``None`` if it must be columns."""
         place, *others = self._places
         is_whole = is_output(place, self._batch_size) and self._subsampling is None
         if others or not is_whole or self._samples != self._batch_size or self._apart_at:
@@ -143,9 +143,9 @@ class NodeResidual:
         # a² = ‖h_d‖: both halves have the same size, so the least cancels.
         unit = unit_vectors(self._apart(self._derivative.like(place)), some)  # [d, N, D]
         products = self._derivative.product({place: unit.reshape(-1, *nodes.shape_of(*place))})
-        # What couples an operand to a parameter is in no block of the diagonal.
+        # Terms that couple an operand to a parameter are not in a diagonal block.
         rows = {p: products[p].reshape(*unit.shape[:2], -1) for p in self._places if p in products}
-        for other in self._started:  # pairs of started operands are met twice
+        for other in self._started:  # this loop meets pairs of started operands twice
             if other in rows:
                 rows[other] = rows[other] / 2
         squares = [mat.square().sum(2, keepdim=True) for mat in rows.values()]
@@ -168,7 +168,7 @@ class NodeResidual:
     def _sent(self, mats: dict[NodeOutput, Tensor], signs: Tensor) -> Part:
         """Columns ``[V, N, D]`` at operands as columns in the shapes of the operands.
 
-        Of all samples, as often as one of them is chosen: who reads takes those that are.
+        They are of all samples, as often as each is chosen; readings take the chosen ones.
         """
         signs, turns = signs.expand(-1, self._batch_size), 1
         if self._subsampling is not None:
@@ -189,7 +189,7 @@ class NodeResidual:
 
 
 def _involved(derivative: SecondDerivative) -> list[NodeOutput]:
-    """Operands in which the operation is not known to be linear."""
+    """Operands that the operation is not known to be linear in."""
     factors = nodes.FACTORS.get(nodes.operation_of(derivative.node))
     places = derivative.positions.items()
     return [place for place, at in places if factors is None or not {*at}.isdisjoint(factors)]
@@ -218,8 +218,9 @@ def add_residual(
         raise refuse(
             node,
             "it is not known to be linear, and the Hessian needs its second derivative",
-            "Of Python functions and complex numbers it is not known: move the operation into a "
-            "module with a layer rule, or use DiagHMP, which takes a product for every entry.",
+            "For Python functions and complex numbers that derivative is not known: move the "
+            "operation into a module with a layer rule, or use DiagHMP, which takes a product for "
+            "every entry.",
         )
     if derivative.is_zero or not derivative.positions:
         return crossed

@@ -92,7 +92,7 @@ class Operator(ABC):
 
 
 class HessianOperator(Operator):
-    """The Hessian of what ``backward()`` was called on."""
+    """The Hessian of the tensors that ``backward()`` was called on."""
 
     def __init__(self, graph: LossGraph, chosen: Sequence[View] | None = None) -> None:
         """Keep the graph.
@@ -146,10 +146,10 @@ class HessianOperator(Operator):
         return entries if self._is_differentiable else entries.detach()
 
     def _several(self, parameter: Tensor, vectors: Tensor) -> Tensor:
-        """Multiply several vectors at once by vmap; a random combination is checked alone.
+        """Multiply several vectors at once by vmap; a random combination is checked separately.
 
-        The check takes place in measured passes, and for the first graph with operations of these
-        types, since the host has to wait for the result. Python functions are always checked.
+        The check makes the host wait for its result. So it takes place in measured passes, and for
+        the first graph with operations of these types. Python functions are always checked.
         """
         is_known = not self._graph.is_measured and self._kinds and self._kinds in _agreed
         is_wrong = is_known and not _agreed[self._kinds]
@@ -213,11 +213,10 @@ class CurvatureOperator(Operator):
         forward = gradients((image,), dummies, (vector,), self._is_differentiable)
         if not all(map(is_finite, forward)) and is_finite(vector):
             raise UnsupportedError(
-                "The Jacobian of the net times a vector is not finite, though the vector is: torch "
-                "has no finite second derivative of an operation where it was evaluated (a power "
-                "or a root of zero, LPPool of zeros), or the net has none. Keep what the operation "
-                "works on away from there, or use DiagGGNExact or a Kronecker factorisation, which "
-                "ask for first derivatives only."
+                "The Jacobian of the net times a finite vector is not finite. An operation has no "
+                "finite second derivative in torch where it was evaluated (a power or a root of "
+                "zero, LPPool of zeros), or the net has none. Keep its input away from there, or "
+                "use DiagGGNExact or a Kronecker factorisation, which need only first derivatives."
             )
         with torch.set_grad_enabled(self._is_differentiable):
             curved = [term.multiply(t) for term, t in zip(self._terms, forward, strict=True)]
@@ -244,7 +243,7 @@ def loss_terms(view: View) -> list[Term]:
 
 
 def positive_term(rule: LayerRule, view: View, modify: Literal["clip", "abs"]) -> list[Term]:
-    """The residual of a call, made positive semi-definite; of a loss, its Hessian."""
+    """The residual of a call, made positive semi-definite; for a loss, its Hessian."""
     if not live_inputs(view):
         return []
     if isinstance(rule, HessianLossRule):
@@ -268,15 +267,15 @@ def positive_term(rule: LayerRule, view: View, modify: Literal["clip", "abs"]) -
 
 
 def require_losses(losses: Sequence[View], others: Sequence[View], who: str) -> None:
-    """Raise unless all gradients come from extended losses, none of which depends on another.
+    """Check that all gradients come from extended losses that do not depend on each other.
 
     Args:
-        losses: The losses whose Hessian is known.
-        others: All other calls at which a gradient arrived, in that order.
+        losses: The losses with a known Hessian.
+        others: All other calls that a gradient reached, in that order.
         who: The extension, for the message.
 
     Raises:
-        BackpackError: A part of the loss is in no extended loss.
+        BackpackError: A part of the loss does not come from an extended loss.
     """
     reached = behind(view.node for view in losses)
     for view in others:
@@ -311,7 +310,7 @@ def _term(view: View, multiply: Callable[[Tensor], Tensor]) -> Term:
 
 
 def edge_at_input(view: View) -> GradientEdge:
-    """The gradient edge of the input that a call has to send a quantity to."""
+    """The gradient edge of the input that a call must send a quantity to."""
     edge = view.call.edges[(live_inputs(view) or [0])[0]]
     assert edge is not None
     return GradientEdge(edge.node, edge.output_nr)
@@ -322,8 +321,8 @@ def _edge_of_loss(view: View) -> GradientEdge:
     edge = _edge_at(view.call, view.index, view.node)
     if edge is None:
         raise UnsupportedError(
-            f"The output of {view.path} was changed in place afterwards, so the gradient of some "
-            "samples cannot be told. Use an out-of-place operation."
+            f"The output of {view.path} was changed in place afterwards, so the gradient of single "
+            "samples is not known there. Use an out-of-place operation."
         )
     return GradientEdge(edge.node, edge.output_nr)
 
@@ -336,7 +335,7 @@ def _edge_at(call: Call, index: int, node: Node) -> Edge | None:
 
 
 def _of_samples(view: View, gradient: Tensor) -> Tensor:
-    """The gradient at the input of a loss, of the samples that take part."""
+    """The gradient at the input of a loss, for the samples that take part."""
     assert view.indices is not None
     counts = torch.bincount(torch.tensor(view.indices), minlength=len(gradient))
     weights = counts.to(gradient.dtype).to(gradient.device)

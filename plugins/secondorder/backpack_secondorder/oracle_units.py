@@ -1,7 +1,7 @@
 """Oracles of quantities that depend on where modules begin and end, by *units* of a net.
 
-A unit is a call of the outermost module whose rule is not transparent. Between units, everything is
-autograd's.
+A unit is a call of the outermost module with a rule that is not transparent. Autograd does all the
+rest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Unit:
 
     Attributes:
         module: The module.
-        given: The tensors that it received, with the graph behind.
+        given: The tensors that it received, with the graph behind them.
         outputs: The tensors that it returned, in the same graph.
     """
 
@@ -110,13 +110,13 @@ def positive_curvature(
     """``Σ_n J_nᵀ ∇²ℓ_n J_n + Σ_u Σ_n (∂x_un/∂θ)ᵀ |Σ_o g_o ∂²f_o/∂x²|₊ ∂x_un/∂θ``.
 
     The recursion of Chen et al. (2018, arXiv:1802.06502), multiplied out: every unit ``u`` with
-    input ``x`` adds its residual, with other eigenvalues. Shape ``[θ, θ]`` (flat). Where all
-    units are piecewise linear, it is the generalised Gauss-Newton block.
+    input ``x`` adds its residual, with other eigenvalues. Shape ``[θ, θ]`` (flat). If all units are
+    piecewise linear, it is the generalised Gauss-Newton block.
 
     Args:
         reference: The net.
         name: The parameter.
-        modify: New eigenvalues of residuals from theirs.
+        modify: A function from the eigenvalues of residuals to new ones.
     """
     total = reference.ggn(name).sum(0)
     key = ("residuals", *reference.parameters)
@@ -138,7 +138,7 @@ def _averaged_hessian(reference: Reference, index: int) -> Tensor | None:
         index: Which unit; the number of units for the output of the net.
 
     Returns:
-        Shape ``[D_out, D_out]``, or ``None`` where a unit has several outputs.
+        Shape ``[D_out, D_out]``, or ``None`` if a unit has several outputs.
     """
     key = ("average", index, reference.indices)
     return reference.cached(key, lambda: _recursion(reference, index))
@@ -166,7 +166,7 @@ def averaged(reference: Reference, name: str) -> Tensor | None:
     """``1/N Σ_n J_nᵀ Ḡ J_n`` of a parameter, with ``Ḡ`` at the output of its unit.
 
     Returns:
-        Shape ``[θ, θ]`` (flat), or ``None`` where a unit has several outputs.
+        Shape ``[θ, θ]`` (flat), or ``None`` if a unit has several outputs.
     """
     theta = reference.parameters[name]
     for index, unit in enumerate(traced(reference)[2]):

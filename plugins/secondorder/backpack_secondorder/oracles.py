@@ -1,4 +1,4 @@
-"""Plain definitions of this package's quantities, with which the conformance kit compares."""
+"""Plain definitions of this package's quantities, for the conformance kit to compare with."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _block_product(blocks: Tensor, reference: Reference, name: str) -> Tensor:
     return (flat(vectors, 1) @ blocks.sum(0)).reshape(vectors.shape)
 
 
-Block = Callable[["Reference", str], Tensor | None]  # [θ, θ], or None where it is not known
+Block = Callable[["Reference", str], Tensor | None]  # [θ, θ], or None if it is not known
 
 
 def _factors(block: Block, reference: Reference, name: str) -> list[Tensor | None]:
@@ -63,14 +63,14 @@ def _error(found: Tensor, expected: Tensor) -> float:
 
 
 def _one_plus_worst(errors: list[float]) -> Tensor:
-    """One plus the largest error, to be compared with one; NaN stays NaN."""
+    """One plus the largest error, for a comparison with one; NaN stays NaN."""
     return 1 + torch.tensor(errors, dtype=torch.float64).max()
 
 
 def _factor_error(block: Block) -> Callable[[Any, Reference, str], Tensor]:
     """One plus the error of Kronecker factors.
 
-    They must be symmetric and of the right size, and equal the expected ones where these are known.
+    They must be symmetric and of the right size, and equal the expected ones if these are known.
     """
 
     def observed(value: Any, reference: Reference, name: str) -> Tensor:
@@ -93,7 +93,7 @@ def _eigenbasis_error(block: Block) -> Callable[[Any, Reference, str], Tensor]:
     """One plus the error of ``Q`` and ``λ`` in the definition of EKFAC (George et al., 2018).
 
     ``QᵀQ = 1``, ``λ = diag(Qᵀ G Q)`` for the explicit block ``G``, and factors of ``Q`` diagonalise
-    the Kronecker factors, as far as these are known.
+    the Kronecker factors that are known.
     """
 
     def observed(value: Any, reference: Reference, name: str) -> Tensor:
@@ -143,7 +143,7 @@ def _spectral(value: Any, reference: Reference, name: str) -> Tensor:
 
 
 def _explicit_gram(reference: Reference, name: str) -> Tensor:
-    """The same from explicit Jacobians: the block of ``G²``, where ``G`` is of all parameters."""
+    """The same from explicit Jacobians: the block of ``G²``, with ``G`` over all parameters."""
     roots = {parameter: flat(reference.roots(parameter), 2) for parameter in reference.parameters}
     grams = {key: torch.einsum("vni,wmi->vnwm", root, root) for key, root in roots.items()}
     whole = torch.stack([*grams.values()]).sum(0)
@@ -177,7 +177,7 @@ def positive_curvature_product(modify: Callable[[Tensor], Tensor]) -> Quantity:
     """The row of products with the positive-curvature Hessian (Chen et al., 2018).
 
     Args:
-        modify: New eigenvalues ``[N, D]`` of residuals from theirs, not negative.
+        modify: A function from the eigenvalues ``[N, D]`` of residuals to new, non-negative ones.
     """
 
     def expected(reference: Reference, name: str) -> Tensor:

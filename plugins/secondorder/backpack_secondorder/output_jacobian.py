@@ -24,8 +24,8 @@ from backpack_secondorder.square_root import as_chunk_size
 class OutputRows(ColumnPropagator):
     """A unit vector for each number that a sample has at the input of an extended loss.
 
-    At a parameter they become the rows of the Jacobian. The loss and its scale have no part in
-    them: the loss only says where the model ends.
+    At a parameter they become the rows of the Jacobian. They do not depend on the loss or its
+    scale: the loss only says where the model ends.
 
     Attributes:
         subsampling: The samples that take part; ``None`` for all.
@@ -41,7 +41,7 @@ class OutputRows(ColumnPropagator):
 
 
 class _OfOutput(SecondOrderExtension):
-    """An extension of one output's Jacobian, whatever the loss."""
+    """An extension of one output's Jacobian, for any loss."""
 
     degree = 0
 
@@ -61,14 +61,14 @@ class _OfOutput(SecondOrderExtension):
         super().__init__(OutputRows(as_subsampling(subsampling)), savefield, fail_mode)
 
     def one_output(self, product: SampleProduct) -> SampleProduct:
-        """Check that a product belongs to a single loss; returns it.
+        """Check that a product belongs to a single loss, and return it.
 
         Raises:
             UnsupportedError: Several extended losses depend on the parameter.
         """
         if len(product.roots) > 1:
             raise UnsupportedError(
-                f"{type(self).__name__} belongs to one output, and {len(product.roots)} extended "
+                f"{type(self).__name__} belongs to one output, but {len(product.roots)} extended "
                 f"losses depend on {product.name!r} of {product.path}. Go backward from one of "
                 "them, or join the outputs for one loss: SumOutputs()(torch.cat([a, b], 1))."
             )
@@ -79,13 +79,13 @@ class Jacobians(_OfOutput):
     """Jacobians of the model's output, sample by sample.
 
     Stored in ``jacobians``, shape ``[N, C, *θ]``: ``∂f_c(x_n) / ∂θ`` for the output ``f`` that an
-    extended loss receives, with the ``C`` numbers of a sample in the order of memory. They depend
-    neither on the loss nor on its scale. Without a loss, write
+    extended loss receives, with the ``C`` numbers of a sample in the order of memory. They do not
+    depend on the loss or its scale. Without a loss, use
     :class:`~backpack_secondorder.outputs.SumOutputs`.
 
-    Rows go through the net in chunks, so memory is that of the result. For products with a
-    Jacobian that is not formed, take :class:`~backpack_secondorder.jacobian_products.JMP`; for
-    inner products of rows, :class:`NTK`.
+    Rows go through the net in chunks, so a pass takes little more memory than the result. For
+    products with a Jacobian that is not formed, take
+    :class:`~backpack_secondorder.jacobian_products.JMP`; for inner products of rows, :class:`NTK`.
     """
 
     savefield = "jacobians"
@@ -135,19 +135,19 @@ class NTK(_OfOutput):
     """The tangent kernel ``J Jᵀ`` of the batch, a block for each parameter.
 
     Stored in ``ntk``, shape ``[N, C, N, C]``: ``⟨∂f_c(x_n) / ∂θ, ∂f_d(x_m) / ∂θ⟩`` for the output
-    ``f`` that an extended loss receives. Summed over parameters it is the empirical neural tangent
+    ``f`` that an extended loss receives. Summed over parameters, it is the empirical neural tangent
     kernel of the net (Jacot et al., 2018, arXiv:1806.07572); as a matrix it is
-    ``ntk.reshape(N * C, N * C)``. It depends neither on the loss nor on its scale.
+    ``ntk.reshape(N * C, N * C)``. It does not depend on the loss or its scale.
 
-    No Jacobian is formed where factors are cheaper: a linear layer has
-    ``(G Gᵀ) ⊙ (X Xᵀ)`` with its inputs ``X`` and the rows ``G`` at its output. For the kernel
-    between two sets of points, go through both as one batch.
+    The Jacobian is not formed if factors are cheaper: a linear layer has ``(G Gᵀ) ⊙ (X Xᵀ)`` with
+    its inputs ``X`` and the rows ``G`` at its output. For the kernel between two sets of points,
+    go through both as one batch.
     """
 
     savefield = "ntk"
     over_batches = Refused(
-        "an entry between samples of two batches is in neither batch's kernel: go through both as "
-        "one batch, or take Jacobians, which combines, and multiply."
+        "no batch's kernel has entries between samples of two batches: go through both as one "
+        "batch, or take Jacobians, which combines batches, and multiply."
     )
     needs = (gram,)
 

@@ -16,8 +16,8 @@ from backpack_products import HessianLossRule
 class SumOutputs(Module):
     """The sum of all outputs, ``Σ_n Σ_c f_c(x_n)``, as a loss without targets.
 
-    It says where a model ends, for quantities of its output alone: ``Jacobians``, ``NTK``, ``JMP``.
-    ``BatchGrad`` of it is the gradient of each sample's (summed) output, ``DiagHessian`` the
+    It says where a model ends, for quantities of its output: ``Jacobians``, ``NTK``, ``JMP``. With
+    it, ``BatchGrad`` is the gradient of each sample's (summed) output, and ``DiagHessian`` the
     diagonal of that output's Hessian.
 
     Example:
@@ -37,7 +37,7 @@ class SumOutputs(Module):
         """
         super().__init__()
         if reduction not in ("sum", "mean", "none"):
-            raise UsageError(f'reduction is "sum", "mean" or "none". Got {reduction!r}.')
+            raise UsageError(f'reduction must be "sum", "mean" or "none". Got {reduction!r}.')
         self.reduction = reduction
 
     def forward(self, output: Tensor) -> Tensor:
@@ -58,12 +58,12 @@ class SumOutputs(Module):
 
 
 class SumOutputsRule(HessianLossRule):
-    """The rule of :class:`SumOutputs`, whose Hessian is zero."""
+    """The rule of :class:`SumOutputs`; its Hessian is zero."""
 
     module_types = (SumOutputs,)
     hessian_is_zero = True
     hessian_is_psd = True
-    instead = "Curvature needs a loss; of the outputs themselves, DiagHessian and HMP exist."
+    instead = "Curvature needs a loss; for the outputs themselves, use DiagHessian or HMP."
 
     def normalisation(self, view: View) -> float:
         """A mean is over samples."""

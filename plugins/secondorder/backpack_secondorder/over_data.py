@@ -5,7 +5,7 @@
     scipy.sparse.linalg.eigsh(ggn.to_scipy(), k=10)
 
 Every product goes through the loader once and differentiates the graph of one batch at a time.
-Nothing has to be extended, layers need no rules, and ``.grad`` does not change.
+Models need not be extended, layers need no rules, and ``.grad`` does not change.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class DataOperator(LinearOperator):
     """A curvature matrix of ``ℓ = 1/W Σ_b W_b ℓ_b`` over the batches of a loader.
 
     ``W_b`` is the divisor of a batch's loss (the number of samples for a mean, the weights of
-    the targets for a weighted one), and ``W`` their sum; where the loss is a sum, all are one. So
+    the targets for a weighted one), and ``W`` their sum; if the loss is a sum, all are one. So
     the matrix is that of all samples as one batch. Every product goes through the batches in the
-    order of the loader, and has to see the same data: with random augmentation or dropout, the
-    first pass that differs raises.
+    order of the loader, and must see the same data: with random augmentation or dropout, the first
+    pass that differs raises an error.
     """
 
     def __init__(
@@ -71,20 +71,20 @@ class DataOperator(LinearOperator):
                 tensor, a tuple of arguments, or a dictionary of keyword arguments.
             parameters: The parameters, in the order of the rows; default: all trained parameters
                 of the model.
-            by_parameter: Whether to keep the diagonal blocks only, one for each parameter.
+            by_parameter: Whether to keep only the diagonal blocks, one for each parameter.
             forward: For batches of another kind: ``forward(model, batch)`` returns output and
                 target.
             normaliser: The divisor of a loss without a rule: ``"sum"``, ``"mean"`` over axis 0, or
                 a function of output and target.
-            process_group: Processes that have a loader each, with a batch at least: the matrix is
-                that of all samples. All ask for products together, with the same vectors.
+            process_group: Processes with a loader each, of at least one batch: the matrix is that
+                of all samples. All ask for products together, with the same vectors.
 
         Raises:
-            UsageError: A parameter is not one of the model, or is not trained; modules are in train
-                mode that behave at random there; parameters have several precisions.
+            UsageError: A parameter is not one of the model, or is not trained; a module that is
+                random in train mode is in train mode; parameters have several precisions.
         """
         if not isinstance(model, Module):
-            raise UsageError(f"The model is a torch.nn.Module. Got {model!r:.80}.")
+            raise UsageError(f"The model must be a torch.nn.Module. Got {model!r:.80}.")
         names = {id(p): name for name, p in model.named_parameters()}
         chosen = [p for p in model.parameters() if p.requires_grad]
         self.parameters = chosen if parameters is None else [*parameters]
@@ -125,7 +125,7 @@ class DataOperator(LinearOperator):
         return self._over_batches(of_batch)
 
     def loss(self) -> Tensor:
-        """The loss over all data, a number without graph."""
+        """The loss over all data, a number without a graph."""
 
         def of_batch(batch: Any, index: int) -> tuple[AtOutput, list[Tensor]]:
             _, at = self._at_output(batch)
@@ -154,7 +154,7 @@ class DataOperator(LinearOperator):
             self._passes.one() as record,
             suspended(),
             without_autocast(),
-            uncompiled,  # compiled functions can be differentiated once only
+            uncompiled,  # compiled functions can be differentiated only once
             explained(),
         ):
             for index, batch in enumerate(self._loader):
@@ -271,8 +271,8 @@ class Fisher(_Curvature):
 
         Args:
             model: As for :class:`DataOperator`.
-            lossfunc: As there; for ``"sampled"``, a module whose loss rule has a likelihood.
-            loader: As there; for ``"sampled"``, batches have to come in the same order each time.
+            lossfunc: As there; for ``"sampled"``, a module with a loss rule that has a likelihood.
+            loader: As there; for ``"sampled"``, batches must come in the same order each time.
             parameters: As there.
             kind: ``"sampled"`` or ``"empirical"``; see the class.
             mc_samples: How many targets to draw for each sample.
@@ -283,7 +283,8 @@ class Fisher(_Curvature):
             process_group: As there; processes draw differently.
 
         Raises:
-            UsageError: The kind is unknown, ``mc_samples`` is not positive, or as there.
+            UsageError: The kind is unknown, ``mc_samples`` is not positive, or a reason given
+                there.
         """
         if kind not in get_args(Kind):
             raise UsageError(f"kind must be one of {get_args(Kind)}. Got {kind!r}.")
@@ -343,7 +344,7 @@ def _added(total: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
 
 def _check_parameters(parameters: Sequence[Tensor], names: Sequence[str]) -> None:
     if not parameters:
-        raise UsageError("A matrix over parameters needs one that is trained. Got none.")
+        raise UsageError("A matrix over parameters needs at least one that is trained. Got none.")
     for position, (parameter, name) in enumerate(zip(parameters, names, strict=True)):
         where = repr(name) if name else f"at position {position} of parameters"
         if not name:
@@ -352,7 +353,7 @@ def _check_parameters(parameters: Sequence[Tensor], names: Sequence[str]) -> Non
             raise UsageError(f"The parameter {where} is frozen: leave it out of parameters.")
         if parameter.dtype != parameters[0].dtype or parameter.device != parameters[0].device:
             raise UsageError(
-                "Parameters of one matrix have one precision and device. Got "
+                "Parameters of one matrix must have one precision and device. Got "
                 f"{parameters[0].dtype} on {parameters[0].device}, and {parameter.dtype} on "
                 f"{parameter.device} for {where}: choose with parameters=[...]."
             )

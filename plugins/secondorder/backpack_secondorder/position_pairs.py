@@ -1,9 +1,9 @@
-"""Diagonals of products with many columns, by pairs of positions where that is cheaper.
+"""Diagonals of products with many columns, by pairs of positions if that is cheaper.
 
     Σ_v (Σ_s out[v, s] inp[s])² = Σ_s Σ_t (Σ_v out[v, s] out[v, t]) inp[s] inp[t]
 
-On the right side, columns occur only in the sum in brackets, which no ``inp`` enters. Timings are
-in ``docs/design/products.md``.
+On the right side, columns occur only in the sum in brackets, which does not contain ``inp``.
+Timings are in ``docs/design/products.md``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def sample_diagonals(product: SampleProduct) -> Tensor:
 
 @diagonal.register
 def diagonal_affine(product: AffineProduct) -> Tensor:
-    """By :func:`by_pairs` where cheaper; a sum of the samples' diagonals if those are there."""
+    """By :func:`by_pairs` if cheaper; a sum of the samples' diagonals if these are known."""
     if product.inp is None or reads_formed(product):
         return square_sum(product)
     if per_sample_square_sum in product.needs and product.positions > 1:
@@ -51,7 +51,7 @@ def diagonal_affine(product: AffineProduct) -> Tensor:
 
 @sample_diagonals.register
 def sample_diagonals_affine(product: AffineProduct) -> Tensor:
-    """By :func:`by_pairs` where that is cheaper."""
+    """By :func:`by_pairs` if that is cheaper."""
     if product.inp is None or not is_cheaper(product):
         return per_sample_square_sum(product)
     return product.to_parameter(by_pairs(product.out, product.inp, is_summed=False))

@@ -34,15 +34,15 @@ from backpack_secondorder.operators import (
 from backpack_secondorder.whole import GraphExtension, GraphReading, LossGraph
 
 FUNCTION = Refused(
-    "its value is a function that holds the graph of one batch: use the linear operators over a "
-    "data set, which differentiate one batch after the other."
+    "its value is a function with the graph of one batch: use the linear operators over a data "
+    "set, which differentiate one batch after the other."
 )
 
 
 class GraphBlock:
     """The block of one parameter in a matrix that is given by the graph of a backward pass.
 
-    It keeps the graph alive until it is deleted, or overwritten by the next pass.
+    It keeps the graph alive until it is deleted, or until the next pass overwrites it.
 
     Attributes:
         whole: The matrix over all parameters of the pass, the same object on each.
@@ -64,12 +64,12 @@ class GraphBlock:
         """Refuse to be copied or pickled, alone or on a parameter of a model.
 
         Raises:
-            UsageError: Always: a graph can neither be copied nor pickled.
+            UsageError: Always: a graph cannot be copied or pickled.
         """
         raise UsageError(
-            f"{self!r} holds the graph of its backward pass, which can be neither copied nor "
-            f"pickled. Delete the field from the parameters first (del parameter.{self.field}, or "
-            "what it is saved under), or save model.state_dict()."
+            f"{self!r} holds the graph of its backward pass, which cannot be copied or pickled. "
+            f"Delete the field from the parameters first (del parameter.{self.field}, or the name "
+            "it is saved under), or save model.state_dict()."
         )
 
     def __repr__(self) -> str:
@@ -78,7 +78,7 @@ class GraphBlock:
 
 
 class BlockProduct(GraphBlock):
-    """``v ↦ F v`` for one parameter, where ``F`` is its block of a curvature matrix."""
+    """``v ↦ F v`` for one parameter, with ``F`` its block of a curvature matrix."""
 
     field = "hmp"
     whole: Operator
@@ -94,10 +94,9 @@ class BlockProduct(GraphBlock):
 
         Raises:
             ShapeError: The vectors do not have the parameter's shape.
-            UsageError: They are not a tensor.
+            UsageError: The vectors are not a tensor.
             OverwrittenInputError: Parameters changed since the backward pass.
-            UnsupportedError: An operation of the net has no second derivative, or none that is
-                finite.
+            UnsupportedError: An operation of the net has no finite second derivative.
         """
         function = partial(self.whole.multiply, self._parameter)
         return of_one_or_several(function, vectors, self._parameter.shape)
@@ -110,10 +109,10 @@ def of_one_or_several(
 
     Raises:
         ShapeError: The vectors have another shape.
-        UsageError: They are not a tensor.
+        UsageError: The vectors are not a tensor.
     """
     if not isinstance(vectors, Tensor):
-        raise UsageError(f"A block multiplies with tensors. Got {abridged(vectors)}.")
+        raise UsageError(f"A block can only multiply tensors. Got {abridged(vectors)}.")
     if vectors.shape == shape:
         return function(vectors.unsqueeze(0)).squeeze(0)
     if vectors.dim() != 1 + len(shape) or vectors.shape[1:] != shape:
@@ -149,9 +148,9 @@ class GGNMP(ProductExtension):
     """Products with the blocks of the generalised Gauss-Newton matrix.
 
     Stored in ``ggnmp``, a function of one vector ``[*θ]`` or several ``[V, *θ]`` that multiplies
-    with ``Jᵀ ∇²ℓ J``, where ``J`` is the Jacobian of the model's output in this parameter. Scaled
-    as the loss, which has to be extended. It exists wherever autograd can differentiate twice,
-    also where samples influence each other. Schraudolph (2002).
+    by ``Jᵀ ∇²ℓ J``, with the Jacobian ``J`` of the model's output in this parameter. It scales as
+    the loss, which must be extended. It exists wherever autograd can differentiate twice, even if
+    samples influence each other. Schraudolph (2002).
     """
 
     savefield = "ggnmp"
@@ -167,9 +166,9 @@ class GGNMP(ProductExtension):
 class HMP(ProductExtension):
     """Products with the blocks of the Hessian.
 
-    Stored in ``hmp``, a function of one vector ``[*θ]`` or several ``[V, *θ]`` that multiplies with
-    ``∂²ℓ/∂θ²``, by differentiating the gradient (Pearlmutter, 1994). Scaled as the loss. Exists
-    wherever autograd can differentiate twice, also where samples influence each other.
+    Stored in ``hmp``, a function of one vector ``[*θ]`` or several ``[V, *θ]`` that multiplies by
+    ``∂²ℓ/∂θ²``, by differentiating the gradient (Pearlmutter, 1994). It scales as the loss. It
+    exists wherever autograd can differentiate twice, even if samples influence each other.
     """
 
     savefield = "hmp"
@@ -177,7 +176,7 @@ class HMP(ProductExtension):
     over_batches = FUNCTION
 
     def begin(self) -> GraphReading:
-        """Collect the losses, whose samples subsampling chooses from."""
+        """Collect the losses: subsampling chooses from their samples."""
         return OfLoss(self.subsampling)
 
 
@@ -189,8 +188,8 @@ class PCHMP(ProductExtension):
     the loss, with the residual ``R_c`` of each (``Σ_o ∂ℓ/∂y_o ∂²f_o/∂x²``, at the module's input)
     made positive semi-definite: negative eigenvalues are set to zero (``"clip"``) or made positive
     (``"abs"``). The result is positive semi-definite, but not a projection of the Hessian.
-    Operations between modules have to be linear, and residuals those of single samples: a module in
-    which samples influence each other is refused. Chen et al. (2018), arXiv:1802.06502.
+    Operations between modules must be linear. Residuals must be those of single samples: the pass
+    refuses a module that makes samples influence each other. Chen et al. (2018), arXiv:1802.06502.
     """
 
     savefield = "pchmp"
@@ -290,8 +289,8 @@ class _OfResiduals(CollectingReading):
         if rule.mixes_samples(view):
             raise SampleMixingError(
                 f"{view.path} makes samples of the batch influence each other, so it has no "
-                "residual for each of them, which PCHMP is made of: call model.eval(), or use "
-                "GGNMP or HMP, which exist here."
+                "residual for each sample, which PCHMP needs: call model.eval(), or use GGNMP or "
+                "HMP, which exist here."
             )
         is_curved = not (rule.transparent or second_order(rule).hessian_is_zero)
         if is_curved and not rule.is_loss:
@@ -304,12 +303,12 @@ class _OfResiduals(CollectingReading):
         """One matrix, a block for each parameter."""
         self._require_losses("PCHMP")
         for node in graph.nonlinear():
-            why = "it is not known to be linear, and the positive-curvature Hessian needs that"
+            why = "it is not known to be linear, but the positive-curvature Hessian needs that"
             raise refuse(
                 node,
                 why,
                 "Use HMP or GGNMP, if the model returns a derivative of itself "
-                "(torch.autograd.grad(..., create_graph=True)); else move the operation into a "
-                "module and give it a layer rule.",
+                "(torch.autograd.grad(..., create_graph=True)). Otherwise move the operation into "
+                "a module and give it a layer rule.",
             )
         return self._stored(CurvatureOperator(graph, self._terms), graph)

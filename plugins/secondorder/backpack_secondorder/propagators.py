@@ -21,7 +21,7 @@ _BEHIND_HEAD = "columns behind the head"
 
 
 def as_count(name: str, value: Any, otherwise: str = "") -> int:
-    """Check that an argument is a positive integer, also of numpy or torch; return it as ``int``.
+    """Check that an argument is a positive integer (of numpy or torch, too); return it as ``int``.
 
     Args:
         name: The name of the argument.
@@ -29,7 +29,7 @@ def as_count(name: str, value: Any, otherwise: str = "") -> int:
         otherwise: What else is allowed, for the message.
 
     Raises:
-        UsageError: It is not a positive integer.
+        UsageError: The value is not a positive integer.
     """
     try:
         count = 0 if is_flag(value) else operator.index(value)
@@ -44,7 +44,7 @@ def warn_of_zero(rule: HessianLossRule, view: View) -> None:
     """Warn, once for each kind of loss, that a linear loss has curvature zero."""
     if rule.hessian_is_zero:
         message = (
-            f"{view.path} is linear in its input, so its Hessian there is zero, and with it the "
+            f"{view.path} is linear in its input, so its Hessian there is zero, and so is the "
             f"whole generalised Gauss-Newton matrix. {rule.instead}"
         )
         key = (ZeroCurvatureWarning, type(view.call.module))
@@ -74,17 +74,18 @@ class LossSqrt(ColumnPropagator):
         """Check the number of samples, and the tolerance.
 
         Raises:
-            UsageError: The number is not positive, or the tolerance no share of an exact root.
+            UsageError: The number is not positive, or the tolerance is not a share of an exact
+                root.
         """
         if not isinstance(self.tolerance, int | float) or not 0 <= self.tolerance < 1:
             raise UsageError(
-                "tolerance is the share of the trace of the loss Hessian that may be left out, at "
-                f"least 0 and below 1. Got {self.tolerance!r}."
+                "tolerance must be the share of the trace of the loss Hessian that may be left "
+                f"out, at least 0 and below 1. Got {self.tolerance!r}."
             )
         if self.tolerance and self.samples is not None:
             raise UsageError(
-                f"tolerance={self.tolerance!r} truncates the exact root of the loss Hessian, and "
-                f"mc_samples={self.samples!r} asks for a sampled one: leave one of both out."
+                f"tolerance={self.tolerance!r} truncates the exact root of the loss Hessian, but "
+                f"mc_samples={self.samples!r} asks for a sampled one: leave one of them out."
             )
         if self.samples is not None:  # in a plain int, so that equal propagators are equal
             object.__setattr__(self, "samples", as_count("mc_samples", self.samples))
@@ -107,7 +108,7 @@ class LossSqrt(ColumnPropagator):
         return self.mixing() if may_mix else self
 
     def mixing(self) -> LossSqrt:
-        """The :class:`MixedSqrt` of the same settings; a subclass may return another one."""
+        """The :class:`MixedSqrt` with the same settings; a subclass may return another one."""
         if type(self) is not LossSqrt:
             return self
         return MixedSqrt(self.samples, self.subsampling, self.tolerance)

@@ -19,22 +19,22 @@ Residual: TypeAlias = Literal["exact", "clip", "abs"]
 
 
 def live_inputs(view: View) -> list[int]:
-    """Positions of the inputs to which the call has to send a quantity."""
+    """Positions of the inputs that the call must send a quantity to."""
     return [position for position, edge in enumerate(view.call.edges) if edge is not None]
 
 
 def require_one_input(rule: LayerRule, view: View) -> None:
-    """Raise for a nonlinear call with live inputs behind the first (see :func:`live_inputs`).
+    """Refuse a nonlinear call with live inputs behind the first (see :func:`live_inputs`).
 
     Raises:
-        UnsupportedError: Its second derivatives in these, or mixed ones, are not known.
+        UnsupportedError: Its second derivatives in these inputs, or mixed ones, are not known.
     """
     live = live_inputs(view)
     if not second_order(rule).hessian_is_zero and any(live):
         which = f"{len(live)} inputs at once" if len(live) > 1 else f"its input {live[0]}"
         raise UnsupportedError(
-            f"{view.path} is nonlinear in {which}, and {type(rule).__name__} knows second "
-            "derivatives in the first input (0) alone: rules cannot compute an exact Hessian. "
+            f"{view.path} is nonlinear in {which}, but {type(rule).__name__} knows second "
+            "derivatives only in the first input (0): rules cannot compute an exact Hessian. "
             "Use DiagHMP or HMP, or the generalised Gauss-Newton matrix (DiagGGNExact, "
             "GGNMP)."
         )

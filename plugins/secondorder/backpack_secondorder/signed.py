@@ -45,7 +45,7 @@ def signed_square_sum(product: SampleProduct, signs: Tensor, per_sample: bool = 
 def signed_square_sum_affine(
     product: AffineProduct, inp: Rows, signs: Tensor, per_sample: bool = False
 ) -> Tensor:
-    """Without ``M`` where no positions are shared."""
+    """Without ``M`` if no positions share the weight."""
     if product.positions > 1:
         return signed_square_sum.definition(product, signs, per_sample)
     squares = weighted_squares(product.out, signs)

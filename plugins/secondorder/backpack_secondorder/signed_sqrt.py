@@ -55,7 +55,7 @@ class SignedSqrt(Propagator):
     Attributes:
         subsampling: The samples that take part; ``None`` for all.
         leaves_out: Whether a part that cannot be computed without samples is missing only for the
-            parameters behind it (:class:`Missing`), instead of raising for all.
+            parameters behind it (:class:`Missing`). Otherwise the pass raises an error for all.
     """
 
     keeps_apart = True
@@ -68,7 +68,7 @@ class SignedSqrt(Propagator):
         return LossSqrt(subsampling=self.subsampling)
 
     def start(self, rule: LossRule, view: View) -> Hessian:
-        """A square root of the loss Hessian, or an eigendecomposition where there is none."""
+        """A square root of the loss Hessian, or an eigendecomposition if it has no real root."""
         rule = with_hessian(rule, view)
         if rule.hessian_is_zero:
             return Hessian(Columns.start("loss", torch.zeros_like(view.input).unsqueeze(0)))
@@ -102,7 +102,7 @@ class SignedSqrt(Propagator):
         if self.leaves_out and not (second_order(rule).hessian_is_zero or _has_samples(view)):
             error = needs_samples(view, "it is nonlinear")
             quantity = Missing.of(error, leaves_behind(view)).beside(quantity)
-        if quantity.columns is None:  # something has to arrive there
+        if quantity.columns is None:  # a quantity must arrive there
             return {position: Hessian() for position in live}
         products = rule.jac_t_mat_prod(view, quantity.columns.flat)
         return {
@@ -119,9 +119,9 @@ class SignedSqrt(Propagator):
         return {place: self._of_samples(view, quantity) for place, quantity in residuals.items()}
 
     def _of_samples(self, view: View, quantity: Hessian) -> Hessian:
-        """The Hessian of each row as that of each sample: those of one get columns of their own.
+        """The Hessian of each row as that of each sample: rows of one get separate columns.
 
-        Where rows are in no order, all are there, as often as a sample is chosen.
+        If rows are in no order, all rows are there, as often as a sample is chosen.
         """
         owners, chosen = view.owners, self.subsampling
         samples = view.samples if chosen is None or not view.positions else len(chosen)
@@ -138,7 +138,7 @@ class SignedSqrt(Propagator):
         if second_order(rule).hessian_is_zero or not live:
             return {}
         if self.leaves_out and not _has_samples(view):
-            return {}  # which has been noted where the Hessian went through
+            return {}  # noted where the Hessian went through
         require_one_input(rule, view)
         if not _has_samples(view):
             raise needs_samples(view, "it is nonlinear")
@@ -163,7 +163,7 @@ class SignedSqrt(Propagator):
         return first.merge(second)
 
     def rooted(self, quantity: Hessian) -> Hessian:
-        """The Hessian as columns, marked as branched, so that no block is made of them again."""
+        """The Hessian as columns, marked as branched, so that they stay columns."""
         formed = quantity.as_columns()
         roots = () if formed.columns is None else formed.columns.blocks
         return replace(formed, branched=quantity.branched.union(roots))
@@ -176,14 +176,14 @@ class SignedSqrt(Propagator):
         size: int,
         is_rooted: bool = False,
     ) -> tuple[Hessian, Iterable[Hessian]]:
-        """Split off chunks: of the columns at a loss, elsewhere of residuals that are too large."""
+        """Split off chunks: at a loss of its columns, elsewhere of residuals that are too large."""
         if rule is not None and rule.is_loss:
             if quantity.columns is None or quantity.formed <= size:
                 return quantity, ()
             last, others = quantity.columns.cut(size)
             return Hessian(last), map(Hessian, others)
         if rule is None and quantity.formed > size:
-            assert quantity.columns is not None  # of several rows of a sample
+            assert quantity.columns is not None  # samples have several rows
             chosen = None if view.positions else self.subsampling
             turns = 1 if chosen is None else most_often([n % view.samples for n in chosen])
             last, others = quantity.columns.cut(size, turns)
@@ -233,7 +233,7 @@ class SignedSqrt(Propagator):
         if len(crossed) > 1:
             branched = branched.union(*(c.blocks for c in columns.values()))
         sent = [(position, Hessian(found, branched=branched)) for position, found in crossed]
-        if not columns or isinstance(root, Missing):  # something has to arrive at calls
+        if not columns or isinstance(root, Missing):  # a quantity must arrive at calls
             sent += [
                 (i, self._nothing(node, i, there, root))
                 for i, (child, _) in enumerate(node.next_functions)
@@ -263,13 +263,13 @@ class SignedSqrt(Propagator):
         return replace(formed, columns=self._of_columns.take_apart(formed.columns, positions))
 
     def put_together(self, quantity: Hessian, positions: int | Tensor) -> Hessian:
-        """Join the columns of all samples; raises if a sample reaches the entries of another."""
+        """Join the columns of all samples; an error if a sample reaches the entries of another."""
         if quantity.columns is None:
             return quantity
         return replace(quantity, columns=self._of_columns.put_together(quantity.columns, positions))
 
     def split_positions(self, quantity: Hessian, owners: Tensor | None, samples: int) -> Hessian:
-        """Give several positions of one sample columns of their own."""
+        """Give several positions of one sample separate columns."""
         assert quantity.columns is not None
         return Hessian(split_positions(quantity.columns, owners, samples))
 
@@ -282,7 +282,7 @@ class SignedSqrt(Propagator):
         return replace(formed, columns=self._of_columns.widen(formed.columns, size, view))
 
     def narrow(self, quantity: Hessian, view: View | None = None) -> Hessian:
-        """Keep the chosen samples only."""
+        """Keep only the chosen samples."""
         if self.subsampling is None or quantity.columns is None:
             return quantity
         return replace(quantity, columns=self._of_columns.narrow(quantity.columns, view))
@@ -312,7 +312,7 @@ class SignedSqrt(Propagator):
 
 
 def _prefers_block(quantity: Hessian, view: View, position: int) -> bool:
-    """Whether to send the block from both sides: fewer columns than there are, and it fits."""
+    """Whether to send the block from both sides: it takes fewer columns, and fits into memory."""
     size_out = view.output_shape[1:].numel()
     size_in = view.stored.inputs[position].shape[1:].numel()
     entries = max(size_out, size_in) * size_in * view.batch_size
@@ -330,7 +330,7 @@ def _has_samples(view: View) -> bool:
 
 
 def _pushed(rule: LayerRule, view: View, mat: Tensor, position: int) -> Tensor:
-    """``J_xᵀ mat``; zero for an input of which the output takes no more than the shape."""
+    """``J_xᵀ mat``; zero for an input that gives the output only its shape."""
     product = rule.jac_t_mat_prod(view, mat)[position]
     if product is not None:
         return product
@@ -347,7 +347,7 @@ def _may_factor(diagonal: Tensor | None, rule: LayerRule, view: View, position: 
 
 
 def _factored(rule: LayerRule, view: View, diagonal: Tensor, position: int) -> Factored:
-    """``Jᵀ diag(d) J``, where all samples have the same Jacobian."""
+    """``Jᵀ diag(d) J``, if all samples have the same Jacobian."""
     one, first, size = subsample(view, [0]), diagonal[:1], diagonal.shape[1:].numel()
     step = max(1, memory_budget() // max(1, first.nbytes))
     rows = []

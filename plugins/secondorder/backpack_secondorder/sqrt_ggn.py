@@ -42,21 +42,21 @@ class SqrtGGNExact(_Columns, ExactExtension):
     summed over ``V`` and ``N``, are the matrix. For a mean loss each entry carries the square root
     of the loss's ``1/N``.
     Columns are the same for every parameter: products between parameters give off-diagonal blocks.
-    With a ``tolerance``, how many there are depends on the batch.
+    With a ``tolerance``, the number of columns depends on the batch.
     """
 
     savefield = "sqrt_ggn_exact"
     degree = 0.5
     over_batches = COLUMNS
     truncated_over_batches = COLUMNS.refused(
-        "with a tolerance, batches differ in their number of columns: take tolerance=0."
+        "with a tolerance, batches have different numbers of columns: take tolerance=0."
     )
 
 
 class SqrtGGNMC(_Columns, SampledExtension):
     """Square root of the generalised Gauss-Newton matrix, by Monte Carlo.
 
-    Stored in ``sqrt_ggn_mc``, shape ``[mc_samples, N, *θ]``: as :class:`SqrtGGNExact`, with outer
+    Stored in ``sqrt_ggn_mc``, shape ``[mc_samples, N, *θ]``: like :class:`SqrtGGNExact`, with outer
     products that are the matrix in expectation.
     """
 

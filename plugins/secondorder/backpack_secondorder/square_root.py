@@ -16,14 +16,14 @@ class ExactExtension(SecondOrderExtension):
     """An extension of the exact square root of the loss Hessian.
 
     It has a column for every output of the model, and one less for classes (``CrossEntropyLoss``).
-    With a ``tolerance`` it has as many as are needed for ``H - S Sᵀ``, which is positive
-    semi-definite, to have a trace of at most ``tolerance · tr H`` for every sample's ``H = ∇²ℓ_n``.
-    The bound holds for the Hessian of the loss. The Gauss-Newton matrix is never overestimated;
-    what it lacks is ``Jᵀ (H - S Sᵀ) J``, which depends on the Jacobians.
+    With a ``tolerance``, it has just as many as make the trace of ``H - S Sᵀ`` at most
+    ``tolerance · tr H`` for every sample's ``H = ∇²ℓ_n``. The difference is positive semi-definite.
+    The bound holds for the Hessian of the loss. The Gauss-Newton matrix is never overestimated; it
+    lacks ``Jᵀ (H - S Sᵀ) J``, which depends on the Jacobians.
 
     Class attributes:
-        truncated_over_batches: How values of batches combine if there is a tolerance; ``None`` if
-            it makes no difference.
+        truncated_over_batches: How values of batches combine with a tolerance; ``None`` if it makes
+            no difference.
     """
 
     truncated_over_batches: ClassVar[OverBatches | None] = None
@@ -45,8 +45,8 @@ class ExactExtension(SecondOrderExtension):
             fail_mode: What happens at modules without a rule, see :class:`backpack_core.Extension`.
             chunk_size: How many columns to carry at once; default: as many as fit into the memory
                 budget. Extensions that share the columns go by the smallest number.
-            tolerance: Share of the trace of the loss Hessian that may be left out for the sake of
-                fewer columns; see the class.
+            tolerance: Share of the trace of the loss Hessian that may be left out to save columns;
+                see the class.
         """
         propagator = LossSqrt(subsampling=as_subsampling(subsampling), tolerance=tolerance)
         super().__init__(propagator, savefield, fail_mode)

@@ -1,8 +1,8 @@
-"""Third derivatives of normalisations, in which torch treats the statistics as constants.
+"""Third derivatives of normalisations: torch's treat the statistics as constants.
 
 A net that contains a derivative of a normalisation (a penalty on gradients, a residual of a
-differential equation) has a node that differentiates twice. Second derivatives of its loss are
-third ones there.
+differential equation) has a node that differentiates twice. Second derivatives of its loss need
+third derivatives there.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def of_batch_norm(node: Any, *arrived: Tensor | None) -> Grads:
 
 
 def of_cudnn_batch_norm(node: Any, *arrived: Tensor | None) -> Grads:
-    """The same by statistics of the batch, of the node that a GPU has."""
+    """The same by statistics of the batch, for the node that a GPU has."""
 
     def normalise(x: Tensor) -> tuple[Tensor, list[int]]:
         axes = [0, *range(2, x.dim())]
@@ -62,7 +62,7 @@ def of_cudnn_batch_norm(node: Any, *arrived: Tensor | None) -> Grads:
 
 def _again(node: Any, given_out: Tensor, arrived: Grads, normalise: Normalise) -> Grads:
     """The gradients at the arguments of a normalisation's derivative: gradient, input, gain."""
-    # Nodes of their own: the gradient depends on the input, too, and that is not asked for.
+    # Separate nodes: the gradient depends on the input, too, but that derivative is not needed.
     grad_out, x = (t.view_as(t) for t in (given_out, node._saved_input))
     gain = node._saved_weight
     gain = x.new_ones(()) if gain is None else gain.view_as(gain)

@@ -22,8 +22,8 @@ def explained() -> Iterator[None]:
             ) from error
         if "does not require grad" in text:
             raise UsageError(
-                "Parameters were frozen since the backward pass, and what it left differentiates "
-                "them: freeze them before the forward pass, or when the products are taken."
+                "Parameters were frozen after the backward pass, but its results differentiate "
+                "them: freeze them before the forward pass, or after the products are taken."
             ) from error
         if "cudnn" in text.lower():
             raise UnsupportedError(
@@ -32,15 +32,15 @@ def explained() -> Iterator[None]:
             ) from error
         if "double backward" in text:
             raise UnsupportedError(
-                "The forward pass was compiled by torch.compile, and what is compiled is not "
+                "torch.compile compiled the forward pass, and compiled code cannot be "
                 "differentiated twice: run the forward pass inside the block of backpack(...), "
                 "where compiled code runs as it was written."
             ) from error
         if "derivative for" in text or "not implemented" in text:
             raise UnsupportedError(
                 f"An operation of the net has no second derivative ({text.splitlines()[0]}). "
-                "Write it with operations that have one: for attention, choose such a kernel by "
-                "torch.nn.attention.sdpa_kernel(SDPBackend.MATH) around the forward pass; for "
-                "torch.cdist, (x[:, None] - y).square().sum(2)."
+                "Write it with operations that have one: for attention, choose a kernel that has "
+                "one by torch.nn.attention.sdpa_kernel(SDPBackend.MATH) around the forward pass; "
+                "for torch.cdist, write (x[:, None] - y).square().sum(2)."
             ) from error
         raise

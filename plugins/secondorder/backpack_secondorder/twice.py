@@ -1,7 +1,7 @@
-"""Gradients that can be differentiated again, also where torch's derivative is wrong or missing.
+"""Gradients that can be differentiated again, even if torch's derivative is wrong or missing.
 
-``docs/checks.md`` says which operations were compared with differences. Of those that are wrong and
-that nets have, the gradient is computed by a formula here, instead of autograd's.
+``docs/checks.md`` says which operations were compared with differences. For wrong ones that nets
+use, this module computes the gradient by a formula instead of autograd's.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def gradients(
         outputs: The outputs, or their edges.
         inputs: What they are differentiated in; zeros where they do not depend on it.
         vectors: One for each output; ``None`` for one, at a number.
-        create_graph: Whether the result is to be differentiated.
+        create_graph: Whether the result will be differentiated.
         retain_graph: Whether the graph is kept.
-        in_vectors: Whether it is to be differentiated in the vectors only, and once.
+        in_vectors: Whether it will be differentiated only in the vectors, and only once.
     """
     formulas = FORMULAS | OF_VECTORS if in_vectors else FORMULAS
     with _by_formula(outputs, formulas) if create_graph else nullcontext():
@@ -60,7 +60,7 @@ def gradients(
 
 @contextmanager
 def _by_formula(outputs: Sequence[Place], formulas: Formulas) -> Iterator[None]:
-    """A block in which nodes behind some outputs return the results of formulas."""
+    """A block that makes nodes behind some outputs return the results of formulas."""
     starts = [o.grad_fn if isinstance(o, Tensor) else o.node for o in outputs]
     nodes = {*behind(starts), *filter(None, starts)}
     known = ((node, formulas.get(node.name())) for node in nodes)
@@ -77,7 +77,7 @@ def _replaced(node: Node, formula: Callable[..., Grads]) -> tuple[RemovableHandl
     sent: list[Grads] = []
 
     def before(arrived: Grads) -> None:
-        # A checkpoint returns the node's saved tensors again, but only while it holds them.
+        # A checkpoint returns the node's saved tensors again only while it holds them.
         with unpacking_again(node):
             sent.append(formula(node, *arrived))
 
@@ -114,5 +114,5 @@ FORMULAS: Formulas = {
     "CudnnBatchNormBackwardBackward0": of_cudnn_batch_norm,
     **dict.fromkeys(NAMES, of_fused_attention),
 }
-# Right in torch, too, and faster here.
+# Torch's is right, too, but this one is faster.
 OF_VECTORS: Formulas = {"ConvolutionBackward0": of_convolution}

@@ -1,6 +1,6 @@
 """Extensions that differentiate the graph of the loss as a whole, instead of reading products.
 
-Products with the Hessian, for example, need no samples, and exist for every architecture.
+Products with the Hessian, for example, need no samples and exist for every architecture.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LossGraph:
 
     Attributes:
         roots: The tensors that ``backward()`` was called on.
-        gradients: The gradient that came in at each of them.
+        gradients: The gradient that each of them received.
         parameters: The trained parameters of extended modules that they depend on.
         nonlinear: Nodes between calls, with parameters behind, that are not known to be linear.
         is_measured: Whether values may be looked at, as :attr:`View.is_measured` says.
@@ -72,7 +72,7 @@ class WholeLoss(Propagator):
 
     @property
     def per_sample(self) -> bool:  # type: ignore[override]  # not of the class here
-        """True with ``subsampling``: the chosen samples have to be separate."""
+        """True with ``subsampling``: the chosen samples must be separate."""
         return self.subsampling is not None
 
     def start(self, rule: Any, view: View) -> Any:
@@ -94,8 +94,8 @@ class WholeLoss(Propagator):
 class GraphExtension(Extension):
     """An extension that exists wherever autograd can differentiate twice.
 
-    Samples may influence each other, and functions may use parameters. The graph of the pass stays
-    alive as long as the results, which differentiate it.
+    Samples may influence each other, and functions may use parameters. The results differentiate
+    the graph of the pass, so it stays alive as long as they do.
 
     To write:
         ``begin()``: a :class:`GraphReading` for one backward pass.
@@ -115,7 +115,7 @@ class GraphExtension(Extension):
         Args:
             subsampling: Indices of the samples to take; ``None`` for all.
             savefield: Name of the attribute on parameters; default: the class's.
-            fail_mode: See :class:`Extension`.
+            fail_mode: See :class:`backpack_core.Extension`.
         """
         super().__init__(WholeLoss(subsampling), savefield, fail_mode)
 
@@ -124,23 +124,22 @@ class GraphExtension(Extension):
         """Begin a backward pass."""
 
     def attend(self, run: BackwardPass) -> Observer:
-        """Have the reading see every visit, and get the graph when autograd is through.
+        """Show the reading every visit, and give it the graph when autograd has finished.
 
         Raises:
-            UsageError: What ``backward()`` was called on is not known.
+            UsageError: The tensors that ``backward()`` was called on are not known.
             PluginCodeError: The extension begins no reading.
         """
         reading: object = self.begin()
         name = type(self).__name__
         if not isinstance(reading, GraphReading):
-            raise PluginCodeError(
-                f"{name}.begin has to return a GraphReading. Got {reading!r:.80}."
-            )
+            raise PluginCodeError(f"{name}.begin must return a GraphReading. Got {reading!r:.80}.")
         if not run.arguments.roots:
             raise UsageError(
-                f"{name} differentiates the loss as a whole, and the call of backward() was not "
-                "seen. Call loss.backward(), torch.autograd.backward or torch.autograd.grad inside "
-                "the block, on the thread that entered it, and not inside of another backward pass."
+                f"{name} differentiates the loss as a whole, but did not see the call of "
+                "backward(). Call loss.backward(), torch.autograd.backward or torch.autograd.grad "
+                "inside the block, on the thread that entered it, and not inside another backward "
+                "pass."
             )
         return _Attending(self, reading, run.survey)
 

@@ -1,8 +1,8 @@
 """Decides whether the Hessian can be carried to tensors without samples.
 
 At a table of positions, or a parameter that a function uses, columns are kept apart by sample. On
-the way there, nonlinear operations couple their operands. This adds nothing to a diagonal block if
-the operation is a product whose factors have no parameter in common.
+the way there, nonlinear operations couple their operands. This does not change a diagonal block if
+the operation is a product and its factors have no common parameter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _INSTEAD = (
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Missing(Root):
-    """The root of a column of zeros, which marks parameters of which a part was left out.
+    """The root of a column of zeros, which marks parameters with a missing part.
 
     Attributes:
         why: The error message.
@@ -60,10 +60,11 @@ class Missing(Root):
 
 
 def coupled(node: Node) -> set[Node]:
-    """The leaves in which an operation may have a second derivative.
+    """The leaves that an operation may have a second derivative in.
 
-    For a product, these are the leaves on which both factors depend, and none if one factor is
-    constant. For a quotient, the leaves of the denominator; otherwise all leaves behind it.
+    For a product, these are the leaves that both factors depend on, so none if one factor is
+    constant. For a quotient, they are the leaves of the denominator; otherwise all leaves behind
+    the operation.
     """
     operation, behind = nodes.operation_of(node), [child for child, _ in node.next_functions]
     positions = nodes.FACTORS.get(operation)
@@ -81,7 +82,7 @@ def leaves_behind(view: View) -> list[Node]:
 
 
 def couples_nothing(node: Node, there: Crossing, is_apart: bool) -> bool:
-    """Whether an operation adds nothing to a diagonal block, where columns are kept apart.
+    """Whether an operation leaves a diagonal block unchanged, because columns are kept apart.
 
     Args:
         node: The operation.
@@ -89,11 +90,13 @@ def couples_nothing(node: Node, there: Crossing, is_apart: bool) -> bool:
         is_apart: Whether the arriving columns are kept apart by sample.
 
     Returns:
-        False if the usual residual applies: nothing is kept apart, or there is one sample only,
-        whose gradient autograd has, and no operand is a leaf, which is a constant in a residual.
+        False if the usual residual applies. This is so if columns are not kept apart. It is also so
+        for a single sample, since autograd has its gradient, if no operand is a leaf (a residual
+        treats leaves as constants).
 
     Raises:
-        BridgeError: It is nonlinear, and not a product of factors without a common parameter.
+        BridgeError: The operation is nonlinear, and is not a product of factors without a common
+            parameter.
     """
     if not (is_apart or there.apart):
         return False
@@ -109,15 +112,15 @@ def couples_nothing(node: Node, there: Crossing, is_apart: bool) -> bool:
     if operation not in nodes.FACTORS:
         raise refuse(
             node,
-            "it is nonlinear, and works on a parameter or on a tensor without samples",
+            "it is nonlinear, and has an operand that is a parameter or a tensor without samples",
             _INSTEAD,
         )
     if coupled(node):
         raise refuse(
             node,
-            "both of its factors depend on one parameter, as where the model returns a derivative "
-            "of itself (torch.autograd.grad(..., create_graph=True)) or a weight is tied, and the "
-            "second derivative in both together is not carried",
+            "both of its factors depend on one parameter (the model returns a derivative of "
+            "itself by torch.autograd.grad(..., create_graph=True), or a weight is tied), and the "
+            "mixed second derivative is not carried",
             _INSTEAD,
         )
     return True
@@ -130,7 +133,7 @@ def _leaves(starts: list[Node]) -> list[Node]:
 def needs_samples(view: View, what: str) -> UnsupportedError:
     """The error for a call without samples on axis 0, or with samples in another order."""
     return UnsupportedError(
-        f"The Hessian at {view.path} needs samples on axis 0, one after the other, where {what}: "
-        "keep positions as an extra dimension, [N, T, D], and leave samples=... of backpack(...) "
-        f"out, if you gave it. {_INSTEAD}"
+        f"The Hessian at {view.path} needs samples on axis 0, one after the other, since {what}: "
+        "keep positions as an extra dimension, [N, T, D], and leave out samples=... of "
+        f"backpack(...), if you passed it. {_INSTEAD}"
     )

@@ -22,7 +22,7 @@ class TokenwiseRule(AffineRule):
         if len(view.input_shape) < 2:
             raise UnsupportedError(
                 f"{view.path} saw an input of shape {list(view.input_shape)}, which has no batch "
-                "axis, so there are no samples to speak of: use an input [N, ..., features]."
+                "axis, so it has no samples: use an input [N, ..., features]."
             )
 
     def affine_input(self, view: View) -> Tensor:

@@ -20,7 +20,7 @@ class EmbeddingRule(ProductRule):
     """``y[n, k] = c W[row[n, k]]`` with one number ``c``.
 
     Some modules compute the row themselves (positions counted from a mask, or with an offset). The
-    rows are found by running the module with a table whose entries are the row numbers.
+    rows are found by running the module with a table of row numbers.
     """
 
     module_types = EMBEDDINGS
@@ -37,11 +37,11 @@ class EmbeddingRule(ProductRule):
         if len(view.output_shape) < 2:
             raise UnsupportedError(
                 f"{view.path} returned a tensor of shape {list(view.output_shape)}, which has no "
-                "batch axis, so there are no samples to speak of: look up rows [N, ...]."
+                "batch axis, so it has no samples: look up rows [N, ...]."
             )
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> tuple[Tensor | None, ...]:
-        return (None,) * len(view.stored.inputs)  # row numbers, masks, or the shape alone
+        return (None,) * len(view.stored.inputs)  # row numbers, masks, or only a shape
 
     def _param_product(self, view: View, name: str, mat: Tensor) -> LookupProduct:
         row, scale = view.once("rows", lambda: _rows(view))

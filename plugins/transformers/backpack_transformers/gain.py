@@ -1,4 +1,4 @@
-"""Rule of normalisations and scales, whose parameter is a gain on what the layer computes."""
+"""Rule of normalisations and scales: their parameter is a gain on what the layer computes."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from backpack_products.values import any_of, largest
 from backpack_transformers.names import GAINS
 from backpack_transformers.probe import output_with
 
-# Only classes whose source was read: a class may have this name and compute something else.
+# Only classes with a known source: a class may have this name and compute something else.
 _known: set[type] = set()
 
 
 class GainRule(ProductRule):
-    """``y[..., d] = w_d x̂[..., d] + c[..., d] (+ b_d)``; ``x̂``, ``c`` depend on the input only.
+    """``y[..., d] = w_d x̂[..., d] + c[..., d] (+ b_d)``; ``x̂``, ``c`` depend only on the input.
 
     This is the form of all root mean square norms (with gain ``w`` or ``1 + w``, with or without a
     gate), of layer norms with a ``forward`` of their own, and of layer scales. One rule serves all:
     ``x̂`` is the module's output for ``w = 1`` minus that for ``w = 0``. Columns go through the
-    autograd graph inside of the module, so they are rounded as the gradient is.
+    autograd graph inside the module, so they are rounded like the gradient.
     """
 
     module_types = GAINS
@@ -39,7 +39,7 @@ class GainRule(ProductRule):
         if len(view.input_shape) <= view.parameter_itself(parameter).dim():
             raise UnsupportedError(
                 f"{view.path} saw an input of shape {list(view.input_shape)}, which has no batch "
-                "axis, so there are no samples to speak of: use an input [N, ..., features]."
+                "axis, so it has no samples: use an input [N, ..., features]."
             )
         if type(view.module) not in _known:
             _check_form(view, parameter)
@@ -88,7 +88,7 @@ def _check_form(view: View, name: str) -> None:
     """Check that the output is gain times slope plus offset.
 
     Raises:
-        UnsupportedError: It is something else.
+        UnsupportedError: The output is something else.
     """
     parameter = view.parameter_itself(name).detach()
     other = torch.where(parameter == 0, 1, parameter + 0.5)
@@ -99,12 +99,12 @@ def _check_form(view: View, name: str) -> None:
         change = output_with(view, **{name: other}) - output_with(view, **{name: parameter})
         slope = _slope(view, name).to(view.dtype)
         error = largest((change - slope * gain).abs())
-        # The module may compute in single precision whatever the dtype, so tolerances are for that.
+        # The module may compute in single precision for any dtype, so tolerances are for that.
         rounding = max(torch.finfo(view.dtype).eps, torch.finfo(torch.float32).eps)
         failed = any_of(error > 64 * rounding * largest(slope.abs()).clamp_min(1.0))
     if failed:
         raise UnsupportedError(
-            f"{view.path} is a {type(view.module).__name__}, whose {name!r} was a gain in the "
-            "version of transformers that backpack-plugin-transformers knows, and is none here: "
-            "install that version, freeze the parameter, or update the plugin."
+            f"{view.path} is a {type(view.module).__name__}. Its {name!r} was a gain in the "
+            "version of transformers that backpack-plugin-transformers knows, but is not a gain "
+            "here: install that version, freeze the parameter, or update the plugin."
         )

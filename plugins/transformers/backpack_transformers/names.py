@@ -1,6 +1,6 @@
 """The classes of the transformers package that the rules apply to, by qualified name.
 
-A table of ``family:Class,Class``; ``family/file`` where the file has another name. A test compares
+A table of ``family:Class,Class``; ``family/file`` if the file has another name. A test compares
 it with the installed version of the package, and lists the classes that are left out, with reasons.
 """
 

@@ -1,7 +1,7 @@
 """Run a module's forward pass again with other parameters.
 
-If the output is linear in a parameter, this gives the coefficients: the output for one minus that
-for zero.
+If the output is linear in a parameter, this gives the coefficients: the output for one minus the
+output for zero.
 
 Imports torch and backpack_core.
 """
@@ -32,12 +32,12 @@ class _Forward(Module):
 def output_with(view: View, **parameters: Tensor) -> Tensor:
     """Run the forward pass of a call again, with other parameters.
 
-    The result rounds as the module does: many of these layers compute in single precision, whatever
-    dtype they are given.
+    The result rounds as the module does: many of these layers compute in single precision for any
+    dtype.
 
     Args:
         view: The call.
-        parameters: What takes the place of parameters, by name.
+        parameters: Tensors to use instead of parameters, by name.
 
     Returns:
         The output ``[N, *out]``; with a graph to the inputs if quantities are differentiable.
@@ -46,7 +46,7 @@ def output_with(view: View, **parameters: Tensor) -> Tensor:
         OverwrittenInputError: An input was changed in place since the forward pass.
     """
     for slot in range(len(view.stored.inputs)):
-        view.tensor_input(slot)  # which looks whether it was changed
+        view.tensor_input(slot)  # checks whether it was changed
     others = {f"module.{name}": parameter for name, parameter in parameters.items()}
     with disable(), torch.set_grad_enabled(view.is_differentiable):
         output: Tensor = functional_call(

@@ -1,7 +1,7 @@
 """How good scores are, measured offline: a matrix in, a number out.
 
 Measures (:mod:`~backpack_attribution.quality.measures`) take scores of any program. Tasks have a
-model that can be trained again without some of its samples, and queries:
+model that can be retrained without some of its samples, and queries:
 :func:`digits`, :func:`characters`, :func:`facts`.
 """
 

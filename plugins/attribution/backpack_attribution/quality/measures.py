@@ -17,7 +17,7 @@ class Measured(NamedTuple):
 
     Attributes:
         mean: The number.
-        standard_error: Of the mean, over queries.
+        standard_error: The standard error of the mean, over queries.
         each: The number of each query, ``[M]``; NaN where it is not defined (a constant).
     """
 
@@ -34,18 +34,18 @@ class Measured(NamedTuple):
         return cls(found.mean().item() if count else float("nan"), error, each)
 
     def __str__(self) -> str:
-        """As ``"0.812 ± 0.006"``."""
+        """For example ``"0.812 ± 0.006"``."""
         return f"{self.mean:.3f} ± {self.standard_error:.3f}"
 
 
 def spearman(a: Tensor, b: Tensor) -> Tensor:
-    """Rank correlation of columns, ``[S, M]`` and ``[S, M]`` to ``[M]``; ties have mean ranks."""
+    """Rank correlation of columns, ``[S, M]`` and ``[S, M]`` to ``[M]``; ties get mean ranks."""
     x, y = (_centred(ranks(t)) for t in (a, b))
     return _cosine(x, y)
 
 
 def ranks(values: Tensor) -> Tensor:
-    """Ranks in each column from zero on, the mean of their places for equal values. ``[S, M]``."""
+    """Ranks in each column, from zero; equal values get the mean of their ranks. ``[S, M]``."""
     columns = []
     for column in values.T:
         _, inverse, counts = column.unique(return_inverse=True, return_counts=True)
@@ -59,7 +59,7 @@ def _centred(values: Tensor) -> Tensor:
 
 
 def _cosine(x: Tensor, y: Tensor) -> Tensor:
-    """Of columns; NaN where one is zero."""
+    """Cosines of columns; NaN if one is zero."""
     norms: Tensor = torch.linalg.vector_norm(x, dim=0) * torch.linalg.vector_norm(y, dim=0)
     return (x * y).sum(0) / norms
 
@@ -67,11 +67,11 @@ def _cosine(x: Tensor, y: Tensor) -> Tensor:
 def lds(scores: Scores | Any, subsets: Any, outputs: Any) -> Measured:
     """Linear datamodelling score (Park et al., 2023, arXiv:2303.14186, definition 2.3).
 
-    The rank correlation, over models that were trained on some of the samples, of the sum of these
-    samples' scores with what the model says: of ``Σ_n∈S score[n, m]`` and ``-output[S, m]``.
+    Models are trained on subsets ``S`` of the samples. The score is the rank correlation of
+    ``Σ_n∈S score[n, m]``, the sum of these samples' scores, with ``-output[S, m]``.
 
     Args:
-        scores: ``[N, M]``; positive where a sample lowers a loss.
+        scores: ``[N, M]``; positive if a sample lowers a loss.
         subsets: Which samples each model was trained on, ``[S, N]``, boolean.
         outputs: The loss of each query under each model, ``[S, M]``.
 
@@ -85,7 +85,7 @@ def lds(scores: Scores | Any, subsets: Any, outputs: Any) -> Measured:
 
 
 def leave_one_out(scores: Scores | Any, changes: Any, samples: Sequence[int]) -> Measured:
-    """Correlation (Pearson's) of scores with the true change of the loss without a sample.
+    """Pearson's correlation of scores with the true change of the loss without a sample.
 
     Args:
         scores: ``[N, M]``.
@@ -98,7 +98,7 @@ def leave_one_out(scores: Scores | Any, changes: Any, samples: Sequence[int]) ->
     values = _matrix(scores)[[*samples]]
     true = torch.as_tensor(changes).double()
     if values.shape != true.shape:
-        raise ShapeError(f"Changes are {list(values.shape)}. Got {list(true.shape)}.")
+        raise ShapeError(f"changes must be {list(values.shape)}. Got {list(true.shape)}.")
     x, y = _centred(values), _centred(true)
     return Measured.over(_cosine(x, y))
 
@@ -109,18 +109,18 @@ def brittleness(
     retrain: Callable[[Tensor], Any],
     counts: Sequence[int] = (10, 20, 40, 80, 160, 320),
 ) -> Measured:
-    """How many of the highest samples have to go until a prediction changes.
+    """How many of the highest samples must be removed until a prediction changes.
 
-    For each query, as in Ilyas et al. (2022, arXiv:2202.00622, section 4.1): the smallest of
-    ``counts`` with which a model that is trained without that many of the highest samples predicts
-    something else. Fewer is better. ``2 · max(counts)`` where none of them is enough.
+    For each query, as in Ilyas et al. (2022, arXiv:2202.00622, section 4.1): a model is trained
+    without some of the highest samples. The value is the smallest of ``counts`` that changes its
+    prediction, or ``2 · max(counts)`` if none is enough. Fewer is better.
 
     Args:
         scores: ``[N, M]``.
         predicted: What the model predicts for each query, ``[M]``.
-        retrain: Trains without some samples and predicts all queries: of a mask ``[N]`` of those to
-            keep, ``[M]``.
-        counts: Rising.
+        retrain: A function that trains without some samples and predicts all queries: from a mask
+            ``[N]`` of the samples to keep to predictions ``[M]``.
+        counts: Numbers of samples, in rising order.
     """
     values, before = _matrix(scores), torch.as_tensor(predicted)
     needed = torch.full((values.shape[1],), 2.0 * max(counts), dtype=torch.float64)
@@ -139,7 +139,7 @@ def mislabelled_auc(scores: Any, is_wrong: Any) -> float:
     """Area under the receiver operating curve of finding wrong labels: one is perfect, ½ is chance.
 
     Args:
-        scores: One for each sample, ``[N]``, high where a label is suspected: self-influence.
+        scores: One for each sample, ``[N]``, high if its label seems wrong: self-influence.
         is_wrong: Which labels are wrong, ``[N]``, boolean.
 
     Raises:
@@ -149,15 +149,15 @@ def mislabelled_auc(scores: Any, is_wrong: Any) -> float:
     bad, good = int(wrong.sum()), int((~wrong).sum())
     if not bad or not good or len(values) != len(wrong):
         raise UsageError(
-            f"Some labels are wrong, and some right, one score for each. Got {len(values)} scores, "
-            f"{bad} wrong labels, {good} right ones."
+            f"The area needs some wrong and some right labels, and a score for each. Got "
+            f"{len(values)} scores, {bad} wrong labels and {good} right ones."
         )
     total = ranks(values.unsqueeze(1)).squeeze(1)[wrong].sum().item() + bad
     return (total - bad * (bad + 1) / 2) / (bad * good)
 
 
 def recall_at(k: int, scores: Scores | Any, relevant: Any) -> Measured:
-    """Share of a query's relevant samples among its ``k`` highest; of ``k``, where more are.
+    """Share of a query's relevant samples among its ``k`` highest; a share of ``k`` if more are.
 
     Args:
         k: How many of the highest are looked at.
@@ -172,7 +172,7 @@ def recall_at(k: int, scores: Scores | Any, relevant: Any) -> Measured:
 
 
 def mean_reciprocal_rank(scores: Scores | Any, relevant: Any) -> Measured:
-    """One over the place of the first relevant sample, from one on, in each query's order.
+    """One over the place (from one) of the first relevant sample in each query's order.
 
     Args:
         scores: ``[N, M]``.
@@ -188,7 +188,7 @@ def mean_reciprocal_rank(scores: Scores | Any, relevant: Any) -> Measured:
 def _matrix(scores: Any) -> Tensor:
     values = scores.values if isinstance(scores, Scores) else torch.as_tensor(scores)
     if values.dim() != 2 or not len(values):
-        raise ShapeError(f"Scores are [N, M]. Got {list(values.shape)}.")
+        raise ShapeError(f"Scores must be [N, M]. Got {list(values.shape)}.")
     return values.detach().cpu().double()
 
 
@@ -196,7 +196,7 @@ def _require_shapes(values: Tensor, subsets: Tensor, outputs: Tensor, what: str)
     wanted = (len(outputs), values.shape[0]), (len(outputs), values.shape[1])
     if (tuple(subsets.shape), tuple(outputs.shape)) != wanted or subsets.dtype is not torch.bool:
         raise ShapeError(
-            f"For scores {list(values.shape)}, {what} are [S, {values.shape[0]}], boolean, and "
+            f"For scores {list(values.shape)}, {what} must be [S, {values.shape[0]}], boolean, and "
             f"outputs [S, {values.shape[1]}]. Got {list(subsets.shape)}, {subsets.dtype}, and "
             f"{list(outputs.shape)}."
         )
@@ -205,6 +205,6 @@ def _require_shapes(values: Tensor, subsets: Tensor, outputs: Tensor, what: str)
 def _require_relevant(values: Tensor, marks: Tensor) -> None:
     if marks.shape != values.shape or not marks.any(0).all():
         raise UsageError(
-            f"Relevance is {list(values.shape)}, with one sample at least for each query. Got "
+            f"relevant must be {list(values.shape)}, with at least one sample for each query. Got "
             f"{list(marks.shape)}."
         )

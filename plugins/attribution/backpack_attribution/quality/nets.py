@@ -10,7 +10,7 @@ ALPHABET = " abcdefghijklmnopqrstuvwxyz."
 
 
 class Block(nn.Module):
-    """Causal attention and a feed-forward part, each added to what came in."""
+    """Causal attention and a feed-forward part, each added to its input."""
 
     def __init__(self, width: int, heads: int) -> None:
         """Make the layers."""
@@ -39,10 +39,10 @@ class CharacterGPT(nn.Module):
         """Make the layers.
 
         Args:
-            length: Letters of a text at most.
-            width: Of the model.
-            heads: Of attention.
-            layers: How many blocks.
+            length: The largest number of letters in a text.
+            width: The width of the model.
+            heads: The number of attention heads.
+            layers: The number of blocks.
         """
         super().__init__()
         self.letters = nn.Embedding(len(ALPHABET), width)

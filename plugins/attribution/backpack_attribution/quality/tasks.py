@@ -1,4 +1,4 @@
-"""Small tasks whose models can be trained again a hundred times: digits, letters, facts."""
+"""Small tasks with models that can be retrained a hundred times: digits, letters, facts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from backpack_core.errors import UsageError
 
 @dataclass(frozen=True)
 class Task:
-    """Training samples, queries, and how a model of some of the samples is trained.
+    """Training samples, queries, and how to train a model on some of the samples.
 
     Attributes:
         inputs: Training samples, ``[N, *]``.
@@ -26,9 +26,9 @@ class Task:
         query_inputs: Queries, ``[M, *]``.
         query_targets: Their targets.
         fit: Trains a model on inputs and targets with a seed.
-        decay: The weight decay, as a factor of ``½‖θ‖²`` beside the mean loss of ``N`` samples.
-        relevant: Of facts, which samples state the fact of each query, ``[N, M]``.
-        texts: Of texts, the training samples as such.
+        decay: The weight decay, as a factor of ``½‖θ‖²`` added to the mean loss of ``N`` samples.
+        relevant: For facts: which samples state the fact of each query, ``[N, M]``.
+        texts: For texts: the training samples as strings.
     """
 
     inputs: Tensor
@@ -50,11 +50,11 @@ class Task:
         return nn.CrossEntropyLoss()
 
     def train(self, subset: Tensor | None = None, seed: int = 0) -> Module:
-        """A model of some of the samples, in evaluation mode.
+        """A model trained on some of the samples, in evaluation mode.
 
         Args:
-            subset: Which, ``[N]``, boolean; default: all.
-            seed: Of the start and the order of samples.
+            subset: Which samples, ``[N]``, boolean; default: all.
+            seed: The seed of the first weights and the order of samples.
         """
         chosen = slice(None) if subset is None else subset
         return self.fit(self.inputs[chosen], self.targets[chosen], seed).eval()
@@ -87,7 +87,7 @@ class Task:
             UsageError: Targets are not one class for each sample.
         """
         if self.targets.dim() != 1:
-            raise UsageError("Labels are for tasks with one class for each sample.")
+            raise UsageError("mislabelled() needs a task with one class for each sample.")
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(self), generator=generator)
         wrong = torch.zeros(len(self), dtype=torch.bool)
@@ -110,10 +110,10 @@ def digits(
     Args:
         kind: ``"logistic"``: regression with weight decay, trained to its minimum, from zero.
             ``"mlp"``: one hidden layer of 64 units, by Adam in mini-batches.
-        samples: For training.
-        queries: Others.
+        samples: The number of training samples.
+        queries: The number of queries, which are other samples.
         decay: The weight decay.
-        seed: Which samples are taken.
+        seed: The seed for the choice of samples.
 
     Raises:
         UsageError: The kind is unknown, or scikit-learn is not installed.
@@ -126,7 +126,7 @@ def digits(
             "`pip install 'backpack-attribution[quality]'`."
         ) from error
     if kind not in ("logistic", "mlp"):
-        raise UsageError(f'kind is "logistic" or "mlp". Got {kind!r}.')
+        raise UsageError(f'kind must be "logistic" or "mlp". Got {kind!r}.')
     found: Any = load_digits()
     x = torch.from_numpy(found.data).double() / 16
     y = torch.from_numpy(found.target)
@@ -202,11 +202,11 @@ def characters(
     Some words are common and some are rare, so that it matters which texts a model has seen.
 
     Args:
-        samples: For training.
-        queries: Other texts of the same words.
-        epochs: Of training.
-        words: How many different words there are.
-        seed: Of the texts.
+        samples: The number of training texts.
+        queries: The number of queries, which are other texts of the same words.
+        epochs: The number of epochs.
+        words: The number of different words.
+        seed: The seed of the texts.
     """
     draw = random.Random(seed)
     names = _names(words, draw)
@@ -218,13 +218,13 @@ def characters(
 def facts(count: int = 40, epochs: int = 60, seed: int = 0) -> Task:
     """Generated facts about invented countries, two wordings of each, and one more as its query.
 
-    ``relevant`` says which training texts state the fact of a query. Queries count the letters of
-    the answer alone, so that they are about the fact and not the wording.
+    ``relevant`` says which training texts state the fact of a query. Queries count only the letters
+    of the answer, so that they are about the fact, not the wording.
 
     Args:
-        count: How many facts.
-        epochs: Of training.
-        seed: Of the names.
+        count: The number of facts.
+        epochs: The number of epochs.
+        seed: The seed of the names.
     """
     draw = random.Random(seed)
     names = _names(2 * count, draw)
@@ -232,7 +232,7 @@ def facts(count: int = 40, epochs: int = 60, seed: int = 0) -> Task:
     wordings = ("{1} is the main town of {0}.", "the people of {0} live in {1}.")
     texts = [wording.format(*pair) for pair in pairs for wording in wordings]
     asked = [f"the capital of {country} is {town}." for country, town in pairs]
-    # The wording of queries is learned from other countries.
+    # The model learns the wording of queries from other countries.
     more = _names(40, draw)
     others = [f"the capital of {a} is {b}." for a, b in zip(more[:20], more[20:], strict=True)]
     task = _of_texts([*texts, *others], asked, epochs)
@@ -261,7 +261,7 @@ def _of_texts(texts: list[str], asked: list[str], epochs: int) -> Task:
         codes = torch.tensor([[ALPHABET.index(c) for c in t.ljust(length)] for t in lines])
         targets = codes[:, 1:].clone()
         for row, text in enumerate(lines):
-            targets[row, len(text) :] = -100  # padding, but for the first blank
+            targets[row, len(text) :] = -100  # padding, except for the first blank
         return codes[:, :-1], targets
 
     def fit(inputs: Tensor, targets: Tensor, seed: int) -> Module:

@@ -1,4 +1,4 @@
-"""What really happens without some of the samples: models that are trained again."""
+"""The true effect of leaving out samples: models that are retrained."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def halves(samples: int, subsets: int, seed: int = 0, share: float = 0.5) -> Ten
     Args:
         samples: ``N``.
         subsets: ``S``.
-        seed: Of the draws.
+        seed: The seed of the draws.
         share: How much of the data a subset has.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -51,14 +51,14 @@ def retrained(
     file: str | Path | None = None,
     progress: bool = True,
 ) -> Retrained:
-    """Train a model on every subset, once for each seed, and take the queries' losses.
+    """Train a model on every subset, once for each seed, and compute the queries' losses.
 
     Args:
         task: What to train.
         subsets: ``[S, N]``, boolean.
-        seeds: Of the trainings of a subset, whose losses are averaged.
-        file: Where the losses are kept after each subset; a run that was interrupted goes on.
-        progress: Whether to show a bar, where the output is a terminal.
+        seeds: Seeds for each subset; the losses are averaged over these.
+        file: Where the losses are stored after each subset, so that an interrupted run continues.
+        progress: Whether to show a bar, if the output is a terminal.
 
     Raises:
         UsageError: The file has the losses of other subsets.
