@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from backpack_checks import trust
 from backpack_core import backpack, extend, unextend
@@ -164,3 +165,16 @@ def test_what_calls_have_in_common_is_found_once(
             loss.backward()
     assert len(made) == len({*made})
     assert attributes == {part: {*vars(part)} for part in model.modules()}
+
+
+def test_a_pass_that_a_checkpoint_makes_as_a_whole(measured: list[object]) -> None:
+    """The pass around it has no call of its own."""
+    model, lossfunc = _model(), extend(nn.MSELoss())
+
+    def run() -> None:
+        x = torch.randn(5, 3, requires_grad=True)
+        value = checkpoint(lambda x: lossfunc(model(x), x[:, :2]), x, use_reentrant=True)
+        with backpack(BatchGrad()):
+            value.backward()
+
+    assert _are_measured(measured, [run] * 5) == [True, True, True, False, True]

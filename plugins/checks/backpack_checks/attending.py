@@ -56,7 +56,7 @@ class Checks(Observer):
         self._measurement = measurement = Measurement(run.survey, run.roots, trust, self._question)
         keeping = [group.propagator.keeps_apart for group in run.groups]
         if keeping and all(keeping) and not run.context.beside:
-            self._sums = SumCheck(run.survey, run.groups)
+            self._sums = SumCheck(run.survey, run.groups, trust)
         dye, lane = measurement.dye, len(run.groups)
         run.groups.append(Group(dye))
         for edge, gradient in zip(run.roots, run.gradients, strict=False):
@@ -68,10 +68,7 @@ class Checks(Observer):
         if self._sums is not None:
             self._sums.leave()
 
-    def stored(self, run: Any) -> None:
-        """Note the outputs at which later passes have nothing more to measure.
-
-        Nothing is noted of a pass that fails, also if its sums are wrong: the next one is measured.
-        """
+    def finish(self, run: Any) -> None:
+        """Note the outputs at which later passes have nothing more to measure."""
         if self._measurement is not None:
             self._measurement.settle()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from backpack_checks._torch import hook_leaf_first
+from backpack_checks.trust import Trust
 from backpack_core._torch import graph_task_id
 from backpack_core.contract.loss import Normaliser
 from backpack_core.engine.groups import Group
@@ -37,16 +38,17 @@ class SumCheck(FirstOrderExtension):
     needs = (batch_sum,)
     is_deferred = True
 
-    def __init__(self, survey: Survey, groups: list[Group]) -> None:
+    def __init__(self, survey: Survey, groups: list[Group], trust: Trust) -> None:
         """Begin; hooks get autograd's gradients before other hooks can change them.
 
         Args:
             survey: What is known about the graph.
             groups: The groups of the pass. The check joins the group of per-sample gradients, or
                 adds one.
+            trust: What passes of this structure have shown.
         """
         super().__init__()
-        self._survey = survey
+        self._survey, self._trust = survey, trust
         # Under autocast, gradients in single precision may have been computed in half precision.
         self._unit = _unit(call.stored.outputs[index] for call, index in survey.sites)
         self._task = -1
@@ -112,6 +114,7 @@ class SumCheck(FirstOrderExtension):
             if difference > _allowed(*size, unit):  # false for values that are not finite
                 unit = max(unit, self._coarsest())
             if difference > _allowed(*size, unit):
+                self._trust.open_sites = None  # so that the next pass is measured, too
                 raise self._does_not_add_up(parameter, difference, size[0])
         return {}
 
