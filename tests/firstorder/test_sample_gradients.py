@@ -373,6 +373,32 @@ def test_projections_differ_by_parameter_role_and_seed() -> None:
     assert all(not torch.equal(*two) for two in pairs_of(found, found) if two[0] is not two[1])
 
 
+class Halved(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight / 2
+
+
+def _named(model: nn.Module) -> list[str]:
+    found = list[str]()
+    with backpack(BatchGrad(form="product", consumer=lambda name, _: found.append(name))):
+        extend(nn.CrossEntropyLoss())(
+            model(torch.randn(4, 3)), torch.tensor([0, 1, 2, 0])
+        ).backward()
+    return sorted(found)
+
+
+def test_a_parameter_has_the_name_that_it_has_now() -> None:
+    """Names tell projections, queries and divisors; they do not depend on earlier passes."""
+    model = extend(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)))
+    assert _named(model) == sorted(name for name, _ in model.named_parameters())
+    model[0].weight = model[1].weight  # tied: its first name counts from now on
+    assert _named(model) == sorted(name for name, _ in model.named_parameters())
+    nn.utils.parametrize.register_parametrization(model[2], "weight", Halved())
+    assert _named(extend(model)) == sorted(name for name, _ in model.named_parameters())
+
+
 def test_a_dimension_is_split_evenly() -> None:
     assert even_factors(64, (100, 100)) == (8, 8)
     assert even_factors(64, (4, 100)) == (4, 16)

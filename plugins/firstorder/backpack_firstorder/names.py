@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary, ref
+from typing import Final
 
-from torch import Tensor
 from torch.nn import Module
 
 from backpack_core.record.owner import PATH_ATTRIBUTE, owner_of
 from backpack_products import SampleProduct
 from backpack_products.substitutes import SUBSTITUTES
 
-_known: WeakKeyDictionary[Module, dict[int, tuple[ref[Tensor], str]]] = WeakKeyDictionary()
+_NAMES: Final = "names of parameters"  # the key in the cache of a call
 
 
 def name_of(product: SampleProduct) -> str:
@@ -27,20 +26,12 @@ def name_of(product: SampleProduct) -> str:
         _, owner, name = SUBSTITUTES[id(parameter)]
         home = owner()
         return _joined(module if home is None else home, name)
-    model = owner_of(module)
-    known_name = _name_in(model, parameter)
-    if known_name is None:  # parameters that have been replaced since
-        _known.pop(model, None)
-        known_name = _name_in(model, parameter)
-    return _joined(module, product.name) if known_name is None else known_name
-
-
-def _name_in(model: Module, parameter: Tensor) -> str | None:
-    if model not in _known:
-        named = model.named_parameters()
-        _known[model] = {id(tensor): (ref(tensor), name) for name, tensor in named}
-    known = _known[model].get(id(parameter))
-    return known[1] if known is not None and known[0]() is parameter else None
+    # Looked up in every pass: a parametrization, or another tie, gives a parameter another name.
+    if _NAMES not in product.call_cache:
+        named = owner_of(module).named_parameters()
+        product.call_cache[_NAMES] = {id(tensor): name for name, tensor in named}
+    known: dict[int, str] = product.call_cache[_NAMES]
+    return known.get(id(parameter)) or _joined(module, product.name)
 
 
 def _joined(module: Module, name: str) -> str:
