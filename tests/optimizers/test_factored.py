@@ -358,6 +358,14 @@ class TestRefusals:
                 problem()[0], **({"betas": (value, 0.9)} if setting == "beta" else {setting: value})
             )
 
+    @BOTH
+    @pytest.mark.parametrize("value", [-1.0, 0.0, float("nan"), "a"])
+    def test_damping_that_is_set(self, kind: Any, value: Any) -> None:
+        optimizer = kind(problem()[0], damping=0.1)
+        with pytest.raises(UsageError, match="damping is a number that is positive"):
+            optimizer.damping = value
+        assert optimizer.damping == 0.1
+
     def test_beta(self) -> None:
         with pytest.raises(UsageError, match="beta is a number that is below 1"):
             KFAC(problem()[0], betas=(2.0, 0.9))

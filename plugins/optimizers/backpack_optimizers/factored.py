@@ -37,7 +37,6 @@ class FactoredOptimizer(GroupedOptimizer):
     """Steps ``-lr · (F + damping · I)⁻¹ g`` with Kronecker-factored curvature ``F``.
 
     Attributes:
-        damping: The present damping; it may be set.
         steps: How many steps were made.
     """
 
@@ -118,14 +117,13 @@ class FactoredOptimizer(GroupedOptimizer):
                 "must be extended first: model = extend(model), lossfunc = extend(lossfunc)."
             )
         require_adapting(adapt)
-        require_positive("damping", damping)
         require_share("factor_decay", factor_decay)
         if kl_clip is not None:
             require_positive("kl_clip", kl_clip)
         require_count("factors_every", factors_every)
         require_count("inverses_every", inverses_every)
         require_count("max_size", max_size)
-        self.damping, self.steps = float(damping), 0
+        self.damping, self.steps = damping, 0
         self._decay_of_factors, self._clip, self._adapt = factor_decay, kl_clip, adapt
         self._factors_every, self._inverses_every = factors_every, inverses_every
         self._reading: dict[str, Any] = {"mc_samples": mc_samples}

@@ -37,7 +37,10 @@ class GroupedOptimizer(Optimizer):
 
     Attributes:
         model: The model, without a wrapper.
+        may_be_undamped: Whether the damping may be zero.
     """
+
+    may_be_undamped = False
 
     def __init__(
         self,
@@ -67,6 +70,20 @@ class GroupedOptimizer(Optimizer):
         if params is None and not chosen:
             raise UsageError("The model has no trained parameter: set requires_grad for some.")
         super().__init__(chosen if params is None else params, dict(defaults))
+
+    @property
+    def damping(self) -> float:
+        """What is added to the curvature now; may be set.
+
+        Raises:
+            UsageError: It is set to what is not positive (or zero, where that is allowed).
+        """
+        return self._damping
+
+    @damping.setter
+    def damping(self, value: float) -> None:
+        require_positive("damping", value, or_zero=self.may_be_undamped)
+        self._damping = float(value)
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as for every optimizer.
