@@ -135,7 +135,7 @@ def test_a_full_store_of_another_model_is_refused(tmp_path) -> None:
 
 
 def test_rows_are_of_one_set_of_weights(problem, tmp_path) -> None:
-    """Trained on, a model neither adds rows nor asks for them; in half precision, it is the same."""
+    """Trained on, a model neither adds rows nor asks for them; half precision is no other."""
     model, train, queries = problem
     lossfunc, projection = nn.CrossEntropyLoss(), Projection(5)
     store = fill(GradientStore(tmp_path / "store"), model, lossfunc, train[:1], projection)
