@@ -14,6 +14,7 @@ from backpack_attribution import (
     LoGra,
     fill,
     influence,
+    merge_stores,
     preconditioned,
     project,
 )
@@ -153,11 +154,16 @@ def test_rows_are_of_one_set_of_weights(problem, tmp_path) -> None:
     ):
         with pytest.raises(UsageError, match="at other weights"):
             call()
+    fill(GradientStore(tmp_path / "other"), model, lossfunc, train[1:], projection)
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(kept[name])
     fill(store, model, lossfunc, train, projection)
     assert len(store) == 9
+    with pytest.raises(UsageError, match="at different weights"):
+        merge_stores([tmp_path / "store", tmp_path / "other"], tmp_path / "both")
+    with pytest.raises(UsageError, match="a list of folders"):
+        merge_stores(str(tmp_path / "store"), tmp_path / "both")
     assert len(store.search(project(model, lossfunc, queries, projection), 2).identities) == 3
 
 
