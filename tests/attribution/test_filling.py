@@ -170,7 +170,7 @@ def test_rows_are_of_one_set_of_weights(problem, tmp_path) -> None:
 def test_queries_that_are_no_mapping(problem, tmp_path) -> None:
     model, train, _ = problem
     store = fill(GradientStore(tmp_path / "store"), model, nn.CrossEntropyLoss(), train)
-    with pytest.raises(UsageError, match="Queries are"):
+    with pytest.raises(UsageError, match="Queries must be"):
         store.search(torch.ones(2, 5), 1)
 
 

@@ -209,14 +209,14 @@ def require_positive(name: str, value: Any, or_zero: bool = False) -> None:
 
 
 def require_share(name: str, value: Any) -> None:
-    """Raise unless a setting is a number from zero on, and below one.
+    """Check that a setting is a number from zero on, and below one.
 
     Raises:
         UsageError: It is not.
     """
     require_positive(name, value, or_zero=True)
     if value >= 1:
-        raise UsageError(f"{name} is a number that is below 1. Got {value!r}.")
+        raise UsageError(f"{name} must be a number below 1. Got {value!r}.")
 
 
 def require_count(name: str, value: Any) -> None:
