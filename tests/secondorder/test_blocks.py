@@ -104,7 +104,7 @@ def test_what_is_refused(blocks: BlockDiagonal) -> None:
     with pytest.raises(ShapeError, match=r"\*vectors\.values"):
         blocks.solve(dict(blocks), 0.1)  # type: ignore[arg-type]
     for count in (-1, 2.5, True):
-        with pytest.raises(UsageError, match="How many draws"):
+        with pytest.raises(UsageError, match="count must be"):
             blocks.sample(count, 0.1)  # type: ignore[arg-type]
     found = {(name, "kflr"): block for name, block in blocks.items()}
     for given in (found, [*blocks.values()]):

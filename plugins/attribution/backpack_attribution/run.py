@@ -89,7 +89,7 @@ class Run:
         """
         if isinstance(given, str) and given not in ("place", "content"):
             raise UsageError(
-                f'identities is "place", "content", a list or a function of a batch. Got {given!r}.'
+                f'identities must be "place", "content", a list, or a function. Got {given!r}.'
             )
         _require_batches(loader)
         _require_own_samples(loader)

@@ -32,8 +32,8 @@ class Buffers:
         unknown = [public] if isinstance(public, str) else [n for n in public if n not in names]
         if unknown:
             raise UsageError(
-                f"public_buffers= is a list of names of buffers: {', '.join(names) or 'none here'}"
-                f". Got {unknown[0]!r}."
+                "public_buffers= must be a list of names of the model's buffers: "
+                f"{', '.join(names) or 'there are none'}. Got {unknown[0]!r}."
             )
         self._model, self._public = model, frozenset(public)
         # The tensor, its version at the last comparison (-1: not yet), and its first values.

@@ -146,7 +146,7 @@ class KroneckerEigenbasis(CurvatureMatrix):
             UsageError: An eigenvalue is negative, or the number of draws is no whole number.
         """
         if count is not None and (type(count) is not int or count < 0):
-            raise UsageError(f"How many draws is a whole number, or None for one. Got {count!r}.")
+            raise UsageError(f"count must be a whole number, or None for one draw. Got {count!r}.")
         if any_of(self.values < 0):
             raise UsageError(
                 "A Gaussian needs a positive matrix, but this one has negative eigenvalues: "
