@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -12,9 +14,11 @@ from backpack_attribution import (
     LoGra,
     fill,
     influence,
+    merge_stores,
     preconditioned,
     project,
 )
+from backpack_attribution.problem import Problem
 from backpack_core.errors import ShapeError, UsageError
 from backpack_firstorder import Projection
 from tests.attribution.problems import loader, mlp, tied, tokens, vectors
@@ -129,3 +133,49 @@ def test_a_full_store_of_another_model_is_refused(tmp_path) -> None:
         with pytest.raises(ShapeError, match="One store is for one model"):
             fill(store, frozen, lossfunc, train, projection)
         fill(store, mlp(), lossfunc, train, projection)
+
+
+def test_rows_are_of_one_set_of_weights(problem, tmp_path) -> None:
+    """Trained on, a model neither adds rows nor asks for them; half precision is no other."""
+    model, train, queries = problem
+    lossfunc, projection = nn.CrossEntropyLoss(), Projection(5)
+    store = fill(GradientStore(tmp_path / "store"), model, lossfunc, train[:1], projection)
+    half = Problem(copy.deepcopy(model).bfloat16(), lossfunc)
+    assert half.weights() == Problem(model, lossfunc).weights()
+    kept = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.01)
+    asked = project(model, lossfunc, queries, projection)
+    for call in (
+        lambda: fill(GradientStore(tmp_path / "store"), model, lossfunc, train, projection),
+        lambda: store.search(asked, 2),
+        lambda: preconditioned(store, asked),
+    ):
+        with pytest.raises(UsageError, match="at other weights"):
+            call()
+    fill(GradientStore(tmp_path / "other"), model, lossfunc, train[1:], projection)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(kept[name])
+    fill(store, model, lossfunc, train, projection)
+    assert len(store) == 9
+    with pytest.raises(UsageError, match="at different weights"):
+        merge_stores([tmp_path / "store", tmp_path / "other"], tmp_path / "both")
+    with pytest.raises(UsageError, match="a list of folders"):
+        merge_stores(str(tmp_path / "store"), tmp_path / "both")
+    assert len(store.search(project(model, lossfunc, queries, projection), 2).identities) == 3
+
+
+def test_queries_that_are_no_mapping(problem, tmp_path) -> None:
+    model, train, _ = problem
+    store = fill(GradientStore(tmp_path / "store"), model, nn.CrossEntropyLoss(), train)
+    with pytest.raises(UsageError, match="Queries must be"):
+        store.search(torch.ones(2, 5), 1)
+
+
+def test_identities_that_are_misspelt(problem, tmp_path) -> None:
+    model, train, _ = problem
+    store = GradientStore(tmp_path / "store")
+    with pytest.raises(UsageError, match="Got 'contnt'"):
+        fill(store, model, nn.CrossEntropyLoss(), train, identities="contnt")

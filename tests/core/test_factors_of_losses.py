@@ -41,6 +41,9 @@ FACTORS: dict[str, Loss] = {
         (-m.t[0]).exp() * loss(m(x), y) + (-m.t[1]).exp() * loss(m(x), y.flip(0)) + m.t.sum()
     ),
     "scaled": lambda m, loss: 0.5 * ((-m.s).exp() * loss(m(x), y)),
+    "stacked": lambda m, loss: (
+        (-m.t).exp() * torch.stack([loss(m(x), y), loss(m(x), y.flip(0))])
+    ).sum(),
 }
 
 
@@ -63,6 +66,9 @@ PENALTIES: dict[str, Loss] = {
     "penalty": lambda m, loss: loss(m(x), y) + m.s.square(),
     "scaled": lambda m, loss: 0.5 * (loss(m(x), y) + m.s.square()),
     "product of weights": lambda m, loss: loss(m(x), y) + (m.s * m.t).sum(),
+    "of what is a factor in the net": lambda m, loss: (
+        loss(m.t * m(x), y) + 0.1 * m.t.square().sum()
+    ),
     "quotient by a number": lambda m, loss: (loss(m(x), y) + m.t.square().sum()) / 3,
 }
 

@@ -593,3 +593,12 @@ def test_an_optimizer_without_state_is_refused() -> None:
     optimizer.step()
     with pytest.raises(UsageError, match=r"state of SGD \(momentum_buffer\)"):
         divisors_of(optimizer, model)
+
+
+def test_indices_that_are_none() -> None:
+    gradients = SampleGradients.from_dense(torch.ones(4, 3))
+    for index in (torch.tensor([[0, 1]]), torch.tensor([True]), [True, False]):
+        with pytest.raises(IndexError, match="There are 4 samples"):
+            gradients[index]
+    assert gradients[[True, False, True, False]].shape == (2, 3)
+    close(gradients.weighted_sum([1.0, 2.0, 0.0, 1.0]), torch.full((3,), 4.0))  # type: ignore[arg-type]

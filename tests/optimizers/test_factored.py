@@ -349,20 +349,70 @@ class TestRefusals:
             *(("factors_every", 0), ("inverses_every", 1.5), ("split", "Pi"), ("method", "sgd")),
             *(("factor_decay", 1.0), ("factor_decay", -0.1), ("kl_clip", 0.0), ("mc_samples", 0)),
             *(("weight_sharing", "x"), ("adapt", LevenbergMarquardt), ("adapt", 5)),
+            ("max_size", "a"),
         ],
     )
     def test_settings(self, setting: str, value: Any) -> None:
         with pytest.raises(UsageError, match=setting):
-            KFAC(problem()[0], **{setting: value})
+            KFAC(
+                problem()[0], **({"betas": (value, 0.9)} if setting == "beta" else {setting: value})
+            )
+
+    @BOTH
+    @pytest.mark.parametrize("value", [-1.0, 0.0, float("nan"), "a"])
+    def test_damping_that_is_set(self, kind: Any, value: Any) -> None:
+        optimizer = kind(problem()[0], damping=0.1)
+        with pytest.raises(UsageError, match="damping must be a number that is positive"):
+            optimizer.damping = value
+        assert optimizer.damping == 0.1
+
+    def test_beta(self) -> None:
+        with pytest.raises(UsageError, match="beta must be a number below 1"):
+            KFAC(problem()[0], betas=(2.0, 0.9))
 
     def test_a_group_that_is_refused_is_not_added(self) -> None:
         model, *_ = problem()
         first, *others = model.parameters()
         optimizer = KFAC(model, [first])
         for wrong in ({"momentum": -1.0}, {"betas": (0.9, 1.0)}, {"eps": -1.0}):
-            with pytest.raises(UsageError, match="must be a number that is"):
+            with pytest.raises(UsageError, match="must be a number"):
                 optimizer.add_param_group({"params": others, **wrong})
             assert len(optimizer.param_groups) == 1
+
+    @pytest.mark.parametrize(
+        ("wrong", "message"),
+        [
+            ({"metod": "adam"}, "did you mean 'method'"),
+            ({"damping": 0.1}, "one for all groups"),
+            ({"inverses_every": 2}, "one for all groups"),
+            ({"split": "exact"}, "one for all groups"),
+        ],
+    )
+    def test_a_setting_that_a_group_has_not(self, wrong: Any, message: str) -> None:
+        model, *_ = problem()
+        with pytest.raises(UsageError, match=message):
+            KFAC(model, [{"params": model.parameters(), **wrong}])
+
+    def test_groups_that_a_schedule_was_at(self) -> None:
+        """What it leaves there is no setting, and no misspelt one."""
+        model, *_ = problem()
+        optimizer = KFAC(model)
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+        assert "max_momentum" in KFAC(model, optimizer.param_groups).param_groups[0]
+
+    @BOTH
+    def test_a_block_in_a_closure(self, kind: Any) -> None:
+        model, lossfunc, x, y = problem()
+        optimizer = kind(model)
+        closure = closure_of(optimizer, model, lossfunc, x, y)
+
+        def with_block() -> Any:
+            with optimizer.curvature():
+                return closure()
+
+        with pytest.raises(UsageError, match="out of the closure"):
+            optimizer.step(with_block)
+        optimizer.step(closure)
 
     def test_a_tensor_of_another_model(self) -> None:
         with pytest.raises(UsageError, match="not a parameter of the model"):

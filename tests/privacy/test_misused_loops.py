@@ -99,10 +99,6 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
     "batch normalisation later": (lambda: Loop().each(normalised), "replace_batch_norm"),
     "mixes samples": (lambda: Loop(Mixes()).each(well), "samples of the batch influence"),
     "data in a buffer": (lambda: Loop(Remembers()).each(well), "public_buffers=['mean']"),
-    "a buffer whose name is a part of another's": (
-        lambda: Loop(Remembers(), public_buffers="means").each(well),
-        "public_buffers=['mean']",
-    ),
     "penalty": (lambda: Loop().each(stepping(penalty)), "beside the loss"),
     "no sum over samples": (
         lambda: Loop(normaliser="samples").each(
@@ -134,7 +130,7 @@ DURING: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a mean in autocast": (lambda: Loop(Casts()).each(well), 'Use a sum, reduction="sum"'),
     "a mean that is told, in autocast": (
-        lambda: Loop(Casts(), normaliser=None).each(
+        lambda: Loop(Casts()).each(
             lambda loop, x, y: loop.private.step(loop.loss(x, y), normaliser=float(len(x)))
         ),
         'Use a sum, reduction="sum"',

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import IterableDataset, WeightedRandomSampler, default_collate
 
-from backpack_privacy import AdaptiveClipping, Clipping, make_private
+from backpack_privacy import AdaptiveClipping, Clipping, make_private, replace_batch_norm
 from tests.privacy.loops import DATA, check_refused
 from tests.privacy.problems import loader_of, perceptron
 
@@ -116,6 +116,23 @@ BEFORE: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "a mean that nobody knows": (lambda: private(lossfunc=F.cross_entropy), "normaliser="),
     "unknown normaliser": (lambda: private(normaliser="batch"), "normaliser must be"),
+    "a mean that is said to be a sum": (lambda: private(normaliser=None), "Leave normaliser= out"),
+    "a mean that is said to have a number": (
+        lambda: private(normaliser=4),
+        "normaliser=4 says otherwise",
+    ),
+    "a sum that is said to be a mean": (
+        lambda: private(lossfunc=nn.CrossEntropyLoss(reduction="sum"), normaliser="samples"),
+        "normaliser='samples' says otherwise",
+    ),
+    "buffers in a string": (lambda: private(public_buffers="mean"), "Got 'mean'"),
+    "a buffer that is misspelt": (lambda: private(public_buffers=["maen"]), "Got 'maen'"),
+    "records of no user": (lambda: private(max_records=2), "name them, users="),
+    "a target in words": (
+        lambda: private(noise_multiplier=None, target_epsilon="3", target_delta=1e-3, epochs=1),
+        "target_epsilon must be",
+    ),
+    "batch normalisation of nothing": (lambda: replace_batch_norm(3), "takes a module"),  # type: ignore[arg-type]
     "a list for a loader": (lambda: private(loader=[1, 2]), "DataLoader"),
     "a stream": (lambda: private(loader=loader_of(Stream())), "no length"),
     "no batch size": (

@@ -35,6 +35,8 @@ def test_a_checkpoint_goes_on_as_if_nothing_had_been() -> None:
     assert again.clipping.bounds == whole.clipping.bounds
     with pytest.raises(UsageError, match="lacks"):
         again.load_state_dict({})
+    with pytest.raises(UsageError, match="Got NoneType"):
+        again.load_state_dict(None)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="same clipping"):
         again.load_state_dict({**state, "bounds": {"x": 1.0}})
 

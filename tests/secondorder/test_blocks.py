@@ -101,6 +101,11 @@ def test_what_is_refused(blocks: BlockDiagonal) -> None:
     for vectors in ("x", dict(blocks), [1.0] * len(blocks), 2.0):
         with pytest.raises(ShapeError, match=r"one for each parameter. Got .* of type"):
             blocks.solve(vectors, 0.1)  # type: ignore[arg-type]
+    with pytest.raises(ShapeError, match=r"\*vectors\.values"):
+        blocks.solve(dict(blocks), 0.1)  # type: ignore[arg-type]
+    for count in (-1, 2.5, True):
+        with pytest.raises(UsageError, match="count must be"):
+            blocks.sample(count, 0.1)  # type: ignore[arg-type]
     found = {(name, "kflr"): block for name, block in blocks.items()}
     for given in (found, [*blocks.values()]):
         with pytest.raises(

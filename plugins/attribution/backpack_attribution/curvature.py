@@ -79,7 +79,7 @@ class Influence(InnerProduct):
             raise UsageError(f"curvature must be one of {get_args(Curvature)}. Got {curvature!r}.")
         if isinstance(refine, bool) or not isinstance(refine, int) or refine < 0:
             raise UsageError(f"refine must be a number of steps, or zero. Got {refine!r}.")
-        if isinstance(damping, (int, float)) and not damping >= 0:
+        if isinstance(damping, str) or (isinstance(damping, (int, float)) and not damping >= 0):
             raise UsageError(f"damping must be zero or positive. Got {damping!r}.")
         self.curvature, self.damping, self.refine = curvature, damping, refine
         self.rtol, self.mc_samples, self.weight_sharing = rtol, mc_samples, weight_sharing

@@ -59,15 +59,15 @@ def fill(
         The store.
 
     Raises:
-        UsageError: The stored rows were computed by other plugins, were projected differently, or
-            are of the other kind; or processes have different plugins.
+        UsageError: The stored rows were computed by other plugins or at other weights, were
+            projected differently, or are of the other kind; or processes have different plugins.
         ShapeError: The stored rows have other parts than the model's trained parameters.
     """
     problem = Problem(model, lossfunc, batch, per)
     plugins = problem.plugins()
     if process_group is not None:
         agreed_on_ranks(plugins, process_group)
-    store.computed_by(plugins, per, projection)
+    store.computed_by(plugins, per, projection, problem.weights())
     parts = _parts(problem, projection)
     _require_fit(store, parts)
     run = Run(problem, problem, loader, (), progress, process_group)
@@ -169,5 +169,5 @@ def preconditioned(store: GradientStore, queries: Gradients, damping: float = 0.
         query = forms.dense(value)
         flat = inverse_product(moments[name], query.flatten(1).cpu(), damping)
         found[name] = flat.reshape(query.shape)
-    projection = getattr(queries, "projection", None)
-    return Projected(found, fingerprint_of(queries), projection)
+    projection, weights = getattr(queries, "projection", None), getattr(queries, "weights", "")
+    return Projected(found, fingerprint_of(queries), projection, weights)

@@ -134,7 +134,7 @@ def count_of(queries: Gradients, shapes: Mapping[str, torch.Size]) -> int:
         ShapeError: A query does not fit the part, or parts have different numbers of queries.
         UsageError: ``queries`` is empty, or has a part that the store does not have.
     """
-    if not queries or not isinstance(queries, Mapping):
+    if not isinstance(queries, Mapping) or not queries:
         raise UsageError("Queries must be {name: [M, *θ]}, with names of the store's parts.")
     for name, value in queries.items():
         if name not in shapes:

@@ -25,14 +25,19 @@ class Projected(Marked[T]):
 
     Attributes:
         projection: In the words of :func:`shown`; ``None`` if it is not known.
+        weights: The hash of ``Problem.weights``; empty if it is not known.
     """
 
     def __init__(
-        self, values: Mapping[str, T], plugins: Fingerprint, projection: str | None
+        self,
+        values: Mapping[str, T],
+        plugins: Fingerprint,
+        projection: str | None,
+        weights: str = "",
     ) -> None:
         """Store the values and their origin."""
         super().__init__(values, plugins)
-        self.projection = projection
+        self.projection, self.weights = projection, weights
 
 
 def shown(projection: Projection | None) -> str:
@@ -55,6 +60,7 @@ class Manifest:
         plugins: Which plugins compute the gradients; empty if that is not known.
         per: Whether rows are those of samples or tokens; empty if that is not known.
         projection: The projection, in the words of :func:`shown`; ``None`` if it is not known.
+        weights: The model's weights, see :class:`Projected`.
     """
 
     dtype: str
@@ -64,6 +70,7 @@ class Manifest:
     plugins: Fingerprint = field(default_factory=dict)
     per: str = ""
     projection: str | None = None
+    weights: str = ""
 
     @classmethod
     def opened(
@@ -144,7 +151,8 @@ class Manifest:
         """Refuse gradients that do not belong to the rows; unknown facts are not compared.
 
         Raises:
-            UsageError: Other plugins computed them, or they have another projection.
+            UsageError: Other plugins computed them, or the model had other weights, or they have
+                another projection.
         """
         agreed({f"The rows of {folder}": self.plugins, what: fingerprint_of(others)})
         own, other = self.projection, getattr(others, "projection", None)
@@ -153,6 +161,13 @@ class Manifest:
                 f"Gradients can be compared if they have one projection, but {what} went through "
                 f"{other or 'no projection'}. Use that of the rows of {folder}: {own or 'none'}."
             )
+        weights = getattr(others, "weights", "")
+        if self.shapes and self.weights and weights and self.weights != weights:
+            raise UsageError(
+                f"Gradients can be compared if they are of one model, but {what} were computed at "
+                f"other weights than the rows of {folder}. Load the checkpoint that the rows are "
+                "from, or fill another folder."
+            )
 
     def with_origin(self, folder: Path, rows: Projected[Any], per: str) -> Manifest:
         """The manifest with the origin of the first rows, and so of all later ones.
@@ -160,16 +175,19 @@ class Manifest:
         Raises:
             UsageError: The stored rows have another origin or projection, or are of the other kind.
         """
-        known = self if self.plugins else Manifest.read(folder) or self
+        known = self if self.plugins and self.shapes else Manifest.read(folder) or self
         known.compare(folder, rows, "those of this process")
         if known.per not in ("", per):
             raise UsageError(
                 f"A row of {folder} is a {known.per}, but a row for each {per} was asked for. Give "
                 "another folder."
             )
-        if known.plugins and known.per and known.projection is not None:
+        weights = known.weights if known.shapes else rows.weights
+        is_known = known.plugins and known.per and known.projection is not None
+        if is_known and weights == known.weights:
             return known
-        known = replace(known, plugins=rows.plugins, per=per, projection=rows.projection)
+        known = replace(known, plugins=rows.plugins, per=per, weights=weights)
+        known = replace(known, projection=rows.projection)
         known.write(folder)
         return known
 

@@ -26,17 +26,25 @@ def merge_stores(folders: Iterable[str | Path], into: str | Path) -> GradientSto
         into: A folder that does not exist. It appears when it is complete.
 
     Raises:
-        UsageError: Settings differ, a sample is in two of them, or the folder exists.
+        UsageError: Settings or weights of the model differ, a sample is in two of them, or the
+            folder exists.
     """
+    if isinstance(folders, (str, Path)):
+        raise UsageError(f"merge_stores takes a list of folders. Got {str(folders)!r}.")
     sources, target = [GradientStore(folder) for folder in folders], Path(into)
     found = [Manifest.read(source.folder) for source in sources]
     manifests = [manifest for manifest in found if manifest is not None]
     agreed({str(s.folder): m.plugins for s, m in zip(sources, manifests, strict=True)})
-    settings = [replace(manifest, plugins={}) for manifest in manifests]
+    settings = [replace(manifest, plugins={}, weights="") for manifest in manifests]
     if not sources or any(each != settings[0] for each in settings):
         raise UsageError(
             "Stores can be merged if their settings, parts and shapes are the same. Got "
             f"{[*map(str, sources)] or 'none'}."
+        )
+    if len({manifest.weights for manifest in manifests} - {""}) > 1:
+        raise UsageError(
+            "The rows of these stores were computed at different weights of the model, and are not "
+            f"compared. Got {[*map(str, sources)]}."
         )
     checked([name for source in sources for name in source.identities], sum(map(len, sources)))
     if target.exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -72,6 +73,20 @@ class Problem:
         """The plugins that compute the gradients."""
         modules = [m for m in (self.model, self._summed) if isinstance(m, Module)]
         return fingerprint(modules, [BatchGrad])
+
+    def weights(self) -> str:
+        """A hash of the model's parameters; empty if they are sharded.
+
+        They are rounded to bfloat16, so that it is the same where a model runs in half precision.
+        """
+        digest = hashlib.sha256()
+        for parameter in self.model.parameters():
+            if hasattr(parameter, "placements"):
+                return ""
+            rounded = parameter.detach().to(torch.bfloat16).flatten().cpu()
+            digest.update(f"{[*parameter.shape]}".encode())
+            digest.update(rounded.view(torch.uint8).numpy().data)
+        return digest.hexdigest()[:32]
 
     def with_loss(self, lossfunc: Loss | None) -> Problem:
         """The same model with another loss, if one is given, for whole samples."""

@@ -43,7 +43,7 @@ def project(
     problem = Problem(model, lossfunc, batch)
     with problem.extended():
         found = _joined([projections_of(problem, item, projection) for item in loader])
-        return Projected(found, problem.plugins(), shown(projection))
+        return Projected(found, problem.plugins(), shown(projection), problem.weights())
 
 
 def projections_of(problem: Problem, batch: Any, projection: Projection) -> dict[str, Tensor]:

@@ -87,6 +87,10 @@ class Run:
             UsageError: The loader gives no samples, or single samples instead of batches, or
                 identities do not fit.
         """
+        if isinstance(given, str) and given not in ("place", "content"):
+            raise UsageError(
+                f'identities must be "place", "content", a list, or a function. Got {given!r}.'
+            )
         _require_batches(loader)
         _require_own_samples(loader)
         group = self.process_group if is_shared else None

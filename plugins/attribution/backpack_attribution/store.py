@@ -81,8 +81,6 @@ class GradientStore:
         self._manifest = Manifest.opened(self.folder, dtype, rank, about)
         self._shards = Shards(self.folder)
 
-    # What is in it ----------------------------------------------------------------------------
-
     @property
     def dtype(self) -> torch.dtype:
         """The precision of the stored numbers."""
@@ -129,7 +127,11 @@ class GradientStore:
         return [place for place, name in enumerate(identities) if name not in self]
 
     def computed_by(
-        self, plugins: Fingerprint, per: str = "sample", projection: Projection | None = None
+        self,
+        plugins: Fingerprint,
+        per: str = "sample",
+        projection: Projection | None = None,
+        weights: str = "",
     ) -> None:
         """Compare the plugins that compute rows now with those that computed the stored rows.
 
@@ -140,14 +142,13 @@ class GradientStore:
             plugins: The result of :func:`backpack_products.fingerprint.fingerprint` for the model.
             per: Whether a row is a ``"sample"`` or a ``"token"``.
             projection: The projection of rows; default: they are the gradients themselves.
+            weights: A hash of the model's weights; empty if they are not compared.
 
         Raises:
             UsageError: The plugins differ, or rows of the other kind are stored.
         """
-        origin = Projected[Value]({}, plugins, shown(projection))
+        origin = Projected[Value]({}, plugins, shown(projection), weights)
         self._manifest = self._manifest.with_origin(self.folder, origin, per)
-
-    # Writing ----------------------------------------------------------------------------------
 
     def append(self, identities: Sequence[Identity], gradients: Mapping[str, Value]) -> None:
         """Add samples.
@@ -208,8 +209,6 @@ class GradientStore:
         """Write waiting samples, even after an error: they are complete."""
         self.flush()
 
-    # Reading ----------------------------------------------------------------------------------
-
     def blocks(self, rows: int = 4096) -> Iterator[Block]:
         """All stored samples, some at a time, mapped from disk.
 
@@ -232,7 +231,8 @@ class GradientStore:
                 where = "waits for its shard: call flush()" if name in self else "is not stored"
                 raise UsageError(f"{name!r} {where}. {self.folder} has {len(self)} samples.")
         known = self._manifest
-        return Projected(self._shards.rows(names), known.plugins, known.projection)
+        rows = self._shards.rows(names)
+        return Projected(rows, known.plugins, known.projection, known.weights)
 
     def scores(
         self,
@@ -306,7 +306,7 @@ class GradientStore:
             queries: A tensor ``[M, *θ]`` for each part.
 
         Raises:
-            UsageError: The queries were computed by other plugins, or have another projection.
+            UsageError: The queries have other plugins, weights or another projection.
             ShapeError: The queries have other parts or shapes.
         """
         self._manifest.compare(self.folder, queries)

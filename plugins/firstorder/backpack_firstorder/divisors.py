@@ -131,7 +131,8 @@ def divisors_of(optimizer: Optimizer, model: Module) -> dict[str, Divisor]:
         if not state:
             raise UsageError(
                 f"{type(optimizer).__name__} has no state for the parameter {name!r}, and divisors "
-                "are made of state: make a step first, or freeze the parameter."
+                "are made of state: make a step first, or freeze the parameter. Plain SGD never "
+                "has state, since it does not divide."
             )
         known = [make for key, make in _STATES.items() if state.get(key) is not None]
         if not known:

@@ -225,6 +225,7 @@ class SampleGradients:
         Returns:
             Shape ``[*θ]``, or ``[K, *θ]``.
         """
+        weights = torch.as_tensor(weights)
         if weights.dim() not in (1, 2) or weights.shape[-1] != len(self):
             what = f"[N] or [K, N] with N = {len(self)}"
             raise ShapeError(f"weighted_sum takes weights {what}. Got {[*weights.shape]}.")

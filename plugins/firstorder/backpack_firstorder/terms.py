@@ -20,7 +20,6 @@ from backpack_products.factors import FactorProduct
 from backpack_products.lookup import LookupProduct
 from backpack_products.product import DenseProduct, SampleProduct
 from backpack_products.rows import whole
-from backpack_products.values import is_flag
 
 Index: TypeAlias = "int | slice | Sequence[int] | Tensor"
 FORMS = {AffineProduct: "affine", LookupProduct: "lookup", DenseProduct: "dense"}
@@ -109,14 +108,18 @@ def chosen_by(index: Index, samples: int, device: torch.device) -> slice | Tenso
     Raises:
         IndexError: No sample has this number.
     """
-    if isinstance(index, Tensor):
-        index = index.to(device)
-        return index.unsqueeze(0) if index.dim() == 0 and not is_flag(index) else index
     if isinstance(index, slice):
         return index
     if isinstance(index, Sequence):
         chosen = torch.as_tensor([*index], device=device)
-        return chosen if len(index) else chosen.long()
+        index = chosen if len(index) else chosen.long()
+    if isinstance(index, Tensor):
+        if index.dim() > 1 or (index.dtype == torch.bool and index.shape != (samples,)):
+            raise IndexError(
+                f"There are {samples} samples. Give places, [n], or a mask of that length. Got "
+                f"{[*index.shape]}."
+            )
+        return index.to(device).reshape(-1)
     number = operator.index(index)
     if not -samples <= number < samples:
         raise IndexError(f"There are {samples} samples. Got the index {number}.")

@@ -116,7 +116,7 @@ def losses_without_rule(survey: GraphSurvey, roots: Iterable[Edge]) -> set[Call]
 
 
 def is_factor(survey: GraphSurvey, parameter: Tensor) -> bool:
-    """Whether a module's output is multiplied or divided by a function of a parameter.
+    """Whether what has no samples any more is multiplied or divided by a function of a parameter.
 
     Args:
         survey: What is known about the graph.
@@ -126,6 +126,8 @@ def is_factor(survey: GraphSurvey, parameter: Tensor) -> bool:
     for product in {node for node, _ in survey.between}:
         if nodes.operation_of(product) not in nodes.FACTORS.keys() | nodes.QUOTIENTS:
             continue
+        if isinstance(has := survey.alignment.entries_at(Edge(product, 0)), Tensor) or has:
+            continue  # within the net
         factors = [{edge.node, *behind([edge.node])} for edge in _sent_on(product)]
         uses = [any(getattr(n, "variable", None) is parameter for n in each) for each in factors]
         others = (each for each, is_used in zip(factors, uses, strict=True) if not is_used)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from backpack_core.errors import UsageError
-from backpack_optimizers.groups import require_count, require_positive
+from backpack_optimizers.groups import require_count, require_positive, require_share
 
 
 def require_adapting(adapt: object) -> None:
@@ -45,9 +45,9 @@ class LevenbergMarquardt:
     def __post_init__(self) -> None:
         """Check the settings."""
         require_count("every", self.every)
-        require_positive("1 - shrink", 1 - self.shrink)
         for name in ("shrink", "smallest", "largest"):
             require_positive(name, getattr(self, name))
+        require_share("shrink", self.shrink)
 
     def __call__(self, damping: float, change: float, predicted: float) -> float:
         """The next damping.

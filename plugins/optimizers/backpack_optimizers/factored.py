@@ -16,7 +16,13 @@ from backpack_core import Extension, is_extended
 from backpack_core.errors import UsageError
 from backpack_optimizers import processes
 from backpack_optimizers.damping import LevenbergMarquardt, predicted_change, require_adapting
-from backpack_optimizers.groups import Group, GroupedOptimizer, require_count, require_positive
+from backpack_optimizers.groups import (
+    Group,
+    GroupedOptimizer,
+    require_count,
+    require_positive,
+    require_share,
+)
 from backpack_optimizers.passes import CapturedPasses, Factors, Joined, joining
 from backpack_optimizers.reading import Nothing, factors_of_some
 from backpack_optimizers.replay import Replay
@@ -31,7 +37,6 @@ class FactoredOptimizer(GroupedOptimizer):
     """Steps ``-lr · (F + damping · I)⁻¹ g`` with Kronecker-factored curvature ``F``.
 
     Attributes:
-        damping: The present damping; it may be set.
         steps: How many steps were made.
     """
 
@@ -112,14 +117,13 @@ class FactoredOptimizer(GroupedOptimizer):
                 "must be extended first: model = extend(model), lossfunc = extend(lossfunc)."
             )
         require_adapting(adapt)
-        require_positive("damping", damping)
-        require_positive("factor_decay", factor_decay, or_zero=True)
-        require_positive("1 - factor_decay", 1 - factor_decay)
+        require_share("factor_decay", factor_decay)
         if kl_clip is not None:
             require_positive("kl_clip", kl_clip)
-        for name, count in (("factors_every", factors_every), ("inverses_every", inverses_every)):
-            require_count(name, count)
-        self.damping, self.steps = float(damping), 0
+        require_count("factors_every", factors_every)
+        require_count("inverses_every", inverses_every)
+        require_count("max_size", max_size)
+        self.damping, self.steps = damping, 0
         self._decay_of_factors, self._clip, self._adapt = factor_decay, kl_clip, adapt
         self._factors_every, self._inverses_every = factors_every, inverses_every
         self._reading: dict[str, Any] = {"mc_samples": mc_samples}

@@ -33,10 +33,11 @@ class GaussNewton(GroupedOptimizer):
         ...     loss = optimizer.step([(x, y)])
 
     Attributes:
-        damping: The present damping; it may be set.
         steps: How many steps were made.
         solution: The last result of conjugate gradients: ``iterations``, ``residual``.
     """
+
+    may_be_undamped = True
 
     def __init__(
         self,
@@ -91,15 +92,15 @@ class GaussNewton(GroupedOptimizer):
         Raises:
             UsageError: A setting is out of range.
         """
-        for name, number in (("damping", damping), ("rtol", rtol), ("warm_start", warm_start)):
+        for name, number in (("rtol", rtol), ("warm_start", warm_start)):
             require_positive(name, number, or_zero=True)
         require_adapting(adapt)
         require_count("max_iterations", max_iterations)
-        require_count("halvings + 1", halvings + 1)
+        require_positive("halvings", halvings, or_zero=True)
         settings = {"lr": lr, "weight_decay": weight_decay, "method": method}
         adam = {"adam_scale": adam_scale, "betas": betas, "eps": eps}
         super().__init__(model, params, {**settings, **adam})
-        self.damping, self.steps = float(damping), 0
+        self.damping, self.steps = damping, 0
         self.solution: Solution | None = None
         self._lossfunc, self._adapt, self._halvings = lossfunc, adapt, halvings
         self._warm_start, self._preconditioner = warm_start, preconditioner

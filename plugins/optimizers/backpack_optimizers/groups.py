@@ -6,7 +6,9 @@ Decay is decoupled (Loshchilov and Hutter, 2019, arXiv:1711.05101): weights shri
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -35,7 +37,10 @@ class GroupedOptimizer(Optimizer):
 
     Attributes:
         model: The model, without a wrapper.
+        may_be_undamped: Whether the damping may be zero.
     """
+
+    may_be_undamped = False
 
     def __init__(
         self,
@@ -66,6 +71,20 @@ class GroupedOptimizer(Optimizer):
             raise UsageError("The model has no trained parameter: set requires_grad for some.")
         super().__init__(chosen if params is None else params, dict(defaults))
 
+    @property
+    def damping(self) -> float:
+        """What is added to the curvature now; may be set.
+
+        Raises:
+            UsageError: It is set to what is not positive (or zero, where that is allowed).
+        """
+        return self._damping
+
+    @damping.setter
+    def damping(self, value: float) -> None:
+        require_positive("damping", value, or_zero=self.may_be_undamped)
+        self._damping = float(value)
+
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, as for every optimizer.
 
@@ -91,14 +110,29 @@ class GroupedOptimizer(Optimizer):
                     f"The parameter {self.name_of(parameter)!r} is sharded (fully_shard), but "
                     f"{type(self).__name__} needs whole ones: use DistributedDataParallel."
                 )
+        self._check_names(group)
         if group["method"] not in get_args(Method):
             raise UsageError(f"method must be one of {get_args(Method)}. Got {group['method']!r}.")
         for name in ("lr", "weight_decay", "adam_scale"):
             require_positive(name, group[name], or_zero=True)
         require_positive("eps", group["eps"], or_zero=True)
         for beta in group["betas"]:
-            require_positive("beta", beta, or_zero=True)
-            require_positive("1 - beta", 1 - beta)
+            require_share("beta", beta)
+
+    def _check_names(self, group: Group) -> None:
+        """Refuse what would not be read: settings of the optimizer, and names that are misspelt.
+
+        Anything else stays, as for every optimizer: schedules keep what they need in groups.
+        """
+        others = {*_settings_of(type(self))} - {*self.defaults, "params"}
+        for name in {*group} - {*self.defaults, "params"}:
+            near = get_close_matches(name, self.defaults, 1, _NEAR)
+            if near or name in others:
+                meant = f"did you mean {near[0]!r}?" if near else "it is one for all groups."
+                raise UsageError(
+                    f"{name!r} is no setting of a group of {type(self).__name__}: {meant} Settings "
+                    f"of a group are {', '.join(self.defaults)}."
+                )
 
     def name_of(self, parameter: Tensor) -> str:
         """The name of a parameter in the model."""
@@ -144,6 +178,16 @@ class GroupedOptimizer(Optimizer):
         )
 
 
+_NEAR = 0.85  # below, there is max_momentum, which a schedule adds
+
+
+def _settings_of(kind: type) -> Iterator[str]:
+    """What the constructors of a class and its bases take by name."""
+    for base in kind.__mro__:
+        if issubclass(base, GroupedOptimizer) and "__init__" in vars(base):
+            yield from signature(vars(base)["__init__"]).parameters
+
+
 def require_positive(name: str, value: Any, or_zero: bool = False) -> None:
     """Check that a setting is a positive, finite number.
 
@@ -162,6 +206,17 @@ def require_positive(name: str, value: Any, or_zero: bool = False) -> None:
     if not (number > 0 or (or_zero and number == 0)) or number == float("inf"):
         sign = "not negative" if or_zero else "positive"
         raise UsageError(f"{name} must be a number that is {sign}. Got {value!r}.")
+
+
+def require_share(name: str, value: Any) -> None:
+    """Check that a setting is a number from zero on, and below one.
+
+    Raises:
+        UsageError: It is not.
+    """
+    require_positive(name, value, or_zero=True)
+    if value >= 1:
+        raise UsageError(f"{name} must be a number below 1. Got {value!r}.")
 
 
 def require_count(name: str, value: Any) -> None:

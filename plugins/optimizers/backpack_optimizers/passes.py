@@ -30,6 +30,7 @@ class Joined:
         weight: The sum ``Σ_b W_b`` of the losses' divisors; ``None`` for sums, and before any pass.
         passes: The number of passes.
         share: The share of this process's loss in that of all.
+        is_open: Whether a block around a pass is open.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -41,6 +42,7 @@ class Joined:
         self.parameters = parameters
         self.values: dict[str, Factors] = {}
         self.weight: float | None = None
+        self.is_open = False
         self._ratios: list[float] = []
         self.reset()
 
@@ -136,13 +138,26 @@ def joining(total: Joined, extensions: Sequence[Extension], loss_scale: float) -
         total: What the pass is added to.
         extensions: What the pass computes.
         loss_scale: What the loss is multiplied by, for instance by a gradient scaler.
+
+    Raises:
+        UsageError: The block is inside another one.
     """
+    if total.is_open:
+        raise UsageError(
+            "optimizer.curvature() was entered inside of another of its blocks, which would see no "
+            "pass. A closure runs in a block already: leave `with optimizer.curvature():` out of "
+            "the closure of optimizer.step(closure)."
+        )
     weights = Weights()
-    with adding(total, extensions, loss_scale) as add:
-        with backpack(*extensions, observer=weights):
-            total.begin()
-            yield
-        add(weights)
+    total.is_open = True
+    try:
+        with adding(total, extensions, loss_scale) as add:
+            with backpack(*extensions, observer=weights):
+                total.begin()
+                yield
+            add(weights)
+    finally:
+        total.is_open = False
 
 
 @contextmanager

@@ -120,7 +120,7 @@ class Accountant:
             UsageError: The target is not positive and finite, or no noise reaches it.
         """
         check_delta(delta)
-        if not 0 < target < inf:
+        if not isinstance(target, (int, float)) or not 0 < target < inf:
             raise UsageError(f"target_epsilon must be positive and finite. Got {target!r}.")
         from dp_accounting import dp_event, mechanism_calibration
 

@@ -118,6 +118,8 @@ def make_private(
     check_loader(loader)
     if users is not None:
         check_order(loader)
+    elif max_records is not None:
+        raise UsageError("max_records= is for each user: name them, users=, or leave it out.")
     _check_noise(noise_multiplier, target_epsilon, target_delta, epochs)
     for name, number in (("max_records", max_records), ("max_rows", max_rows), ("epochs", epochs)):
         _check_count(name, number)

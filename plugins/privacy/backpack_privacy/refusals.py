@@ -31,7 +31,12 @@ def replace_batch_norm(
 
     Returns:
         The model, or what replaces it if it is a batch normalisation itself.
+
+    Raises:
+        UsageError: It is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"replace_batch_norm(model) takes a module. Got {type(model).__name__}.")
     make = norm or _group_norm
     if isinstance(model, _BatchNorm):
         return make(model).train(model.training)
@@ -196,7 +201,8 @@ def check_loss(lossfunc: Any, normaliser: Any) -> None:
     """Refuse a loss with an unknown divisor.
 
     Raises:
-        UsageError: The loss is a function without ``normaliser``, or cannot be called.
+        UsageError: It is a function, and ``normaliser`` is not given; it is a module that divides
+            by something else; or it cannot be called.
     """
     if not callable(lossfunc):
         raise UsageError(
@@ -221,6 +227,24 @@ def check_loss(lossfunc: Any, normaliser: Any) -> None:
             "samples, and the bound could have another scale. Use a module, such as "
             'nn.CrossEntropyLoss(). Or say it: normaliser="samples" for a mean over samples, '
             "normaliser=None for a sum."
+        )
+    _check_agree(lossfunc, normaliser)
+
+
+def _check_agree(lossfunc: Any, normaliser: Any) -> None:
+    """Refuse a divisor that is not the loss module's: gradients would depend on the batch's size.
+
+    A sample that is added would then change what all others give, which no bound covers.
+    """
+    reduction = getattr(lossfunc, "reduction", None)
+    if not isinstance(lossfunc, nn.Module) or normaliser == "loss":
+        return
+    if (reduction, normaliser == "samples") in (("mean", False), ("sum", True)):
+        raise UsageError(
+            f'{type(lossfunc).__name__} has reduction="{reduction}", and normaliser={normaliser!r} '
+            "says otherwise. Gradients of samples would depend on how many are in the batch, and "
+            "noise for one sample would not hide that. Leave normaliser= out: the module says what "
+            "it divides by."
         )
 
 

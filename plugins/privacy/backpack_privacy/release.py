@@ -176,6 +176,10 @@ class Release:
         self.steps = state["steps"]
 
     def _check_state(self, state: dict[str, Any]) -> None:
+        if not isinstance(state, dict):
+            raise UsageError(
+                f"A state is what private.state_dict() returned. Got {type(state).__name__}."
+            )
         missing = {"spent", "bounds", "source", "steps", "settings"} - {*state}
         if missing:
             raise UsageError(

@@ -243,7 +243,7 @@ def _explain(error: Any) -> None:
     if isinstance(error, UsageError) and "what the loss divides by" in str(error):
         raise UsageError(
             "It is not known what the loss divides by: the loss module of make_private(...) took "
-            'no part, or is not one of torch\'s. Write make_private(..., normaliser="samples") for '
+            'no part, or has no rule. Write make_private(..., normaliser="samples") for '
             "a mean over samples, or normaliser=None for a sum, or call that module."
         ) from error
 

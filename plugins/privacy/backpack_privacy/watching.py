@@ -24,7 +24,17 @@ class Buffers:
         Args:
             model: The model.
             public: Names of buffers that may change.
+
+        Raises:
+            UsageError: It is one string, or the model has no buffer of that name.
         """
+        names = [name for name, _ in model.named_buffers()]
+        unknown = [public] if isinstance(public, str) else [n for n in public if n not in names]
+        if unknown:
+            raise UsageError(
+                "public_buffers= must be a list of names of the model's buffers: "
+                f"{', '.join(names) or 'there are none'}. Got {unknown[0]!r}."
+            )
         self._model, self._public = model, frozenset(public)
         # The tensor, its version at the last comparison (-1: not yet), and its first values.
         self._known: dict[str, tuple[Tensor, int, Tensor]] | None = None

@@ -143,8 +143,10 @@ class KroneckerEigenbasis(CurvatureMatrix):
             generator: The source of random numbers; default: torch's.
 
         Raises:
-            UsageError: An eigenvalue is negative.
+            UsageError: An eigenvalue is negative, or the number of draws is no whole number.
         """
+        if count is not None and (type(count) is not int or count < 0):
+            raise UsageError(f"count must be a whole number, or None for one draw. Got {count!r}.")
         if any_of(self.values < 0):
             raise UsageError(
                 "A Gaussian needs a positive matrix, but this one has negative eigenvalues: "

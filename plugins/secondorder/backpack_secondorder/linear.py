@@ -118,7 +118,12 @@ class LinearOperator(ABC):
     def _lists(self, given: Sequence[Tensor], function: Any) -> list[Tensor]:
         """A function of lists ``[V, *θ]``, for lists of ``[*θ]`` or ``[V, *θ]``."""
         vectors = list(given) if isinstance(given, Iterable) else [given]
-        if isinstance(given, Mapping) or not all(isinstance(v, Tensor) for v in vectors):
+        if isinstance(given, Mapping):
+            raise ShapeError(
+                "Expected a list of tensors, one for each parameter. Got a mapping of type "
+                f"{type(given).__name__}: write [*vectors.values()], in the order of the blocks."
+            )
+        if not all(isinstance(v, Tensor) for v in vectors):
             raise ShapeError(
                 f"Expected a tensor [{self.shape[0]}] or [{self.shape[0]}, V], or a list of "
                 f"tensors, one for each parameter. Got {given!r:.80} of type "
