@@ -18,7 +18,7 @@ from backpack_core.record.view import View
 
 
 class Shown(Observer):
-    """Calls ``observer`` with the view of each visit."""
+    """Calls a function with the view of each visit: ``observer``, or one that logs."""
 
     def __init__(self, function: Callable[[View], None]) -> None:
         self._function = function
@@ -28,13 +28,10 @@ class Shown(Observer):
         self._function(view)
 
 
-class Logged(Observer):
-    """Logs each visit, for ``debug``."""
-
-    def after(self, view: View) -> None:
-        """Log the module, the shape of its output, and the rule."""
-        shape, rule, who = list(view.output_shape), type(view.call.rule), view.call.provenance
-        logger.info("%s: output %s, rule %s of %s", view.path, shape, rule.__name__, who)
+def log(view: View) -> None:
+    """Log the module of a visit, the shape of its output, and the rule."""
+    shape, rule, who = list(view.output_shape), type(view.call.rule), view.call.provenance
+    logger.info("%s: output %s, rule %s of %s", view.path, shape, rule.__name__, who)
 
 
 class Hooked(Observer):
@@ -53,8 +50,8 @@ class Hooked(Observer):
 
 def own_observers(context: Context, survey: Survey) -> list[Observer]:
     """Core's own observers, of which a pass has those that were asked for."""
-    found: list[Observer] = [] if context.observer is None else [Shown(context.observer)]
-    found += [Logged()] if context.debug else []
+    shown = context.observer, log if context.debug else None
+    found: list[Observer] = [Shown(function) for function in shown if function is not None]
     hook = context.extension_hook
     return found if hook is None else [*found, Hooked(hook, survey)]
 
