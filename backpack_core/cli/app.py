@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -105,6 +106,13 @@ def _extensions(incomplete: str) -> list[str]:
     return sorted(n for n in names if n and n.startswith(incomplete) and not n.endswith("Rule"))
 
 
+_EXTENSION = typer.Option(
+    *("--extension", "-e"),
+    autocompletion=_extensions,
+    help="Name of a quantity; may be given several times.",
+)
+
+
 @app.command()
 def support(
     model: Annotated[
@@ -114,14 +122,7 @@ def support(
             help="Returns a model, or a model and a loss. It is imported and called.",
         ),
     ] = None,
-    extension: Annotated[
-        list[str] | None,
-        typer.Option(
-            *("--extension", "-e"),
-            autocompletion=_extensions,
-            help="Only this one; may be given several times.",
-        ),
-    ] = None,
+    extension: Annotated[list[str] | None, _EXTENSION] = None,
     as_json: Json = False,
 ) -> None:
     """Say what is supported: by every rule and extension, or in one model.
@@ -160,14 +161,7 @@ def explain(
             help="Returns a model, a loss, inputs and a target. It is imported and called.",
         ),
     ],
-    extension: Annotated[
-        list[str],
-        typer.Option(
-            *("--extension", "-e"),
-            autocompletion=_extensions,
-            help="Which quantity; may be given several times.",
-        ),
-    ],
+    extension: Annotated[list[str], _EXTENSION],
     as_json: Json = False,
 ) -> None:
     """Say for each parameter which rule computes a quantity, in which form, and what it costs.
@@ -189,6 +183,8 @@ def explain(
         if len(names) > 1:
             output.say(name)
         cells = [row.cells() for row in rows if row.quantity == name]
+        for above, row in [*pairwise(cells)][::-1]:  # a sentence about all of them is said once
+            row[-1] = "as above" if len(row[-1]) > 40 and row[-1] == above[-1] else row[-1]
         output.print_table(HEADER, cells, output.width())
         output.say("")
     output.say(UNITS)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from backpack_core.plugins.loading import missing
 from backpack_core.plugins.registry import registry
 from backpack_core.testing.cases import LossCase, RuleCase
 
@@ -76,8 +77,10 @@ def _known(name: str) -> Callable[..., nn.Module]:
     """A factory of a module class by name, which a plugin defines together with its rule."""
 
     def make(*arguments: Any, **options: Any) -> nn.Module:
-        types: list[Any] = [kind for kind in registry.rules if isinstance(kind, type)]
-        made: nn.Module = next(k for k in types if k.__name__ == name)(*arguments, **options)
+        types: dict[str, Any] = {k.__name__: k for k in registry.rules if isinstance(k, type)}
+        if name not in types:
+            raise missing("The table has layers of torch.nn, and no rules for them.", nn.Linear)
+        made: nn.Module = types[name](*arguments, **options)
         return made
 
     return make

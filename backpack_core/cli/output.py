@@ -63,12 +63,13 @@ def print_table(
     from rich.table import Table
 
     wide, cells = wide or terminal(), [list(row) for row in rows]
-    if _least(header, cells) > wide:
+    widest = _widest(header, cells)
+    if sum(widest) + _GAP * (len(widest) - 1) > wide:
         say("\n\n".join(_stacked(header, row, wide) for row in cells))
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in header:
-        table.add_column(name, overflow="fold")
+    for name, least in zip(header, widest, strict=True):
+        table.add_column(name, min_width=least)  # no word is broken
     for row in cells:
         table.add_row(*[_styled(cell) for cell in row])
     target = console(wide)
@@ -78,14 +79,10 @@ def print_table(
         print(line.rstrip())
 
 
-def _least(header: Sequence[str], rows: list[list[str]]) -> int:
-    """The least width of a table that breaks no word."""
+def _widest(header: Sequence[str], rows: list[list[str]]) -> list[int]:
+    """The length of the longest word of each column."""
     columns = zip(header, *rows, strict=True)
-    widest = [
-        max((len(word) for cell in column for word in cell.split()), default=0)
-        for column in columns
-    ]
-    return sum(widest) + _GAP * (len(widest) - 1)
+    return [max((len(w) for cell in column for w in cell.split()), default=0) for column in columns]
 
 
 def _stacked(header: Sequence[str], row: Sequence[str], wide: int) -> str:
