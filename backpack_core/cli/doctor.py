@@ -84,7 +84,7 @@ def examine(limit: float = LIMIT) -> Diagnosis:
 def _names_that_mean_nothing(plugins: Iterable[Plugin]) -> Iterator[tuple[str, str]]:
     """Entries of environment variables that name no installed plugin, each after its variable."""
     known = {canonical(name) for plugin in plugins for name in plugin.provenance[:2]}
-    for variable in ("BACKPACK_LOAD_PLUGINS", "BACKPACK_BLOCK_PLUGINS", "BACKPACK_PREFER"):
+    for variable in ("BACKPACK_BLOCK_PLUGINS", "BACKPACK_PREFER"):
         for entry in filter(None, map(str.strip, os.environ.get(variable, "").split(","))):
             key, _, name = entry.rpartition("=")
             if canonical(name) not in known or (variable == "BACKPACK_PREFER" and not key):

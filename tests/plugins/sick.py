@@ -153,7 +153,7 @@ SICK = {
     ),
     "abstract class": Sick(
         one("from backpack_core import Extension as E\nclass A(E):\n    savefield = 'a'", "A"),
-        "A does not implement read",
+        "does not implement read",
         "Update",
         "does not implement read",
     ),

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from backpack_core.cli import doctor
 from backpack_core.cli.app import app
 from backpack_core.cli.explain import HEADER, explained
 from backpack_core.cli.output import print_table
@@ -112,13 +111,6 @@ def test_a_table_without_layers_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("BACKPACK_LOAD_PLUGINS", "backpack-plugin-firstorder")
     with pytest.raises(MissingPluginError, match=r"layers of torch\.nn, .* rule for Linear, but"):
         table_of_rules(("BatchGrad",))
-
-
-def test_a_name_in_no_list_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BACKPACK_LOAD_PLUGINS", "backpack-checks,backpack-plugin-layer")
-    (finding,) = doctor.examine().findings
-    assert finding.who == "BACKPACK_LOAD_PLUGINS"
-    assert "did you mean 'backpack-plugin-layers'?" in finding.problem
 
 
 @pytest.mark.parametrize("arguments", [("certify", "--wheel", "no.whl"), ("update", "nowhere")])
