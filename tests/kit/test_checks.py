@@ -47,9 +47,9 @@ NAMES = {
     """,
     "extension": """
         declarations mean sum batch_of_one shared_positions single_number residual called_twice
-        no_samples frozen_surroundings partly_frozen loss_scaled in_chunks float32 bfloat16
-        retain_graph beside_others leaves_gradient_alone pickle_extension no_live_calls degree
-        samples_add two_halves_mean two_halves_sum subsampling savefield
+        no_samples quantity frozen_surroundings partly_frozen loss_scaled in_chunks float32
+        bfloat16 retain_graph beside_others leaves_gradient_alone pickle_extension no_live_calls
+        degree samples_add two_halves_mean two_halves_sum subsampling savefield
     """,
 }
 
