@@ -202,8 +202,8 @@ class RuleCase(Case):
         resolved = registry.resolve(module)
         if resolved.is_fallback:
             raise MissingPluginError(
-                f"No rule speaks for {type(module).__name__}: pass rule=... to RuleCase, or "
-                "install the plugin that has it."
+                f"No rule speaks for {type(module).__name__}: pass rule=... to RuleCase, or name "
+                "it in [project.entry-points.backpack] of its package, and pip install that again."
             )
         return resolved.rule
 

@@ -131,6 +131,12 @@ SICK = {
     "points nowhere: attribute": Sick(
         one(NORM, "Missing"), "points nowhere", "force-reinstall", "no 'Missing'"
     ),
+    "points nowhere: misspelt": Sick(
+        one(NORM, "GradNrom"),
+        "no 'GradNrom': did you mean 'GradNorm'?",
+        "force-reinstall",
+        "did you mean 'GradNorm'?",
+    ),
     "wrong type": Sick(one("x = 3", "x"), "3 provides nothing", "Update", "provides nothing"),
     "wrong type from a hook": Sick(
         one(
