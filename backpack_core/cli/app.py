@@ -82,6 +82,7 @@ def doctor(as_json: Json = False, limit: Limit = LIMIT) -> None:
 
     from backpack_core.cli import output
     from backpack_core.cli.doctor import examine
+    from backpack_core.plugins.loading import SWITCHES
 
     diagnosis = examine(limit)
     if as_json:
@@ -94,7 +95,8 @@ def doctor(as_json: Json = False, limit: Limit = LIMIT) -> None:
             output.say(f"  → {finding.remedy}")
         states = [report.state for report in diagnosis.reports]
         summary = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
-        output.say(f"{len(states)} plugins: {summary or 'none'}.")
+        hint = f" Check {SWITCHES}." if {*states} == {"blocked"} else ""
+        output.say(f"{len(states)} plugins: {summary or 'none'}.{hint}")
     raise typer.Exit(0 if diagnosis.healthy else 1)
 
 

@@ -113,6 +113,10 @@ def _drawn(*shape: int, times: int = 0) -> Callable[[int], Any]:
     return inputs
 
 
+def _numbers(n: int) -> Tensor:
+    return torch.randint(0, 5, (n, 2))
+
+
 def _norm(kind: type[nn.Module], mode: str, *shape: int) -> RuleCase:
     name = f"{kind.__name__} ({mode})"
     return _case(name, lambda: kind(2).train(mode == "training"), (), _drawn(2, *shape))
@@ -139,13 +143,8 @@ _OTHERS: dict[str, list[RuleCase]] = {
         *(_norm(nn.BatchNorm2d, mode, 1, 2) for mode in _MODES),
     ],
     "Sequences": [
-        _case("Embedding", nn.Embedding, (5, 2), lambda n: torch.randint(0, 5, (n, 2))),
-        _case(
-            "EmbeddingBag",
-            lambda: nn.EmbeddingBag(5, 2, mode="sum"),
-            (),
-            lambda n: torch.randint(0, 5, (n, 2)),
-        ),
+        _case("Embedding", nn.Embedding, (5, 2), _numbers),
+        _case("EmbeddingBag", partial(nn.EmbeddingBag, mode="sum"), (5, 2), _numbers),
         *(
             _case(k.__name__, partial(k, 2, 2, batch_first=True), (), _drawn(2, 2))
             for k in (nn.RNN, nn.LSTM, nn.GRU)

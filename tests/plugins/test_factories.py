@@ -113,6 +113,12 @@ def test_a_table_without_layers_says_what_to_install(monkeypatch: pytest.MonkeyP
         table_of_rules(("BatchGrad",))
 
 
+def test_the_doctor_says_what_may_block_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BACKPACK_LOAD_PLUGINS", "backpack-plugin-layer")
+    said = CliRunner().invoke(app, ["doctor"]).output
+    assert "blocked. Check BACKPACK_LOAD_PLUGINS, BACKPACK_BLOCK_PLUGINS" in " ".join(said.split())
+
+
 @pytest.mark.parametrize("arguments", [("certify", "--wheel", "no.whl"), ("update", "nowhere")])
 def test_a_path_that_does_not_exist_is_said_at_once(arguments: tuple[str, ...]) -> None:
     result = CliRunner().invoke(app, arguments)
