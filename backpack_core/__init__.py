@@ -30,7 +30,7 @@ else:
         public = {} if name.startswith("_") else vars(import_module("backpack_core.api"))
         if name not in public:  # others look whether there is such a name, and expect this error
             near = errors.nearest(name, public)
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near}")
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near}", name=name)
         return globals().setdefault(name, public[name])
 
 

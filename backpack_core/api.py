@@ -1,5 +1,6 @@
 """Everything public, which users import from :mod:`backpack_core`."""
 
+from backpack_core import extensions as extensions
 from backpack_core.context import backpack as backpack
 from backpack_core.contract.extension import Extension as Extension
 from backpack_core.contract.loss import LossRule as LossRule

@@ -17,7 +17,7 @@ from importlib import import_module
 from operator import attrgetter
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
-from backpack_core.errors import PluginConflictError, PluginError
+from backpack_core.errors import PluginConflictError, PluginError, nearest
 
 GROUP = "backpack"
 
@@ -111,7 +111,7 @@ class Plugin:
         except AttributeError as error:
             raise PluginError(
                 f"The entry point names {self.value!r}, but the module {match['module']} has no "
-                f"{match['attribute']!r}."
+                f"{match['attribute']!r}{nearest(match['attribute'], vars(module)) or '.'}"
             ) from error
 
 

@@ -228,4 +228,4 @@ def nearest(name: str, names: Iterable[str]) -> str:
     close = get_close_matches(name.lower(), by_lower, 3, 0.6)
     # Names with the same letters in another order come first.
     close.sort(key=lambda other: sorted(other) != sorted(name.lower()))
-    return f": did you mean {by_lower[close[0]]!r}?" if close else ""
+    return f": did you mean {by_lower[close[0]]!r}?" if close and by_lower[close[0]] != name else ""

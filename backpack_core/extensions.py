@@ -22,8 +22,7 @@ def __getattr__(name: str) -> Any:
     ensure_loaded()
     if name not in registry.extensions:
         load_provider(name)  # a plugin may ask, while it is loaded, for the class of a later one
-    claims = registry.extensions.get(name)
-    if claims:
+    if claims := registry.extensions.get(name):
         return choose(claims, name, "extension").value
     raise missing(_why_missing(name), name)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated, Any
 
 import typer
@@ -81,6 +82,7 @@ def doctor(as_json: Json = False, limit: Limit = LIMIT) -> None:
 
     from backpack_core.cli import output
     from backpack_core.cli.doctor import examine
+    from backpack_core.plugins.loading import SWITCHES
 
     diagnosis = examine(limit)
     if as_json:
@@ -93,7 +95,8 @@ def doctor(as_json: Json = False, limit: Limit = LIMIT) -> None:
             output.say(f"  → {finding.remedy}")
         states = [report.state for report in diagnosis.reports]
         summary = ", ".join(f"{states.count(s)} {s}" for s in dict.fromkeys(states))
-        output.say(f"{len(states)} plugins: {summary or 'none'}.")
+        hint = f" Check {SWITCHES}." if {*states} == {"blocked"} else ""
+        output.say(f"{len(states)} plugins: {summary or 'none'}.{hint}")
     raise typer.Exit(0 if diagnosis.healthy else 1)
 
 
@@ -105,6 +108,13 @@ def _extensions(incomplete: str) -> list[str]:
     return sorted(n for n in names if n and n.startswith(incomplete) and not n.endswith("Rule"))
 
 
+_EXTENSION = typer.Option(
+    *("--extension", "-e"),
+    autocompletion=_extensions,
+    help="Name of a quantity; may be given several times.",
+)
+
+
 @app.command()
 def support(
     model: Annotated[
@@ -114,14 +124,7 @@ def support(
             help="Returns a model, or a model and a loss. It is imported and called.",
         ),
     ] = None,
-    extension: Annotated[
-        list[str] | None,
-        typer.Option(
-            *("--extension", "-e"),
-            autocompletion=_extensions,
-            help="Only this one; may be given several times.",
-        ),
-    ] = None,
+    extension: Annotated[list[str] | None, _EXTENSION] = None,
     as_json: Json = False,
 ) -> None:
     """Say what is supported: by every rule and extension, or in one model.
@@ -160,14 +163,7 @@ def explain(
             help="Returns a model, a loss, inputs and a target. It is imported and called.",
         ),
     ],
-    extension: Annotated[
-        list[str],
-        typer.Option(
-            *("--extension", "-e"),
-            autocompletion=_extensions,
-            help="Which quantity; may be given several times.",
-        ),
-    ],
+    extension: Annotated[list[str], _EXTENSION],
     as_json: Json = False,
 ) -> None:
     """Say for each parameter which rule computes a quantity, in which form, and what it costs.
@@ -189,6 +185,8 @@ def explain(
         if len(names) > 1:
             output.say(name)
         cells = [row.cells() for row in rows if row.quantity == name]
+        for above, row in [*pairwise(cells)][::-1]:  # a sentence about all of them is said once
+            row[-1] = "as above" if len(row[-1]) > 40 and row[-1] == above[-1] else row[-1]
         output.print_table(HEADER, cells, output.width())
         output.say("")
     output.say(UNITS)

@@ -46,7 +46,9 @@ def new_propagator(name: Name, output: Output = Path(), author: Author = "") -> 
 
 
 def update(
-    folder: Annotated[Path, typer.Argument(help="A package made by `backpack new`.")] = Path(),
+    folder: Annotated[
+        Path, typer.Argument(exists=True, help="A package made by `backpack new`.")
+    ] = Path(),
 ) -> None:
     """Bring a package made by `backpack new` up to date with the installed templates.
 
@@ -76,7 +78,9 @@ def certify(
     ] = None,
     wheel: Annotated[
         Path | None,
-        typer.Option("--wheel", help="Write it into a wheel, too, or into those of a folder."),
+        typer.Option(
+            "--wheel", exists=True, help="Write it into a wheel, too, or into those of a folder."
+        ),
     ] = None,
 ) -> None:
     """Run a package's tests, and write what the kit found into a certificate beside its code.

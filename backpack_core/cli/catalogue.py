@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from backpack_core.plugins.loading import missing
 from backpack_core.plugins.registry import registry
 from backpack_core.testing.cases import LossCase, RuleCase
 
@@ -76,8 +77,10 @@ def _known(name: str) -> Callable[..., nn.Module]:
     """A factory of a module class by name, which a plugin defines together with its rule."""
 
     def make(*arguments: Any, **options: Any) -> nn.Module:
-        types: list[Any] = [kind for kind in registry.rules if isinstance(kind, type)]
-        made: nn.Module = next(k for k in types if k.__name__ == name)(*arguments, **options)
+        types: dict[str, Any] = {k.__name__: k for k in registry.rules if isinstance(k, type)}
+        if name not in types:
+            raise missing("The table has layers of torch.nn, and no rules for them.", nn.Linear)
+        made: nn.Module = types[name](*arguments, **options)
         return made
 
     return make
@@ -110,6 +113,10 @@ def _drawn(*shape: int, times: int = 0) -> Callable[[int], Any]:
     return inputs
 
 
+def _numbers(n: int) -> Tensor:
+    return torch.randint(0, 5, (n, 2))
+
+
 def _norm(kind: type[nn.Module], mode: str, *shape: int) -> RuleCase:
     name = f"{kind.__name__} ({mode})"
     return _case(name, lambda: kind(2).train(mode == "training"), (), _drawn(2, *shape))
@@ -136,13 +143,8 @@ _OTHERS: dict[str, list[RuleCase]] = {
         *(_norm(nn.BatchNorm2d, mode, 1, 2) for mode in _MODES),
     ],
     "Sequences": [
-        _case("Embedding", nn.Embedding, (5, 2), lambda n: torch.randint(0, 5, (n, 2))),
-        _case(
-            "EmbeddingBag",
-            lambda: nn.EmbeddingBag(5, 2, mode="sum"),
-            (),
-            lambda n: torch.randint(0, 5, (n, 2)),
-        ),
+        _case("Embedding", nn.Embedding, (5, 2), _numbers),
+        _case("EmbeddingBag", partial(nn.EmbeddingBag, mode="sum"), (5, 2), _numbers),
         *(
             _case(k.__name__, partial(k, 2, 2, batch_first=True), (), _drawn(2, 2))
             for k in (nn.RNN, nn.LSTM, nn.GRU)

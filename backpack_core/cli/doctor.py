@@ -13,13 +13,7 @@ from backpack_core.cli.certificate import standing
 from backpack_core.cli.listing import worst
 from backpack_core.cli.processes import load_isolated
 from backpack_core.cli.reports import LIMIT, Provided, Report
-from backpack_core.discovery import (
-    Plugin,
-    canonical,
-    declarations,
-    name_of,
-    preference,
-)
+from backpack_core.discovery import Plugin, canonical, declarations, name_of, preference
 from backpack_core.errors import nearest
 from backpack_core.plugins import loading as plugins
 
@@ -102,14 +96,10 @@ def _of_environment(installed: list[Plugin]) -> Iterator[Finding]:
     known = {name for plugin in installed for name in plugin.provenance[:2]}
     for variable, entry in _names_that_mean_nothing(installed):
         near = nearest(entry.rpartition("=")[2], known) or "."
-        yield Finding(
-            "warning",
-            variable,
-            "",
-            f"its entry {entry!r} names no installed plugin and has no effect{near}",
-            "Correct it: entries are names that `backpack plugins --all` lists, and in "
-            "BACKPACK_PREFER key=name.",
-        )
+        problem = f"its entry {entry!r} names no installed plugin and has no effect{near}"
+        listed = "entries are names that `backpack plugins --all` lists"
+        remedy = f"Correct it: {listed}, and in BACKPACK_PREFER key=name."
+        yield Finding("warning", variable, "", problem, remedy)
 
 
 def _of_others() -> Iterator[Finding]:
@@ -155,20 +145,14 @@ def _judge(report: Report, limit: float) -> Iterator[Finding]:
     elif report.state == "failed":
         yield fault(*_failure(report, update))
     if not report.version:
-        yield fault(
-            "its distribution has no metadata",
-            f"The installation is damaged: pip install --force-reinstall {report.distribution}.",
-        )
+        again = f"pip install --force-reinstall {report.distribution}"
+        yield fault("its distribution has no metadata", f"The installation is damaged: {again}.")
+    tell = f"Tell the authors of {report.distribution}"
     for promise in report.broken_promises:
-        yield fault(
-            f"{promise}",
-            f"Tell the authors of {report.distribution}; what needs it will raise.",
-        )
+        yield fault(promise, f"{tell}; what needs it will raise.")
     if report.output.strip():
         line = report.output.strip().splitlines()[0]
-        yield warning(
-            f"it prints at import: {line!r}", f"Tell the authors of {report.distribution}."
-        )
+        yield warning(f"it prints at import: {line!r}", f"{tell}.")
     if report.state == "loaded" and report.seconds > SLOW:
         yield warning(
             f"its import takes {report.seconds:.1f} s",
@@ -189,10 +173,7 @@ def _failure(report: Report, update: str) -> tuple[str, str]:
             "[project.entry-points.backpack] in pyproject.toml."
         )
     if report.error == "ModuleNotFoundError":
-        return (
-            f"{last}{place}",
-            f"Install what it needs (pip check), or: {_lower(update)}",
-        )
+        return f"{last}{place}", f"Install what it needs (pip check), or: {_lower(update)}"
     return f"{last}{place}", update
 
 
@@ -249,14 +230,9 @@ def _conflict(what: str, key: str, rivals: list[tuple[str, str]]) -> Finding:
     who = " and ".join(distribution for _, distribution in rivals)
     names = ", ".join(dict.fromkeys(name for name, _ in rivals))
     first = rivals[0][1].split(" ")[0]
-    return Finding(
-        "fault",
-        who,
-        names,
-        f"in conflict: {what} is claimed by {who}",
-        f"Uninstall all but one, call backpack_core.prefer({first!r}, {key!r}), or set "
-        f"BACKPACK_PREFER={key}={first}.",
-    )
+    call = f"backpack_core.prefer({first!r}, {key!r})"
+    remedy = f"Uninstall all but one, call {call}, or set BACKPACK_PREFER={key}={first}."
+    return Finding("fault", who, names, f"in conflict: {what} is claimed by {who}", remedy)
 
 
 def _certificates(installed: list[Plugin]) -> Iterator[Finding]:
@@ -302,11 +278,7 @@ def _without_plugins() -> list[str]:
 
 
 def _empty(name: str) -> Finding:
-    return Finding(
-        "fault",
-        name,
-        "",
-        "is installed, but declares no plugin: its entry points are missing or cannot be read",
-        f"pip install --force-reinstall {name}; authors: add [project.entry-points.backpack] to "
-        "pyproject.toml.",
-    )
+    problem = "is installed, but declares no plugin: its entry points are missing or unreadable"
+    table = "[project.entry-points.backpack] to pyproject.toml"
+    remedy = f"pip install --force-reinstall {name}; authors: add {table}."
+    return Finding("fault", name, "", problem, remedy)

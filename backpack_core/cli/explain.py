@@ -14,6 +14,7 @@ from backpack_core.cli.counts import EXACT, Layer, of_module, result_size, work
 from backpack_core.cli.support import Given, build, classes, judge, trial
 from backpack_core.cli.watch import declared_form
 from backpack_core.contract.extension import Extension
+from backpack_core.errors import UsageError
 from backpack_core.extending import extend, unextend
 from backpack_core.plan.plan import Plan, plans
 from backpack_core.plugins.registry import registry
@@ -87,6 +88,9 @@ def explained(target: str, names: tuple[str, ...]) -> Explanation:
     net = _Net(given, *_layers(given))
     extend(given.modules[0])
     rows = [row for n, kind in extensions.items() for row in _rows(net, kind, refused[n])]
+    if not rows:
+        kind = type(given.modules[0]).__name__
+        raise UsageError(f"{kind}, which {target} returns first, has no trained parameters.")
     return Explanation(rows, plan)
 
 
@@ -98,17 +102,17 @@ class _Net(NamedTuple):
     columns: int
 
 
-def _rows(net: _Net, extension: type[Extension], refused: str) -> Iterator[Row]:
+def _rows(net: _Net, extension: type[Extension], refused: str | None) -> Iterator[Row]:
     """A row for each trained parameter."""
     name = extension.__name__
     for path, module in net.given.modules[0].named_modules():
         if not _hooks.are_installed(module):
             continue
-        cell, why = judge(module, registry.resolve(module), extension)
+        cell, why = judge(module, extension, refused)
         for own, parameter in _parameters(module):
             full = f"{path}.{own}" if path else own
             costs = _costs(net, net.layers.get(module, []), name, parameter)
-            words = _words(module, own, extension, cell, refused or why)
+            words = _words(module, own, extension, cell, why)
             yield Row(name, full, *words[:2], *costs, words[2])
 
 
@@ -122,7 +126,7 @@ def _layers(given: Given) -> tuple[dict[Module, list[Layer]], int]:
     """The affine maps of every module, and the columns of an exact root, from a forward pass."""
     layers: dict[Module, list[Layer]] = {}
     model = given.modules[0]
-    if not given.data:
+    if not given.inputs:
         return layers, 0
 
     def visit(module: Module, args: tuple[Any, ...], result: Any) -> None:
@@ -133,7 +137,7 @@ def _layers(given: Given) -> tuple[dict[Module, list[Layer]], int]:
     hooks = [module.register_forward_hook(visit) for module in model.modules()]
     try:
         with torch.no_grad():
-            output = model(*given.data[: max(1, len(given.data) - 1)])
+            output = model(*given.inputs)
     finally:
         for hook in hooks:
             hook.remove()
@@ -146,7 +150,7 @@ def _costs(
 ) -> tuple[float | None, float | None]:
     """Multiply-adds and bytes, relative to those of the gradient."""
     columns = net.columns if name in EXACT else 1
-    batch = len(net.given.data[0]) if net.given.data else 0
+    batch = len(net.given.inputs[0]) if net.given.inputs else 0
     size = result_size(name, parameter.numel(), batch, columns) or parameter.numel()
     parts = [work(layer, name, columns) for layer in layers]
     if not layers or parameter.dim() < 2 or None in parts:
@@ -168,7 +172,7 @@ def _words(
     rule = "automatic"
     if not resolved.is_fallback and resolved.rule.covers(module, name):
         rule = f"{type(resolved.rule).__name__} of {resolved.provenance}"
-    if cell == "refused" or why:
+    if cell == "refused":
         return rule, "refused", why
     if rule == "automatic":
         remedy = f"install a plugin with a rule for {kind}, or write one: backpack new layer NAME"

@@ -63,12 +63,18 @@ def print_table(
     from rich.table import Table
 
     wide, cells = wide or terminal(), [list(row) for row in rows]
-    if _least(header, cells) > wide:
+    columns = [*zip(header, *cells, strict=True)]
+    least = [max(len(word) for cell in column for word in cell.split()) for column in columns]
+    widths, room = [max(map(len, column)) for column in columns], wide - _GAP * (len(columns) - 1)
+    if sum(least) > room:
         say("\n\n".join(_stacked(header, row, wide) for row in cells))
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in header:
-        table.add_column(name, overflow="fold")
+    while sum(widths) > room:  # narrower is the column with most to spare: no word is broken
+        spare = [width - needed for width, needed in zip(widths, least, strict=True)]
+        widths[spare.index(max(spare))] -= 1
+    for name, width in zip(header, widths, strict=True):
+        table.add_column(name, width=width)
     for row in cells:
         table.add_row(*[_styled(cell) for cell in row])
     target = console(wide)
@@ -76,16 +82,6 @@ def print_table(
         target.print(table)
     for line in printed.get().splitlines():
         print(line.rstrip())
-
-
-def _least(header: Sequence[str], rows: list[list[str]]) -> int:
-    """The least width of a table that breaks no word."""
-    columns = zip(header, *rows, strict=True)
-    widest = [
-        max((len(word) for cell in column for word in cell.split()), default=0)
-        for column in columns
-    ]
-    return sum(widest) + _GAP * (len(widest) - 1)
 
 
 def _stacked(header: Sequence[str], row: Sequence[str], wide: int) -> str:

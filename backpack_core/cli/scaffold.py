@@ -20,10 +20,10 @@ from backpack_core.plugins import known_plugins
 REPOSITORY = "~/.cache/backpack-core/templates"
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
-# Plugins whose classes would have the names that the generated files import.
+# Plugins whose classes would have names that Python keeps, or that the generated files import.
 _TAKEN = {
-    *("callable", "extension-case", "first-order-extension", "parametric", "quantity"),
-    *("rule-case", "sample-product", "tensor", "view"),
+    *("callable", "extension-case", "false", "first-order-extension", "none", "parametric"),
+    *("quantity", "rule-case", "sample-product", "tensor", "true", "view"),
 }
 _AUTHOR = re.compile(r"[\w .,&()@+-]*")
 _GIT = (
@@ -72,8 +72,8 @@ def check_name(name: str) -> str:
         UsageError: It is not a valid name of a package.
     """
     short = name.replace("_", "-").removeprefix("backpack-plugin-")
-    if short in _TAKEN:
-        raise UsageError(f"The generated package uses the name {name!r} itself: choose another.")
+    if short in _TAKEN or short.startswith("test"):  # pytest takes such classes for tests
+        raise UsageError(f"Python, pytest or the package uses the name {name!r}: choose another.")
     if not _NAME.fullmatch(short) or keyword.iskeyword(short):
         other = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[ .]+", "-", short).lower()
         hint = f": write {other!r}." if _NAME.fullmatch(other) and other != short else "."

@@ -26,6 +26,7 @@ from backpack_core.contract.rules import LayerRule
 from backpack_core.discovery import choose
 from backpack_core.errors import BackpackError, UsageError, nearest
 from backpack_core.extending import extend
+from backpack_core.plugins.loading import missing
 from backpack_core.plugins.registry import Resolved, registry
 from backpack_core.testing.layer_run import has_second_derivative
 from backpack_core.testing.quantities import needs_arguments, quantity_of
@@ -95,11 +96,12 @@ def classes(chosen: tuple[str, ...] = ()) -> dict[str, type[Extension]]:
         UsageError: One is not installed.
     """
     plugins.ensure_loaded()
-    for name in chosen:
+    for name in chosen or (() if registry.extensions else ("BatchGrad",)):
         if name not in registry.extensions:
             near = nearest(name, registry.extensions) or "."
-            installed = ", ".join(sorted(registry.extensions))
-            raise UsageError(f"No extension {name!r} is installed{near} Installed: {installed}.")
+            installed = ", ".join(sorted(registry.extensions)) or "none"
+            said = f"No extension {name!r} is installed{near} Installed: {installed}."
+            raise UsageError(str(missing(said, name)))
     names = list(chosen) or sorted(registry.extensions)
     return {n: choose(registry.extensions[n], n, "extension").value for n in names}
 
@@ -129,8 +131,7 @@ def table_of_model(target: str, chosen: tuple[str, ...] = ()) -> Table:
     for path, module in _operations(given.modules):
         resolved = registry.resolve(module)
         rule = "automatic" if resolved.is_fallback else type(resolved.rule).__name__
-        judged = {n: judge(module, resolved, kind) for n, kind in extensions.items()}
-        judged |= {n: ("refused", why) for n, why in tried.items() if why}
+        judged = {n: judge(module, kind, tried[n]) for n, kind in extensions.items()}
         rows.append(
             [path, type(module).__name__, rule, str(resolved.provenance)]
             + [cell for cell, _ in judged.values()]
@@ -144,11 +145,13 @@ class Given(NamedTuple):
 
     Attributes:
         modules: A model, and possibly its loss.
-        data: The model's inputs and then a target; may be empty.
+        inputs: The model's inputs; may be empty.
+        target: What the loss compares with; ``None`` if no backward pass can be run.
     """
 
     modules: tuple[Module, ...]
-    data: tuple[Tensor, ...] = ()
+    inputs: tuple[Tensor, ...] = ()
+    target: Tensor | None = None
 
 
 def build(target: str) -> Given:
@@ -170,18 +173,32 @@ def build(target: str) -> Given:
         factory = importlib.import_module(module_name)
         for part in attribute.split("."):
             factory = getattr(factory, part)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # the user's module may raise anything
         near = nearest(attribute, vars(factory)) if isinstance(factory, ModuleType) else ""
-        raise UsageError(f"{target!r} cannot be imported: {error}{near}") from error
+        near = near or nearest(module_name, (path.stem for path in Path().glob("*.py")))
+        said = f"{type(error).__name__}: {error}"
+        raise UsageError(f"{target!r} cannot be imported: {said}{near}") from error
     returned = factory if isinstance(factory, Module) else _made(target, factory)
-    parts = returned if isinstance(returned, tuple) else (returned,)
+    parts = tuple(returned) if isinstance(returned, (tuple, list)) else (returned,)
     modules = tuple(part for part in parts if isinstance(part, Module))
     data = tuple(part for part in parts if isinstance(part, Tensor))
-    if not modules or parts != (*modules, *data):
+    if not modules or [*map(id, parts)] != [*map(id, (*modules, *data))]:
         raise UsageError(
-            f"{target} must return modules of torch.nn, and tensors behind them. Got {returned!r}."
+            f"{target} must return a model, possibly its loss (a module: nn.MSELoss(), not "
+            "F.mse_loss), and then tensors: the model's inputs, and a target. Got "
+            f"{', '.join(type(part).__name__ for part in parts)}."
         )
-    return Given(modules, data)
+    is_whole = len(modules) > 1 and len(data) > 1
+    given = Given(modules, data[:-1], data[-1]) if is_whole else Given(modules, data)
+    try:  # whether they fit is seen without a quantity
+        output = modules[0](*given.inputs) if data else None
+        if given.target is not None:
+            modules[1](output, given.target).backward()
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}{_line(error, module_name)}"
+        needed = "By itself, loss(model(*inputs), target).backward() has to work."
+        raise UsageError(f"What {target} returns does not run: {said}\n{needed}") from error
+    return given
 
 
 def _made(target: str, factory: Any) -> Any:
@@ -211,13 +228,13 @@ def _line(error: BaseException, module: str) -> str:
     return f" ({file}:{lines[-1]})" if lines else ""
 
 
-def trial(given: Given, *kinds: type[Extension]) -> str:
-    """Why a run of extensions is refused; empty if it is not, or if it cannot be run."""
-    if any(map(needs_arguments, kinds)) or len(given.modules) < 2 or len(given.data) < 2:
-        return ""
+def trial(given: Given, *kinds: type[Extension]) -> str | None:
+    """Why a run of extensions is refused; empty if it is not, ``None`` if it cannot be run."""
+    if any(map(needs_arguments, kinds)) or given.target is None:
+        return None
     model, lossfunc = map(extend, given.modules[:2])
     try:
-        loss = lossfunc(model(*given.data[:-1]), given.data[-1])
+        loss = lossfunc(model(*given.inputs), given.target)
         with warnings.catch_warnings(), backpack(*(cast(Any, kind)() for kind in kinds)):
             warnings.simplefilter("ignore")
             loss.backward()
@@ -241,12 +258,26 @@ _UNKNOWN = "it needs Kronecker structure, which operations may have: run it, or 
 _NO_STRUCTURE = "it needs Kronecker structure, and the rule declares none: take AffineRule"
 
 
-def judge(module: Module, resolved: Resolved, extension: type[Extension]) -> tuple[str, str]:
-    """How an extension is computed at a module, as far as that is known without data.
+def judge(module: Module, extension: type[Extension], tried: str | None = None) -> tuple[str, str]:
+    """How an extension is computed at a module.
+
+    Args:
+        module: The module.
+        extension: The extension.
+        tried: What :func:`trial` says of it. What ran is not refused, and what the run refused is.
 
     Returns:
         The cell of the table, and why it is refused.
     """
+    resolved = registry.resolve(module)
+    cell, why = ("refused", tried) if tried else _declared(module, resolved, extension)
+    if cell == "refused" and tried == "":
+        return ("autodiff" if resolved.is_fallback else "rule"), ""
+    return cell, why
+
+
+def _declared(module: Module, resolved: Resolved, extension: type[Extension]) -> tuple[str, str]:
+    """How an extension is computed at a module, as far as that is known without data."""
     rule, needs = resolved.rule, _needs(extension)
     if extension.is_whole:
         has = _has_residual(resolved, module, needs)

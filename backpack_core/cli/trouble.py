@@ -33,7 +33,8 @@ def trouble(name: str) -> str:
     """
     by_name, words = entries(), re.findall(r"\w+", name.lower())
     names = [own for own in by_name if own.lower() in (*words, name.lower())]
-    names = names or [own for own in by_name if any(len(w) > 3 and w in own.lower() for w in words)]
+    hits = {own: sum(len(w) > 3 and w in own.lower() for w in words) for own in by_name}
+    names = names or [own for own in by_name if hits[own] == max(hits.values()) > 0]
     if len(names) == 1:
         return by_name[names[0]]
     if names:

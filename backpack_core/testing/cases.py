@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
+from backpack_core.contract.bases import vet
 from backpack_core.contract.extension import Extension
 from backpack_core.contract.rules import LayerRule
 from backpack_core.errors import MissingPluginError, UsageError
@@ -201,8 +202,8 @@ class RuleCase(Case):
         resolved = registry.resolve(module)
         if resolved.is_fallback:
             raise MissingPluginError(
-                f"No rule speaks for {type(module).__name__}: pass rule=... to RuleCase, or "
-                "install the plugin that has it."
+                f"No rule speaks for {type(module).__name__}: pass rule=... to RuleCase, or name "
+                "it in [project.entry-points.backpack] of its package, and pip install that again."
             )
         return resolved.rule
 
@@ -262,6 +263,8 @@ class ExtensionCase(Case):
 
     def make(self) -> Extension:
         """The extension with default arguments."""
+        if getattr(self.extension_factory, "__abstractmethods__", ()):
+            vet(cast(type, self.extension_factory))  # Python does not say what was misspelt
         return self.extension_factory()
 
 

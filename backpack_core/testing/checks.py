@@ -101,7 +101,7 @@ leaves_arguments_alone unreduced | | arriving_gradient_mean
 EXTENSION = """
 declarations | |
 mean | | declarations
-sum batch_of_one shared_positions single_number residual called_twice no_samples | | mean
+sum batch_of_one shared_positions single_number residual called_twice no_samples quantity | | mean
 frozen_surroundings partly_frozen loss_scaled in_chunks float32 bfloat16 retain_graph | | mean
 beside_others leaves_gradient_alone pickle_extension no_live_calls degree samples_add | | mean
 two_halves_mean two_halves_sum | | degree

@@ -249,6 +249,12 @@ def leaves_gradient_alone(nets: Nets) -> Entries:
         require(not added, f"{added} on {name!r}: only the engine writes to parameters.")
 
 
+def quantity(nets: Nets) -> None:
+    """Require that something says what the values have to be."""
+    known = [nets.problem().quantity_for(each) for each in nets.make_extensions()]
+    require(None not in known, "Nothing says what is right: give ExtensionCase a Quantity.")
+
+
 def declarations(nets: Nets) -> None:
     """Let judges look at the class attributes of extension and propagator."""
     (extension,) = nets.make_extensions()

@@ -1,8 +1,8 @@
 """The oracle of each extension, by its save field.
 
 The package of an extension provides it: its module ``oracles``, which the kit imports, calls
-:func:`register_quantity`. Authors may also pass it to an ``ExtensionCase``. The values of an
-extension without an oracle must only be finite.
+:func:`register_quantity`. Authors may also pass it to an ``ExtensionCase``. An extension without an
+oracle fails the check ``quantity``; beside others, its values must only be finite.
 """
 
 from __future__ import annotations

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
 
 import backpack_core
 from backpack_core import backpack, extend, quantities
+from backpack_core.errors import nearest
 from backpack_core.extensions import KFAC, BatchGrad
 from tests.forks import python
 
@@ -48,6 +52,24 @@ def test_a_near_miss_of_a_public_name(name: str, near: str) -> None:
         getattr(backpack_core, name)
     # Tools look whether there is a name: one that is near must not raise another error.
     assert not any(hasattr(backpack_core, other) for other in (name, "__wrapped__", "qqqq"))
+
+
+def test_a_near_miss_is_suggested_once() -> None:
+    """Python suggests a name, too, where the error does not say for which one it is."""
+    command = [sys.executable, "-c", "import backpack_core; backpack_core.extnd"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr.endswith("has no attribute 'extnd': did you mean 'extend'?\n")
+
+
+def test_extensions_are_there_without_an_import_of_their_own() -> None:
+    done = python("import backpack_core; print(backpack_core.extensions.BatchGrad.__name__)")
+    assert done.strip() == "BatchGrad"
+
+
+def test_a_name_is_not_suggested_for_itself() -> None:
+    """It is known to exist, and the message says where."""
+    assert nearest("KFAC", ["KFRA", "KFAC"]) == ""
+    assert nearest("kfac", ["KFRA", "KFAC"]) == ": did you mean 'KFAC'?"
 
 
 @pytest.mark.parametrize("name", ["extensions", "context", "fields", "errors", "plugins", "api"])

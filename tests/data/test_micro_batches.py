@@ -19,6 +19,8 @@ from backpack_core.extensions import (
     Variance,
 )
 from backpack_data import Weights, all_reduce, combined, unscale
+from backpack_products import FirstOrderExtension
+from backpack_products.operations import dense
 from tests.data.problems import DETERMINISTIC, assert_same, batches, data, expected, loss, net
 
 
@@ -79,7 +81,17 @@ def test_two_passes_are_refused():
 SCALE = 1024.0
 
 
-@pytest.mark.parametrize("extension", [*DETERMINISTIC, KFRA, SqrtGGNExact])
+class OfADegree(FirstOrderExtension):
+    """It does not say how its values combine over batches, which scaling need not know."""
+
+    savefield = "of_a_degree"
+    degree = 2
+
+    def read(self, product):
+        return dense(product).square().sum()
+
+
+@pytest.mark.parametrize("extension", [*DETERMINISTIC, KFRA, SqrtGGNExact, OfADegree])
 def test_unscaled(extension):
     if extension is KFRA:
         model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(9, 3)).double()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from backpack_core import View
-from backpack_core.errors import UsageError
+from backpack_core.errors import PluginError, UsageError
 from backpack_core.extensions import EKFAC, GGNMP, HMP, KFLR, KFRA, PCHMP, GGNGram
 from backpack_core.testing import (
     Arguments,
@@ -337,6 +337,24 @@ def test_without_an_oracle_values_must_be_finite() -> None:
 
     results = check_case(ExtensionCase(Infinite), ["mean"])
     assert "finite" in results[0].message
+
+
+def test_without_an_oracle_a_check_fails() -> None:
+    """Otherwise, whoever forgets it would see that all checks pass."""
+    failed = {r.check: r.message for r in check_case(ExtensionCase(Largest)) if not r.ok}
+    assert [*failed] == ["quantity"]
+    assert "give ExtensionCase a Quantity" in failed["quantity"]
+
+
+def test_a_misspelt_method_is_named() -> None:
+    class Slip(FirstOrderExtension):
+        savefield = "slip"
+
+        def raed(self, product: SampleProduct) -> Tensor:
+            return product.samples
+
+    with pytest.raises(PluginError, match="not implement read: did you mean it by 'raed'"):
+        check_case(ExtensionCase(Slip, QUANTITY))
 
 
 def test_the_table_is_open(monkeypatch: pytest.MonkeyPatch) -> None:

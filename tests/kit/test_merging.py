@@ -55,6 +55,11 @@ class AddedByFunction(Gradient):
         return first + second
 
 
+class OfAWrongDegree(Gradient):
+    degree = 2
+    over_batches = FirstOrderExtension.over_batches
+
+
 class Undeclared(Gradient):
     degree = None
     over_batches = FirstOrderExtension.over_batches
@@ -70,6 +75,7 @@ QUANTITY = Quantity(lambda reference, name: reference.gradients(name).sum(0))
         (Added, ()),
         (AddedByFunction, ()),
         (Undeclared, ()),
+        (OfAWrongDegree, ("degree",)),
         (Twice, ("degree", "two_halves_mean")),
         (Averaged, ("two_halves_mean", "two_halves_sum")),
         (BesideEachOther, ("two_halves_mean", "two_halves_sum")),

@@ -131,6 +131,12 @@ SICK = {
     "points nowhere: attribute": Sick(
         one(NORM, "Missing"), "points nowhere", "force-reinstall", "no 'Missing'"
     ),
+    "points nowhere: misspelt": Sick(
+        one(NORM, "GradNrom"),
+        "no 'GradNrom': did you mean 'GradNorm'?",
+        "force-reinstall",
+        "did you mean 'GradNorm'?",
+    ),
     "wrong type": Sick(one("x = 3", "x"), "3 provides nothing", "Update", "provides nothing"),
     "wrong type from a hook": Sick(
         one(
@@ -153,7 +159,7 @@ SICK = {
     ),
     "abstract class": Sick(
         one("from backpack_core import Extension as E\nclass A(E):\n    savefield = 'a'", "A"),
-        "A does not implement read",
+        "does not implement read",
         "Update",
         "does not implement read",
     ),

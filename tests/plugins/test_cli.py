@@ -189,7 +189,8 @@ def test_support_of_nothing(
 ) -> None:
     (site / "nets.py").write_text(NETS)
     monkeypatch.delitem(sys.modules, "nets", raising=False)
-    found, _, err = here("support", target, site=site, monkeypatch=monkeypatch, capsys=capsys)
+    run = partial(here, site=site, monkeypatch=monkeypatch, capsys=capsys)
+    found, _, err = run("support", target, plugins="backpack-plugin-firstorder")
     assert found == 2
     assert says in err
 

@@ -155,6 +155,15 @@ AT_REGISTRATION = {
         "a rule is made without arguments, as Slip(): missing a required argument: 'size'",
     ),
     "savefeild": (derived(Field, savefeild="x"), "did you mean 'savefield'?"),
+    "one need": (derived(Field, need=(print,)), "did you mean 'needs'?"),
+    "one type": (
+        derived(LayerRule, module_type=(Gain,), _jac_t_mat_prod=lambda self, view, mat: mat),
+        "is known to no base class: did you mean 'module_types'?",
+    ),
+    "a method that must be there": (
+        derived(FirstOrderExtension, savefield="x", raed=lambda self, product: product),
+        "does not implement read: did you mean it by 'raed'?",
+    ),
 }
 
 

@@ -187,7 +187,7 @@ def test_explain() -> None:
     assert row.multiply_adds == 1 + (work(layer, "KFAC", 1) or 0) / (3 * layer.product)
     assert row.bytes == (36**2 + 3**2) / 108
     row = rows("make", "KFAC")["3.weight"]
-    assert (row.rule, row.form) == ("automatic", "refused")
+    assert (row.rule, row.form) == ("automatic", "where operations use it")
 
 
 def test_explain_says_what_would_be_faster() -> None:

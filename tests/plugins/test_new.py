@@ -180,6 +180,8 @@ def test_its_tests_pass(kind: str, tmp_path: Path, mypy_cache: Path) -> None:
         "x;y",
         "{{x}}",
         "tensor",
+        "none",
+        "test-norm",
         "é",
     ],
 )

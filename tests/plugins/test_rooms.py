@@ -170,7 +170,7 @@ ROOMS: dict[str, str] = {
     "recording": "_hooks _torch engine errors plugins record",
     "context": "_torch contract engine errors plugins record remember",
     "extending": "_hooks _torch engine errors plan plugins record recording",
-    "api": "context contract extending fields plugins record",
+    "api": "context contract extending extensions fields plugins record",
     "__init__": "api errors",
     "testing": "context contract discovery errors extending plugins record",
     "cli": "__init__ _hooks context contract discovery errors extending plan plugins provided "

@@ -62,4 +62,4 @@ CASES = [
 def test_status(module: nn.Module, extension: str, expected: str) -> None:
     plugins.ensure_loaded()
     kind = registry.extensions[extension][0].value
-    assert judge(module, registry.resolve(module), kind)[0] == expected
+    assert judge(module, kind)[0] == expected

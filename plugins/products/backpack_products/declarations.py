@@ -62,9 +62,11 @@ def _fault(cls: type, name: str, value: Any) -> Iterator[str]:
     known = _declarations((*BASES,))
     if name not in known:
         is_method = isinstance(value, FunctionType)
-        # `_factor` and `factors` are not misspellings of `factor`.
+        # `_factor` and `factors` are not misspellings of `factor`, but `module_type` is one of
+        # `module_types` if there is none: nearly every class declares its tuples.
         alike = [other for other in known if (other[0] == "_") == (name[0] == "_")]
-        alike = [other for other in alike if other.rstrip("s") != name.rstrip("s")]
+        absent = {other for other in _ITEMS if not getattr(cls, other, ())}
+        alike = [o for o in alike if o.rstrip("s") != name.rstrip("s") or o in absent]
         close = get_close_matches(name, alike, 1, 0.92 if is_method else 0.8)
         if close:
             what = f"{name}()" if is_method else f"{name} = {value!r}"

@@ -123,8 +123,8 @@ _WORDS = {"sum": SUM, "concatenate": CONCATENATE}
 def declaration(extension: Extension) -> OverBatches:
     """The declaration of an extension; it may be a refusal."""
     declared: Any = extension.over_batches
-    if declared is None:
-        return UNDECLARED
+    if declared is None:  # what has a degree can be scaled all the same
+        return UNDECLARED if extension.degree is None else SUM.refused(UNDECLARED.refusal)
     if getattr(declared, "__self__", None) is extension:  # a function of the class became a method
         declared = declared.__func__
     if isinstance(declared, OverBatches):
