@@ -1,7 +1,7 @@
 """Finds what plugins provide, for the files beside their code, and checks such files.
 
 ``backpack certify`` writes the file of a package. To write those of all distributions that the core
-knows, which have to be installed::
+knows, which must be installed::
 
     python -m backpack_core.cli.provides
 """
@@ -43,7 +43,7 @@ def untrue(plugin: Plugin) -> Iterator[str]:
     provided = provided_by([plugin]).get(plugin.package, {})
     for name, value in declared_by(plugin.package).items():
         if value == plugin.value and qualified_name(name) not in provided:
-            yield f"{NAME} says that it provides {name}, which it does not"
+            yield f"{NAME} says that it provides {name}, but it does not"
 
 
 def files(distributions: Iterable[str]) -> dict[Path, str]:

@@ -110,7 +110,7 @@ def table_of_model(target: str, chosen: tuple[str, ...] = ()) -> Table:
     Args:
         target: ``"module:factory"``. The factory takes no arguments. It returns a model, or a model
             and its loss, or these with the model's inputs and a target. With inputs, every
-            extension is run, and what the run refuses is refused.
+            extension is run, and the table says which the run refuses.
         chosen: Names of extensions; default: all that are installed.
 
     Returns:
@@ -179,7 +179,7 @@ def build(target: str) -> Given:
     data = tuple(part for part in parts if isinstance(part, Tensor))
     if not modules or parts != (*modules, *data):
         raise UsageError(
-            f"{target} must return modules of torch.nn, and tensors behind them. Got {returned!r}."
+            f"{target} must return modules of torch.nn, then tensors. Got {returned!r}."
         )
     return Given(modules, data)
 
@@ -199,8 +199,8 @@ def _made(target: str, factory: Any) -> Any:
         module, _, attribute = target.partition(":")
         raise UsageError(
             f"{target} was called and raised {type(error).__name__}: {error}"
-            f"{_line(error, module)}\nIt has to run by itself, as python -c "
-            f"'import {module} as m; m.{attribute}()' runs it."
+            f"{_line(error, module)}\nIt must run without anything else, as in python -c "
+            f"'import {module} as m; m.{attribute}()'."
         ) from error
 
 
@@ -212,7 +212,7 @@ def _line(error: BaseException, module: str) -> str:
 
 
 def trial(given: Given, *kinds: type[Extension]) -> str:
-    """Why a run of extensions is refused; empty if it is not, or if it cannot be run."""
+    """Why a run of extensions is refused; empty if it is not refused, or cannot be run."""
     if any(map(needs_arguments, kinds)) or len(given.modules) < 2 or len(given.data) < 2:
         return ""
     model, lossfunc = map(extend, given.modules[:2])
@@ -242,7 +242,7 @@ _NO_STRUCTURE = "it needs Kronecker structure, and the rule declares none: take 
 
 
 def judge(module: Module, resolved: Resolved, extension: type[Extension]) -> tuple[str, str]:
-    """How an extension is computed at a module, as far as that is known without data.
+    """How an extension is computed at a module, if that is known without data.
 
     Returns:
         The cell of the table, and why it is refused.
@@ -295,7 +295,7 @@ def _mixes_samples(rule: LayerRule, module: Module) -> bool:
 
 
 def _has_residual(resolved: Resolved, module: Module, needs: str) -> bool:
-    """Whether an extension that is read from the graph finds what it needs of a module."""
+    """Whether an extension that is read from the graph finds what it needs at a module."""
     rule = resolved.rule
     if needs != "second derivative" or resolved.is_fallback or rule.is_loss:
         return True

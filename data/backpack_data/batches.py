@@ -47,7 +47,7 @@ def made_by(batch: Callable[[Any], Batch], item: Any) -> Batch:
     if isinstance(made, (tuple, list)) and len(made) == 2:
         return made[0], made[1]
     size = f" of {len(made)}" if isinstance(made, (tuple, list)) else ""
-    raise UsageError(f"batch= has to return (inputs, targets). Got {type(made).__name__}{size}.")
+    raise UsageError(f"batch= must return (inputs, targets). Got {type(made).__name__}{size}.")
 
 
 def output_of(model: Module, inputs: Any) -> Any:

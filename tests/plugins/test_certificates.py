@@ -171,7 +171,7 @@ def test_a_package_proves_itself(package: Path) -> None:
     with pytest.raises(UsageError, match="holds other code than what was certified"):
         into_wheels(wheel.parent, [file_of(home)])
     (wheel.parent / "backpack_plugin_proved-0.2.0-py3-none-any.whl").touch()
-    with pytest.raises(UsageError, match="has 2 wheels of backpack-plugin-proved: it takes one"):
+    with pytest.raises(UsageError, match="has 2 wheels of backpack-plugin-proved, not one"):
         into_wheels(wheel.parent, [file_of(home)])
 
 
