@@ -148,8 +148,8 @@ class Heartbeat:
 def failed(rank: int, error: str) -> LostProcessError:
     """The error on all other ranks where one has failed."""
     return LostProcessError(
-        f"Rank {rank} failed, so no rank has a result. Remove the cause that it names, and start all "
-        f"processes again. It says: {error}"
+        f"Rank {rank} failed, so no rank has a result. Remove the cause that it names, and start "
+        f"all processes again. It says: {error}"
     )
 
 

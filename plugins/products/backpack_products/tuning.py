@@ -31,12 +31,12 @@ def set_memory_budget(size: int) -> None:
         size: Number of bytes. Smaller saves memory, down to one product per sample and column.
 
     Raises:
-        UsageError: It is not a positive number.
+        UsageError: ``size`` is not a positive number.
     """
     global _budget
     given: object = size
     if isinstance(given, bool) or not isinstance(given, Real) or not size > 0:
-        raise UsageError(f"The memory budget is a positive number of bytes. Got {size!r}.")
+        raise UsageError(f"The memory budget must be a positive number of bytes. Got {size!r}.")
     _budget = size
 
 
@@ -66,7 +66,7 @@ BAND: Final = 32
 WHOLE: Final = 2**22
 # The same for each product of a batch; the products are then computed one by one.
 EACH: Final = 2**21
-# How many times as fast a library has to be to be chosen.
+# How many times as fast a library must be to be chosen.
 LARGER: Final = 1.4
 
 
