@@ -137,7 +137,7 @@ class ColumnPropagator(Propagator):
         return OwnedColumns(quantity, owned[list(chosen)])
 
     def put_together(self, quantity: Columns, positions: int | Tensor) -> Columns:
-        """Join the columns of all samples; raises an error if a sample reaches another's entries."""
+        """Join the columns of all samples; raises if a sample reaches the entries of another."""
         if isinstance(quantity, InRuns) and quantity.are_side_by_side(positions):
             return quantity.plain
         return Columns({r: put_together(mat, positions) for r, mat in quantity.blocks.items()})
