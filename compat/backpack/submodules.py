@@ -13,7 +13,7 @@ def submodule(name: str, members: Mapping[str, Any], doc: str = "") -> ModuleTyp
     """Create a module that supports import, pickle and introspection.
 
     Args:
-        name: Full name; its parent has to exist.
+        name: Full name; its parent must exist.
         members: What the module holds, by name.
         doc: Its docstring.
 
