@@ -27,7 +27,7 @@ class Curvature:
 
     @classmethod
     def check_loss_hessian(cls, loss_hessian_is_psd: bool, curv_type: str) -> None:
-        """Raise an error if a curvature needs a positive semi-definite Hessian, and the loss has none.
+        """Raise an error if the loss needs a positive semi-definite Hessian, and has none.
 
         Args:
             loss_hessian_is_psd: Whether the loss has one.

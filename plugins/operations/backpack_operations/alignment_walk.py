@@ -1,4 +1,4 @@
-"""The two walks through a graph that find where samples lie, and what has to be kept apart.
+"""The two walks through a graph that find where samples lie, and what must be kept apart.
 
 The first walk goes from the loss to the inputs and finds the tensors with samples on axis 0. The
 second goes back and finds those among the others behind which something is read.
@@ -43,7 +43,7 @@ class Walk:
             survey: What is known about the graph.
             alignment: The result, which is filled in.
             targets: Parameters that are read where operations use them, by node and position.
-            owners: Knows whose the rows of tensors are.
+            owners: Knows which samples the rows of tensors belong to.
         """
         self._survey = survey
         self._alignment = alignment

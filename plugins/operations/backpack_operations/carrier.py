@@ -41,8 +41,8 @@ class Carrier(ABC):
     """Answers for a call: which quantity arrives, what is read at parameters, and what is sent on.
 
     Class attributes:
-        gives_values: Whether :meth:`find` returns results, which are stored as they are. Otherwise
-            it returns readings, from which extensions compute results.
+        gives_values: Whether :meth:`find` returns results, which are stored unchanged. Otherwise it
+            returns readings, from which extensions compute results.
 
     Attributes:
         speaker: The object whose code this is, for messages.
@@ -57,7 +57,7 @@ class Carrier(ABC):
 
     @abstractmethod
     def starts(self, view: View) -> bool:
-        """Whether the quantity starts at this call, so that nothing has to arrive."""
+        """Whether the quantity starts at this call, so that nothing need arrive."""
 
     @abstractmethod
     def arrive(self, view: View, waiting: Any) -> Any:

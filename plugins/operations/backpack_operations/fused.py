@@ -31,7 +31,7 @@ def fused_product(
 
     Returns:
         Columns by position in ``node.next_functions``; ``None`` for all other nodes, and if the
-        result has to be differentiable, but the kernel is not.
+        result must be differentiable, but the kernel is not.
     """
     operation = nodes.operation_of(node)
     if wanted is not None and operation in _FIRST_FACTORS:

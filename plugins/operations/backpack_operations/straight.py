@@ -76,7 +76,7 @@ class StraightTraversal(Traversal):
             self.schedule.deliver(lane, below(site), *arrived)
 
     def residuals(self, visit: Visit) -> dict[int, Any]:
-        """The residuals of a call, of which what does not fit into memory is sent in chunks.
+        """The residuals of a call; those that do not fit into memory are sent in chunks.
 
         Chunks themselves send no residuals: these are sent once, with the first columns.
         """
@@ -119,7 +119,7 @@ class StraightTraversal(Traversal):
         return kept
 
     def _is_rooted(self, edge: Edge) -> bool:
-        """Whether a quantity at an edge has to be in the form of ``Propagator.rooted``."""
+        """Whether a quantity at an edge must be in the form of ``Propagator.rooted``."""
         return self.survey.is_shared or self.survey.site_at(edge) is None
 
 

@@ -129,7 +129,7 @@ class GraphTraversal(StraightTraversal):
                     self.schedule.deliver(lane, edge, wide=propagator.put_together(wide, entries))
 
     def see_end(self) -> None:
-        """Raise if anything still waits, also a parameter inside of a module."""
+        """Raise an error if anything still waits, including a parameter inside a module."""
         super().see_end()
         if self.inside:
             raise InternalError("A parameter inside of a module was left unread.")
@@ -212,7 +212,7 @@ class GraphTraversal(StraightTraversal):
         return propagator.take_apart(quantity, owned)
 
     def _sends_apart(self, lane: int, site: Site) -> bool:
-        """Whether columns are kept apart behind a call, or stop being so and have to be checked."""
+        """Whether columns are kept apart behind a call, or stop being so and must be checked."""
         call, alignment = site.call, self._alignment
         if call.rule.is_loss:
             return False

@@ -127,8 +127,8 @@ class AdaptivePoolingDerivatives(PoolingDerivatives):
         if len(sizes) != self.N or not all(multiples):
             raise UnsupportedError(
                 f"{type(module).__name__} takes {list(sizes)} pixels to {list(wanted)}, which no "
-                f"pooling with a fixed kernel in {self.N} dimensions does. Use the products of this "
-                "class, which do not need one."
+                f"pooling with a fixed kernel in {self.N} dimensions does. Use the products of "
+                "this class, which do not need one."
             )
 
     def get_avg_pool_parameters(self, module: Module) -> tuple[list[int], list[int], list[int]]:
