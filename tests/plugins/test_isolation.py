@@ -132,7 +132,7 @@ def broken():
                 (
                     "fault",
                     "other-speaks",
-                    "what it has to say fails (ValueError: rotten)",
+                    "its check of the installation fails (ValueError: rotten)",
                     "Update or uninstall other-speaks.",
                 )
             ],
@@ -143,7 +143,7 @@ def broken():
                 (
                     "fault",
                     "other-speaks",
-                    "what it has to say fails (AttributeError: module 'speaks' has no attribute "
+                    "its check of the installation fails (AttributeError: module 'speaks' has no attribute "
                     "'missing')",
                     "Update or uninstall other-speaks.",
                 )

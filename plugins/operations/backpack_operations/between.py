@@ -221,7 +221,7 @@ class Operations(Between[GraphSurvey]):
 
     @property
     def needs_autograd(self) -> bool:
-        """Whether autograd must run, for example if columns are kept apart, or for Python functions.
+        """Whether autograd must run, for example if columns are kept apart or for Python functions.
 
         Only autograd knows which gradients these leave undefined.
         """
