@@ -143,8 +143,8 @@ def broken():
                 (
                     "fault",
                     "other-speaks",
-                    "its check of the installation fails (AttributeError: module 'speaks' has no attribute "
-                    "'missing')",
+                    "its check of the installation fails (AttributeError: module 'speaks' has no "
+                    "attribute 'missing')",
                     "Update or uninstall other-speaks.",
                 )
             ],
