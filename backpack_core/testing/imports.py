@@ -61,7 +61,7 @@ def check_import(
 
     All modules that its entry points name are imported by a fresh interpreter, after torch and
     backpack-core. Time in which the process waits for a core does not count. One of three attempts
-    has to be fast enough, since the first one reads and compiles files.
+    must be fast enough, since the first one reads and compiles files.
 
     Args:
         distribution: Name of the installed distribution, as ``"backpack-plugin-scale"``.

@@ -59,7 +59,7 @@ class Problem:
         return Reference(*self.build(torch.float64))
 
     def quantity_for(self, extension: Extension) -> Quantity | None:
-        """The quantity that an extension has to compute."""
+        """The quantity that an extension must compute."""
         return self.quantity or quantity_of(extension)
 
     def extended(self, dtype: torch.dtype = torch.float64) -> Made:
@@ -173,7 +173,7 @@ class Problem:
             extensions: What was computed.
             tolerance: The relative error that is allowed.
             reference: The oracle, if not this problem's own; its parameters are those with values.
-            needs: Quantities with other needs only have to be finite.
+            needs: Quantities with other needs must only be finite.
             coarse: Whether errors are relative to the largest value in the net, not at the
                 parameter. For values that are zero by cancellation, which rounding disturbs.
         """
@@ -241,7 +241,7 @@ class Nets:
         coarse: bool = False,
         **how: Any,
     ) -> None:
-        """Run extensions and compare their values with the oracle, where there is one.
+        """Run extensions and compare their values with the oracle, if there is one.
 
         Args:
             extensions: What to compute; default: all that have a value.

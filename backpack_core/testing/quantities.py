@@ -2,7 +2,7 @@
 
 The package of an extension provides it: its module ``oracles``, which the kit imports, calls
 :func:`register_quantity`. Authors may also pass it to an ``ExtensionCase``. The values of an
-extension without an oracle only have to be finite.
+extension without an oracle must only be finite.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Needs = Literal[
     "gradient", "curvature", "sampling", "double backward", "second derivative", "structure"
 ]
 ALL_NEEDS: tuple[str, ...] = get_args(Needs)
-# Those without an oracle where autograd cannot differentiate twice.
+# Those without an oracle if autograd cannot differentiate twice.
 TWICE = frozenset({"double backward", "second derivative"})
 
 

@@ -133,7 +133,7 @@ def test_no_cases_and_wrong_cases_are_refused() -> None:
 
 
 def test_a_layer_without_a_rule_cannot_be_checked() -> None:
-    with pytest.raises(UsageError, match="No rule speaks for Gain"):
+    with pytest.raises(UsageError, match="No rule is for Gain"):
         check_case(RuleCase(Gain, lambda n: torch.randn(n, 4)))
 
 
