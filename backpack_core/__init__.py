@@ -28,7 +28,7 @@ else:
         if name == "__all__":
             return [public for public in __dir__() if not public.startswith("_")]
         public = {} if name.startswith("_") else vars(import_module("backpack_core.api"))
-        if name not in public:  # others look whether there is such a name, and expect this error
+        if name not in public:  # tools that ask whether a name exists expect this error
             near = errors.nearest(name, public)
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near}", name=name)
         return globals().setdefault(name, public[name])

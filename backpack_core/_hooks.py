@@ -1,6 +1,6 @@
 """Puts our hooks at fixed places among those of others, through torch's tables of hooks.
 
-Changes that users' hooks make count as operations outside of the module. So our pre-hook runs last
+Changes that users' hooks make count as operations outside the module. So our pre-hook runs last
 before the forward, and our hook first after it. Imports ``_torch`` only.
 """
 
@@ -17,7 +17,7 @@ from backpack_core._torch import Node
 # The key of our hooks. Torch's own keys count up from zero in every process. So a key of torch that
 # was pickled with a module could be given out a second time.
 KEY = -1
-# The key of the hooks of an extended model, besides those of it as a module.
+# The key of the hooks of an extended model, which it has in addition to those of a module.
 MODEL_KEY = -2
 # The global forward hooks, which torch runs before those of each module.
 HOOKS_OF_ALL: Any = torch_module._global_forward_hooks

@@ -1,7 +1,7 @@
 """Every use of torch's private interface, except for hooks and checkpoints. Imports torch only.
 
 When torch changes, this is the file to read. Each function says what happens if torch no longer has
-what it uses: something slower or more careful, but never another meaning.
+what it uses: it becomes slower or more careful, but never means something else.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LeafNode: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 # The autograd node whose hooks, or whose formula, are running.
 current_node: Callable[[], Any] = torch._C._current_autograd_node
-# The tracing state of ``torch.jit``; ``None`` where it is not looking.
+# The tracing state of ``torch.jit``; ``None`` if nothing is traced.
 tracing_state: Callable[[], Any] = torch._C._get_tracing_state
 # The innermost transform of ``torch.func`` that is active, if any.
 peek_transform: Callable[[], Any] = getattr(
@@ -112,8 +112,8 @@ _FUNCTION = torch.autograd.function.BackwardCFunction.apply.__code__
 def running_passes() -> list[bool]:
     """For each backward pass on this thread, innermost first: whether a Python function began it.
 
-    Such a function is the backward of an ``autograd.Function``, as that of a reentrant checkpoint;
-    other nested passes are begun by hooks. Passes begun on other threads are not seen.
+    This function is the backward of an ``autograd.Function``, such as that of a reentrant
+    checkpoint. Other nested passes are begun by hooks. Passes begun on other threads are not seen.
     """
     passes: list[bool] = []
     frame: FrameType | None = sys._getframe(1)
@@ -178,7 +178,7 @@ def base_of(tensor: Tensor) -> Tensor | None:
 
 
 def kernels_of(tensor: Tensor) -> int:
-    """A number for device, layout, and what else of a tensor decides which kernels run."""
+    """A number for what decides which kernels run on a tensor, such as device and layout."""
     found: int = torch._C._dispatch_keys(tensor).raw_repr()
     return found
 
@@ -186,8 +186,9 @@ def kernels_of(tensor: Tensor) -> int:
 def look_of(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """A function that tells, by one look, whether as many other tensors are of the same kinds.
 
-    That is class, data type, device, kernels, shape, strides, and whether they require a gradient.
-    It says no, too, where a mode or a transform stands between the tensors and their kernels.
+    "Of the same kind" means the same class, data type, device, kernels, shape, strides, and whether
+    they require a gradient. The function also says no if a mode or a transform stands between the
+    tensors and their kernels.
     """
     try:
         guards: Any = torch._C._dynamo.guards.TensorGuards
@@ -233,7 +234,7 @@ _top_hooks: Any = getattr(
 
 
 def saving_hooks() -> tuple[Any, ...] | None:
-    """The active saved-tensor hooks, ``None`` for none; empty if torch does not tell.
+    """The active saved-tensor hooks, ``None`` if none are active; empty if torch does not tell.
 
     Called for every call that is recorded.
     """

@@ -62,29 +62,30 @@ class backpack:
         Args:
             extensions: Extension instances to run.
             extension_hook: Called as ``extension_hook(module)`` for every module, after all
-                extensions ran on it. Gradients of the module's own parameters are not accumulated
-                yet at that time. What several calls use has results at the last of them.
+                extensions ran on it. The gradients of the module's own parameters are not
+                accumulated yet. A parameter that several calls use has its results at the last of
+                these calls.
             debug: Log every step.
             check: When to measure that samples do not mix, and that gradients come from the
                 extended losses alone: in the ``"first"`` passes of every structure, ``"always"``,
                 or ``"never"``.
-            retain_graph: Keep inputs and outputs for another backward pass, also where
-                ``backward()`` does not retain its graph.
-            beside: Terms of what ``backward()`` is called on that depend on weights alone, as a
-                penalty does. Quantities of single samples, and Gauss-Newton and Fisher matrices,
-                are then those of the rest. ``.grad`` and ``HMP`` include the terms; ``DiagHessian``
-                would have to, cannot, and raises.
+            retain_graph: Keep inputs and outputs for another backward pass, even if ``backward()``
+                does not retain its graph.
+            beside: Terms of the total loss that depend on weights alone, such as a penalty.
+                Quantities of single samples, Gauss-Newton and Fisher matrices are then those of the
+                other terms. ``.grad`` and ``HMP`` include all terms. ``DiagHessian`` cannot include
+                these, and raises an error.
             observer: Called with the :class:`~backpack_core.View` of every output that is visited,
                 losses included, before extensions read there.
             gradient: Where the plain gradient of the parameters comes from. ``"autograd"``: from
                 autograd, as always. ``"shared"``: if individual gradients or their moments are
-                formed anyway, from their sum, which is equal to rounding and saves up to a third of
-                a plain pass; it is accumulated at the end of the pass, when hooks on parameters are
-                called. ``"none"``: parameters of extended modules get no ``grad``. ``"skipped"``:
-                the same, and if no extension needs a gradient, autograd does not run at all, so
-                that no gradient hook is called. See ``docs/gradient.md``.
-            samples: Which sample each row of what the model receives belongs to: a tensor
-                ``index[row]``, shape ``[R]``, whole numbers from zero on. For a model that
+                computed anyway, from their sum. It is equal up to rounding, and saves up to a third
+                of a plain pass. It is accumulated at the end of the pass, and hooks on parameters
+                are called then. ``"none"``: parameters of extended modules get no ``grad``.
+                ``"skipped"``: the same, and if no extension needs a gradient, autograd does not run
+                at all, so that no gradient hook is called. See ``docs/gradient.md``.
+            samples: The sample that each row of the model's input belongs to: a tensor
+                ``index[row]`` of shape ``[R]``, with whole numbers from zero on. For a model that
                 receives several tensors (in a list, a dictionary, as arguments), a list with an
                 entry for each, in their order: a number, or an index of its rows. Quantities are
                 then those of ``M = index.max() + 1`` samples: of users with several records, of
@@ -94,13 +95,13 @@ class backpack:
             keep_results: Whether the memory of results is left alone. By default the next pass
                 writes into it, if nothing but the parameter holds the result: no name, list, view,
                 array or graph. First writes to fresh memory take longer than many computations.
-                Say ``True`` if something holds its address alone (``data_ptr()``).
+                Say ``True`` if something holds only its address (``data_ptr()``).
 
         Raises:
-            NotAnExtensionError: One of the extensions is a class, or no extension at all.
+            NotAnExtensionError: One of the extensions is a class, or not an extension at all.
             UsageError: Two extensions save under one name, the hook cannot be called, ``check`` or
-                ``gradient`` is none of the words, or something in ``beside`` is not a tensor with a
-                graph.
+                ``gradient`` is not one of the words above, or something in ``beside`` is not a
+                tensor with a graph.
         """
         for extension in extensions:
             _check_extension(extension)
@@ -132,7 +133,7 @@ class backpack:
     def summary(self) -> Any:
         """What each extension took at each module so far: rule or autodiff, time, bytes.
 
-        And how many passes took a plan that an earlier one had made, and why others did not.
+        It also says how many passes used the plan of an earlier pass, and why others did not.
 
         Example:
             >>> with backpack(DiagGGNExact()) as block:
@@ -140,7 +141,7 @@ class backpack:
             >>> print(block.summary())
 
         Raises:
-            MissingPluginError: ``backpack-checks`` is not installed, which measures this.
+            MissingPluginError: ``backpack-checks``, which measures this, is not installed.
         """
         ensure_loaded()
         watch = self._watched()
@@ -193,7 +194,7 @@ class backpack:
         Raises:
             NotExtendedError: Extensions were given, but no extended module took part in a backward
                 pass of this block.
-            UsageError: Some took part, but none of their parameters wants a gradient.
+            UsageError: Some took part, but none of their parameters requires a gradient.
         """
         context = self._entered.pop()
         pop(context)
@@ -214,9 +215,9 @@ def _refuse_nothing(context: Context) -> None:
     if "trained" not in context.seen:
         raise UsageError(
             f"backpack({names}) computed nothing: no parameter of the extended modules that took "
-            "part wants a gradient. Call requires_grad_(True) on those that are trained, before "
-            "the forward pass; where only inputs are (a prompt, an image), call backward() outside "
-            "of the block, or make them parameters of an extended module."
+            "part requires a gradient. Call requires_grad_(True) on those to train before the "
+            "forward pass. If only inputs are trained (a prompt, an image), call backward() "
+            "outside the block, or make them parameters of an extended module."
         )
 
 

@@ -288,7 +288,7 @@ def _users(declared: Iterable[Declaration]) -> dict[str, frozenset[str]]:
 def declarations() -> Iterator[Declaration]:
     """The metadata of each distribution that declares plugins.
 
-    Only their metadata is parsed. To parse that of all distributions takes several times as long.
+    Only their metadata is parsed. Parsing that of all distributions takes several times as long.
     """
     from email.parser import HeaderParser
 

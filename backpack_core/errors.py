@@ -43,7 +43,7 @@ from typing import Any
 
 
 def entry(kind: type) -> str:
-    """The name under which the manual explains an error or warning: its nearest class of ours."""
+    """The name under which the manual explains an error or warning: its nearest class here."""
     return next(
         base.__name__
         for base in kind.__mro__
@@ -197,7 +197,7 @@ warned: set[Hashable] = set()
 
 
 def add_library_folder(file: str) -> None:
-    """Count the folder of a file as library code, where warnings do not point."""
+    """Count the folder of a file as library code; warnings do not point there."""
     _LIBRARY.add(str(Path(file).parent))
 
 

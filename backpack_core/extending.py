@@ -39,10 +39,10 @@ def extend(module: M, *, debug: bool = False, batch_axis: int | Mapping[str, int
         module: A model, a layer, or a loss function.
         debug: Log what is extended.
         batch_axis: Where the samples lie in what the model receives, if not on axis 0, as in
-            sequences ``[T, N, D]``. A mapping says it by path of a module, ``""`` for the model;
-            modules inside of a named one have the same axis unless they are named, too. Only needed
-            where lengths do not tell: with one sample, or with as many steps as samples. A loss
-            needs the samples on axis 0 in any case.
+            sequences ``[T, N, D]``. A mapping gives the axis by the path of a module, ``""`` for
+            the model. Modules inside a named one have the same axis, unless they are named, too.
+            Only needed if lengths do not tell: with one sample, or with as many steps as samples. A
+            loss needs the samples on axis 0 in any case.
 
     Returns:
         The same object.
@@ -54,7 +54,7 @@ def extend(module: M, *, debug: bool = False, batch_axis: int | Mapping[str, int
     if not isinstance(given, Module):
         hint = f" Write {given.__name__}(...)." if isinstance(given, type) else ""
         if isroutine(given):
-            hint = " A function is not extended: as a loss, curvature needs its module of torch.nn."
+            hint = " A function cannot be extended: for a loss, use its module of torch.nn."
         shown = " ".join(abridged(given).split())
         raise UsageError(f"extend(...) takes an instance of torch.nn.Module. Got {shown}.{hint}")
     ensure_loaded()
@@ -90,7 +90,7 @@ def unextend(module: M) -> M:
 def is_extended(module: Module) -> bool:
     """Whether a module reports to extensions; of a container, whether all of its parts do.
 
-    False where a part was added, replaced or wrapped since: call :func:`extend` again.
+    False if a part was added, replaced or wrapped since: call :func:`extend` again.
     """
     is_operation, children = _parts(module)
     if is_operation and not _hooks.are_installed(module):

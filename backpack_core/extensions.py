@@ -17,11 +17,11 @@ def __getattr__(name: str) -> Any:
     if not name[:1].isupper():
         if not name.startswith("_") and (near := _near(name)):
             raise MissingPluginError(f"No extension has the name {name!r}{near}")
-        # Tools that only look whether there is such a name expect this error.
+        # Tools that only ask whether a name exists expect this error.
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     ensure_loaded()
     if name not in registry.extensions:
-        load_provider(name)  # a plugin may ask, while it is loaded, for the class of a later one
+        load_provider(name)  # while a plugin is loaded, it may ask for the class of a later one
     if claims := registry.extensions.get(name):
         return choose(claims, name, "extension").value
     raise missing(_why_missing(name), name)

@@ -54,7 +54,7 @@ class Quantities(dict[str, Fields]):
 
 
 def quantities(model: Module) -> Mapping[str, Fields]:
-    """The results that backward passes have stored on the parameters of a model, by name.
+    """The results that backward passes stored on the parameters of a model, by name.
 
     ``quantities(model)["0.weight"].grad_batch`` is ``model[0].weight.grad_batch``, which type
     checkers reject.
@@ -67,7 +67,7 @@ def quantities(model: Module) -> Mapping[str, Fields]:
         attributes.
 
     Raises:
-        UsageError: It is not a module.
+        UsageError: ``model`` is not a module.
     """
     given: object = model
     if not isinstance(given, Module):

@@ -57,8 +57,8 @@ class _Hook(partial[Any]):
         """
         if _torch.is_scripting():
             raise UsageError(
-                "torch.jit.script compiles every hook of a module, and those of extend() are no "
-                "code it knows: call unextend(model) first, or script a copy of the model."
+                "torch.jit.script compiles every hook of a module, and cannot compile those of "
+                "extend(): call unextend(model) first, or script a copy of the model."
             )
         return self.func.__name__
 
@@ -68,7 +68,7 @@ class _Hook(partial[Any]):
 
 
 def before_forward(module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The forward pre-hook: returns an :class:`Execution` in place of the keyword arguments."""
+    """The forward pre-hook: returns an :class:`Execution` instead of the keyword arguments."""
     if not is_recording() or not _hooks.take_places(module):
         return None
     execution = Execution(kwargs, tensors_in(args, in_order(module, kwargs) if kwargs else kwargs))
@@ -87,7 +87,7 @@ def after_forward(
     if type(kwargs) is not Execution:
         if not is_recording():
             return None
-        # A pre-hook of the user's that runs after ours replaced the keyword arguments.
+        # A user's pre-hook that runs after ours replaced the keyword arguments.
         kwargs = Execution(kwargs, ())
     if kwargs.is_recorded:
         return None
@@ -97,7 +97,7 @@ def after_forward(
         return None
     replaced = _record(module, args, result, kwargs)
     kwargs.is_recorded = True
-    # A hook of the user's may keep the keyword arguments, which must not keep the graph alive.
+    # A user's hook may keep the keyword arguments, which must not keep the graph alive.
     kwargs.tensors, kwargs.edges, kwargs.place = (), (), None
     return replaced
 
@@ -161,10 +161,10 @@ def make_call(
     Args:
         module: The module.
         traits: What all of its calls have in common.
-        resolved: The rule for this call, which is another one for complex inputs.
+        resolved: The rule for this call; complex inputs have another one.
         tensors: Arguments, keyword arguments, the tensors among them, and the outputs.
         received: Has ``edges``, ``versions`` and ``is_rewired`` of the inputs: the execution in the
-            usual case, else what a library has found out.
+            usual case, else what a library found.
         of: The execution.
     """
     args, kwargs, inputs, outputs = tensors
@@ -197,14 +197,14 @@ def make_call(
 
 
 def attach(call: Call, index: int, output: Tensor, node: Any, base: Tensor | None) -> None:
-    """Record a call at one of its outputs, at which there is no other.
+    """Record a call at one of its outputs, where no other call is recorded.
 
     Args:
         call: The call.
         index: The index of the output.
         output: The output.
         node: Its node.
-        base: The base of which it is a view, if the module made that, too.
+        base: The base that it is a view of, if the module made the base, too.
     """
     node.metadata.setdefault(SITES, {})[output.output_nr] = call, index
     hook = OutputHook(call, index, output.output_nr)

@@ -1,4 +1,4 @@
-"""The command ``backpack``. It needs the extra ``cli``, and says so where that is missing."""
+"""The command ``backpack``. It needs the extra ``cli``, and says so if that is missing."""
 
 from __future__ import annotations
 

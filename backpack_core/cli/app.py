@@ -129,8 +129,8 @@ def support(
 ) -> None:
     """Say what is supported: by every rule and extension, or in one model.
 
-    Nothing of yours is imported unless it is named here. A factory that returns a model, a loss,
-    inputs and a target has every extension tried on them.
+    Nothing of yours is imported unless it is named here. If a factory returns a model, a loss,
+    inputs and a target, every extension is tried on them.
 
     Examples: `backpack support`, `backpack support mypackage.nets:make_resnet -e KFAC`
     """
@@ -139,7 +139,7 @@ def support(
     if model is None:
         from backpack_core.cli.support import table_of_rules
 
-        gc.freeze()  # imported modules are not collected; to scan them took a third of the time
+        gc.freeze()  # imported modules are not collected; scanning them took a third of the time
         table = table_of_rules(tuple(extension or ()))
     else:
         from backpack_core.cli.support import table_of_model
@@ -168,8 +168,8 @@ def explain(
 ) -> None:
     """Say for each parameter which rule computes a quantity, in which form, and what it costs.
 
-    Costs are relative to the gradient of the same layer, as counted by the benchmarks. Then what a
-    backward pass does that computes all of them, step by step.
+    Costs are relative to the gradient of the same layer, as counted by the benchmarks. After that
+    come the steps of a backward pass that computes all of them.
 
     Examples: `backpack explain mypackage.nets:make -e KFAC`, with `-e KFAC -e BatchGrad`
     """
@@ -213,7 +213,7 @@ def trouble(
         typer.Argument(metavar="NAME", autocompletion=_errors, help="Of an error or a warning."),
     ] = "",
 ) -> None:
-    """Say what is behind an error or a warning, and what to do. Without a name, list all.
+    """Say what causes an error or a warning, and what to do. Without a name, list all.
 
     Example: `backpack trouble SampleMixingError`
     """
@@ -232,8 +232,8 @@ app.command()(authors.certify)
 def add_commands(asked: Sequence[str]) -> None:
     """Add the commands of other distributions: entry points of the group ``backpack.commands``.
 
-    Each names a ``typer.Typer``. Only the command that was asked for is imported; of the others,
-    the name is listed.
+    Each names a ``typer.Typer``. Only the command that was asked for is imported; the others are
+    listed by name.
 
     Args:
         asked: The arguments of the command line.

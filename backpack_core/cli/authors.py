@@ -79,13 +79,15 @@ def certify(
     wheel: Annotated[
         Path | None,
         typer.Option(
-            "--wheel", exists=True, help="Write it into a wheel, too, or into those of a folder."
+            "--wheel",
+            exists=True,
+            help="Also write it into a wheel, or into all wheels of a folder.",
         ),
     ] = None,
 ) -> None:
     """Run a package's tests, and write what the kit found into a certificate beside its code.
 
-    Of several packages, the tests run once.
+    If several packages are named, the tests run once.
 
     Build backends ship it with the package. `backpack plugins` shows it, and says when code or
     versions have changed since.

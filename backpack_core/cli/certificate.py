@@ -1,8 +1,8 @@
 """Reads certificates of the conformance kit, and tells whether they are valid.
 
-A certificate is a JSON file in a package, so that every build backend can ship it and it can be
-read without an import. It contains a digest of the code that was checked, which is compared with
-the installed code.
+A certificate is a JSON file in a package, so that every build backend can ship it, and anybody can
+read it without an import. It contains a digest of the checked code, which is compared with the
+installed code.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def read(path: Path) -> Certificate | None:
 
 @cache
 def standing(package: str) -> Standing:
-    """The state of the certificate of a package or single module, which is not imported."""
+    """The state of the certificate of a package or single module; the package is not imported."""
     home = home_of(package)
     if home is None or not file_of(home).is_file():
         return "no certificate"

@@ -63,8 +63,8 @@ def project(folder: Path) -> Project:
     if not groups.get(GROUP):
         other = f" There is [project.entry-points.{next(iter(groups))}]." if groups else ""
         raise UsageError(
-            f"{table.get('name', folder.name)} declares no plugin: there is no entry point in "
-            f"[project.entry-points.{GROUP}] of its pyproject.toml.{other}"
+            f"{table.get('name', folder.name)} declares no plugin: its pyproject.toml has no "
+            f"entry point in [project.entry-points.{GROUP}].{other}"
         )
     points = {str(name): str(value) for name, value in groups[GROUP].items()}
     tops = sorted({value.partition(":")[0].partition(".")[0].strip() for value in points.values()})
@@ -74,7 +74,7 @@ def project(folder: Path) -> Project:
 def _toml(text: str) -> dict[str, Any]:
     if sys.version_info >= (3, 11):
         import tomllib
-    else:  # pytest brings it along
+    else:  # pytest depends on it
         import tomli as tomllib
     return tomllib.loads(text)
 
@@ -165,7 +165,7 @@ def _run(folder: Path, projects: list[Project], tests: list[str]) -> list[Any]:
                 if not version_of(each.name)
             )
             raise BackpackError(
-                f"There is no certificate for {names}, because tests fail.{absent}\n"
+                f"No certificate was written for {names}, because tests fail.{absent}\n"
                 + (result.stdout + result.stderr).strip()[-3000:]
             )
         recorded: list[Any] = json.loads(ledger.read_text("utf-8"))
@@ -193,8 +193,8 @@ def into_wheels(folder: Path, certificates: Iterable[Path]) -> list[Path]:
         wheels = sorted(folder.glob(f"{name}-*.whl"))
         if len(wheels) != 1:
             raise UsageError(
-                f"{str(folder)!r} has {len(wheels)} wheels of {certificate.distribution}: it takes "
-                "one. Build it with `python -m build`, into a folder that has no earlier ones."
+                f"{str(folder)!r} has {len(wheels)} wheels of {certificate.distribution}, not "
+                "one. Build it with `python -m build`, into a folder without earlier wheels."
             )
         by_wheel.setdefault(wheels[0], []).append(path)
     for wheel, paths in by_wheel.items():
@@ -210,7 +210,7 @@ def into_wheel(wheel: Path, certificates: Iterable[Path]) -> None:
         certificates: As :func:`certify` wrote them, beside the code.
 
     Raises:
-        UsageError: The wheel contains other code than was checked.
+        UsageError: The wheel contains code other than that checked.
     """
     with zipfile.ZipFile(wheel) as file:
         entries = {name: file.read(name) for name in file.namelist()}
@@ -221,7 +221,7 @@ def into_wheel(wheel: Path, certificates: Iterable[Path]) -> None:
         code = {n: t for n, t in entries.items() if n.startswith(inside) and n.endswith(".py")}
         if certificate is None or digest_of(code) != certificate.code:
             raise UsageError(
-                f"{wheel.name} holds other code than what was certified. Build it again, then: "
+                f"{wheel.name} contains code other than that certified. Build it again, then: "
                 "backpack certify FOLDER --wheel dist/NAME.whl."
             )
         for name in (NAME, provided.NAME):

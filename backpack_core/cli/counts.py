@@ -53,7 +53,7 @@ class Layer:
 
 
 def of_module(module: nn.Module, args: tuple[Tensor, ...], result: Any, first: bool) -> list[Layer]:
-    """The affine maps that a module consists of; empty if it is not known to have any.
+    """The affine maps that a module consists of; empty if none are known.
 
     Args:
         module: The module.

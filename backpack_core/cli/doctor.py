@@ -92,7 +92,7 @@ def _names_that_mean_nothing(plugins: Iterable[Plugin]) -> Iterator[tuple[str, s
 
 
 def _of_environment(installed: list[Plugin]) -> Iterator[Finding]:
-    """Findings about environment variables that name plugins which are not installed."""
+    """Findings about environment variables that name plugins that are not installed."""
     known = {name for plugin in installed for name in plugin.provenance[:2]}
     for variable, entry in _names_that_mean_nothing(installed):
         near = nearest(entry.rpartition("=")[2], known) or "."
@@ -113,7 +113,7 @@ def _of_others() -> Iterator[Finding]:
         try:
             finding = entry_point.load()()
         except Exception as error:
-            problem = f"what it says fails ({type(error).__name__}: {error})"
+            problem = f"its check of the installation fails ({type(error).__name__}: {error})"
             remedy = f"Update or uninstall {owner}."
             yield Finding("fault", owner, entry_point.name, problem, remedy)
             continue
@@ -149,19 +149,19 @@ def _judge(report: Report, limit: float) -> Iterator[Finding]:
         yield fault("its distribution has no metadata", f"The installation is damaged: {again}.")
     tell = f"Tell the authors of {report.distribution}"
     for promise in report.broken_promises:
-        yield fault(promise, f"{tell}; what needs it will raise.")
+        yield fault(promise, f"{tell}; whatever needs it will fail.")
     if report.output.strip():
         line = report.output.strip().splitlines()[0]
         yield warning(f"it prints at import: {line!r}", f"{tell}.")
     if report.state == "loaded" and report.seconds > SLOW:
         yield warning(
             f"its import takes {report.seconds:.1f} s",
-            f"Ask the authors of {report.distribution} to import what is heavy on first use.",
+            f"Ask the authors of {report.distribution} to import heavy libraries on first use.",
         )
 
 
 def _failure(report: Report, update: str) -> tuple[str, str]:
-    """Problem and remedy of a plugin that raised."""
+    """Problem and remedy of a plugin that raised an error."""
     last = f"{report.error}: {report.message}".rstrip(": ")
     place = f"\n{report.where}" if report.where else ""
     if report.error == "PluginVersionError":
@@ -242,7 +242,7 @@ def _certificates(installed: list[Plugin]) -> Iterator[Finding]:
         packages.setdefault(str(plugin.provenance), set()).add(plugin.package)
     problems = {
         "unreadable": "its certificate cannot be read",
-        "code changed": "its code is not that which its certificate is for",
+        "code changed": "its code differs from the code that its certificate is for",
         "other versions": "its certificate is for other versions of backpack-core or torch",
     }
     for who, names in packages.items():

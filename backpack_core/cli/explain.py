@@ -24,10 +24,10 @@ UNITS = "×: as many as the gradient takes, of the layer (multiply-adds) or the 
 
 UNKNOWN = "?"
 NO_PLAN = (
-    "There is no plan of a backward pass: none was run, which takes a loss, inputs and a target, "
-    "or none can be made. After a pass, block.summary() says why."
+    "There is no plan of a backward pass: either no pass was run (this needs a loss, inputs and a "
+    "target), or no plan can be made. After a pass, block.summary() says why."
 )
-WITH_COUNTS = "Weights of affine layers are, where the factory returns inputs and target."
+WITH_COUNTS = "Weights of affine layers are, if the factory returns inputs and a target."
 
 
 class Row(NamedTuple):
@@ -95,7 +95,7 @@ def explained(target: str, names: tuple[str, ...]) -> Explanation:
 
 
 class _Net(NamedTuple):
-    """A model, and what a forward pass has shown about it."""
+    """A model, and what a forward pass showed about it."""
 
     given: Given
     layers: dict[Module, list[Layer]]

@@ -111,9 +111,9 @@ def _broken_rule(rule: LayerRule) -> list[str]:
         if isinstance(rule, ElementwiseRule):
             faults.append("is an ElementwiseRule without second_derivative or hessian_is_zero")
         elif second_order(rule).hessian_is_diagonal:
-            faults.append("declares hessian_is_diagonal and has no _second_derivative_mat_prod")
+            faults.append("declares hessian_is_diagonal but has no _second_derivative_mat_prod")
     if isinstance(rule, HessianLossRule) and rule.likelihood:
         samples = type(rule)._sqrt_hessian_sampled
         if samples is HessianLossRule._sqrt_hessian_sampled:
-            faults.append(f"declares the likelihood {rule.likelihood!r} and cannot sample from it")
+            faults.append(f"declares the likelihood {rule.likelihood!r} but cannot sample from it")
     return faults

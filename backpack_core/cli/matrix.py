@@ -47,8 +47,8 @@ class Cell:
         kind: ``"rule"``: through the layer's rule; ``"fast"``: by contractions registered for the
             form of product that the rule has; ``"autodiff"``: at the operations that use the
             parameters, since there is no rule; ``"graph"``: from the graph of the loss, whatever
-            the layer is; ``"refused"``: it raises; ``"-"``: there is nothing to compute.
-        reason: Why it raises.
+            the layer is; ``"refused"``: it raises an error; ``"-"``: nothing is computed.
+        reason: Why it raises an error.
     """
 
     kind: Kind
@@ -99,7 +99,7 @@ def loss_row(case: LossCase, chosen: Collection[str] = ()) -> Row:
 def _row(name: str, net: Made, module: Module, chosen: Collection[str]) -> Row:
     """The row of a module in a net.
 
-    All extensions run together and are watched meanwhile. Single passes would take twice as long.
+    All extensions run together, while they are watched. Single passes would take twice as long.
     """
     problem = Problem(lambda dtype: net, frozenset(ALL_NEEDS))
     resolved = registry.resolve(module)
@@ -253,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    gc.freeze()  # imported modules are not collected; to scan them took a third of the time
+    gc.freeze()  # imported modules are not collected; scanning them took a third of the time
     try:
         main()
     except BackpackError as error:

@@ -43,7 +43,7 @@ def untrue(plugin: Plugin) -> Iterator[str]:
     provided = provided_by([plugin]).get(plugin.package, {})
     for name, value in declared_by(plugin.package).items():
         if value == plugin.value and qualified_name(name) not in provided:
-            yield f"{NAME} says that it provides {name}, which it does not"
+            yield f"{NAME} says that it provides {name}, but it does not"
 
 
 def files(distributions: Iterable[str]) -> dict[Path, str]:

@@ -46,8 +46,8 @@ class Report:
         output: What it printed.
         provides: What it provides.
         broken_promises: What it declares but does not implement.
-        absent: Libraries of its layers that are not installed, each with the first class of it
-            that is named.
+        absent: Libraries of its layers that are not installed, each with the first class that is
+            named.
         standing: The state of its package's certificate; see
             :mod:`backpack_core.cli.certificate`.
         module_found: Whether the module of the entry point exists.

@@ -15,7 +15,7 @@ from backpack_core.cli.shipped import shipped
 from backpack_core.errors import BackpackError, UsageError
 from backpack_core.plugins import known_plugins
 
-# A Git repository of templates. Packages record this path, which their other authors use on other
+# A Git repository of templates. Packages record this path, and their authors use it on several
 # machines. So it is relative to the home folder.
 REPOSITORY = "~/.cache/backpack-core/templates"
 
@@ -85,15 +85,15 @@ def check_name(name: str) -> str:
 
 
 def _refuse_taken(kind: str, name: str) -> None:
-    """Raise if an installed plugin has the package's name: neither of the two would load."""
+    """Raise an error if an installed plugin has the package's name: neither would load."""
     short = name.replace("-", "_")
     names = {short} if kind != "propagator" else {f"{short}_root", f"{short}_diagonal"}
     for installed in (plugin.provenance for plugin in known_plugins()):
         if installed.plugin in names or installed.distribution == f"backpack-plugin-{name}":
             raise UsageError(
-                f"{installed} is installed and has an entry point {installed.plugin!r}: of two "
-                "plugins of one name, none is loaded. Choose another name, such as one that begins "
-                f"with yours: 'my-{name}'."
+                f"{installed} is installed and has an entry point {installed.plugin!r}, and two "
+                "plugins with the same name are not loaded. Choose another name, such as one that "
+                f"begins with yours: 'my-{name}'."
             )
 
 
@@ -121,9 +121,9 @@ def update(folder: Path) -> list[str]:
     release = published()
     if made_from[1] not in _tags():
         raise BackpackError(
-            f"{str(folder)!r} was made from the templates of {made_from[1]}, which were never in "
-            "use on this machine. Install that release of backpack-core and run `backpack update`, "
-            "then again with this one."
+            f"{str(folder)!r} was made from the templates of {made_from[1]}, which were never used "
+            "on this machine. Install that release of backpack-core and run `backpack update`, "
+            "then do the same with this release."
         )
     try:
         _copier().run_update(folder, vcs_ref=release, defaults=True, overwrite=True, quiet=True)

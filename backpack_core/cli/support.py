@@ -112,7 +112,7 @@ def table_of_model(target: str, chosen: tuple[str, ...] = ()) -> Table:
     Args:
         target: ``"module:factory"``. The factory takes no arguments. It returns a model, or a model
             and its loss, or these with the model's inputs and a target. With inputs, every
-            extension is run, and what the run refuses is refused.
+            extension is run, and the table says which the run refuses.
         chosen: Names of extensions; default: all that are installed.
 
     Returns:
@@ -196,7 +196,7 @@ def build(target: str) -> Given:
             modules[1](output, given.target).backward()
     except Exception as error:
         said = f"{type(error).__name__}: {error}{_line(error, module_name)}"
-        needed = "By itself, loss(model(*inputs), target).backward() has to work."
+        needed = "By itself, loss(model(*inputs), target).backward() must work."
         raise UsageError(f"What {target} returns does not run: {said}\n{needed}") from error
     return given
 
@@ -216,8 +216,8 @@ def _made(target: str, factory: Any) -> Any:
         module, _, attribute = target.partition(":")
         raise UsageError(
             f"{target} was called and raised {type(error).__name__}: {error}"
-            f"{_line(error, module)}\nIt must run by itself, as python -c "
-            f"'import {module} as m; m.{attribute}()' runs it."
+            f"{_line(error, module)}\nIt must run without anything else, as in python -c "
+            f"'import {module} as m; m.{attribute}()'."
         ) from error
 
 
@@ -326,7 +326,7 @@ def _mixes_samples(rule: LayerRule, module: Module) -> bool:
 
 
 def _has_residual(resolved: Resolved, module: Module, needs: str) -> bool:
-    """Whether an extension that is read from the graph finds what it needs of a module."""
+    """Whether an extension that is read from the graph finds what it needs at a module."""
     rule = resolved.rule
     if needs != "second derivative" or resolved.is_fallback or rule.is_loss:
         return True

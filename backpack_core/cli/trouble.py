@@ -38,7 +38,7 @@ def trouble(name: str) -> str:
     if len(names) == 1:
         return by_name[names[0]]
     if names:
-        raise UsageError(f"Several entries have {name!r}: {', '.join(names)}.")
+        raise UsageError(f"Several entries contain {name!r}: {', '.join(names)}.")
     near = nearest(name, by_name) or f": there are {', '.join(by_name)}."
     raise UsageError(f"No error of this library is called {name!r}{near}")
 

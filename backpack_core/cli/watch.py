@@ -32,7 +32,7 @@ class Watch:
         extension.read = self  # type: ignore[method-assign]
 
     def __call__(self, product: Any) -> Any:
-        """Called in place of ``read``."""
+        """Called instead of ``read``."""
         if product.module in self.modules:
             self.forms.add(_form_of(product))
         return self.read(product)

@@ -53,9 +53,9 @@ def base(cls: C) -> C:
 def declare_only_computes(package: str) -> None:
     """Declare that rules, extensions and propagators of a package only compute tensors.
 
-    Their results depend on nothing but their arguments and their own plain attributes. So a library
-    may run the same operations again in a later pass without calling them. Whatever else they do,
-    such as counting or printing, does not happen then.
+    Their results depend only on their arguments and their own plain attributes. So a library may
+    run the same operations again in a later pass without calling them. Anything else that they do,
+    such as counting or printing, then does not happen.
 
     Args:
         package: The top-level package; classes derived elsewhere belong to that other package.
@@ -69,16 +69,16 @@ def only_computes(cls: type) -> bool:
 
 
 def judge(function: Judge) -> Judge:
-    """Decorator that adds a judge, which is asked about every class that is registered or used.
+    """Decorator that adds a judge, who is asked about every class that is registered or used.
 
-    About a rule, it is asked again with the first module of each type that the rule is for.
+    It is asked about a rule again with the first module of each type that the rule is for.
     """
     JUDGES.append(function)
     return function
 
 
 def vet(cls: type, module: Module | None = None, is_new: bool = False, who: object = "") -> None:
-    """Raise if a rule, extension or propagator cannot be used as it is declared.
+    """Raise an error if a rule, extension or propagator cannot be used as declared.
 
     Args:
         cls: The class.

@@ -44,7 +44,7 @@ class Extension(ABC):
         needs_every_parameter: Whether the result is meaningless if a trained parameter of the
             model is left out, as a bound on the norm of all of them is.
         needs_normalisers: Whether :meth:`finish` needs the number that each extended loss divides
-            by. ``backward()`` then must be called on a weighted sum of these losses.
+            by. ``backward()`` must then be called on a weighted sum of these losses.
         unless_told: If ``needs_normalisers``: what to write if the number is not known, as a
             sentence.
         is_of_everything: Whether the value belongs to everything that ``backward()`` is called on,
@@ -55,13 +55,14 @@ class Extension(ABC):
             ``backward()`` must be called on a weighted sum of them. Otherwise it belongs to
             whatever ``backward()`` is called on.
         degree: How values scale with the loss: as its power ``degree``. It is 1 for gradients and
-            curvature, 2 for their squares, and ``None`` if there is no such power, as for a
+            curvature, 2 for their squares, and ``None`` if no power describes it, as for a
             threshold.
         without_degree: If ``degree`` is ``None``: what to do instead of scaling a value, as a
             sentence.
         over_batches: How values of disjoint batches combine: ``"sum"``, ``"concatenate"`` (samples
             on axis 0), a function of two tensors, or a declaration of
-            :mod:`backpack_products.merging` for values of several tensors. Default: they do not.
+            :mod:`backpack_products.merging` for values of several tensors. Default: they do not
+            combine.
 
     Attributes:
         propagator: What travels backwards for this extension.
@@ -149,8 +150,8 @@ class Extension(ABC):
                 another :class:`~backpack_core.Reading`.
 
         Returns:
-            The value to store, which must not share memory with anything. Only the engine writes to
-            parameters.
+            The value to store. It must not share memory with anything else. Only the engine writes
+            to parameters.
         """
 
     def dtype_for(self, parameter: Tensor) -> torch.dtype:

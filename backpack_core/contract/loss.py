@@ -42,7 +42,7 @@ class LossRule(LayerRule):
             return
         if first.requires_grad:
             raise UnsupportedError(
-                f"Curvature of {view.path} is known for its first argument alone, but another one "
+                f"Curvature of {view.path} is known only for its first argument, but another one "
                 "(target or variance) requires a gradient, too: detach it."
             )
         raise UnsupportedError(
@@ -57,7 +57,7 @@ class LossRule(LayerRule):
             view: The loss call.
 
         Raises:
-            UnsupportedError: With what was found and what to write instead.
+            UnsupportedError: Such a term was found; the message says what to write instead.
         """
 
     def normalisation(self, view: View) -> float | Tensor:
@@ -92,7 +92,7 @@ class LossRule(LayerRule):
 
     def _jac_t_mat_prod(self, view: View, mat: Tensor) -> Tensor:
         raise UnsupportedError(
-            f"{view.path} is a loss: quantities start there, none is carried through it."
+            f"{view.path} is a loss: quantities start there, and cannot pass through it."
         )
 
     def _scale(self, view: View) -> Tensor:
@@ -112,7 +112,7 @@ def normaliser_of(view: View) -> Normaliser:
         view: The loss call.
 
     Raises:
-        UsageError: Neither the module nor its rule tells.
+        UsageError: Neither the module nor its rule gives the number.
         UnsupportedError: The rule refuses the call.
     """
     rule, reduction = view.call.rule, getattr(view.module, "reduction", None)

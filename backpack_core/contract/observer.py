@@ -19,14 +19,14 @@ Options = Mapping[str, Any]  # arguments of ``backward()``
 
 
 class Observer:
-    """Attends one backward pass. Every method does nothing by default; they are in order of calls.
+    """Attends one backward pass. By default methods do nothing; they are called in this order.
 
     ``run`` is the :class:`~backpack_core.engine.backward.BackwardPass`. It owns the observer, which
     must not keep a reference to it: tensor hooks would keep both alive.
 
     Attributes:
         answers: The arguments of ``backpack(...)`` that it handles.
-        needs_autograd: Whether autograd must run, since gradients are looked at.
+        needs_autograd: Whether autograd must run, because the observer looks at gradients.
         needs_visits: Whether it looks at visits, or adds to them, in passes with a known plan, so
             that no driver may replace them.
         needs_survey: Whether it asks the survey for more than sites, even where a driver replaces
@@ -115,7 +115,7 @@ class Driver(ABC):
 
     @abstractmethod
     def reach(self, run: Any, site: Any, grads: Grads, others: Any) -> None:
-        """Called when autograd reaches an output, in place of ``Between.reach``.
+        """Called when autograd reaches an output, instead of ``Between.reach``.
 
         Args:
             run: The pass.
@@ -129,5 +129,5 @@ class Driver(ABC):
         """Called when autograd is done.
 
         Raises:
-            InternalError: An output that it had to visit was not reached.
+            InternalError: An output that it must visit was not reached.
         """

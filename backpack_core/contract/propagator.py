@@ -32,11 +32,11 @@ class Propagator(ABC):
     of the quantity is the propagator's own choice.
 
     Class attributes:
-        travels: Whether quantities are sent on; otherwise each call is read by itself.
+        travels: Whether quantities are sent on; otherwise each call is read on its own.
         per_sample: Whether quantities belong to single samples, and so do not exist if samples
             influence each other.
         keeps_apart: Whether quantities can have columns for each sample at tensors without
-            samples. If not, a net with parameters there raises.
+            samples. If not, a net with parameters there raises an error.
         only_at_losses: Whether something is read at losses only, so that it does not matter where
             samples lie at other calls.
         starts_everywhere: Whether each call sends a new quantity, not one that arrived. Losses are
@@ -44,8 +44,8 @@ class Propagator(ABC):
         sheds_everywhere: Whether :meth:`shed` may split something off at every call, and
             :meth:`cross` at every node. Otherwise :meth:`shed` is called at losses and for
             residuals only.
-        needs_gradient: Whether methods besides :meth:`start` read ``view.grad_output``, which may
-            otherwise be ``None``.
+        needs_gradient: Whether methods other than :meth:`start` read ``view.grad_output``, which
+            may otherwise be ``None``.
 
     Attributes:
         subsampling: The samples that take part, ``None`` for all. Every method gets a view of
@@ -223,8 +223,8 @@ class Propagator(ABC):
             UnsupportedError: Always, here.
         """
         raise UnsupportedError(
-            f"{self!r} needs every output of a module as the module returned it: samples on axis "
-            "0, and no in-place operation on a view of it."
+            f"{self!r} needs every output of a module unchanged: samples on axis 0, and no "
+            "in-place operation on a view of it."
         )
 
     def shed(
@@ -248,8 +248,8 @@ class Propagator(ABC):
                 parameter is used several times, or an operation between modules follows.
 
         Returns:
-            What goes on, and parts that are propagated through the net at once, one after the
-            other. No part may have to be added to anything that waits elsewhere.
+            What goes on, and parts that are propagated through the net immediately, one after the
+            other. A part must not be one that is later added to something that waits elsewhere.
         """
         return quantity, ()
 
@@ -265,8 +265,8 @@ class Propagator(ABC):
 def loss_behind_a_loss(view: View) -> UnsupportedError:
     """The error if two losses are on one path, so that it is unclear where the model ends."""
     return UnsupportedError(
-        f"{view.path} is a loss, and another loss is computed from its output: where the model "
-        "ends, and so what curvature is meant, is not known. Extend the one of them that reads the "
-        "model's output, and compute the rest by plain functions that are linear in it; or extend "
-        "the last one only."
+        f"{view.path} is a loss, and another loss is computed from its output, so it is not known "
+        "where the model ends, and which curvature is meant. Extend only the loss that reads the "
+        "model's output, and compute the rest with plain functions that are linear in it; or "
+        "extend only the last loss."
     )

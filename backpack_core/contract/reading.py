@@ -28,7 +28,8 @@ class Reading:
         rule: The class of the rule that made the reading, for messages.
         needs: The operations that extensions will call, so that one can prepare for another.
         is_measured: Whether extensions may look at values, as for :attr:`View.is_measured`.
-        is_part: Whether it is of a chunk of columns that reached some uses of the parameter only.
+        is_part: Whether it belongs to a chunk of columns that reached only some uses of the
+            parameter.
         results: Cached results of operations.
         made: The tensors among the results, with their version counters.
         call_cache: Values computed from the call alone, for all of its columns.
@@ -89,13 +90,13 @@ class Reading:
             pull: Pulls columns ``[K, *source]`` back to the leaf, ``[K, *leaf]``.
 
         Raises:
-            UnsupportedError: It exists only for parameters that a module uses as they are.
+            UnsupportedError: The reading exists only for parameters that a module uses unchanged.
         """
         raise UnsupportedError(
             f"The parameter {self.name!r} of {self.path} is computed from others (by a "
-            f"parametrization, or in a hook), and {type(self).__name__} exists for parameters "
-            "that a module uses as they are. Remove the parametrization, or leave the extension "
-            "out."
+            f"parametrization, or in a hook), and {type(self).__name__} exists only for "
+            "parameters that a module uses unchanged. Remove the parametrization, or leave the "
+            "extension out."
         )
 
     def join(self, others: Sequence[Any]) -> Any:

@@ -67,7 +67,7 @@ class LayerRule(ABC):
             view: The call.
 
         Raises:
-            UnsupportedError: With the setting that was found and what to use instead.
+            UnsupportedError: A setting is not supported; the message says what to use instead.
         """
 
     def mixes_samples(self, view: View) -> bool:
@@ -111,7 +111,7 @@ class LayerRule(ABC):
 
         Returns:
             For every input tensor of the call, ``J_xᵀ mat`` of shape ``[V, N, *in]``, or ``None``
-            where the input is constant.
+            if the input is constant.
 
         Raises:
             ShapeError: ``mat`` or the result has the wrong shape.
@@ -166,7 +166,7 @@ def _refuse_uncut(view: View, tensor: Tensor) -> None:
     if tensor.requires_grad:
         raise UnsupportedError(
             f"{view.path} received an input of shape {list(tensor.shape)} that requires a gradient "
-            "and whose axis 0 does not hold the samples (an initial state, say), which cannot be "
+            "and does not hold the samples on axis 0 (an initial state, say). This cannot be "
             "combined with subsampling: detach it, or leave subsampling out."
         )
 

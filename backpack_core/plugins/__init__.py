@@ -1,6 +1,6 @@
 """Plugins: what they may provide, how they are loaded, and which of them has the rule for a module.
 
-Each plugin is loaded and registered by itself, so that one that fails does not break the others.
+Each plugin is loaded and registered separately, so that a failing one does not break the others.
 """
 
 from backpack_core.discovery import Plugin as Plugin

@@ -1,8 +1,8 @@
 """Everything that a plugin may provide, as pluggy hook specifications with their reference.
 
-A plugin is the object that an entry point of the group ``backpack`` names. Either it is a class
-derived from one of the core's base classes, which is then what its hook would return. Or it is a
-module with functions marked by ``hookimpl``.
+A plugin is the object that an entry point of the group ``backpack`` names. It is either a class
+derived from one of the core's base classes, as its hook would return it, or a module with functions
+marked by ``hookimpl``.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def backpack_pair_overrides() -> Iterable[  # type: ignore[empty-body]
 def backpack_operation() -> Any:
     """Return the class, derived from ``engine.between.Between``, for operations between calls.
 
-    Called when plugins change. The class serves every graph, also graphs without such operations:
-    they are known only after a walk, which would have to be repeated with another class.
+    Called when plugins change. The class serves every graph, even one without operations between
+    calls. Only a walk shows whether a graph has them, and another class would need a second walk.
     """
 
 
@@ -74,7 +74,7 @@ def backpack_run(run: Any) -> Observer | None:
 
 @hookspec(firstresult=True)
 def backpack_watch() -> Any:
-    """Return a class through whose instances blocks call functions whose time is to be measured.
+    """Return a class that measures functions: blocks call functions through its instances.
 
     Each block has one. It is called with a module, a class, a word for the phase, a function and
     its arguments. Its method ``summary(history)`` makes what ``block.summary()`` returns. The hook

@@ -1,8 +1,8 @@
 """Loads plugins when they are first needed, and isolates those that fail.
 
 Plugins are loaded at the first ``extend()`` or ``backpack()``, or when an extension is asked for by
-name. A plugin that fails is recorded, with one warning for its distribution. What needs it raises
-with the plugin's traceback chained, and everything else works.
+name. A plugin that fails is recorded, with one warning for its distribution. Whatever needs it
+raises an error, chained to the plugin's traceback. Everything else works.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _raise_if_strict(plugin: Plugin) -> None:
 def load(plugin: Plugin) -> None:
     """Import and register a plugin, unless that was tried before or the plugin may not load.
 
-    A failure does not raise here, but is recorded in ``plugin.error``.
+    A failure raises no error here; it is recorded in ``plugin.error``.
     """
     if plugin.state != "not loaded":
         return

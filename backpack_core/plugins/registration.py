@@ -67,7 +67,7 @@ def _hand_over(obj: Any, provenance: Provenance) -> None:
         manager.register(obj, _key(provenance))
     except PluginValidationError as error:
         raise PluginError(
-            f"A hook of {provenance} is not written as its specification: {error}. Write it as "
+            f"A hook of {provenance} does not match its specification: {error}. Write it as "
             "backpack_core.plugins.hookspecs has it."
         ) from error
 

@@ -57,7 +57,7 @@ class Registry:
     extensions: dict[str, list[Claim[type[Extension]]]] = field(default_factory=dict)
     propagators: dict[str, list[Claim[type[Propagator]]]] = field(default_factory=dict)
     overrides: dict[Any, list[Claim[Any]]] = field(default_factory=dict)  # by extension and module
-    generation: int = 0  # grows with every change; rules that were resolved earlier are outdated
+    generation: int = 0  # grows with every change; rules that were resolved before it are outdated
     _rule_cache: dict[type[Module], Resolved] = field(default_factory=dict)
 
     def add(self, contributions: Iterable[Contribution], provenance: Provenance) -> None:
@@ -133,7 +133,7 @@ class Registry:
         return [*{_identity(claim.value): claim for claim in named}.values()]
 
     def refuse_rivals(self, kind: type[Propagator]) -> None:
-        """Raise if several plugins provide a propagator of this name, and none is preferred."""
+        """Raise an error if several plugins provide a propagator's name, and none is preferred."""
         if claims := self.propagators.get(kind.__name__):
             choose(claims, kind.__name__, "propagator")
 
@@ -190,7 +190,7 @@ def contributions(hook: str, item: Any) -> list[Contribution]:
         vet(item)
         is_rule = issubclass(item, LayerRule)
         return of_rules([item]) if is_rule else [(_KINDS[hook][0], item.__name__, item)]
-    raise PluginError(f"{hook} returned {item!r}, which is not what the hook asks for.")
+    raise PluginError(f"{hook} returned {item!r}, which the hook does not accept.")
 
 
 def of_rules(kinds: Iterable[type[LayerRule]]) -> list[Contribution]:

@@ -23,8 +23,8 @@ _CALLING = frozenset(
 def is_same_map(kind: type[Module], parent: type) -> bool:
     """Whether ``forward``, and everything that it looks up on the module, are the parent's own.
 
-    It is not so if a weight became a property (as in a parametrization), or if a method that
-    ``forward`` calls is overridden. A new method, or another ``reset_parameters``, does not matter.
+    The answer is no if a weight became a property (as in a parametrization), or if a method that
+    ``forward`` calls is overridden. A new method or another ``reset_parameters`` does not matter.
     """
     forward = getattr(kind, "forward", None)  # a class of torch.jit has none
     if forward is None or getattr(parent, "forward", None) is not forward:
@@ -36,7 +36,7 @@ def is_same_map(kind: type[Module], parent: type) -> bool:
 
 @remembered
 def same_maps(kind: type[Module]) -> tuple[type[Module], ...]:
-    """The classes with whose rules a class is differentiated: itself, then parents in order."""
+    """The classes that may lend a class their rules: itself, then parents in order."""
     return (kind, *(parent for parent in kind.__mro__[1:] if is_same_map(kind, parent)))
 
 

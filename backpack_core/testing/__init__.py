@@ -1,4 +1,4 @@
-"""The conformance kit: from one case, many checks with names of their own.
+"""The conformance kit: from one case, many checks, each with its own name.
 
 A test file for a layer rule is a list of cases::
 

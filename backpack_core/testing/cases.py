@@ -52,7 +52,7 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of a forward call, where there are keyword arguments."""
+    """The arguments of a forward call that has keyword arguments."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -158,9 +158,9 @@ class RuleCase(Case):
             differentiated (a mask, for example).
         output_nr: The index of the output to differentiate, if there are several.
         twice_differentiable: Whether torch can differentiate the layer twice, so that there is an
-            oracle for second derivatives. If not, torch must raise.
-        overwrites_input: Whether the layer overwrites an input that its rule needs. The rule then
-            must raise, and quantities go through the layer's autograd nodes instead.
+            oracle for second derivatives. If not, torch must raise an error.
+        overwrites_input: Whether the layer overwrites an input that its rule needs. The rule must
+            then raise an error, and quantities go through the layer's autograd nodes instead.
     """
 
     kind: ClassVar[str] = "rule"

@@ -31,10 +31,10 @@ class Check:
 
     Attributes:
         name: Name of the check.
-        function: Raises if it finds a fault, or yields what must be compared.
+        function: Raises an error if it finds a fault, or yields what must be compared.
         subject: Makes the argument of the function from a case.
         needs: Traits that a case must have for the check to apply; see ``traits``.
-        prerequisites: Names of the checks that it builds on, as far as they apply to a case.
+        prerequisites: Names of the checks that it builds on, if they apply to a case.
     """
 
     name: str

@@ -81,7 +81,7 @@ def fake_distribution(
 ) -> Iterator[FakeDistribution]:
     """A factory with the arguments of :func:`write_distribution`, except for the folder.
 
-    Until the test ends, its distributions are found beside those that are really installed.
+    Until the test ends, its distributions are found in addition to those that are really installed.
     """
     folder = tmp_path / "site-packages"
     folder.mkdir()

@@ -1,7 +1,7 @@
 """One run of a layer: the view that its rule gets, the graph of the oracle, and the case's traits.
 
 The call is recorded as in use: the layer is extended and run, and the call is read from the graph.
-The oracle has a graph of its own, from the same layer without recording.
+The oracle has its own graph, from the same layer without recording.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class LayerRun:
 
     @cached_property
     def parameters(self) -> dict[str, Tensor]:
-        """The parameters that the rule covers, as far as they exist in this configuration."""
+        """The parameters that the rule covers, if they exist in this configuration."""
         names = self.rule.parameter_names(self.module)
         existing = dict(self.module.named_parameters(remove_duplicate=False))
         return {name: existing[name] for name in names if name in existing}
@@ -104,14 +104,14 @@ def run_layer(
     strided: bool = False,
     dtype: torch.dtype = torch.float64,
 ) -> LayerRun:
-    """Run a case's layer, whose rule must be installed.
+    """Run a case's layer; its rule must be installed.
 
     Args:
         case: The case.
         inputs: Inputs to use instead of the case's own.
         samples: The batch size.
         strided: Whether each input is every other entry of a larger tensor.
-        dtype: Of parameters and inputs.
+        dtype: The dtype of parameters and inputs.
     """
     inputs, module = inputs or case.arguments(samples, dtype), extend(case.module(dtype))
     if strided:

@@ -1,6 +1,6 @@
 """Checks of a loss rule against the Hessian by autograd, in every reduction.
 
-A check takes a case, and possibly a reduction. It raises, or yields what must be compared.
+A check takes a case, and possibly a reduction. It raises an error, or yields what must be compared.
 """
 
 from __future__ import annotations
@@ -200,7 +200,7 @@ def normalisation(case: LossCase) -> Entries:
 
 
 def hessian_is_psd(case: LossCase) -> None:
-    """Check that no eigenvalue is negative, where it is declared."""
+    """Check that no eigenvalue is negative, if that is declared."""
     run = shared_run(case, "sum")
     smallest = float(torch.linalg.eigvalsh(run.hessian).min())
     allowed = -1e-12 * max(float(run.hessian.abs().max()), 1.0)

@@ -84,7 +84,7 @@ def two_halves(nets: Nets, reduction: str) -> Entries:
         of_first = {made[0].get_parameter(name): stored for name, stored in first_values.items()}
     values = _combined(made, over.second_pass(extension, of_first), reduction)
     problem.compare({extension.savefield: values}, [extension], nets.case.tolerances.float64)
-    if first is None:  # tensor by tensor, also where there is no oracle
+    if first is None:  # tensor by tensor, even without an oracle
         for name, stored in problem.run([extension])[1][extension.savefield].items():
             pairs = zip(iter_tensors(values[name]), iter_tensors(stored), strict=True)
             for found, expected in pairs:
@@ -118,7 +118,7 @@ def _whole(part: Part, power: float, tensors: list[Tensor], sizes: list[int]) ->
         whole = scaled[0]
     elif isinstance(part.way, str):
         shapes = [list(tensor.shape) for tensor in tensors]
-        message = f"over_batches adds values of two batches, and they have the shapes {shapes}."
+        message = f"over_batches adds values of two batches, but they have the shapes {shapes}."
         require(shapes[0] == shapes[1], message)
         whole = torch.stack(scaled).sum(0)
     else:

@@ -1,6 +1,6 @@
 """Checks of extensions in small nets against the reference: around a layer, or for one extension.
 
-A check takes the nets of a case. It raises, or yields what must be compared.
+A check takes the nets of a case. It raises an error, or yields what must be compared.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def subsampling(nets: Nets) -> None:
 
 
 def _because_of(word: str) -> RefusalCheck:
-    """Raise unless an extension refuses a net with a message that contains a word."""
+    """Raise an error unless an extension refuses a net with a message that contains a word."""
 
     def require_word(extension: Extension, error: Exception) -> None:
         if not isinstance(error, UnsupportedError):
@@ -133,7 +133,7 @@ def _because_of(word: str) -> RefusalCheck:
 
 def deepcopy(nets: Nets, copied: Callable[[Any], Any] = copy.deepcopy) -> None:
     """Run copies by ``copy.deepcopy``."""
-    # What was copied wrongly is missed by all: one of each that every layer has is enough.
+    # All extensions miss what was copied wrongly: one of each that every layer has is enough.
     nets.check(nets.few(("gradient", "curvature")), copied=copied)
 
 

@@ -241,7 +241,7 @@ class Nets:
         coarse: bool = False,
         **how: Any,
     ) -> None:
-        """Run extensions and compare their values with the oracle, where there is one.
+        """Run extensions and compare their values with the oracle, if there is one.
 
         Args:
             extensions: What to compute; default: all that have a value.

@@ -30,7 +30,7 @@ Needs = Literal[
     "gradient", "curvature", "sampling", "double backward", "second derivative", "structure"
 ]
 ALL_NEEDS: tuple[str, ...] = get_args(Needs)
-# Those without an oracle where autograd cannot differentiate twice.
+# Those without an oracle if autograd cannot differentiate twice.
 TWICE = frozenset({"double backward", "second derivative"})
 
 

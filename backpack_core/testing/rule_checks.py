@@ -1,7 +1,7 @@
 """Checks of a rule's products and declarations against dense derivatives by autograd.
 
-A check takes the run of a layer. It raises, or yields what must be compared: a name, the value
-that was found, and the one that is expected.
+A check takes the run of a layer. It raises an error, or yields what must be compared: a name, the
+value that was found, and the one that is expected.
 """
 
 from __future__ import annotations

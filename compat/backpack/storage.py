@@ -102,7 +102,7 @@ def store_io(module: Module) -> None:
 class HookWithIO:
     """Runs an extension hook with the inputs and output of the visited call set on the module.
 
-    A module may be called several times, and the forward pass leaves those of the last call.
+    If a module is called several times, the forward pass leaves those of the last call.
     """
 
     def __init__(self, hook: Callable[[Module], None], visiting: Callable[[], View | None]) -> None:

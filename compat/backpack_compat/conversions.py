@@ -26,7 +26,7 @@ from backpack_layers.modules import (
 # Operations that overwrite their first argument, whatever their settings.
 IN_PLACE = frozenset({operator.iadd, operator.imul})
 
-# The module for a node and the inputs that it takes; None where there is none.
+# The module for a node and the inputs that it takes; None if there is no module.
 Conversion = tuple[Module, tuple[Any, ...]] | None
 Convert = Callable[[Node], Conversion]
 
@@ -38,7 +38,7 @@ def converted(node: Node) -> Conversion:
         node: A function or method call.
 
     Returns:
-        The module and its inputs, or ``None`` where the node must stay: there is no module, it
+        The module and its inputs, or ``None`` if the node must stay: there is no module, it
         computes with numbers or takes its settings from them, or it overwrites a tensor that is
         read elsewhere.
     """
@@ -103,7 +103,7 @@ def _root(node: Node) -> Module:
 
 
 def _bind(node: Node, names: tuple[str, ...]) -> dict[str, Any] | None:
-    """The settings a node was called with, by name; ``None`` where they are not constants."""
+    """The settings that a node was called with, by name; ``None`` if they are not constants."""
     positional = node.args[1:]
     if len(positional) > len(names) or not node.args or not isinstance(node.args[0], Node):
         return None
@@ -178,7 +178,7 @@ def _index(node: Node) -> Conversion:
 
 
 def _is_tuple(node: Node) -> bool:
-    """Whether a node gives what a recurrent or attention layer returns, or the states in it."""
+    """Whether a node gives the result of a recurrent or attention layer, or the states in it."""
     if node.op != "call_module":
         return False
     root = _root(node)

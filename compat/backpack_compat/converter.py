@@ -26,7 +26,7 @@ from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import registry
 from backpack_layers.modules import Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule
 
-# These stay functions: a rearrangement is linear, and may move the samples, as no module may.
+# These stay functions: a rearrangement is linear, and may move the samples, which a module may not.
 _NO_CURVATURE = frozenset({"getattr", "permute", "transpose"})
 
 _HELPERS = (Pad, Permute, ReduceTuple, ScaleModule, Slicing, SumModule)
@@ -46,14 +46,14 @@ class RuleTracer(Tracer):
 
 
 def convert(module: Module, debug: bool = False) -> GraphModule:
-    """Rewrite functions and methods as modules, as far as there is one for them.
+    """Rewrite functions and methods as modules, if there is one for them.
 
     Sums become :class:`SumModule`, products with a number :class:`ScaleModule`; ``flatten``,
     ``permute``, ``transpose``, indexing, padding, pooling and activations the modules of that name.
     Recurrent layers of several layers become a ``Sequential`` of single ones, in-place modules
-    ordinary ones. Of a module without parameters that is called several times, each call has a
-    copy: ``relu0``, ``relu1`` for ``relu``. An operation that overwrites what is read elsewhere
-    stays; ``h += x`` is not such an operation to ``torch.fx``, which sees ``h = h + x``.
+    ordinary ones. If a module without parameters is called several times, each call has a copy:
+    ``relu0``, ``relu1`` for ``relu``. An operation that overwrites what is read elsewhere stays;
+    ``h += x`` is not such an operation to ``torch.fx``, which sees ``h = h + x``.
 
     Args:
         module: The network. It does not change; parameters are shared, not copied.
@@ -76,7 +76,7 @@ def convert(module: Module, debug: bool = False) -> GraphModule:
     _name(result, made, debug)
     graph.lint()
     _report(graph.nodes)
-    return GraphModule(result, graph)  # with what is called only, in the order of the calls
+    return GraphModule(result, graph)  # only with what is called, in the order of the calls
 
 
 class _Made(NamedTuple):
@@ -129,7 +129,7 @@ def _add(root: GraphModule, module: Module) -> str:
 
 
 def _name(root: GraphModule, made: list[_Made], debug: bool) -> None:
-    """Number the modules that were made as the incumbent does, which rewrites kind by kind."""
+    """Number the new modules as the incumbent does, which rewrites kind by kind."""
     for node, stem, _ in sorted(made, key=lambda one: one.rank):
         module = root.get_submodule(str(node.target))
         node.target = name = _free_name(root, stem)
@@ -139,7 +139,7 @@ def _name(root: GraphModule, made: list[_Made], debug: bool) -> None:
 
 
 def _can_be_split(module: nn.RNN | nn.LSTM, root: Module, calls: list[Node]) -> bool:
-    """Whether single layers do the same in all calls; of their states, the last ones are left."""
+    """Whether single layers do the same in all calls; only their last states are left."""
     plain = module.bias and not module.bidirectional and not module.proj_size
     are_plain = all(len(call.args) == 1 and not call.kwargs for call in calls)
     are_states_unread = all(_picked(root, user) == 0 for call in calls for user in call.users)
@@ -184,9 +184,9 @@ def _report(nodes: Any) -> None:
     if names:
         warnings.warn(
             f"convert: these operations stay functions: {', '.join(names)}. Quantities of first "
-            "order and of the generalised Gauss-Newton matrix pass through them exactly; those "
-            "with second derivatives refuse any that is not linear: write a module and a layer "
-            "rule for it.",
+            "order and of the generalised Gauss-Newton matrix pass through them exactly. Those "
+            "with second derivatives refuse nonlinear ones: write a module and a layer rule for "
+            "these.",
             BackpackWarning,
             stacklevel=4,
         )

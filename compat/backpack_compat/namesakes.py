@@ -23,7 +23,8 @@ def namesakes() -> tuple[str, str] | None:
     """Whether both distributions with a package ``backpack`` are installed, as a message.
 
     Returns:
-        Which of them ``import backpack`` gives, and how to choose; ``None`` unless both are there.
+        Which of them ``import backpack`` gives, and how to choose; ``None`` unless both are
+        installed.
     """
     versions = {name: _version(name) for name in (OURS, INCUMBENT)}
     if None in versions.values():

@@ -1,4 +1,4 @@
-"""Roots of loss Hessians with a column for every output, as the incumbent's are."""
+"""Roots of loss Hessians with a column for every output, like the incumbent's."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class EveryColumn(LossSqrt):
         return Columns.start(root.name, mat, scale=root.scale)
 
     def mixing(self) -> LossSqrt:
-        """With the same start."""
+        """The mixed root with the same start."""
         return MixedEveryColumn(self.samples, self.subsampling, self.tolerance)
 
 
 @dataclass(frozen=True)
 class MixedEveryColumn(EveryColumn, MixedSqrt):
-    """The same where columns may be replaced by others."""
+    """The same if columns may be replaced by others."""

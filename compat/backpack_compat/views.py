@@ -1,4 +1,4 @@
-"""Layer rules for a module outside of a backward pass: the rule, and a view for its methods.
+"""Layer rules for a module outside a backward pass: the rule, and a view for its methods.
 
 The incumbent's functions take a module with ``input0``, ``input1``, …, and ``output``; layer rules
 take a view of a call. Imports backpack_core only.
@@ -75,7 +75,7 @@ def view_of(module: Module, g_out: Grads = None) -> View:
         g_out: Gradients at the outputs; ``None`` for none.
 
     Raises:
-        StoredIOError: Nothing is set on the module.
+        StoredIOError: The module has no inputs and output.
     """
     attributes = module.__dict__
     inputs: list[Any] = []
@@ -84,13 +84,13 @@ def view_of(module: Module, g_out: Grads = None) -> View:
     if not inputs or "output" not in attributes:
         raise StoredIOError(
             f"{type(module).__name__} has no input0 and output: extend it, run a forward pass, and "
-            "ask before the backward pass has freed them (or inside a hook)."
+            "ask before the backward pass frees them (or inside a hook)."
         )
     return made_view(module, tuple(inputs), attributes["output"], g_out[0] if g_out else None)
 
 
 def checked_view(module: Module, g_out: Grads) -> View:
-    """As :func:`view_of`, but raises for settings without an exact result.
+    """As :func:`view_of`, but raises an error for settings without an exact result.
 
     Raises:
         SampleMixingError: Samples of the batch influence each other.
@@ -113,7 +113,7 @@ def loss_view(module: Module, g_out: Grads) -> View:
 
 
 def mixes_samples(module: Module) -> bool:
-    """Whether samples of a batch influence each other in the module, as it is now."""
+    """Whether samples of a batch influence each other in the module's current state."""
     rule = rule_for(module)
     if "input0" in module.__dict__:
         return rule.mixes_samples(view_of(module))

@@ -75,29 +75,29 @@ def accumulate(
             positional arguments, a dictionary keywords.
         normaliser: What the loss divides by for given inputs and targets (the number of samples of
             a mean), ``None`` for a sum; default: what the rule of the extended loss says.
-        device: Of the results; default: that of each parameter.
-        dtype: Of the results; default: that of each value.
+        device: The device of the results; default: that of each parameter.
+        dtype: The dtype of the results; default: that of each value.
         state_file: File for the state of the run. If the file exists, the run resumes from it, with
-            the same numbers as without the interruption; the arguments must be the same. The
-            file is kept at the end. The state of another model, loss, extension or of other data
-            is refused.
+            the same numbers as without the interruption; the arguments must be the same. The file
+            is kept at the end. The state of another model, loss, extension or of other data is
+            refused.
         every: The file is written after this many batches.
-        progress: Whether to show a bar, where the output is a terminal.
+        progress: Whether to show a bar if the output is a terminal.
         check: See :class:`backpack_core.backpack`.
-        process_group: Whose processes share the data, each with a loader of its part; results are
-            those of all samples, on every rank. Samples that a ``DistributedSampler`` repeats count
-            once.
+        process_group: The group of processes that share the data, each with a loader of its part.
+            Results are those of all samples, on every rank. Samples that a ``DistributedSampler``
+            repeats count once.
         gather: Whether results per sample are gathered from all ranks, in their order, or stay on
             the rank of the sample.
         timeout: A process that has no new batch for this many seconds counts as lost.
         capture: Whether batches run as captured steps of ``backpack-capture``, with the same
-            numbers: recorded after a few batches, and replayed without the engine. A word is
-            ``compile=`` of its ``capture``.
+            numbers: recorded after a few batches, and replayed without the engine. A word is passed
+            on as ``compile=`` of its ``capture``.
 
     Raises:
         UsageError: An argument is wrong, or a batch has no weight.
         UnsupportedError: Values of an extension do not combine.
-        LostProcessError: Another process has ended before it was through its part of the data.
+        LostProcessError: Another process ended before it was through its part of the data.
     """
     require_model(model, lossfunc)
     require_kinds(lossfunc, loader, batch, normaliser, every)
@@ -118,7 +118,7 @@ def accumulate(
     if is_sharded and capture:
         raise UsageError(
             "The model is sharded (fully_shard): its parameters are gathered anew in every pass, "
-            "which is part of no captured step. Leave capture= out."
+            "and a captured step cannot do that. Leave capture= out."
         )
     with extended(model, lossfunc):
         run = _Run(model, lossfunc, loader, batch, normaliser, progress, check)
@@ -208,8 +208,8 @@ class _Run:
             states = reduce(states, self.group, self.gather, self.plugins)
         if not states.batches:
             raise UsageError(
-                "The loader gave no batch: there is nothing to compute. Give what can be gone "
-                "through again, as a DataLoader or a list; an iterator or a generator cannot."
+                "The loader gave no batch, so nothing is computed. Give a DataLoader or a list: "
+                "it is iterated again, which an iterator or a generator does not allow."
             )
         parameters = carriers(self.model)
         values = {
@@ -255,7 +255,7 @@ class _Run:
             self.checkpoint.end(number, place + 1, states)
 
     def _add(self, states: States, seen: tuple[Weights, Given]) -> None:
-        """Add the values of a batch; others need not wait for this one meanwhile."""
+        """Add the values of a batch; other processes need not wait for this one meanwhile."""
         states.add(self.model, *seen, is_given_up=True)
 
     def _forget(self, readers: Sequence[Extension]) -> None:
@@ -266,7 +266,7 @@ class _Run:
                     parameter.__dict__.pop(extension.savefield, None)
 
     def _placed(self, values: dict[Any, Any], readers: Sequence[Extension]) -> dict[Any, Any]:
-        """Results as shards, where parameters are sharded."""
+        """Results as shards, if parameters are sharded."""
         kinds = {extension.savefield: extension for extension in readers}
         parameters = carriers(self.model)
         return {

@@ -1,4 +1,4 @@
-"""What the arguments of ``accumulate`` must be, seen before anything is computed."""
+"""What the arguments of ``accumulate`` must be, checked before anything is computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from backpack_core.errors import UsageError
 
 
 def require_model(model: object, lossfunc: object) -> None:
-    """Raise where the first argument is not a model, but the loss, for example."""
+    """Raise an error if the first argument is not a model, but the loss, for example."""
     if isinstance(lossfunc, type):
         raise UsageError(f"The loss is the class {lossfunc.__name__}: write {lossfunc.__name__}().")
     if isinstance(model, Module) and any(True for _ in model.parameters()):
@@ -39,12 +39,12 @@ def require_model(model: object, lossfunc: object) -> None:
 
 
 def require_kinds(lossfunc: Any, loader: Any, batch: Any, normaliser: Any, every: Any) -> None:
-    """Raise where an argument is something else than a loader, a function or a count."""
+    """Raise an error if an argument is not a loader, a function or a count."""
     if not isinstance(every, Integral) or int(every) < 1:
         raise UsageError(f"every must be a positive number of batches. Got {every!r}.")
     if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
         raise UsageError(
-            "The loader is something that can be iterated several times, as a DataLoader or a list "
+            "The loader must allow several iterations, such as a DataLoader or a list "
             f"of (inputs, targets). Got {loader!r:.80}."
         )
     for name, value, what in (
@@ -57,7 +57,7 @@ def require_kinds(lossfunc: Any, loader: Any, batch: Any, normaliser: Any, every
 
 
 def require_result(device: Any, dtype: Any) -> None:
-    """Raise before the pass, and not after it, where results cannot be stored."""
+    """Raise an error before the pass, not after it, if results cannot be stored."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise UsageError(f"dtype is that of results, such as torch.float64. Got {dtype!r}.")
     try:

@@ -22,7 +22,7 @@ from backpack_products.merging import declaration
 
 
 class combined:
-    """Quantities of all backward passes that run inside blocks of this object, as of one batch.
+    """Quantities of all backward passes that run inside blocks of this object, as for one batch.
 
     Example:
         >>> total = combined(model, KFAC(), DiagGGNExact())
@@ -33,12 +33,12 @@ class combined:
         >>> total.reset()
 
     After each block, the parameters hold the values for all batches so far: those of the mean over
-    all samples if the loss is a mean, whatever the sizes of the batches, and those of the sum if it
-    is a sum. So do not divide the loss by the number of batches. ``.grad`` accumulates as always in
+    all samples if the loss is a mean (batches may differ in size), and those of the sum if it is a
+    sum. So do not divide the loss by the number of batches. ``.grad`` accumulates as always in
     PyTorch.
 
-    With a process group, values are for the batches of all ranks, which must enter and leave
-    blocks together. Values per sample stay on their rank, with the scale of the joined batch.
+    With a process group, values are for the batches of all ranks, which must enter and leave blocks
+    together. Values per sample stay on their rank, with the scale of the joined batch.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class combined:
         """
         if self._block is not None:
             raise UsageError(
-                "combined(...) was entered inside of a block of its own: one block is around one "
+                "combined(...) was entered inside a block of the same object: one block is for one "
                 "backward pass. Leave it first, or make a second combined(...)."
             )
         self._weights = Weights(of_losses=self._given is None)
@@ -138,7 +138,7 @@ class combined:
             make: Makes a captured step, see ``backpack_capture.Host``.
 
         Raises:
-            UsageError: An option of the block is none of captured steps.
+            UsageError: An option of the block does not exist for captured steps.
         """
         others = self._options.keys() - {"gradient", "check"}
         if others:
@@ -166,7 +166,7 @@ def all_reduce(
     normaliser: float | Literal["loss"] | None = "loss",
     gather: bool = False,
 ) -> None:
-    """Combine the values that a backward pass has stored on the parameters over all processes.
+    """Combine over all processes the values that a backward pass stored on the parameters.
 
     Example:
         >>> weights = Weights()
@@ -186,12 +186,12 @@ def all_reduce(
         UnsupportedError: Values of an extension do not combine, or only together with others that
             were not computed.
         UsageError: The values are combined already.
-        LostProcessError: Another process has ended.
+        LostProcessError: Another process ended.
     """
     group = distributed.group.WORLD if group is None else group
     if not isinstance(weights, Weights):
         raise UsageError(
-            "all_reduce(model, extensions, weights) takes what has observed the pass: weights = "
+            "all_reduce(model, extensions, weights) takes the observer of the pass: weights = "
             f"Weights(), backpack(..., observer=weights). Got {weights!r:.80}."
         )
     asked = listed(extensions)
@@ -199,14 +199,14 @@ def all_reduce(
         over = over_batches(extension, "its value over several processes")
         if over.reader(extension) is not extension or over.first_pass(extension) is not None:
             raise UnsupportedError(
-                f"What {type(extension).__name__} stores does not say enough to be combined with "
-                "that of other batches: use combined(..., process_group=group) or accumulate(...), "
-                "which know beforehand."
+                f"What {type(extension).__name__} stores is not enough to be combined with "
+                "values of other batches: use combined(..., process_group=group) or "
+                "accumulate(...), which take part in the pass."
             )
         if extension.savefield in weights.reduced:
             raise UsageError(
-                f"{extension.savefield} of this pass was reduced before: it is that of all "
-                "processes, and would be added up once more."
+                f"{extension.savefield} of this pass was reduced before, so it is that of all "
+                "processes already. Call all_reduce(...) once for each pass."
             )
         weights.reduced.add(extension.savefield)
     has_shards(model, group)

@@ -1,4 +1,4 @@
-"""Passes over data whose batches are captured steps, where ``backpack-capture`` is installed."""
+"""Passes over data with batches as captured steps, if ``backpack-capture`` is installed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CapturedBatches:
     def __init__(
         self, model: Module, lossfunc: Callable[..., Tensor], word: Any, check: Any
     ) -> None:
-        """Store what a step is made of.
+        """Store the parts of a step.
 
         Args:
             model: The model.
@@ -34,7 +34,7 @@ class CapturedBatches:
             check: As of :class:`~backpack_core.backpack`.
 
         Raises:
-            UsageError: The library is not installed, the word is none that it knows, or hooks of
+            UsageError: The library is not installed, it does not know the word, or hooks of
                 parameters would run.
         """
         try:
@@ -46,9 +46,9 @@ class CapturedBatches:
             ) from error
         if any(p._post_accumulate_grad_hooks for p in model.parameters()):
             raise UsageError(
-                "A parameter has a hook that runs when its gradient was added, as of an optimizer "
-                "that steps in the backward pass, and captured steps would run it. Remove the "
-                "hook, or leave capture= out."
+                "A parameter has a hook that runs after its gradient was added (an optimizer may "
+                "step there), and captured steps would run it. Remove the hook, or leave capture= "
+                "out."
             )
 
         def step(inputs: Any, targets: Any) -> Tensor:

@@ -42,8 +42,8 @@ class Checkpoint:
             loader: The data; its own generator is restored, too.
 
         Raises:
-            UsageError: The folder is missing, or the path is that of one, or the file holds
-                something else.
+            UsageError: The folder is missing, the path names a folder, or the file holds something
+                else.
         """
         self._path, self._every, self._model = path, every, model
         self._generator = getattr(loader, "generator", None)
@@ -62,7 +62,7 @@ class Checkpoint:
             self._held["loss"] = lossfunc
             self._print["loss"] = f"{_settings(lossfunc)} {_fingerprint(lossfunc)}"
         buffers = self._buffers()
-        # Of a run that has begun, only those that have not changed as it ran.
+        # For a run that has begun, only those that did not change as it ran.
         kept = buffers.keys() & self._about.keys() if self._about else buffers.keys()
         self._print.update({name: buffers[name] for name in sorted(kept)})
 
@@ -78,7 +78,7 @@ class Checkpoint:
         found = {k: self._about[k] for k in mine if self._about.get(k, mine[k]) != mine[k]}
         if found:
             wanted = {key: mine[key] for key in found}
-            raise self._other(f"it has {json.dumps(found)}, and asked for is {json.dumps(wanted)}")
+            raise self._other(f"it has {json.dumps(found)}, but this run has {json.dumps(wanted)}")
         agreed({str(self._path): self._about.get("plugins", {}), "this run": plugins})
         self._about.update(mine, plugins=plugins)
         prefix = f"{number}:"
@@ -113,7 +113,7 @@ class Checkpoint:
         """Write the file, with the states of pass ``number`` over all batches.
 
         Raises:
-            UsageError: There are other batches than those of the file.
+            UsageError: The batches are not those of the file.
         """
         if batches <= self._resumed:
             self._resume(number, batches, batches < self._resumed)

@@ -1,4 +1,4 @@
-"""States of several processes are combined: what each has is exchanged, and added up."""
+"""Combines states of several processes: they exchange what each has, and add it up."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def reduce(
         states: Those of this rank; they are not changed.
         group: The processes.
         gather: Whether values per sample are gathered, or stay on their rank.
-        plugins: Which compute here.
+        plugins: The plugins that compute on this rank.
 
     Raises:
-        LostProcessError: Another process has ended.
+        LostProcessError: Another process ended.
         UsageError: Ranks differ in plugins, extensions, parameters or shapes.
     """
     try:
@@ -43,7 +43,7 @@ def reduce(
         if isinstance(error, BackpackError):
             raise
         raise LostProcessError(
-            f"A process of the group has ended while results were exchanged: {error}"
+            f"A process of the group ended while results were exchanged: {error}"
         ) from error
 
 
@@ -78,7 +78,7 @@ def _reduce(states: States, group: Any, gather: bool, plugins: Fingerprint) -> S
 
 @contextmanager
 def reported(group: distributed.ProcessGroup | None) -> Iterator[None]:
-    """Has the others, which wait in :func:`reduce`, learn what is raised inside the block."""
+    """Tells the others, which wait in :func:`reduce`, of an error raised inside the block."""
     try:
         yield
     except Exception as error:
@@ -92,7 +92,7 @@ def _told(mine: Any, group: distributed.ProcessGroup) -> list[Any]:
     """What all ranks say.
 
     Raises:
-        LostProcessError: One of them says that it has failed.
+        LostProcessError: One of them says that it failed.
     """
     found = _objects(mine, group)
     ranks = distributed.get_process_group_ranks(group)

@@ -20,7 +20,7 @@ VERSION = 1
 
 
 def joined(*parts: object) -> str:
-    """The name of a tensor; a part may hold any character, as the path of a module may."""
+    """The name of a tensor; a part may hold any character, like the path of a module."""
     return "|".join(quote(str(part)) for part in parts)
 
 
@@ -65,8 +65,7 @@ def read(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors of a file, and what its header says.
 
     Raises:
-        UsageError: Another program, or a later version, has written the file, or it is of another
-            kind.
+        UsageError: Another program or a later version wrote the file, or it is of another kind.
     """
     wanted = {"version": VERSION, "kind": kind}
     try:
@@ -81,8 +80,8 @@ def read(path: Path, kind: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
     found = {key: about.get(key) for key in wanted}
     if found != wanted:
         raise UsageError(
-            f"{path} was not written as what it is read for: expected is {wanted}, found {found}. "
-            "What accumulate(..., state_file=...) writes and what save(...) writes are two kinds "
-            "of files. Give another path."
+            f"{path} is another kind of file than expected: expected {wanted}, found {found}. "
+            "Files of accumulate(..., state_file=...) and files of save(...) are two kinds. "
+            "Give another path."
         )
     return tensors, about

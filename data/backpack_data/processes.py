@@ -1,4 +1,4 @@
-"""Several processes: how one that is lost or has failed is noticed, and how all keep in step."""
+"""Several processes: notices one that is lost or failed, and keeps all in step."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from backpack_products.fingerprint import Fingerprint, agreed
 T = TypeVar("T")
 _runs = itertools.count()
 ENDS, FAILED = ("done", "lost"), "failed: "
-PAUSE, SELDOM = 0.05, 1.0  # seconds between two looks at the others: of who waits, of who computes
+PAUSE, SELDOM = 0.05, 1.0  # seconds between two looks at the others: while waiting, while computing
 NONE_LEFT, HAS_BATCH, HAS_FAILED = range(3)  # what processes in step say before each batch
 
 
 class LostProcessError(BackpackError, RuntimeError):
-    """Another process has failed, ended or hangs before it was through its part of the data."""
+    """Another process failed, ended or hung before it was through its part of the data."""
 
 
 class Heartbeat:
     """Writes to the default group's store that this process is alive, and reads it of the others.
 
-    Without it, a collective operation whose partner has died ends with a broken connection, or
-    waits for half an hour, and does not say which rank died.
+    Without it, if a process dies during a collective operation, the others end with a broken
+    connection, or wait for half an hour. They do not say which rank died.
     """
 
     def __init__(self, group: distributed.ProcessGroup | None, timeout: float) -> None:
@@ -47,10 +47,10 @@ class Heartbeat:
         self.beat(-1)
 
     def beat(self, place: int) -> None:
-        """Report that this process has finished a batch, and see that no other one has failed.
+        """Report that this process finished a batch, and check that no other one failed.
 
         Raises:
-            LostProcessError: Another one has.
+            LostProcessError: Another one failed.
         """
         if self._group is None:
             return
@@ -61,10 +61,10 @@ class Heartbeat:
             self._looked = time.monotonic()
 
     def compare(self, plugins: Fingerprint) -> None:
-        """See that all processes compute with the same plugins.
+        """Check that all processes compute with the same plugins.
 
         Raises:
-            UsageError: The first process computes with others.
+            UsageError: The first process computes with other plugins.
         """
         if self._group is None:
             return
@@ -98,7 +98,7 @@ class Heartbeat:
             word: What this process reports: that it is done, or that it has lost another one.
 
         Raises:
-            LostProcessError: A process has failed, or has reported nothing for too long.
+            LostProcessError: A process failed, or reported nothing for too long.
         """
         if self._group is None:
             return
@@ -139,17 +139,17 @@ class Heartbeat:
     def _lost(self, ranks: Sequence[int]) -> LostProcessError:
         names = ", ".join(map(str, ranks))
         return LostProcessError(
-            f"Rank {names} has not been through with a batch for {self._timeout} seconds, so it "
-            "was killed or stands still. Start all processes again: with state_file, they go on "
-            "from the last batches that were written. If batches take longer, increase timeout."
+            f"Rank {names} has not finished a batch for {self._timeout} seconds, so it was killed "
+            "or hangs. Start all processes again: with state_file, they go on from the last "
+            "batches that were written. If batches take longer, increase timeout."
         )
 
 
 def failed(rank: int, error: str) -> LostProcessError:
     """The error on all other ranks where one has failed."""
     return LostProcessError(
-        f"Rank {rank} failed, so no rank has a result. Mend the cause that it names, and start all "
-        f"processes again. It says: {error}"
+        f"Rank {rank} failed, so no rank has a result. Remove the cause that it names, and start "
+        f"all processes again. It says: {error}"
     )
 
 
@@ -168,7 +168,7 @@ class InStep:
         """Begin.
 
         Args:
-            group: The processes; ``None`` if each runs by itself.
+            group: The processes; ``None`` if each runs alone.
             heartbeat: Tells which of them are alive.
         """
         self._group, self._heartbeat = group, heartbeat
@@ -178,7 +178,7 @@ class InStep:
         """Run a batch together with the other processes.
 
         Raises:
-            LostProcessError: One of them has ended.
+            LostProcessError: One of them ended.
         """
         if self._group is None:
             return run()
@@ -194,12 +194,12 @@ class InStep:
         assert self._group is not None
         found = largest_of(said, self._group)
         if found == HAS_FAILED and said != HAS_FAILED:
-            self._heartbeat.wait("lost")  # hears which it was
+            self._heartbeat.wait("lost")  # learns which one it was
         return found == HAS_BATCH
 
     @contextmanager
     def told(self) -> Iterator[None]:
-        """Has the others learn of an error between two batches; in one, they are elsewhere."""
+        """Tells the others of an error between two batches; within a batch, they do not listen."""
         try:
             yield
         except Exception as error:
@@ -209,7 +209,7 @@ class InStep:
             raise
 
     def end(self, again: Callable[[], object] | None) -> None:
-        """Repeat the last batch, without counting it, as long as other processes have batches.
+        """Repeat the last batch, without counting it, while other processes have batches.
 
         Raises:
             UsageError: This process had no batch.
@@ -236,7 +236,7 @@ class InStep:
                 raise
             self._heartbeat.wait("lost")
             raise LostProcessError(
-                f"What processes exchange for a sharded model has failed: {error}"
+                f"The exchange between processes for a sharded model failed: {error}"
             ) from error
 
 

@@ -91,7 +91,7 @@ class Quantities(Mapping[Place, Any]):
             KeyError: There is no such field.
         """
         if name not in self._kinds:
-            raise KeyError(f"{name!r} is none of the fields {sorted(self._kinds)}.")
+            raise KeyError(f"{name!r} is not one of the fields {sorted(self._kinds)}.")
         found = {path: value for (path, own), value in self.items() if own == name}
         return Marked(found, self.plugins)
 
@@ -110,14 +110,14 @@ class Quantities(Mapping[Place, Any]):
         """Value by value.
 
         Raises:
-            UsageError: The other quantities have other parameters or fields, or were computed by
-                other plugins.
+            UsageError: The other quantities have other parameters or fields, or come from other
+                plugins.
         """
         if not isinstance(other, Quantities):
             return NotImplemented
         if self.keys() != other.keys():
             missing = sorted(self.keys() ^ other.keys())[:3]
-            raise UsageError(f"Only one of both has values for {missing}: they cannot be added.")
+            raise UsageError(f"Only one of the two has values for {missing}: they cannot be added.")
         agreed({"These quantities": self.plugins, "those added to them": other.plugins})
         return self._map(lambda place, value: value + other[place])
 
@@ -143,7 +143,7 @@ class Quantities(Mapping[Place, Any]):
         """
         given: object = new
         if not isinstance(given, Quantities):
-            raise UsageError(f"The average is of Quantities and new ones. Got {new!r:.80}.")
+            raise UsageError(f"The average needs new Quantities. Got {new!r:.80}.")
         number: Any = decay
         if not isinstance(number, (int, float)) or not 0 <= number <= 1:
             raise UsageError(f"decay lies between 0 and 1. Got {decay!r}.")
@@ -170,7 +170,7 @@ class Quantities(Mapping[Place, Any]):
         return self._map(moved)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every tensor, by ``path|field|part``. Shards are gathered, so all ranks must call."""
+        """Every tensor, by ``path|field|part``. Shards are gathered, so all ranks must call it."""
         found = {}
         for (path, name), value in self.items():
             if isinstance(value, Tensor):
@@ -193,7 +193,7 @@ class Quantities(Mapping[Place, Any]):
 
     @classmethod
     def load(cls, path: str | Path) -> Quantities:
-        """Read what :meth:`save` has written.
+        """Read what :meth:`save` wrote.
 
         Raises:
             MissingPluginError: A value is not a tensor, and its extension is not installed.

@@ -1,4 +1,4 @@
-"""Quantities of a loss that a gradient scaler has multiplied."""
+"""Quantities of a loss that a gradient scaler multiplied."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class Scaler(Protocol):
 def unscale(model: Module, extensions: Extension | list[Extension], scaler: Scaler | float) -> None:
     """Divide values of extensions by ``scale ** degree``, with each extension's degree in the loss.
 
-    As ``scaler.unscale_(optimizer)`` does with ``.grad``: once after each backward pass, before
-    ``scaler.update()``. Values that are not finite stay so.
+    It does what ``scaler.unscale_(optimizer)`` does with ``.grad``. Call it once after each
+    backward pass, before ``scaler.update()``. Values that are not finite stay so.
 
     Args:
         model: The model.

@@ -1,4 +1,4 @@
-"""Models of which every process holds a part (``fully_shard``)."""
+"""Models that are split over processes (``fully_shard``)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def has_shards(model: Module, group: distributed.ProcessGroup | None) -> bool:
     Raises:
         UnsupportedError: Parameters are sharded by something other than ``fully_shard`` (a
             tensor-parallel plan, for example).
-        UsageError: The parameters are sharded among other processes than those of the group.
+        UsageError: The processes that share the parameters are not those of the group.
     """
     of_modules = [m for m in model.modules() if _shards(m)]
     wholes = shards_in(model)
@@ -45,8 +45,8 @@ def has_shards(model: Module, group: distributed.ProcessGroup | None) -> bool:
             continue
         if id(parameter) not in known:
             raise UnsupportedError(
-                f"The parameter {path!r} is a DTensor that layers compute with as it is (tensor "
-                "parallelism), and quantities of such layers are not known: shard the model with "
+                f"The parameter {path!r} is a DTensor that layers compute with directly (tensor "
+                "parallelism), and quantities of these layers are not known: shard the model with "
                 "torch.distributed.fsdp.fully_shard, or use DistributedDataParallel."
             )
         mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]

@@ -27,7 +27,8 @@ def over_batches(extension: Extension, what: str = "values of several batches") 
         what: What the caller wants, for the message.
 
     Raises:
-        UnsupportedError: It declares none: its values for batches do not give that for all.
+        UnsupportedError: It declares none: its values for batches do not determine the value for
+            all.
     """
     found = declaration(extension)
     if found.refusal:
@@ -74,7 +75,7 @@ class State:
         samples: int,
         is_given_up: bool = False,
     ) -> State:
-        """The state of one batch, in memory of its own where it is scaled or added to.
+        """The state of one batch; if it is scaled or added to, in new memory.
 
         Args:
             extension: The extension; the value may be that of its ``reader``.
@@ -160,7 +161,7 @@ class State:
         if degree is not None:
             return float(normaliser**degree)
         raise UnsupportedError(
-            f"{type(self.extension).__name__} has no degree: a threshold lies in it, so a value "
-            "for the mean over a batch says nothing of the mean over several. Use a loss with "
-            "reduction='sum', whose individual gradients are the same in every batch."
+            f"{type(self.extension).__name__} has no degree, because it has a threshold: a value "
+            "for the mean over a batch says nothing about the mean over several. Use a loss with "
+            "reduction='sum': its individual gradients are the same in every batch."
         )

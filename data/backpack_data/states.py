@@ -60,7 +60,7 @@ class States:
         given: tuple[float | None] | None = None,
         is_given_up: bool = False,
     ) -> None:
-        """Add the values that a backward pass has stored on the parameters, and delete them there.
+        """Add the values that a backward pass stored on the parameters, and delete them there.
 
         Args:
             model: The model.
@@ -99,8 +99,8 @@ class States:
     def _require_alike(self, normaliser: float | None, ratios: tuple[float, ...]) -> None:
         if (normaliser is None) != (self.normaliser is None):
             raise UnsupportedError(
-                "The loss of one batch is a sum and that of another a mean: they have no weights "
-                "in common. Use one reduction."
+                "The loss of one batch is a sum and that of another is a mean, so their weights "
+                "cannot be compared. Use one reduction."
             )
         require_proportional(self.ratios, ratios)
 

@@ -17,8 +17,8 @@ class Weights:
 
     Attributes:
         reduced: Fields whose values are already those of all processes.
-        fault: Why a loss has no normaliser. It is raised when values are added, where other
-            processes can be told, and not in the middle of the pass.
+        fault: Why a loss has no normaliser. The error is raised when values are added, because
+            other processes can be told then, and not in the middle of the pass.
     """
 
     def __init__(self, of_losses: bool = True) -> None:
@@ -47,7 +47,7 @@ class Weights:
         self._passes.add(graph_task_id())
         if len(self._passes) > 1:
             raise UsageError(
-                "A second backward pass began inside of one block, and values of the first would "
+                "A second backward pass began inside one block, and values of the first would "
                 "be lost: enter the block once for each backward pass."
             )
         if self._of_losses:
@@ -73,7 +73,7 @@ class Weights:
 
     @classmethod
     def of(cls, found: Any) -> Weights:
-        """Those of a pass that :meth:`found` something, as a captured step returns it."""
+        """The weights of a pass, from what :meth:`found` returned in a captured step."""
         weights = cls()
         weights._divisors, weights._samples = found
         return weights
@@ -138,11 +138,11 @@ def _positive(normaliser: Any) -> float:
 
 
 def require_proportional(known: tuple[float, ...], new: tuple[float, ...]) -> None:
-    """Raise unless the normalisers of several losses are proportional to those before."""
+    """Raise an error unless the normalisers of several losses are proportional to those before."""
     pairs = zip(known, new, strict=False)
     if len(known) != len(new) or not all(isclose(a, b, rel_tol=1e-9) for a, b in pairs):
         raise UsageError(
-            f"The losses of a batch divide by numbers of the ratios {list(new)}, and those of an "
-            f"earlier one of {list(known)}: their sum over all samples is not a weighted mean of "
-            "the batches. Use reduction='sum', or one loss at a time."
+            f"The losses of a batch divide by numbers with the ratios {list(new)}, and those of an "
+            f"earlier batch with the ratios {list(known)}: their sum over all samples is not a "
+            "weighted mean of the batches. Use reduction='sum', or one loss at a time."
         )

@@ -103,7 +103,7 @@ def test_over_data_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="compile"):
         accumulate(model, nn.CrossEntropyLoss(), data, BatchGrad(), capture="inducted")
     handle = model[0].weight.register_post_accumulate_grad_hook(lambda p: None)
-    with pytest.raises(UsageError, match="has a hook that runs when its gradient was added"):
+    with pytest.raises(UsageError, match="has a hook that runs after its gradient was added"):
         accumulate(model, nn.CrossEntropyLoss(), data, BatchGrad(), capture=True)
     handle.remove()
     monkeypatch.setitem(sys.modules, "backpack_capture", None)

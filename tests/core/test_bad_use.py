@@ -121,7 +121,7 @@ def test_what_is_no_module(wrong: Any) -> None:
 
 
 def test_a_loss_that_is_a_function_is_not_extended() -> None:
-    with pytest.raises(UsageError, match=r"A function is not extended: .* module of torch\.nn"):
+    with pytest.raises(UsageError, match=r"A function cannot be extended: .* module of torch\.nn"):
         extend(F.cross_entropy)  # type: ignore[type-var]
 
 

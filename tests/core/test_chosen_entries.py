@@ -268,7 +268,7 @@ def test_entries_of_which_nothing_is_known(extension: Any) -> None:
     logits: Tensor = Shuffle.apply(net(x))  # type: ignore[no-untyped-call]
     loss = extend(nn.CrossEntropyLoss())(logits, torch.arange(N * T) % C)
     with (
-        pytest.raises(ShapeError, match=r"whose each of them is.* leave it out, and choose"),
+        pytest.raises(ShapeError, match=r"which sample each belongs.* leave it out, and choose"),
         backpack(extension(subsampling=[0])),
     ):
         loss.backward()

@@ -31,7 +31,7 @@ def _loss(model: nn.Module, x: Tensor) -> Tensor:
 def test_all_parameters_are_frozen(make: Any, fail_mode: Any) -> None:
     extension, x = make(), torch.randn(3, 3, requires_grad=True)
     extension.fail_mode = fail_mode
-    message = r"computed nothing: no parameter .* wants a gradient"
+    message = r"computed nothing: no parameter .* requires a gradient"
     with pytest.raises(UsageError, match=message), backpack(extension):
         _loss(_frozen(), x).backward()
     assert x.grad is not None

@@ -152,6 +152,6 @@ def test_a_loss_without_a_hessian_is_told(extension: Any) -> None:
 
 
 def test_a_rule_without_products_is_told() -> None:
-    told = r"GainRule covers gain of Gain '1', and has no products there: derive it from backpack_p"
+    told = r"GainRule covers gain of Gain '1', but has no products there: derive it from backpack_p"
     with pytest.raises(UnsupportedError, match=told):
         run(BatchGrad())

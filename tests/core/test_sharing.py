@@ -146,7 +146,7 @@ def test_parameter_of_a_bare_function_only() -> None:
     wrapper = Net(lambda net, x: net.a(F.linear(x, free)), a=model.a)
     free = model.free
     problem = classification(wrapper, (3,))
-    with pytest.warns(UncoveredParameterWarning, match=r"shape \[4, 3\].*outside of any extended"):
+    with pytest.warns(UncoveredParameterWarning, match=r"shape \[4, 3\].*outside any extended"):
         problem.check()
     assert not hasattr(free, "grad_batch")
     assert free.grad is not None

@@ -352,7 +352,7 @@ WRONG: dict[str, Any] = {
 
 @pytest.mark.parametrize("index", WRONG.values(), ids=WRONG)
 def test_what_is_no_index_is_refused(index: Any) -> None:
-    with pytest.raises(UsageError, match="samples=index says to which sample each row"):
+    with pytest.raises(UsageError, match="samples=index gives the sample of each row"):
         backpack(BatchGrad(), samples=index)
 
 

@@ -372,7 +372,7 @@ def test_what_is_no_loss_and_no_loader():
         with pytest.raises(UsageError, match=r"lossfunc\) takes a loss module"):
             accumulate(net(), wrong, batches(*data(), 4, 3), DiagGGNExact())
     for wrong in (None, 3):
-        with pytest.raises(UsageError, match="The loader is something that can be iterated"):
+        with pytest.raises(UsageError, match="The loader must allow several iterations"):
             accumulate(net(), loss(), wrong, DiagGGNExact())
 
 

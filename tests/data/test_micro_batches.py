@@ -65,7 +65,7 @@ def test_a_block_inside_of_itself():
     (x, y), (asked,) = data(), [BatchGrad()]
     model, lossfunc = extend(net()), extend(loss())
     total = combined(model, asked)
-    with pytest.raises(UsageError, match="entered inside of a block of its own"), total, total:
+    with pytest.raises(UsageError, match="entered inside a block of the same"), total, total:
         pass
     with total:
         lossfunc(model(x), y).backward()
@@ -164,7 +164,7 @@ def test_wrong_arguments():
             combined(model, BatchGrad(), normaliser=wrong)
     with pytest.raises(UsageError, match=r"takes a torch\.nn\.Module"):
         combined(None, BatchGrad())
-    with pytest.raises(UsageError, match="takes what has observed the pass"):
+    with pytest.raises(UsageError, match="takes the observer of the pass"):
         all_reduce(model, [BatchGrad()], None)
     for wrong in (None, BatchGrad, "grad_batch"):
         with pytest.raises(NotAnExtensionError, match="takes extension"):

@@ -137,7 +137,7 @@ def test_a_killed_rank_is_named_and_the_rest_goes_on(name: str, tmp_path: Path):
     first, second = start(name, tmp_path, 2)
     assert second[0] == -9
     assert first[0] == 1
-    assert "LostProcessError: Rank 1 has not been through" in first[1]
+    assert "LostProcessError: Rank 1 has not finished" in first[1]
     run(name, tmp_path, 2)
     model, lossfunc = extend(net()), extend(loss(ignored=-100))
     x, y = data(8)

@@ -92,4 +92,4 @@ def test_values_of_several_shapes_are_not_added():
     results = check_case(
         ExtensionCase(PerSample, Quantity(lambda r, name: torch.ones(r.samples))), CHECKS[2:]
     )
-    assert "adds values of two batches, and they have the shapes [[1], [2]]" in results[0].message
+    assert "adds values of two batches, but they have the shapes [[1], [2]]" in results[0].message

@@ -92,11 +92,11 @@ AT_REGISTRATION = {
     ),
     "a declaration nobody knows": (
         derived(GainRule, hesian_is_zero=True),
-        "hesian_is_zero = True is known to no base class: did you mean 'hessian_is_zero'?",
+        "hesian_is_zero = True is not known to any base class: did you mean 'hessian_is_zero'?",
     ),
     "a method nobody calls": (
         derived(GainRule, _second_derivative_matprod=helper),
-        "_second_derivative_matprod() is known to no base class: did you mean "
+        "_second_derivative_matprod() is not known to any base class: did you mean "
         "'_second_derivative_mat_prod'?",
     ),
     "a flag that is none": (

@@ -268,7 +268,7 @@ def test_trouble_with_an_attribute(said: str) -> None:
 def test_trouble_with_what_is_not_there() -> None:
     with pytest.raises(UsageError, match="is called 'SamplMixngErr': did you mean 'SampleMixi"):
         trouble.trouble("SamplMixngErr")
-    with pytest.raises(UsageError, match="Several entries have 'plugin': PluginError, PluginLoad"):
+    with pytest.raises(UsageError, match="Several entries contain 'plugin': PluginError, Plugin"):
         trouble.trouble("plugin")
 
 

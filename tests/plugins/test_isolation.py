@@ -132,7 +132,7 @@ def broken():
                 (
                     "fault",
                     "other-speaks",
-                    "what it says fails (ValueError: rotten)",
+                    "its check of the installation fails (ValueError: rotten)",
                     "Update or uninstall other-speaks.",
                 )
             ],
@@ -143,8 +143,8 @@ def broken():
                 (
                     "fault",
                     "other-speaks",
-                    "what it says fails (AttributeError: module 'speaks' has no attribute "
-                    "'missing')",
+                    "its check of the installation fails (AttributeError: module 'speaks' has no "
+                    "attribute 'missing')",
                     "Update or uninstall other-speaks.",
                 )
             ],

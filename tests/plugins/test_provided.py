@@ -106,7 +106,7 @@ def test_a_class_that_computes_something_else_is_told_apart() -> None:
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(input)
 
-    text = "has a layer rule for Linear, which is not used for a class .* that computes something"
+    text = "has a layer rule for Linear, but it is not used for a class .* that computes something"
     with pytest.warns(AutodiffFallbackWarning, match=text):
         ask(Doubled(3, 3))
 
@@ -128,7 +128,7 @@ def test_what_is_not_true_is_a_broken_promise(scaled: Path) -> None:
         "other_module": {f"{__name__}.Scaled": "other_module:ScaledRule"}
     }
     (told,) = [text for text in report(plugin).broken_promises if "says that" in text]
-    assert "it provides torch.nn.modules.linear.Bilinear, which it does not" in told
+    assert "it provides torch.nn.modules.linear.Bilinear, but it does not" in told
 
 
 def test_files_of_this_repository_are_up_to_date() -> None:

@@ -28,8 +28,8 @@ FAIL_ERROR = "ERROR"
 FAIL_WARN = "WARNING"
 FAIL_SILENT = "SILENT"
 
-# With "autodiff", modules without a layer rule reach the extension: one of a table raises its own
-# error, and one of the core is exact or raises.
+# With "autodiff", modules without a layer rule reach the extension: an extension with a table
+# raises its own error, and one of the core is exact or raises an error.
 _FAIL_MODES: dict[str, FailMode] = {
     FAIL_ERROR: "autodiff",
     FAIL_WARN: "warning",
@@ -205,10 +205,10 @@ class BackpropExtension(BackpackNames):
         """Whether something beside the gradient travels backwards."""
 
     def read(self, product: Any) -> Any:
-        """Only called where the table has no entry.
+        """Only called if the table has no entry.
 
         Raises:
-            UnsupportedError: Always; the fail mode says what becomes of it.
+            UnsupportedError: Always; the fail mode says what happens then.
         """
         raise self._error(product.module)
 

@@ -1,7 +1,8 @@
 """The plugins' extensions with the incumbent's signatures. Imports the plugins.
 
-They have the incumbent's settings, and Kronecker factors also ``weight_sharing``, without which a
-layer with positions could not have others; for the rest use ``backpack_core.extensions``.
+They have the incumbent's settings, and Kronecker factors also have ``weight_sharing``, which
+chooses the factors of layers with positions. For all other settings use
+``backpack_core.extensions``.
 """
 
 from __future__ import annotations

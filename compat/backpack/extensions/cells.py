@@ -26,7 +26,7 @@ from backpack_core import Extension, LossRule
 from backpack_products.some_samples import subsample
 from backpack_secondorder import diag_hessian, kfac
 
-Derivatives = Any  # BaseDerivatives, or BaseParameterDerivatives where there are parameters
+Derivatives = Any  # BaseDerivatives, or BaseParameterDerivatives if there are parameters
 
 
 class FirstOrderModuleExtension(ModuleExtension):
@@ -257,7 +257,7 @@ class HBPBaseModule(CoreModule):
 
 
 class _Product(_PerParameter):
-    """Products are taken from the graph of the loss: no layer needs a class of its own for them."""
+    """Products are taken from the graph of the loss: layers need no classes for them."""
 
     def __init__(self, derivatives: BaseDerivatives, params: list[str] | None = None) -> None:
         self.derivatives = derivatives

@@ -27,19 +27,19 @@ class Curvature:
 
     @classmethod
     def check_loss_hessian(cls, loss_hessian_is_psd: bool, curv_type: str) -> None:
-        """Raise where a curvature needs a loss with a positive semi-definite Hessian.
+        """Raise an error if the loss needs a positive semi-definite Hessian, and has none.
 
         Args:
             loss_hessian_is_psd: Whether the loss has one.
             curv_type: The curvature.
 
         Raises:
-            ValueError: It is needed and not there.
+            ValueError: The loss must have one, and does not.
         """
         if cls._known(curv_type) != cls.HESSIAN and not loss_hessian_is_psd:
             raise ValueError(
-                f"{curv_type} needs a loss whose Hessian is positive semi-definite, and this one's "
-                "is not."
+                f"{curv_type} needs a loss with a positive semi-definite Hessian, but the Hessian "
+                "of this one is indefinite."
             )
 
     @classmethod

@@ -90,7 +90,7 @@ class Family:
         bases: Base class of the layers' classes, by prefix.
         base_module: Submodule that holds the base classes.
         submodules: Layers, by submodule.
-        loss: Base class of the losses' classes, where it is another.
+        loss: Base class of the losses' classes, if it is another.
         names: Classes whose name is not prefix and layer: ``{name: layer}``.
         further: Other names of the base classes, by submodule.
     """

@@ -11,7 +11,7 @@ from backpack.extensions.module_extension import ModuleExtension
 
 
 class MatToJacMat(ModuleExtension):
-    """Carries columns ``[V, N, *out]``, or a list of such, to ``[V, N, *in]``.
+    """Carries columns ``[V, N, *out]``, or a list of them, to ``[V, N, *in]``.
 
     Args:
         derivatives: The layer's derivatives.

@@ -20,7 +20,7 @@ class ModuleExtension:
     A subclass has a method for each parameter in ``params``, called as ``(extension, module, g_inp,
     g_out, bpQuantities)``. A second-order one overrides :meth:`backpropagate`; what that returns
     goes to every input of the module. ``module.input0``, ``module.input1``, … and ``module.output``
-    are set while it runs. An extension of the core takes one as well:
+    are set while it runs. An extension of the core accepts one, too:
     ``extension.carriers[ModuleType] = module_extension.carrier``.
     """
 
@@ -42,7 +42,7 @@ class ModuleExtension:
                 )
 
     def carrier(self, extension: Extension, propagator: Propagator) -> HandWrittenCarrier:
-        """What speaks instead of the layer rule, in one backward pass."""
+        """What replaces the layer rule, in one backward pass."""
         return HandWrittenCarrier(self, extension, propagator)
 
     def check(self, ext: Any, module: Module, g_inp: Any, g_out: Any) -> None:
@@ -52,7 +52,7 @@ class ModuleExtension:
     def check_hyperparameters_module_extension(
         self, ext: Any, module: Module, g_inp: Any, g_out: Any
     ) -> None:
-        """Raise where the module's settings are not supported; accepts all of them by default."""
+        """Raise an error if the module's settings are not supported; by default all are."""
 
     def backpropagate(
         self, extension: Any, module: Module, g_inp: Any, g_out: Any, bpQuantities: Any

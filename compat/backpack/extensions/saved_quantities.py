@@ -7,10 +7,10 @@ from typing import Any
 
 
 class SavedQuantities:
-    """Quantities by key; a second one under a key is accumulated.
+    """Quantities by key; a second one with the same key is added to the first.
 
-    The core keeps its own quantities elsewhere, with the autograd graph; nothing of its work passes
-    through here.
+    The core keeps its own quantities elsewhere, with the autograd graph; it does not use this
+    class.
     """
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ def is_nll(module: Module) -> bool:
 
 
 def is_no_op(module: Module) -> bool:
-    """Whether it does nothing by itself to tensors."""
+    """Whether it does nothing to tensors on its own."""
     return isinstance(module, (Sequential, Branch, Parallel, ReduceTuple, GraphModule))
 
 

@@ -58,7 +58,7 @@ def extract_weight_diagonal(
 
     Args:
         module: The convolution, with its inputs and output.
-        unfolded_input: Not needed; the layer rule unfolds by itself.
+        unfolded_input: Not needed; the layer rule unfolds the input.
         S: Columns at the output ``[V, N, *out]``.
         sum_batch: Whether to sum over samples.
 

@@ -18,10 +18,10 @@ from backpack_secondorder.hessianfree import ggn_vector_product
 
 
 def load_mnist_dataset() -> Dataset[Any]:
-    """The normalised training set of MNIST, downloaded into ``./data`` where it is missing.
+    """The normalised training set of MNIST, downloaded into ``./data`` if it is missing.
 
-    Where there is neither a copy nor a network, a warning says so and scikit-learn's digits,
-    resized to 28x28, stand in.
+    If there is neither a copy nor a network, a warning says so, and scikit-learn's digits, resized
+    to 28x28, replace it.
     """
     return mnist.training_set(Path("data"))
 

@@ -48,7 +48,7 @@ def training_set(root: Path) -> Dataset[Any]:
         root: Folder for the files.
 
     Returns:
-        MNIST; where it cannot be had, scikit-learn's digits resized to 28x28, with a warning.
+        MNIST; if it is not available, scikit-learn's digits resized to 28x28, with a warning.
     """
     try:
         return _with_torchvision(root) or TensorDataset(*read(root))
@@ -77,7 +77,7 @@ def _with_torchvision(root: Path) -> Dataset[Any] | None:
 
 
 def read(root: Path) -> tuple[Tensor, Tensor]:
-    """Images ``[N, 1, 28, 28]``, normalised, and labels ``[N]``; downloaded where they are missing.
+    """Images ``[N, 1, 28, 28]``, normalised, and labels ``[N]``; downloaded if missing.
 
     Args:
         root: Folder for the files.

@@ -38,7 +38,7 @@ def probable_slips(candidate: Candidate) -> Iterator[str]:
 
 
 def _refuse_taken_field(kind: type[Extension]) -> None:
-    """Raise if an unrelated extension has the same ``savefield``."""
+    """Raise an error if an unrelated extension has the same ``savefield``."""
     other = _saves_under(kind)
     if other is not None:
         raise PluginConflictError(
@@ -80,7 +80,7 @@ def missing_params(rule: LayerRule, module: Module) -> Iterator[str]:
     """Yields a sentence if ``params`` of a rule probably misspells a parameter of a module.
 
     A rule may serve several types, and some may lack a bias. So a missing parameter is a slip only
-    if the module has parameters that the rule leaves out: one of them may have been meant.
+    if the module has parameters that the rule leaves out: the author may have meant one of them.
     """
     if type(rule).parameter_names is not LayerRule.parameter_names:
         return

@@ -14,10 +14,10 @@ from backpack_core.engine.groups import Group
 
 
 class Checks(Observer):
-    """Measures passes whose structure is not known to be right: by the dye, and by sums.
+    """Measures passes until their structure is known to be right: by the dye, and by sums.
 
     Attributes:
-        kept: What earlier passes of this structure have shown.
+        kept: What earlier passes of this structure showed.
     """
 
     answers = frozenset({"check"})
@@ -36,7 +36,7 @@ class Checks(Observer):
         return Question(context.is_per_sample, context.is_curvature, of_losses)
 
     def goes_by(self, kept: Trust | None) -> bool:
-        """Whether earlier passes have shown enough, so that a plan may be used."""
+        """Whether earlier passes showed enough, so that a plan may be used."""
         self.kept = kept
         if kept is not None and not self._is_always and kept.is_enough(0):
             return True

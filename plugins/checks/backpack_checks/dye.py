@@ -3,8 +3,8 @@
 The first column is the gradient. In each other column, every sample has a random weight. If samples
 stay apart, these columns equal the first one times the weights, at every call. Otherwise an
 operation mixes samples, or axis 0 holds something else that is as long as the batch. The first
-column also shows whether autograd's gradient contains anything besides the gradient of the losses,
-such as another term, or a change by a hook. See ``docs/design/measuring.md``.
+column also shows whether autograd's gradient contains anything but the gradient of the losses, such
+as another term, or a change by a hook. See ``docs/design/measuring.md``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class DyePropagator(Propagator):
             survey: What is known about the graph.
         """
         self._judge, self._weights, self._question = judge, judge.weights, judge.question
-        # Whether nodes can be called, as other quantities do, without harm to checkpoints.
+        # Whether nodes can be called without harm to checkpoints, as other quantities call them.
         self._unpacks_twice = all(call.unpacks_twice for call, _ in survey.sites)
         self._survey = survey
         self._owners = Owners(survey)
@@ -97,7 +97,8 @@ class DyePropagator(Propagator):
 
         Raises:
             SampleMixingError: Samples influence each other on the way.
-            UnsupportedError: The gradient is not that of the extended losses, as curvature needs.
+            UnsupportedError: The gradient is not that of the extended losses, but curvature needs
+                that.
         """
         assert view.grad_output is not None
         gradient = view.grad_output.detach()
@@ -277,7 +278,7 @@ class DyePropagator(Propagator):
     def _through(self, node: Node, quantities: Dyes, apart: frozenset[int]) -> Iterator[Sent]:
         """Yields the dye behind a node; nothing if the node cannot be called.
 
-        Zeros at the positions ``apart`` hide nothing, so that they are not noted in ``is_cut``.
+        Zeros at the positions ``apart`` hide nothing, so they are not noted in ``is_cut``.
         """
         before, step = history(quantities.values()), described(node)
         for position, columns in self._pushed(node, quantities) if before.is_whole else ():
@@ -319,7 +320,7 @@ class DyePropagator(Propagator):
             is_before = root is _BEFORE
             # A loss may stack as many terms as there are samples, by chance.
             are_terms = is_before and node is not None and nodes.is_stack_of_numbers(node)
-            # An extended loss has a row for each sample, or several.
+            # An extended loss has one or more rows for each sample.
             is_usual = not (is_before or self._owners.are_moved) and self._weights.fit(block[0])
             owners = None if is_usual else self._owners.rows(node, output_nr)
             is_later = root in _DYED_LATER and not are_terms

@@ -22,7 +22,8 @@ IN_LOSS, OF_LOSS = Root("in an extended loss"), Root("dyed behind an extended lo
 _SINGLE = 1e-5
 # The largest relative difference that counts as rounding, in any precision.
 _COARSEST = 0.06
-# The number of different weights. Samples of a larger batch share them, in each pass other samples.
+# The number of different weights. In a larger batch samples share them, but different samples in
+# each pass.
 _LEVELS = 9
 Positions = int | Tensor  # how many entries of axis 0 each sample has, or a mask [N, R]
 
@@ -42,7 +43,7 @@ class Question(NamedTuple):
 
 
 class Dye(NamedTuple):
-    """The gradient and the weighted gradients at a tensor, as far as they are known.
+    """The gradient and the weighted gradients at a tensor, or the part of them that is known.
 
     Attributes:
         columns: Blocks of columns ``[V, N, *]``: the gradient, and the weighted gradients.
@@ -96,15 +97,15 @@ def history(dyes: Iterable[Dye]) -> Dye:
 class Weights:
     """The random weights of samples: powers of two, which cause no rounding.
 
-    If it is unknown where the samples of a tensor lie, there are several guesses. Each has a
-    weighted column of its own, and one of them must be right everywhere.
+    If it is unknown where the samples of a tensor lie, there are several guesses. Each has its own
+    weighted column, and one of them must be right everywhere.
 
     Attributes:
         guesses: The number of guesses.
     """
 
     def __init__(self, batch_size: int, seed: int, guesses: int) -> None:
-        """Draw the weights, with a generator of their own.
+        """Draw the weights, with a generator that nothing else uses.
 
         Args:
             batch_size: Number of samples.
@@ -191,7 +192,7 @@ class Judge:
     """Compares columns with each other, and with autograd's gradient, to answer a question."""
 
     def __init__(self, weights: Weights, question: Question) -> None:
-        """Begin; one and the same guess must be right at every comparison."""
+        """Begin; the same guess must be right at every comparison."""
         self.weights = weights
         self.question = question
         self._right = {*range(weights.guesses)}
@@ -243,7 +244,7 @@ class Judge:
         return bool(size)
 
     def axis(self, dye: Dye) -> int:
-        """The axis on which the weighted columns fit; 0 if none does."""
+        """The axis on which the weighted columns fit; 0 if they fit on none."""
         total = dye.total()
         if total is None:
             return 0
@@ -303,9 +304,9 @@ def _something_besides(where: str, arrived: Dye) -> UnsupportedError:
     """The error for a gradient of autograd that does not come from the extended losses alone."""
     return UnsupportedError(
         f"{_between(where, arrived)}, autograd brings another gradient than that of the extended "
-        "losses: a term beside them depends on the output, a hook changes gradients on the way, a "
-        "parameter got other numbers since the forward pass (model.half(), parameter.data = ...), "
-        "or the layer rule of what uses it is wrong. Curvature would be that of something else. "
-        "Extend the loss as a whole, compute the other term's in a backward pass of its own, "
-        "remove the hook, or run check_case of backpack_core.testing on the rule."
+        "losses, so curvature would be wrong: another term depends on the output, a hook changes "
+        "gradients on the way, a parameter got other numbers since the forward pass "
+        "(model.half(), parameter.data = ...), or the layer rule of what uses it is wrong. "
+        "Extend the whole loss, call backward() on the other term separately, remove the hook, "
+        "or run check_case of backpack_core.testing on the rule."
     )

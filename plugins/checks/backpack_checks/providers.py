@@ -57,8 +57,8 @@ def _why_not(provider: Provider) -> str:
         return f"{provider.distribution} has {what}: pip install {provider.distribution}."
     if plugin.state == "loaded":
         return (
-            f"{plugin.provenance} has {what}, which is not used for a class or an object that "
-            f"computes something else than {name}, by a forward or a weight of its own."
+            f"{plugin.provenance} has {what}, but it is not used for a class or an object that "
+            f"computes something other than {name}, by its own forward or weight."
         )
     if plugin.error is not None:
         return str(load_error(plugin))

@@ -1,7 +1,7 @@
 """Checks that products, summed over samples, equal autograd's gradient, in measured passes.
 
-This shows whatever a product lacks or counts twice: a use outside of any call, a wrong rule, a
-fault of our own.
+This shows what a product lacks or counts twice: a use outside any call, a wrong rule, or a fault of
+this library.
 """
 
 from __future__ import annotations
@@ -136,9 +136,9 @@ class SumCheck(FirstOrderExtension):
         return UnsupportedError(
             f"The gradients of single samples in {named(self._survey, parameter)} do not add up to "
             f"the gradient that autograd brings: the norm of the difference is {difference:.1e}, "
-            f"that of the gradient {size:.1e}. A custom autograd.Function, an operation outside of "
+            f"that of the gradient {size:.1e}. A custom autograd.Function, an operation outside "
             "autograd or a layer rule is wrong: run check_case of backpack_core.testing on the "
-            "rule, and give the function to a module of its own."
+            "rule, and move the function into a separate module."
         )
 
 

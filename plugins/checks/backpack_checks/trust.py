@@ -23,12 +23,12 @@ from backpack_operations.paths import reached_past_losses
 from backpack_operations.survey import GraphSurvey
 from backpack_products.values import is_symbolic
 
-MOST: Final = 100  # structures that are remembered for one model, the latest ones
+MOST: Final = 100  # structures that are remembered for one model: the latest ones
 
 
 @dataclass
 class Trust:
-    """What earlier passes of one structure have shown.
+    """What earlier passes of one structure showed.
 
     Attributes:
         passes: The number of passes.
@@ -86,7 +86,7 @@ class Measurement:
 
 
 def trust_in(survey: Survey, question: Question) -> Trust | None:
-    """What earlier passes of the same structure have shown; ``None`` if nothing can be measured.
+    """What earlier passes of the same structure showed; ``None`` if nothing can be measured.
 
     Args:
         survey: The graph.
@@ -101,7 +101,7 @@ def trust_in(survey: Survey, question: Question) -> Trust | None:
 
 
 def known_of(survey: Survey, asked: Hashable) -> Trust:
-    """What earlier passes of the same structure have shown; counts this pass.
+    """What earlier passes of the same structure showed; counts this pass.
 
     A structure consists of the calls, the nodes between them with their axes, train or eval mode,
     and the axes that are as long as the batch. Sizes do not count, so that padding to another
@@ -109,7 +109,7 @@ def known_of(survey: Survey, asked: Hashable) -> Trust:
 
     Args:
         survey: The graph.
-        asked: What distinguishes passes besides.
+        asked: What else distinguishes passes.
     """
     *_, (call, _) = survey.sites  # the first may be a loss that is new in each pass
     notes = plans.notes.setdefault(owner_of(call.module), {})

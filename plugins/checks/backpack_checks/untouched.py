@@ -36,8 +36,8 @@ class ByVersions(Guard):
             if tensor._version != version:
                 raise PluginCodeError(
                     f"{type(plugin).__name__}.{method} changed {_name(tensor, view)} in place. "
-                    "What a plugin is given belongs to all that read it, and to autograd: return a "
-                    "new tensor (2 * mat instead of mat.mul_(2))."
+                    "Others read the tensors that a plugin is given, autograd too: return a new "
+                    "tensor (2 * mat instead of mat.mul_(2))."
                 )
 
 

@@ -1,7 +1,7 @@
 """Backward passes without autograd (``gradient="skipped"``), for extensions that need no gradient.
 
 Curvature is read from columns that rules send. Autograd would only give the order of the visits,
-which the graph gives as well, and would compute gradients of activations in vain.
+which the graph also gives. It would compute gradients of activations for nothing.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from backpack_operations.own_order import drive_all, visit_all
 
 
 class Skipped(WithoutGradients):
-    """Visits every call in an order of our own, if nothing needs a gradient."""
+    """Visits every call in this library's own order, if nothing needs a gradient."""
 
     def __init__(self) -> None:
         self._planned: Planned | None = None
         self._at_losses: dict[NodeOutput, Tensor] | None = None
 
     def goes_alone(self, run: BackwardPass, planned: Planned, structure: Structure) -> bool:
-        """Whether earlier passes of this structure could, and nothing reads gradients in this."""
+        """Whether earlier passes of this structure could, and this one reads no gradients."""
         self._planned = planned
         if planned.kept.get(Skipped) and not _reads_gradients(run):
             self._at_losses = _at_losses(run, structure.sites.values())
@@ -66,9 +66,9 @@ def _reads_gradients(run: BackwardPass) -> bool:
 def _order(run: BackwardPass) -> dict[Node, int] | None:
     """The number of every node in the order; ``None`` if autograd must run.
 
-    It must run if something needs a gradient (a propagator, a parameter without quantities, a
-    hook that gathers shards), or if the graph has Python functions: only autograd knows which
-    gradients they leave undefined.
+    It must run if something needs a gradient (a propagator, a parameter without quantities, a hook
+    that gathers shards), or if the graph has Python functions: only autograd knows which gradients
+    they leave undefined.
     """
     survey, groups = run.survey, run.groups
     if not groups or run.between.needs_autograd or survey.shards:

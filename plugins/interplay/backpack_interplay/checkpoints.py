@@ -1,6 +1,6 @@
 """Makes torch's checkpoints return each saved tensor twice: to us, and then to autograd.
 
-A checkpoint returns every recomputed tensor once. We call a node before autograd does, so that the
+A checkpoint returns every recomputed tensor once. We call a node before autograd does, so the
 tensor would be missing when autograd needs it. The tensors of our calls are saved through the same
 hooks.
 
@@ -30,7 +30,7 @@ _unpacking = threading.local()
 
 
 class _Unpacked(dict[Any, Any]):
-    """A checkpoint's table of returned tensors, which our own requests do not change."""
+    """A checkpoint's table of returned tensors, which our requests do not change."""
 
     def __setitem__(self, task: Any, handle: Any) -> None:
         if handle is not None or not getattr(_unpacking, "again", False):
@@ -50,13 +50,13 @@ class _Holder(getattr(torch_checkpoint, "_Holder", object)):  # type: ignore[mis
 
 @cache
 def watched_hooks() -> Callable[[bool], tuple[Any, Any] | None]:
-    """A function that tells the active saved-tensor hooks, for torch that has none (2.6)."""
+    """A function that returns the active saved-tensor hooks, for torch without one (2.6)."""
     autograd: Any = torch._C._autograd
     push, pop = (
         autograd._push_saved_tensors_default_hooks,
         autograd._pop_saved_tensors_default_hooks,
     )
-    here = threading.local()  # a stack for each thread, as torch's own
+    here = threading.local()  # a stack for each thread, like torch's own
 
     def pushed(*hooks: Any) -> None:
         push(*hooks)
@@ -157,7 +157,7 @@ def unpacking_again(node: Node) -> Iterator[None]:
         return
     with _again():
         for name in _saved_by(type(node)):
-            with suppress(RuntimeError):  # it was freed: calling the node will raise the error
+            with suppress(RuntimeError):  # it was freed: calling the node raises the error
                 getattr(node, name)
         yield
 
@@ -206,7 +206,7 @@ class _Hook(NamedTuple):
 
 
 def saving_hook() -> _Hook | None:
-    """The hook that packs autograd's saved tensors at the moment; ``None`` if there is none."""
+    """The hook that currently packs autograd's saved tensors; ``None`` if there is none."""
     hooks = saving_hooks()
     if hooks is None:
         return None
@@ -250,10 +250,10 @@ _Reentrant: Any = torch_checkpoint.CheckpointFunction
 
 
 class CheckpointFunction(_Reentrant):  # type: ignore[misc]
-    """A re-entrant checkpoint that becomes non-re-entrant inside of an extended model.
+    """A re-entrant checkpoint that becomes non-re-entrant inside an extended model.
 
-    A re-entrant checkpoint has a graph of its own in the backward pass, which only autograd's
-    gradient enters.
+    A re-entrant checkpoint has its own graph in the backward pass, which only autograd's gradient
+    enters.
     """
 
     @classmethod
@@ -285,7 +285,7 @@ class CheckpointFunction(_Reentrant):  # type: ignore[misc]
 def unpack(saved: SavedTensor) -> Tensor:
     """Return a saved tensor, which can be requested again.
 
-    Hooks, and recomputations of checkpoints, run outside of transforms of ``torch.func``.
+    Hooks, and recomputations of checkpoints, run outside transforms of ``torch.func``.
     """
     with (
         _again(),

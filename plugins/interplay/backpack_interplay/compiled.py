@@ -1,7 +1,7 @@
 """Turns ``torch.compile`` off inside ``backpack(...)``, where compiled functions run eagerly.
 
-A compiled graph has no modules that could be recorded. Outside of the blocks, our hooks are
-invisible to the compiler, so that an extended model is compiled as if it were not extended.
+A compiled graph has no modules that could be recorded. Outside the blocks, our hooks are invisible
+to the compiler, so an extended model is compiled as if it were not extended.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from backpack_core.errors import UsageError
 
 
 def refuse_inside() -> None:
-    """Raise if the compiler is tracing the code that calls this."""
+    """Raise an error if the compiler is tracing the code that calls this."""
     if torch.compiler.is_compiling():
         raise RuntimeError(_INSIDE)  # the compiler can report this type
 
@@ -58,6 +58,6 @@ class _Uncompiled:
 
 _INSIDE = (
     "backpack(...) was entered inside a function that torch.compile compiles: backward passes with "
-    "extensions are not compiled. Compile the model, or what stands outside of the block."
+    "extensions are not compiled. Compile the model, or the code outside the block."
 )
 uncompiled = _Uncompiled()

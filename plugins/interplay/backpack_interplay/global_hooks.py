@@ -1,7 +1,7 @@
 """Our forward hook before those that torch calls for all modules.
 
 Torch runs these before the hooks of each module, and they may change what the module returned. That
-counts as an operation outside of the module.
+counts as an operation outside the module.
 """
 
 from __future__ import annotations

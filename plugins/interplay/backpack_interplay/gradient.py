@@ -56,7 +56,7 @@ class PlainGradient(Observer):
     A parameter is trusted after the sum has equalled autograd's gradient in an earlier pass.
 
     Attributes:
-        kept: What earlier passes of this structure have shown.
+        kept: What earlier passes of this structure showed.
     """
 
     answers = frozenset({"gradient"})
@@ -72,7 +72,7 @@ class PlainGradient(Observer):
         self._is_stored = False
 
     def goes_by(self, kept: Trust | None) -> bool:
-        """Take over what earlier passes have shown; a plan may always be used."""
+        """Take over what earlier passes showed; a plan may always be used."""
         self.kept = kept
         return True
 
@@ -122,10 +122,10 @@ class PlainGradient(Observer):
         ]
 
     def take(self, group: Group, parameter: Tensor, whole: SampleProduct, is_reached: bool) -> None:
-        """Take the sum over samples of a product that the extensions have read, if it is wanted.
+        """Take the sum over samples of a product that the extensions read, if it is wanted.
 
         Args:
-            group: The group that has read it.
+            group: The group that read it.
             parameter: The parameter.
             whole: The product of all uses.
             is_reached: Whether any gradient arrives; if not, autograd stores none.
@@ -212,7 +212,7 @@ def without_gradients(
     if any(call.run.is_distributed for call in survey.trained):
         raise UsageError(
             "gradient='none' and 'skipped' leave out what DistributedDataParallel waits for: use "
-            "gradient='shared', or pass the model itself, which it wraps, its inputs."
+            "gradient='shared', or call the wrapped model itself (ddp.module)."
         )
     leaves = leaves_to_narrow(survey, options, edges)
     if leaves is None:
@@ -240,7 +240,7 @@ def inputs_without(
 
 
 def _candidates(survey: Survey) -> dict[int, _Candidate]:
-    """Parameters of which every use is read by a product, by ``id``, with their uses."""
+    """Parameters that products read at every use, by ``id``, with their uses."""
     candidates: dict[int, _Candidate] = {}
     sharded = set(map(id, survey.shards))
     for number, (call, index) in enumerate(survey.sites):
@@ -292,6 +292,6 @@ def _say(why: str) -> None:
     """Warn, once for each reason, that autograd computes every gradient."""
     warn_once(
         ("gradient", why),
-        f"Autograd computes every gradient, in spite of backpack(gradient=...): {why}.",
+        f"Autograd computes every gradient, despite backpack(gradient=...): {why}.",
         BackpackWarning,
     )

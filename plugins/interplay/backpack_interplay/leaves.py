@@ -1,4 +1,4 @@
-"""The leaves from which a parameter was computed, and columns at these leaves.
+"""The leaves that a parameter was computed from, and columns at these leaves.
 
 Parametrizations and forward pre-hooks compute parameters. Such a computation does not depend on
 samples, so the columns of all samples go through its nodes together.
@@ -20,7 +20,7 @@ from backpack_operations.own_pass import in_own_pass
 
 
 def leaves_behind(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The leaves that require a gradient and from which a tensor was computed."""
+    """The leaves that require a gradient and that a tensor was computed from."""
     edge = edge_of(tensor)
     if edge is None:
         return (tensor,) if tensor.requires_grad else ()
@@ -28,7 +28,7 @@ def leaves_behind(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def pull_back(mat: Tensor, source: Tensor, leaf: Tensor) -> Tensor:
-    """Carry columns at a tensor back to a leaf from which it was computed.
+    """Carry columns at a tensor back to a leaf that it was computed from.
 
     Args:
         mat: Columns ``[K, *source]``.

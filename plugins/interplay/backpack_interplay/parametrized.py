@@ -26,7 +26,7 @@ class _Computing(local):
     """The executions for which parametrizations compute, in this thread.
 
     By parametrization: the execution, the name of the parameter, and the same entry of the
-    execution around it, where a module calls itself.
+    execution around it, if a module calls itself.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Stores the tensors of a call through the current saved-tensor hooks.
 
-So checkpoints and offloading save memory with extensions, too. Stand-ins without memory have the
-shapes, dtypes and devices. The values are unpacked when a rule reads them.
+This way, checkpoints and offloading save memory with extensions, too. Stand-ins without memory have
+the shapes, dtypes and devices. The values are unpacked when a rule reads them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Every use of torch's private interface in this package, beside core's. Imports torch only."""
+"""Every use of torch's private interface in this package, except core's. Imports torch only."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def hands_on(kind: type) -> bool:
 
 
 def node_type(name: str) -> type | None:
-    """The type of torch's own nodes with a name; ``None`` if this version has none."""
+    """The type of torch's own nodes with a name; ``None`` if this version has no such type."""
     kind: type | None = getattr(torch._C._functions, name, None)
     return kind
 
 
 @contextmanager
 def quiet_vmap() -> Iterator[None]:
-    """Silence torch's warning that vmap loops over an operation: that costs time only."""
+    """Silence torch's warning that vmap loops over an operation, which only costs time."""
     functorch: Any = torch._C._functorch
     functorch._set_vmap_fallback_warning_enabled(False)
     try:

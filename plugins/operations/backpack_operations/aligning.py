@@ -91,10 +91,10 @@ def _is_declared(survey: GraphSurvey, call: Call) -> bool:
 
 
 def _hand_to_nodes(survey: GraphSurvey) -> None:
-    """Open calls whose parameters are also used by operations that lie inside of the call."""
+    """Open calls whose parameters are also used by operations inside the call."""
     users = {key: {node for node, _ in bare.edges} for key, bare in survey.bare.items()}
     for site in [*survey.sites.values()] if users else ():
-        # A tensor that a call computes inside may be used outside of it, past its output.
+        # A tensor that a call computes inside may be used outside the call, past its output.
         own = survey.trained[site.call]
         used = set().union(*(users.get(id(trained.parameter), ()) for trained in own))
         if used and not used.isdisjoint(inside(site)):
@@ -128,7 +128,7 @@ def _is_table(survey: GraphSurvey, owners: Owners, site: Site) -> bool:
 
 
 def _take_for_tables(survey: GraphSurvey, calls: Container[Call]) -> None:
-    """Note the nodes inside of calls that return tables."""
+    """Note the nodes inside calls that return tables."""
     within = (inside(site) for site in survey.unusual if site.call in calls)
     survey.tables = set().union(*within)
 

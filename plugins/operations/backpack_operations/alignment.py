@@ -71,7 +71,7 @@ class Crossing(NamedTuple):
         Args:
             node: An autograd node that autograd has not executed yet.
             quantities: Columns at the node's outputs, by output number.
-            keeps_all: Whether to return columns as well that are not kept apart behind the node.
+            keeps_all: Whether to return also columns that are not kept apart behind the node.
 
         Returns:
             Pairs (position in ``node.next_functions``, columns there).
@@ -121,7 +121,8 @@ class Alignment:
         later: Nodes with such an output that send columns on to others: there, gradients begin
             to be kept apart.
         leaves: Parameters that are read where operations use them, by the output of a node.
-        beside: Parameters that the loss depends on by no sample, with an operation that uses them.
+        beside: Parameters that the loss depends on without any sample, with an operation that uses
+            them.
     """
 
     batch_size: int = 0

@@ -43,7 +43,7 @@ class Walk:
             survey: What is known about the graph.
             alignment: The result, which is filled in.
             targets: Parameters that are read where operations use them, by node and position.
-            owners: Knows whose the rows of tensors are.
+            owners: Knows which samples the rows of tensors belong to.
         """
         self._survey = survey
         self._alignment = alignment

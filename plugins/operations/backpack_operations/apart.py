@@ -38,7 +38,7 @@ def cross_apart(
         node: An autograd node that autograd has not executed yet.
         quantities: Columns at the node's outputs, of the whole batch or of every sample apart.
         there: Where the samples lie at the node.
-        keeps_all: Whether to return columns as well that are not kept apart behind the node.
+        keeps_all: Whether to return also columns that are not kept apart behind the node.
 
     Returns:
         Pairs (position in ``node.next_functions``, columns there).

@@ -21,7 +21,7 @@ def said(samples: Any, beside: Any) -> tuple[Told | None, frozenset[tuple[Node, 
 
 def _edges_of(beside: object) -> frozenset[tuple[Node, int]]:
     if not isinstance(beside, Sequence):
-        raise UsageError(f"beside takes a list of terms, as beside=[term]. Got {beside!r}.")
+        raise UsageError(f"beside takes a list of terms: beside=[term]. Got {beside!r}.")
     edges = [edge_of(term) if isinstance(term, Tensor) else None for term in beside]
     if None in edges:
         raise UsageError(
@@ -40,6 +40,6 @@ def axes_of(module: Module, given: int | Mapping[str, int]) -> dict[str, int]:
             raise UsageError(
                 "batch_axis is the number of an axis, from 0, or a mapping from paths of modules "
                 f"of the model to such numbers. Got {axis!r} for {path!r}"
-                f"{'.' if path in paths else ', where no module is.'}"
+                f"{'.' if path in paths else ', which names no module.'}"
             )
     return {} if not any(axes.values()) else axes

@@ -1,6 +1,6 @@
 """Finds the number of samples of a backward pass, and the declared axis of the samples.
 
-Lengths are all there is at this point, and the number decides what else is looked at. Usually the
+Only lengths are known at this point, and the number decides what else is looked at. Usually the
 model received it; otherwise calls, losses and operations give evidence.
 """
 
@@ -88,8 +88,9 @@ def some_rows(survey: GraphSurvey) -> tuple[int, dict[Node, Tensor]]:
 
     Returns:
         The number of different rows, and the rows that each call received, by the node of its
-        output. Zero and nothing if all ran on the same rows, or no extension distinguishes samples.
-        A model that computes something before its first layer has no call with rows.
+        output. Zero and an empty dictionary if all ran on the same rows, or no extension
+        distinguishes samples. A model that computes something before its first layer has no call
+        with rows.
     """
     received = [item for item in survey.received.items() if not survey.is_loss(item[0][0])]
     runs = {id(call.run) for (call, _), _ in received}
@@ -221,7 +222,7 @@ def _changes(survey: GraphSurvey) -> Iterator[tuple[Node, tuple[int, ...], tuple
 
 
 def _entering(calls: Iterable[Call]) -> Iterator[int]:
-    """Numbers of rows that calls received as data, without a graph behind."""
+    """Numbers of rows that calls received as data, with no graph behind them."""
     for call in calls:
         if call.stored.inputs and not any(call.edges):
             yield call.stored.inputs[0].shape[:1].numel()

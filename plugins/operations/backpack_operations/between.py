@@ -112,7 +112,7 @@ class Operations(Between[GraphSurvey]):
             self.survey.loss_owners = owners_of_losses(self.survey)
 
     def refuse_terms(self, roots: Sequence[Edge], is_inside: bool) -> None:
-        """Raise unless it is called on a weighted sum of extended losses."""
+        """Raise an error unless ``backward()`` is called on a weighted sum of extended losses."""
         refuse_other_terms(self.survey, roots, self.context.of_losses, is_inside)
         refuse_unknown_normaliser(self.survey, roots, self.context.with_normalisers)
 
@@ -123,7 +123,7 @@ class Operations(Between[GraphSurvey]):
     # Plans ----------------------------------------------------------------------------------------
 
     def facts_of(self, node: Node) -> Sequence[Any]:
-        """The settings that the operation saved besides tensors."""
+        """The settings that the operation saved, without tensors."""
         if type(node) is CopyNode or nodes.is_nested(node):
             is_copy = type(node) is CopyNode
             raise Unplanned(OVERWRITTEN if is_copy else "there are nested tensors")
@@ -145,7 +145,7 @@ class Operations(Between[GraphSurvey]):
             raise Unplanned("weights are handed over")
         if self.context.beside or self.context.told is not None:
             what = "beside" if self.context.beside else "samples"
-            raise Unplanned(f"{what}=... says something of this pass alone")
+            raise Unplanned(f"{what}=... is about this pass alone")
         received = [run.rows for run in runs if isinstance(run, ModelRun) and run.rows is not None]
         return relations([*self._rows, *(received if len(received) > 1 else ())])
 
@@ -158,7 +158,7 @@ class Operations(Between[GraphSurvey]):
         alignment = None if is_plain else PlannedAlignment.of(survey, structure)
         uses, number = PlannedUses.of(survey, structure), structure.between
         if not survey.looked_at.keys() <= number.keys():
-            raise Unplanned("data meet parameters inside of a module")
+            raise Unplanned("data meet parameters inside a module")
         looked_at = [(number[node], ByValue(ids)) for node, ids in survey.looked_at.items()]
         insides = [
             (n, inside_of(site))
@@ -213,15 +213,15 @@ class Operations(Between[GraphSurvey]):
         if self.survey.between:
             warn_once(
                 "unmeasured",
-                "That samples stay apart at operations between modules is not measured, as "
-                "backpack(check='first') asks: pip install backpack-checks, or write "
-                "check='never'.",
+                "backpack(check='first') cannot measure whether samples stay apart at operations "
+                "between modules, as backpack-checks is missing: pip install backpack-checks, or "
+                "write check='never'.",
                 BackpackWarning,
             )
 
     @property
     def needs_autograd(self) -> bool:
-        """Whether autograd must run, as where columns are kept apart, or for Python functions.
+        """Whether autograd must run, for example if columns are kept apart or for Python functions.
 
         Only autograd knows which gradients these leave undefined.
         """

@@ -41,8 +41,7 @@ def push(node: Node, mats: Mats, wanted: Collection[int] | None = None) -> Mats:
         Columns by position in ``node.next_functions``; those that are zero may be missing.
 
     Raises:
-        BridgeError: The node runs a backward pass of its own, draws random numbers, or was
-            compiled.
+        BridgeError: The node runs its own backward pass, draws random numbers, or was compiled.
     """
     if is_leaf(node):
         return {}
@@ -85,9 +84,9 @@ def push_unsummed(node: Node, mats: Mats, wanted: Collection[int] | None = None)
     if nodes.is_compiled(node):
         raise refuse(
             node,
-            "it was compiled by torch.compile, and what is compiled carries one gradient, once",
-            "Run the forward pass inside the block of backpack(...), where compiled code runs as "
-            "it was written.",
+            "it was compiled by torch.compile, and compiled code carries one gradient, once",
+            "Run the forward pass inside the block of backpack(...), where compiled code runs "
+            "eagerly.",
         )
     columns = [mat.to(metadata_of(node, nr).dtype) for nr, mat in mats.items()]
     formula = _formula(node, list(mats))
@@ -133,15 +132,15 @@ def _formula(node: Node, outputs: list[int]) -> Formula:
 
 
 def _called(node: Node, grads: list[Tensor | None]) -> Any:
-    """Call a node, with our error if what it saved was overwritten."""
+    """Call a node; raises our error if a tensor that it saved was overwritten."""
     try:
         return node(*grads)  # type: ignore[operator]
     except RuntimeError as error:
         if "modified by an inplace operation" not in str(error):
             raise
         raise OverwrittenInputError(
-            f"What the operation {described(node)} has saved was changed in place since, so "
-            f"that it has no derivative, in a plain backward pass either ({error}). Make a new "
+            f"What the operation {described(node)} saved was changed in place since, so it has "
+            f"no derivative; a plain backward pass would fail, too ({error}). Make a new "
             "tensor (h = h + x instead of h += x), or change it after backward()."
         ) from error
 

@@ -1,8 +1,8 @@
 """Carries the ids of the samples from what models received to any tensor of a graph.
 
 Operations move rows: ``logits[mask]`` picks tokens, ``hidden.transpose(0, 1).flatten(0, 1)`` puts
-time first. Whose rows these are then follows from the operations themselves. Ids begin at data
-(``data.py``), go through operations (``sample_ids.py``), and past calls as their rules say.
+time first. The operations themselves then show which samples these rows belong to. Ids begin at
+data (``data.py``), go through operations (``sample_ids.py``), and past calls as their rules say.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class CarriedIds:
     def _call_keeping_samples(self, output: NodeOutput) -> Site | None:
         """The call that returned a tensor, if its rule says where samples are in the output.
 
-        A rule does not if samples came in on another axis, or if the length of axis 0 changed. The
-        nodes inside of the call tell it then.
+        A rule does not say so if samples came in on another axis, or if the length of axis 0
+        changed. The nodes inside the call then tell it.
         """
         site = self._site(output)
         if site is not None and self._survey.received.get(site[:2]) == -1:

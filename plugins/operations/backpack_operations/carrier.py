@@ -41,8 +41,8 @@ class Carrier(ABC):
     """Answers for a call: which quantity arrives, what is read at parameters, and what is sent on.
 
     Class attributes:
-        gives_values: Whether :meth:`find` returns results, which are stored as they are. Otherwise
-            it returns readings, from which extensions compute results.
+        gives_values: Whether :meth:`find` returns results, which are stored unchanged. Otherwise it
+            returns readings, from which extensions compute results.
 
     Attributes:
         speaker: The object whose code this is, for messages.

@@ -1,4 +1,4 @@
-"""Carries the quantities that wait at nodes between calls through these nodes, and sends them on.
+"""Carries quantities through the nodes between calls where they wait, and sends them on.
 
 A quantity waits until autograd (or a chunk's own order) gets to the node, so that everything that
 is sent to the node has arrived.

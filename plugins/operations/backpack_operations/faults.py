@@ -20,16 +20,16 @@ def mixing(what: str, further: str = "") -> BackpackError:
     return SampleMixingError(
         f"{what} makes every sample of the batch influence every other (a batch normalisation in "
         "train mode does, and a softmax over axis 0), so per-sample quantities do not exist. Call "
-        f"model.eval(), or use a layer that treats samples one by one, as GroupNorm.{further}"
+        f"model.eval(), or use a layer that treats samples one by one, such as GroupNorm.{further}"
     )
 
 
 def nested_tensor(where: str, node: Node | None = None) -> BackpackError:
     """A tensor is nested (samples of several lengths) or sparse."""
     error = BridgeError(
-        f"{where} is a nested tensor or a sparse one, and rules take dense tensors with an axis of "
+        f"{where} is a nested tensor or a sparse one, but rules take dense tensors with an axis of "
         "samples. Make a sparse one dense (to_dense()). Pad a nested one "
-        "(torch.nested.to_padded_tensor, or torch.nn.utils.rnn.pad_sequence) and mask what is "
+        "(torch.nested.to_padded_tensor, or torch.nn.utils.rnn.pad_sequence) and mask the "
         "padding in the loss, or give recurrent layers packed sequences."
     )
     error.node = node
@@ -74,16 +74,16 @@ def turned_batch(call: Call, axis: int, size: int) -> BackpackError:
 
 
 def changed_output(call: Call) -> BackpackError:
-    """A tensor from which a call computes more was changed in place, or is used outside."""
+    """A tensor that a call computes more from was changed in place, or is used outside."""
     return UnsupportedError(
         f"An output of {call.path} was changed in place, or what it computes inside is used "
-        "outside, and it computes more from it: what reaches it from outside cannot be told from "
-        "what reaches it from inside. Use an out-of-place operation, and what the module returned."
+        "outside, and it computes more from it: gradients that reach it from outside and from "
+        "inside cannot be told apart. Use an out-of-place operation, and the module's output."
     )
 
 
 def uncovered(call: Call) -> BackpackError | None:
-    """A trained parameter inside of a module that its rule does not know; ``None`` if none is."""
+    """A trained parameter inside a module that its rule does not know; ``None`` if it knows all."""
     computed = call.stored.computed
     behind = {id(leaf) for leaves in computed.values() for leaf in leaves}
     frozen = tuple(f"parametrizations.{n}." for n, leaves in computed.items() if not leaves)
@@ -93,8 +93,8 @@ def uncovered(call: Call) -> BackpackError | None:
         if parameter.requires_grad and not is_known:
             return UnsupportedError(
                 f"{call.path} has the trained parameter {name!r}, which the rule "
-                f"{type(call.rule).__name__} knows nothing of. Put what uses it into a module "
-                "of its own, beside this one, or freeze the parameter."
+                f"{type(call.rule).__name__} does not know. Put the code that uses it into a "
+                "separate module, or freeze the parameter."
             )
     return None
 
@@ -133,7 +133,7 @@ def told_rows(call: Call, rows: int, samples: int) -> BackpackError:
     return ShapeError(
         f"{call.path} received {rows} rows, which are those of {samples} samples, as samples=... "
         "of backpack(...) says, or a sum in the model: this quantity needs one row for each. "
-        "Leave samples=... out, and add up what belongs together, if it is a sum."
+        "Leave samples=... out; if the model adds up rows, do that after this module."
     )
 
 
@@ -150,9 +150,9 @@ def ragged(call: Call) -> BackpackError:
     """Tensors of several lengths were joined, and it is unknown which rows are samples."""
     return ShapeError(
         f"{call.path} received several inputs of the model that were joined, of different lengths, "
-        "and nothing says whether each of them is one sample's: give the loss one entry for each. "
-        "If one of them is not a list of samples (a memory that all share), give it to a module by "
-        "itself."
+        "and it is not known whether each of them is one sample: give the loss one entry for each. "
+        "If one of them is not a list of samples (a memory that all share), give it to another "
+        "module."
     )
 
 
@@ -168,7 +168,7 @@ def unclear_rows(call: Call) -> BackpackError:
 def whose_entries(call: Call) -> BackpackError:
     """``subsampling`` cannot choose samples at a loss whose entries belong to unknown samples."""
     return ShapeError(
-        f"{call.path} received several entries of each sample on axis 0, and it is not known whose "
-        "each of them is, so that subsampling=... cannot choose samples there: leave it out, and "
+        f"{call.path} received several entries of each sample on axis 0, and it is not known which "
+        "sample each belongs to, so subsampling=... cannot choose samples there: leave it out, and "
         "choose from the result; or keep positions as an extra dimension, [N, T, D]."
     )

@@ -1,7 +1,7 @@
-"""Passes inside of others, and passes whose call of ``backward()`` was not seen.
+"""Passes inside others, and passes whose call of ``backward()`` was not seen.
 
-A pass that a hook began is one of its own. One that the backward of a Python function began, as of
-a re-entrant checkpoint, is a part of the pass around it.
+A pass that a hook began is separate. A pass that the backward of a Python function began (a
+re-entrant checkpoint, for example) is a part of the pass around it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from backpack_operations.schedule import HookSchedule
 
 
 class InnerPass(BackwardPass):
-    """A pass inside of another, or one that was not announced."""
+    """A pass inside another, or one that was not announced."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class InnerPass(BackwardPass):
 
         Args:
             context: What was asked for.
-            outer: The pass that this one was begun inside of, by a hook or a function's backward.
+            outer: The pass around this one; a hook or a function's backward began this one.
             arguments: What ``backward()`` was called with, if the call was seen.
             roots: Where the pass was first seen, if the call was not.
             is_part: Whether it belongs to the outer pass.
@@ -47,14 +47,14 @@ class InnerPass(BackwardPass):
         self._outer = None  # which is not kept alive
 
     def _begin(self) -> None:
-        """Plan the pass, which leaves alone what the outer one has stored."""
+        """Plan the pass; results that the outer one stored do not change."""
         if self._outer is not None:
             self.sink.join(self._outer.sink, self.is_part)
         super()._begin()
 
 
 def pass_inside(context: Context, edge: Edge | None, arguments: Arguments | None) -> BackwardPass:
-    """Begin a pass inside of another, or one that was not announced; see :class:`Between`."""
+    """Begin a pass inside another, or one that was not announced; see :class:`Between`."""
     outer = _innermost(context)
     if edge is None:
         return InnerPass(context, outer, arguments)
@@ -73,17 +73,17 @@ def pass_inside(context: Context, edge: Edge | None, arguments: Arguments | None
 
 
 def _innermost(context: Context) -> BackwardPass | None:
-    """The pass inside of which one begins now; ``None`` if there is none."""
+    """The pass that a new one begins inside of now; ``None`` if there is none."""
     others = context.passes.values() if context.passes else ()
     under_way: list[BackwardPass] = [*filter(None, context.announced), *others]
     return under_way[-1] if under_way else None  # they are in the order in which they began
 
 
 def _refuse_part(ways: Sequence[bool], whole: Sequence[Extension]) -> None:
-    """Raise if the backward of a function begins a part of a pass that is not known as a whole.
+    """Raise an error if the backward of a function begins a part of a pass that is not known.
 
     Args:
-        ways: For each pass inside of the known one, whether a function began it.
+        ways: For each pass inside the known one, whether a function began it.
         whole: The extensions that read the graph as a whole, which a part does not have.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Parameters inside of a module that are read when autograd computes a gradient there.
+"""Parameters inside a module that are read when autograd computes a gradient there.
 
 For example, first-order extensions read an attention projection from the gradient at that
 projection. A rule could carry the gradient at the module's output back to it, which would repeat a

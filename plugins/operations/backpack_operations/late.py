@@ -1,4 +1,4 @@
-"""What is refused in the middle of a pass: calls and uses that no walk from the loss has met."""
+"""What is refused in the middle of a pass: calls and uses that no walk from the loss met."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from backpack_core.record.call import Call
 
 
 def refuse_unmet(call: Call, extension: Extension) -> None:
-    """Raise because autograd reached a call that the survey does not contain.
+    """Raise an error because autograd reached a call that the survey does not contain.
 
     Args:
         call: The call; a freed one is ignored.
@@ -28,15 +28,15 @@ def refuse_unmet(call: Call, extension: Extension) -> None:
         f"were computed with the output of {call.path}, which backward() therefore reaches: by a "
         "gradient that was made with create_graph=True (the inner step of MAML, and "
         "torch.func.functional_call with its result), or by another model that makes weights. "
-        "What belongs to which sample is not known there. Cut the graph: call "
+        "It is not known which sample owns what there. Cut the graph: call "
         "torch.autograd.grad(...) without create_graph=True, or give functional_call "
-        "weight.detach().requires_grad_(); the quantities are stored on the weights that it is "
-        "given."
+        "weight.detach().requires_grad_(); the quantities are stored on the weights that it "
+        "gets."
     )
 
 
 def refuse_late_uses(survey: Survey, stored: Set[int]) -> None:
-    """Raise if a parameter whose result is stored turns out to have a further use.
+    """Raise an error if a parameter with a stored result turns out to have a further use.
 
     Args:
         survey: What is known about the graph.
@@ -49,7 +49,7 @@ def refuse_late_uses(survey: Survey, stored: Set[int]) -> None:
     if any(count > 1 or key in survey.bare for key, count in counts):
         raise UnsupportedError(
             "A second forward pass, or a second branch, shares parameters with the first and "
-            "meets it only behind the losses, and the first was through before this one was "
+            "meets it only behind the losses, and the first was finished before this one was "
             "seen. Call backward() inside the block on one tensor that both lead to, or on "
-            "each loss by itself."
+            "each loss separately."
         )

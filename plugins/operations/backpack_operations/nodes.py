@@ -76,7 +76,7 @@ FACTORS = dict.fromkeys(
 )
 FACTORS |= dict.fromkeys(["Addmm", "Baddbmm", "Addmv", "Addcmul"], (1, 2))
 
-# The settings that operations save besides tensors and sizes, on which our decisions depend.
+# The settings (not tensors or sizes) that operations save and our decisions depend on.
 _SAVED = (
     *("dim", "dim0", "dim1", "dim2", "dims", "dimension", "self_dim", "source_dim", "sumdim"),
     *("axis", "start", "step", "offset", "shifts", "stride", "storage_offset", "pad", "reverse"),
@@ -288,7 +288,7 @@ def is_stack_of_numbers(node: Node) -> bool:
 
 
 def is_of_its_operands(node: Node) -> bool:
-    """Whether an operation depends on no tensor besides those that have an edge."""
+    """Whether an operation depends only on tensors that have an edge."""
     operation = operation_of(node)
     if operation in _OF_ONE:
         return True

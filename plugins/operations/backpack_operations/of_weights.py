@@ -24,7 +24,7 @@ _ALL = _WEIGHTS | _TABLES | _CONSTANTS | _OWN_ROWS
 class Origins:
     """Answers, for a node, four questions about what its outputs were computed from.
 
-    One walk answers all four, and goes no further than the answer needs.
+    One walk answers all four, and goes only as far as the answer needs.
     """
 
     def __init__(self, survey: GraphSurvey) -> None:

@@ -179,7 +179,7 @@ def operand_product(
         samples: ``N``.
 
     Returns:
-        A product ``[V, N, *operand]``; ``None`` where no form is known.
+        A product ``[V, N, *operand]``; ``None`` if no form is known.
     """
     name, (child, number) = nodes.operation_of(node), node.next_functions[position]
     mat, is_apart = columns.mat, isinstance(columns, ApartColumns)

@@ -1,7 +1,7 @@
 """Walks over autograd graphs, and topological orders of their nodes.
 
 "Behind" is the direction of the backward pass: from a node to the nodes it sends gradients to.
-Autograd has a topological order of its own, but does not tell it.
+Autograd has its own topological order, but does not tell it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Backward passes in an order of our own: for chunks of columns, and without autograd.
+"""Backward passes in this library's own order: for chunks of columns, and without autograd.
 
 Exact quantities have a column for every output of the model. All of them at once would be the
 largest tensors of the backward pass. While the loss is visited, the whole graph is still alive. So

@@ -1,4 +1,4 @@
-"""Calls nodes from inside of a backward pass that may have excluded them.
+"""Calls nodes from inside a backward pass that may have excluded them.
 
 In a pass with ``inputs=...``, nodes leave out gradients that autograd does not need, whoever calls
 them. A nested pass without ``inputs`` is not affected.
@@ -23,7 +23,7 @@ def beside_pass(function: Callable[[], T], called: Iterable[Node], device: torch
 
 
 def in_own_pass(function: Callable[[], T], device: torch.device) -> T:
-    """Call a function inside of a backward pass of its own; returns its result."""
+    """Call a function inside a separate backward pass; returns its result."""
     results: list[T] = []
     is_differentiable = torch.is_grad_enabled()
 

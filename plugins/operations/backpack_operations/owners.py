@@ -1,4 +1,4 @@
-"""Answers whose the rows of tensors are, from the sample ids that were carried to them.
+"""Tells which samples rows of tensors belong to, from the sample ids that were carried to them.
 
 ``carried_ids.py`` finds the ids; here is what walks, refusals and checks ask about them.
 """
@@ -80,7 +80,7 @@ class Owners:
         return ids is not None and are_elsewhere(ids)
 
     def meet_in(self, node: Node) -> bool:
-        """Whether samples meet in a number otherwise than in a sum, as in a product or a ratio.
+        """Whether samples meet in a number other than by a sum, such as in a product or a ratio.
 
         A function of one number that is such a sum rescales it: each sample has its part of it.
         """

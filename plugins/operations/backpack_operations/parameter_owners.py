@@ -23,7 +23,7 @@ def name_of_parameter(modules: Iterable[Module], parameter: Tensor) -> str | Non
 def owned_by_models() -> dict[int, tuple[Module, str]]:
     """The owning module and the name there of each parameter of all extended models, by ``id``.
 
-    If no module of a model is called (``F.linear(x, model.weight)``), nothing else connects its
+    If no module of a model is called (``F.linear(x, model.weight)``), only this table connects its
     parameters with it.
     """
     living = (reference() for reference in MODELS.valuerefs())

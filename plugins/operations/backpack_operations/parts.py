@@ -112,7 +112,7 @@ def _assume(survey: GraphSurvey, samples: int, depth: int | None) -> None:
 
 
 def _is_possible(survey: GraphSurvey, fresh: list[Call], samples: int, depth: int | None) -> bool:
-    """Whether modules received data of every sample under a reading, as far as that is known."""
+    """Whether modules received data of every sample under a reading, if that is known."""
     _assume(survey, samples, depth)
     carried = CarriedIds(survey)
     known = [ids for call in fresh if (ids := carried.of_input(call)) is not None]

@@ -1,6 +1,6 @@
-"""Questions about paths in a graph: between losses and calls, inside of calls, to parameters.
+"""Questions about paths in a graph: between losses and calls, inside calls, to parameters.
 
-Checks and messages ask them. Each walks as far as its answer needs.
+Checks and messages ask them. Each walks only as far as its answer needs.
 """
 
 from __future__ import annotations

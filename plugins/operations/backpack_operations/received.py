@@ -201,7 +201,7 @@ def is_returned(node: Node, number: int) -> bool:
 
 
 def hold_address(tensor: Tensor) -> object:
-    """An object that, while it lives, keeps ``memory_of`` from reusing a number."""
+    """An object that keeps ``memory_of`` from reusing a number while it lives."""
     return StorageWeakRef(tensor.untyped_storage())
 
 

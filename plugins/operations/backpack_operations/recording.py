@@ -1,4 +1,4 @@
-"""Records calls that do anything else than to make one new tensor of others.
+"""Records calls that do anything other than make one new tensor from others.
 
 Modules may return several tensors, views of what they received, or what they changed in place. A
 call must not refer to the nodes of its own outputs, so some inputs are replaced before they are
@@ -93,7 +93,7 @@ class Received:
             if other is tensor:
                 before = execution.edges[slot], execution.versions[slot]
                 break
-        else:  # a pre-hook of the user's that ran after ours replaced an argument
+        else:  # a user's pre-hook that ran after ours replaced an argument
             if is_own:  # the module rewrote it, and its edge before the forward is unknown
                 before, self.is_rewired = (None, -1), True
         if is_own and edge != before[0]:
@@ -141,8 +141,8 @@ def aliases(live: list[Tensor], execution: Execution) -> dict[int, Tensor]:
     """Views to return instead of outputs whose edge is that of an input or of another call.
 
     A module may return its input, or what a submodule returned; and one of several outputs may
-    depend on another. Every output is visited by itself, with its own gradient, so it needs an edge
-    of its own.
+    depend on another. Every output is visited separately, with its own gradient, so it needs its
+    own edge.
 
     Args:
         live: The outputs that have a graph.

@@ -53,7 +53,7 @@ def refuse_bare(survey: GraphSurvey, extensions: Sequence[Extension]) -> None:
             # If a module uses it as well, the result would lack a part.
             if extension.needs_every_parameter or not tolerates or uses > is_known:
                 raise errors.UnsupportedError(
-                    f"{problem}, where {registry.describe(extension)} cannot be computed. {advice}"
+                    f"{problem}, so {registry.describe(extension)} cannot be computed. {advice}"
                 )
         if any(key not in owned or e.fail_mode == "warning" for e in missing):
             text = f"{problem}: it gets no quantity. {advice}"
@@ -70,9 +70,8 @@ def _describe_use(parameter: Tensor, node: Node, survey: GraphSurvey) -> tuple[s
     outsider = _not_extended(parameter, [call.module for call, _ in survey.sites])
     if nodes.is_compiled(node):
         advice = (
-            "That part of the graph was compiled by torch.compile, where no module is seen: run "
-            "the forward pass inside the block of backpack(...), where what was compiled runs as "
-            "it was written."
+            "That part of the graph was compiled by torch.compile, which hides modules: run the "
+            "forward pass inside the block of backpack(...), where compiled code runs eagerly."
         )
     elif outsider:
         advice = (
@@ -91,9 +90,9 @@ def _describe_use(parameter: Tensor, node: Node, survey: GraphSurvey) -> tuple[s
         return (
             f"{used} besides its module (the model returns a derivative of itself, by "
             "torch.autograd.grad(..., create_graph=True), or a weight is tied)",
-            "Use an extension that follows operations, as KFAC, DiagGGNExact and BatchGrad do.",
+            "Use an extension that follows operations, such as KFAC, DiagGGNExact or BatchGrad.",
         )
-    return f"{used} outside of any extended module that owns it", advice
+    return f"{used} outside any extended module that owns it", advice
 
 
 def named(survey: Survey, parameter: Tensor) -> str:
@@ -106,7 +105,7 @@ def named(survey: Survey, parameter: Tensor) -> str:
 def refuse_misaligned(
     survey: GraphSurvey, alignment: Alignment, propagators: Sequence[Propagator]
 ) -> None:
-    """Raise if samples are not on axis 0 at a tensor, and a quantity needs them there.
+    """Raise an error if samples are not on axis 0 at a tensor, and a quantity needs them there.
 
     Args:
         survey: What is known about the graph.
@@ -151,7 +150,7 @@ def refuse_misaligned(
 
 
 def refuse_other_order(survey: GraphSurvey, extensions: Sequence[Extension]) -> None:
-    """Raise if a model puts all of its data into another order, before any layer.
+    """Raise an error if a model puts all of its data into another order, before any layer.
 
     Results of single samples could then be in either order; sums over samples are the same in both.
     It does not raise if other data are in the order of the samples (positives beside permuted
@@ -175,7 +174,7 @@ def refuse_other_order(survey: GraphSurvey, extensions: Sequence[Extension]) -> 
 
 
 def refuse_beside(survey: GraphSurvey, extensions: Sequence[Extension]) -> None:
-    """Raise if a term in ``beside=`` depends on module outputs, or an extension needs the term.
+    """Raise an error if a term in ``beside=`` depends on module outputs or an extension needs it.
 
     Args:
         survey: What is known about the graph.
@@ -192,7 +191,7 @@ def refuse_beside(survey: GraphSurvey, extensions: Sequence[Extension]) -> None:
             raise errors.UnsupportedError(
                 f"{registry.describe(extension)} is of all that backward() is called on, and the "
                 "second derivative of a term that was handed over in beside=[...] is not known to "
-                "any rule. Call backward() on the term outside of the block and add its second "
+                "any rule. Call backward() on the term outside the block and add its second "
                 "derivative yourself, or use products with the Hessian (HMP), which have it."
             )
     ends = {node for node, _ in survey.beside}
@@ -230,9 +229,9 @@ def _beside(survey: GraphSurvey, parameter: Tensor, node: Node) -> errors.Unsupp
         )
     return errors.UnsupportedError(
         f"{depends}, and not by way of any sample: a term beside the "
-        "loss, as a penalty on weights is. Its gradient belongs to no sample. Hand that term over, "
-        "backpack(..., beside=[term]), and quantities are those of the rest; or call backward() on "
-        "it outside of the block. A single sample needs an axis of samples, too: "
+        "loss, such as a penalty on weights. Its gradient belongs to no sample. Hand it over, "
+        "backpack(..., beside=[term]), and quantities are those of the other terms; or call "
+        "backward() on it outside the block. A single sample needs an axis of samples, too: "
         "model(x.unsqueeze(0))."
     )
 
@@ -248,7 +247,7 @@ def _not_extended(parameter: Tensor, modules: list[Module]) -> str:
 
 
 def refuse_loss_alone(survey: GraphSurvey, extensions: Sequence[Extension]) -> None:
-    """Raise if only losses are extended, although trained parameters lie behind them.
+    """Raise an error if only losses are extended, although trained parameters lie behind them.
 
     Args:
         survey: What is known about the graph.

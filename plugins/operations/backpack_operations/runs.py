@@ -1,7 +1,7 @@
 """Finds where samples lie in an operand, if it is known where they lie in the result.
 
 If every entry of an operand sends to entries of one sample only, columns need not be kept apart
-there: one set of columns holds those of all samples. For example in a convolution whose groups are
+there: one set of columns holds those of all samples. This happens in a convolution whose groups are
 samples (``[1, N · C, H, W]``), and in the operations before it.
 
 The entries of a sample come in runs of equal length: in row-major order, entry ``f`` belongs to
@@ -33,7 +33,7 @@ class Lie(NamedTuple):
 
     @classmethod
     def of(cls, shape: Shape, samples: int, run: int) -> Lie | None:
-        """The axis and width, from the length of runs; ``None`` if a run ends inside of an axis."""
+        """The axis and width, from the length of runs; ``None`` if a run ends inside an axis."""
         behind = prod(shape)
         for axis, length in enumerate(shape):
             behind //= max(1, length)

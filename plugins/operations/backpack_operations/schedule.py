@@ -51,7 +51,7 @@ class NodeSchedule(Schedule):
         return [lane for lane in lanes if (site.call, site.index, lane) in self._at_sites]
 
     def see_end(self) -> None:
-        """Raise unless everything that was sent has been taken; see the base class."""
+        """Raise an error unless everything that was sent has been taken; see the base class."""
         if self._at_sites or self.at_nodes:
             raise InternalError("A quantity was left on its way.")
 

@@ -118,7 +118,7 @@ class GraphSink(SharedSink):
         self._in_part: set[int] = set()  # ``id`` of parameters some uses of which are not reached
 
     def join(self, outer: GraphSink, is_part: bool) -> None:
-        """Take account of the sink of the pass that this one was begun inside of.
+        """Take account of the sink of the pass around this one.
 
         Args:
             outer: That sink.
@@ -140,11 +140,11 @@ class GraphSink(SharedSink):
             return
         if self._owners.setdefault(key, self._token) is not self._token:
             raise UnsupportedError(
-                f"A parameter of shape {list(parameter.shape)} is used in a backward pass of its "
-                "own (of a re-entrant checkpoint, or a function whose backward calls autograd) and "
+                f"A parameter of shape {list(parameter.shape)} is used in a nested backward pass "
+                "(of a re-entrant checkpoint, or a function whose backward calls autograd) and "
                 f"elsewhere, so '{extension.savefield}' would miss a part. Use "
-                "torch.utils.checkpoint(use_reentrant=False); of a solver, differentiate the steps "
-                "themselves (odeint, not odeint_adjoint)."
+                "torch.utils.checkpoint(use_reentrant=False); for a solver, differentiate the "
+                "steps themselves (odeint, not odeint_adjoint)."
             )
         self.put(extension, parameter, value)
 
@@ -182,7 +182,7 @@ class GraphSink(SharedSink):
             self.complete(group, view, [uses])
 
     def see_end(self) -> None:
-        """Raise if a reading is left, of a parameter that autograd reaches as a whole.
+        """Raise an error if a reading is left, for a parameter with uses that are all reached.
 
         Raises:
             InternalError: A further use was expected and not visited.

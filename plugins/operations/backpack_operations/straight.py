@@ -76,7 +76,7 @@ class StraightTraversal(Traversal):
             self.schedule.deliver(lane, below(site), *arrived)
 
     def residuals(self, visit: Visit) -> dict[int, Any]:
-        """The residuals of a call, of which what does not fit into memory is sent in chunks.
+        """The residuals of a call; those that do not fit into memory are sent in chunks.
 
         Chunks themselves send no residuals: these are sent once, with the first columns.
         """

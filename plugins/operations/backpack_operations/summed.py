@@ -1,7 +1,7 @@
 """Finds the samples where a model returns sums of rows, such as energies of molecules.
 
-If the loss also has terms of the rows, such as the forces on atoms, it does not tell which of both
-are the samples. The model does: rows that it adds up belong to the sum that it returns.
+If the loss also has terms of the rows, such as the forces on atoms, it does not tell which of the
+two are the samples. The model does: rows that it adds up belong to the sum that it returns.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _length(node: Node, output_nr: int) -> int:
 
 
 def _terms(survey: GraphSurvey, roots: Iterable[Edge]) -> list[Edge]:
-    """The tensors that were reduced to the numbers of which the loss consists."""
+    """The tensors that were reduced to the numbers that the loss consists of."""
 
     def is_number(edge: Edge) -> bool:
         return not _length(edge.node, edge.output_nr) or nodes.is_stack_of_numbers(edge.node)

@@ -62,7 +62,7 @@ def look_inside(survey: GraphSurvey, site: Site) -> None:
 
 
 def _open(survey: GraphSurvey, site: Site, region: Region) -> _Steps:
-    """Read nothing at a call itself; returns where the nodes inside of it begin."""
+    """Read nothing at a call itself; returns where the nodes inside it begin."""
     call = site.call
     survey.opened.add(call)
     survey.disown(call)
@@ -105,7 +105,7 @@ def _computed(call: Call) -> dict[tuple[Node, int], Tensor]:
 
 
 def _enter(survey: GraphSurvey, site: Site, region: Region) -> _Steps:
-    """Record a call; returns where the walk goes on: at its inputs, or inside of it."""
+    """Record a call; returns where the walk goes on: at its inputs, or inside it."""
     call, index = site.call, site.index
     if (call, index) in survey.sites or call.is_released:
         return []

@@ -19,7 +19,7 @@ from backpack_operations.survey import GraphSurvey
 def refuse_other_terms(
     survey: GraphSurvey, roots: Sequence[Edge], extensions: Sequence[Extension], is_inside: bool
 ) -> None:
-    """Raise unless ``backward()`` is called on a weighted sum of extended losses only.
+    """Raise an error unless ``backward()`` is called on a weighted sum of extended losses only.
 
     Args:
         survey: What is known about the graph.
@@ -67,7 +67,7 @@ def refuse_other_terms(
 def refuse_unknown_normaliser(
     survey: GraphSurvey, roots: Sequence[Edge], extensions: Sequence[Extension]
 ) -> None:
-    """Raise unless the divisor of what is differentiated is known from extended losses alone.
+    """Raise an error unless extended losses alone tell the divisor of what is differentiated.
 
     Args:
         survey: What is known about the graph.

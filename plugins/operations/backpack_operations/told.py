@@ -1,7 +1,7 @@
 """The sample of each row that the model receives, as ``backpack(..., samples=index)`` says.
 
-Nothing in a graph tells that two records belong to one user, or two answers to one pair. From the
-index on, samples are followed through the graph as usual.
+A graph does not tell that two records belong to one user, or two answers to one pair. The index
+does; from there on, samples are followed through the graph as usual.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Told(NamedTuple):
         for run in runs:
             if self._may_be_rows(run):
                 raise UsageError(
-                    f"samples={self.rows.tolist()} may be of the {len(self.rows)} tensors that the "
-                    "model received, or of their rows, of which there are as many. Give "
+                    f"samples={self.rows.tolist()} may be for the {len(self.rows)} tensors that "
+                    "the model received, or for their rows, which are equally many. Give "
                     "torch.tensor(samples) for the rows, or [torch.tensor([n]) for n in samples] "
                     "for the tensors."
                 )
@@ -130,7 +130,7 @@ def _index(entry: object, samples: object) -> Tensor:
 
 def _no_index(samples: object) -> UsageError:
     return UsageError(
-        "samples=index says to which sample each row belongs that the model receives: whole "
-        "numbers from 0 on, shape [rows], as torch.tensor([0, 0, 1]); of several tensors, a list "
+        "samples=index gives the sample of each row that the model receives: whole numbers from "
+        "0 on, shape [rows], such as torch.tensor([0, 0, 1]). For several tensors, give a list "
         f"with a number or an index for each. Got {samples!r:.200}."
     )

@@ -57,7 +57,7 @@ def _takes(extension: Extension, view: View) -> bool:
     if extension.needs_every_parameter and extension.fail_mode != "autodiff":
         raise errors.UnsupportedError(
             f"No layer rule covers the parameters of {view.path}, and fail_mode is "
-            f"{extension.fail_mode!r}: {type(extension).__name__} means nothing without them. Use "
+            f"{extension.fail_mode!r}: {type(extension).__name__} needs all parameters. Use "
             "fail_mode='autodiff', freeze them, or write a layer rule."
         )
     text = (
@@ -67,7 +67,7 @@ def _takes(extension: Extension, view: View) -> bool:
         return False
     errors.warn_once(
         (kind,),
-        f"{view.path} has no layer rule: the parameters of {full_name} are looked at where "
+        f"{view.path} has no layer rule: the parameters of {full_name} are read where "
         f"operations use them, which is exact, but a rule may be faster.{who_has(kind, advice)}",
         errors.AutodiffFallbackWarning,
     )

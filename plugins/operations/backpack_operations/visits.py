@@ -129,7 +129,7 @@ class GraphTraversal(StraightTraversal):
                     self.schedule.deliver(lane, edge, wide=propagator.put_together(wide, entries))
 
     def see_end(self) -> None:
-        """Raise if anything still waits, also a parameter inside of a module."""
+        """Raise an error if anything still waits, including a parameter inside a module."""
         super().see_end()
         if self.inside:
             raise InternalError("A parameter inside of a module was left unread.")

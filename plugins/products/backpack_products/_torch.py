@@ -28,8 +28,8 @@ def is_on_host(tensor: Tensor, allowed: str = "runs_kernels") -> bool:
 
     Args:
         tensor: The tensor.
-        allowed: The attribute of modes that do not stand in the way: others record operations, and
-            may know no kernels.
+        allowed: The attribute of modes that are allowed. Other modes record operations, and may
+            have no kernels.
     """
     mode = _get_current_dispatch_mode()
     return (
@@ -69,10 +69,9 @@ def onednn_linear(rows: Tensor, weight: Tensor) -> Tensor:
 
 
 def dense(matrix: Tensor) -> Tensor:
-    """A matrix without gaps in memory, by rows or by columns: itself if it is one.
+    """A matrix without gaps in memory, by rows or by columns: itself if it has none.
 
-    For a weight with gaps, as a part of the columns of another, oneDNN takes a thousand times as
-    long.
+    For a weight with gaps (some of the columns of another), oneDNN takes a thousand times as long.
     """
     return matrix if matrix.is_contiguous() or matrix.mT.is_contiguous() else matrix.contiguous()
 
@@ -89,5 +88,5 @@ def holders_of(tensor: Tensor) -> tuple[int, ...] | None:
     counts: list[int] = [sys.getrefcount(tensor), sys.getrefcount(storage), count(storage._cdata)]
     for one in (tensor,) if base is None else (tensor, base):
         counts.append(one._use_count())  # type: ignore[attr-defined]
-    # Everybody may hold ``None``, which is counted, too, before Python 3.12.
+    # Before Python 3.12, ``None`` is counted, too, and everybody may hold it.
     return tuple(counts) if base is None else (*counts, sys.getrefcount(base))

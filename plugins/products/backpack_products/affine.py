@@ -88,7 +88,7 @@ class AffineProduct(FactorProduct):
     def has_rows(self) -> bool:
         """Whether outputs are rows of the parameter, and inputs its columns.
 
-        Of a vector that rows are multiplied with (``x @ v``), the entries are inputs.
+        If rows are multiplied by a vector (``x @ v``), its entries are inputs.
         """
         is_weight = self.inp is not None and self.arrange is None
         return is_weight and self.sizes[0] * self.sizes[1] == self.shape[:1].numel()
@@ -155,8 +155,8 @@ def _over_positions(out: Tensor) -> Tensor:
 def reads_formed(product: AffineProduct) -> bool:
     """Whether an operation should read the formed ``M`` instead of the factors.
 
-    For a bias, ``M`` is the sum over positions, and nothing is cheaper to read. For a weight with
-    a single position, contracting the factors costs less even if ``M`` has been formed.
+    For a bias, ``M`` is the sum over positions, which is cheapest to read. For a weight with a
+    single position, contracting the factors costs less even if ``M`` has been formed.
     """
     return product.inp is None or (product.out.shape[2] > 1 and is_formed(product))
 

@@ -53,9 +53,9 @@ def put_together(mat: Tensor, positions: int | Tensor) -> Tensor:
     rest = mat.abs().sum(1) - own.abs()
     if bool((largest(rest) > largest(total.abs()) * rounding_unit(mat) ** 0.6).any()):
         raise SampleMixingError(
-            "Samples of the batch influence each other, in what is computed from weights alone or "
-            "has its samples on another axis than the first. Say where samples are, extend(model, "
-            "batch_axis=...), or which rows are one sample, backpack(..., samples=index)."
+            "Samples of the batch influence each other, in a tensor that is computed from weights "
+            "alone or that has samples on another axis than the first. Say where samples are, "
+            "extend(model, batch_axis=...), or which rows form one sample, samples=index."
         )
     return own
 

@@ -75,11 +75,11 @@ class ColumnPropagator(Propagator):
         """The products at some parameters, for the columns of all roots.
 
         Raises:
-            UnsupportedError: The rule covers parameters, and has no products.
+            UnsupportedError: The rule covers parameters, but has no products.
         """
         if not isinstance(rule, ParametricRule):
             raise UnsupportedError(
-                f"{type(rule).__name__} covers {', '.join(names)} of {view.path}, and has no "
+                f"{type(rule).__name__} covers {', '.join(names)} of {view.path}, but has no "
                 "products there: derive it from backpack_products.ParametricRule, or leave the "
                 "extension out."
             )
@@ -107,7 +107,7 @@ class ColumnPropagator(Propagator):
     def _chosen(self, view: View | None, size: int) -> tuple[Sequence[int] | None, int]:
         """The chosen entries of axis 0, and how often the most frequent sample is chosen.
 
-        No entry shows how often, if the sample has none here.
+        If that sample has no entries here, the entries do not show how often.
         """
         if self.subsampling is None:
             return None, 1
@@ -172,7 +172,7 @@ class OutputGradient(ColumnPropagator):
     subsampling: tuple[int, ...] | None = None
 
     def start(self, rule: LossRule, view: View) -> Columns:
-        """Raise an error: nothing starts at a loss, since autograd carries this quantity."""
+        """Raise an error: autograd carries this quantity, so it does not start at a loss."""
         raise UnsupportedError("The output gradient is autograd's own quantity.")
 
     def arrive(self, rule: LayerRule, view: View, waiting: Columns | None) -> Columns:

@@ -1,7 +1,7 @@
 """Columns ``[V, N, *]`` at a tensor: the quantity that most propagators send backwards.
 
 A column holds one vector for each sample. Columns are stored by the root that started them: where
-branches of the net meet, columns of one root are added, and those of different roots are not.
+branches of the net meet, only columns of one root are added.
 """
 
 from __future__ import annotations
@@ -207,7 +207,7 @@ class ApartColumns(Columns):
     """
 
     def like(self, blocks: Mapping[Root, Tensor]) -> Columns:
-        """Plain columns kept apart, since a result of a special form may not have that form."""
+        """Plain columns kept apart: the result of a special form may not have that form."""
         return ApartColumns(blocks)
 
     def merge(self, other: Columns) -> Columns:
@@ -252,7 +252,7 @@ class OwnedColumns(ApartColumns):
 
 
 class InRuns(ApartColumns):
-    """Columns ``[V, *]`` of which each entry belongs to one sample.
+    """Columns ``[V, *]`` in which each entry belongs to one sample.
 
     In row-major order, entry ``f`` of the tensor belongs to sample ``f // run % N``. So one set of
     columns holds those of all samples.

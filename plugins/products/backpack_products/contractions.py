@@ -206,7 +206,7 @@ def _joins_columns(out: Tensor, inp: Rows) -> bool:
 
 
 def _direct(inp: Rows, columns: int, out: Tensor) -> int:
-    """For how many of the columns at a time a kernel suits; zero without one."""
+    """The number of columns at a time for which a kernel is suited; zero if there is no kernel."""
     # The kernel is not differentiable.
     if not isinstance(inp, DirectRows) or torch.is_grad_enabled():
         return 0

@@ -43,7 +43,7 @@ def faults(candidate: Candidate) -> Iterator[str]:
 
 
 def declared(cls: type) -> dict[str, Any]:
-    """The attributes of an author's class and of its bases that are not ours."""
+    """The attributes of an author's class and of its bases, without those of our bases."""
     own = [c for c in cls.__mro__[::-1] if c not in BASES]
     return {name: value for c in own for name, value in vars(c).items() if name[:2] != "__"}
 
@@ -70,7 +70,7 @@ def _fault(cls: type, name: str, value: Any) -> Iterator[str]:
         close = get_close_matches(name, alike, 1, 0.92 if is_method else 0.8)
         if close:
             what = f"{name}()" if is_method else f"{name} = {value!r}"
-            yield f"{what} is known to no base class: did you mean {close[0]!r}?"
+            yield f"{what} is not known to any base class: did you mean {close[0]!r}?"
         return
     bases = [c for c in cls.__mro__ if c in BASES]
     if not any(name in vars(c) for c in bases) and not isinstance(value, FunctionType):

@@ -52,7 +52,7 @@ def _has_none(rule: LayerRule, view: View) -> UnsupportedError:
     is_ready = isinstance(rule, SecondOrderRule)
     first = "" if is_ready else "derive it from backpack_products.SecondOrderRule, and "
     return UnsupportedError(
-        f"{type(rule).__name__} has no second derivative, which {view.path} needs here: {first}"
+        f"{type(rule).__name__} has no second derivative, but {view.path} needs one here: {first}"
         "implement _second_derivative_mat_prod, or declare hessian_is_zero if it is."
     )
 

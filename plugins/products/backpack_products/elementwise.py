@@ -36,7 +36,7 @@ class ElementwiseRule(SecondOrderRule):
         if self.hessian_is_zero:
             return torch.zeros_like(view.output)
         raise UnsupportedError(
-            f"{type(self).__name__} has no second derivative, which {view.path} needs here: "
+            f"{type(self).__name__} has no second derivative, but {view.path} needs one here: "
             "implement second_derivative(view)."
         )
 

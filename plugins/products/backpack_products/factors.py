@@ -58,7 +58,7 @@ class FactorProduct(SampleProduct):
     def lasting(self) -> SampleProduct:
         """The product with a copy of the other factor, if that is a parameter itself.
 
-        An optimizer's hook may update that parameter as soon as its gradient is there, before this
+        An optimizer's hook may update that parameter as soon as it has a gradient, before this
         product is read.
         """
         other = _without_parameters(self.other)

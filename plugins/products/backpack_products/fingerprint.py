@@ -65,7 +65,7 @@ def of_parts(parts: Iterable[Any]) -> Fingerprint:
 
 
 class Installed(NamedTuple):
-    """What a fingerprint depends on of an installed plugin."""
+    """The facts about an installed plugin that a fingerprint depends on."""
 
     package: str
     distribution: str
@@ -156,14 +156,14 @@ def agreed(results: Mapping[str, Fingerprint], is_one_quantity: bool = True) -> 
 
 
 def _difference(own: Fingerprint, other: Fingerprint, is_one_quantity: bool) -> str:
-    """The entries that differ, for a message; empty if none does."""
+    """The entries that differ, for a message; empty if they all agree."""
     both = own.keys() | other.keys() if is_one_quantity else own.keys() & other.keys()
     names = [name for name in sorted(both) if own.get(name) != other.get(name)]
     return "; ".join(f"{n}: {own.get(n, 'none')} and {other.get(n, 'none')}" for n in names)
 
 
 def agreed_on_ranks(own: Fingerprint, group: distributed.ProcessGroup | None = None) -> None:
-    """Compare the fingerprints of all processes of a group, which all must call it.
+    """Compare the fingerprints of all processes of a group; all of them must call it.
 
     Args:
         own: The fingerprint in this process.

@@ -28,8 +28,8 @@ class HessianLossRule(SecondOrderRule, LossRule):
 
     Class attributes:
         hessian_is_psd: The Hessian is positive semi-definite, so that a real square root exists.
-        likelihood: The distribution of which the loss is the negative logarithm, so that targets
-            can be sampled. Empty if there is none.
+        likelihood: The distribution whose negative logarithm is the loss, so that targets can be
+            sampled. Empty if there is none.
         instead: What to do for curvature if ``hessian_is_zero``, as a sentence for messages.
 
     To write:
@@ -45,8 +45,8 @@ class HessianLossRule(SecondOrderRule, LossRule):
     def is_convex(self, view: View) -> bool:
         """Whether settings and shapes of a call tell that the loss is convex in its input.
 
-        No number in a tensor, as a weight or a target, may make the Hessian indefinite. Then
-        ``DiagHessian`` need not look at numbers. Default: it has to.
+        The answer must hold for all numbers in tensors, such as weights or targets. ``DiagHessian``
+        then need not look at numbers. Default: it must look.
         """
         return False
 
@@ -65,8 +65,8 @@ class HessianLossRule(SecondOrderRule, LossRule):
         ``1/√samples``. Random numbers come from torch's default generator.
         """
         raise UnsupportedError(
-            f"{view.path} is not the negative logarithm of a likelihood, so there is nothing to "
-            "sample from: use the exact quantity instead of the Monte-Carlo one."
+            f"{view.path} is not the negative logarithm of a likelihood, so targets cannot be "
+            "sampled: use the exact quantity instead of the Monte-Carlo one."
         )
 
     def sqrt_hessian(self, view: View) -> Tensor:
@@ -147,6 +147,6 @@ def with_hessian(rule: LossRule, view: View) -> HessianLossRule:
     if isinstance(rule, HessianLossRule):
         return rule
     raise UnsupportedError(
-        f"Curvature starts at {view.path}, and {type(rule).__name__} does not know the Hessian: "
+        f"Curvature starts at {view.path}, but {type(rule).__name__} does not know the Hessian: "
         "derive it from backpack_products.HessianLossRule, or leave the extension out."
     )

@@ -29,8 +29,8 @@ class OpenFunction(Generic[R]):
     """A function of a reading, to which anybody may add versions for single forms.
 
     A form is a subclass of ``Reading``, such as a form of product. If two packages add a version
-    for the same form, calling it with such a reading raises, unless :func:`backpack_core.prefer`
-    chooses.
+    for the same form, calling it with that form raises an error, unless
+    :func:`backpack_core.prefer` chooses.
     """
 
     def __init__(self, definition: Callable[..., R]) -> None:
@@ -52,7 +52,7 @@ class OpenFunction(Generic[R]):
             if not (isinstance(each, type) and issubclass(each, Reading)):
                 raise PluginError(
                     f"{self.__name__}.register takes a function whose first argument is annotated "
-                    f"with a form, as (product: AffineProduct). Got {version!r}, with {each!r}."
+                    f"with a form: (product: AffineProduct). Got {version!r}, with {each!r}."
                 )
             self._versions.setdefault(each, {})[version.__module__.partition(".")[0]] = version
         # A new cache: a thread that looks a version up meanwhile writes to the old one.
@@ -60,7 +60,7 @@ class OpenFunction(Generic[R]):
         return version
 
     def has_version(self, form: type[Reading]) -> bool:
-        """Whether there is a version for a form, besides the definition."""
+        """Whether there is a version for a form, in addition to the definition."""
         return not self._versions.keys().isdisjoint(form.__mro__)
 
     def _version_for(self, form: type) -> Callable[..., R]:

@@ -117,7 +117,7 @@ def read_together(product: SampleProduct) -> Mapping[Operation[Tensor], Tensor]:
 
 @OpenFunction
 def has_free_sum(product: SampleProduct) -> bool:
-    """Whether :func:`batch_sum` costs at most one more reading beside the other ``needs``."""
+    """Whether :func:`batch_sum` costs at most one more reading than the other ``needs``."""
     return False
 
 

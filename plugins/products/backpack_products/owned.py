@@ -1,8 +1,8 @@
 """Products of samples that have several rows each, from the products of rows.
 
-For example users with several records, or molecules with several atoms. A rule gives the product of
-single rows. Operations that are linear in the rows use it directly. For the others, the rows of a
-sample become positions; samples with the same number of rows share one product in factors.
+Examples are users with several records, or molecules with several atoms. A rule gives the product
+of single rows. Operations that are linear in the rows use it directly. For the others, the rows of
+a sample become positions; samples with the same number of rows share one product in factors.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ class ProductRule(ParametricRule):
 
 @base
 class AffinePairsRule(ProductRule):
-    """The rule of a layer whose parameters are weights and biases of affine maps inside of it.
+    """The rule of a layer whose parameters are weights and biases of affine maps inside it.
 
     These maps are ``y[n, s, g] = W[g] x[n, s, g] + b[g]``, where ``y`` need not be the layer's
     output: gates of a recurrent cell, projections of attention. ``s`` runs over the positions that
@@ -204,7 +204,8 @@ class AffinePairsRule(ProductRule):
     def arrangement(self, view: View, name: str) -> Callable[[Tensor], Tensor] | None:
         """How ``[*lead, G, O, I]`` (for a bias ``[*lead, G, O]``) becomes ``[*lead, *θ]``.
 
-        ``None``, the default, is a reshape. A layer that stores its weight otherwise overrides it.
+        ``None``, the default, is a reshape. A layer that stores its weight differently overrides
+        it.
         """
         return None
 
@@ -238,8 +239,8 @@ class AffineRule(AffinePairsRule):
     def affine_input(self, view: View) -> Rows:
         """The inputs that the weight multiplies. Shape ``[N, S, G, I]``.
 
-        If they must be copied (patches of a convolution), an object that copies those of some
-        samples at a time takes the place of the tensor: see :class:`~backpack_products.rows.Rows`.
+        If they must be copied (patches of a convolution), return an object that copies those of
+        some samples at a time instead of a tensor: see :class:`~backpack_products.rows.Rows`.
         """
 
     @abstractmethod

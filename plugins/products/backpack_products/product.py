@@ -103,13 +103,13 @@ class SampleProduct(Reading, ABC):
     def at_leaf(
         self, source: Tensor, leaf: Tensor, pull: Callable[[Tensor], Tensor]
     ) -> SampleProduct:
-        """The product at a leaf from which the parameter was computed, pulled back when formed."""
+        """The product at a leaf that the parameter was computed from, pulled back when formed."""
         return ComputedProduct(self, leaf, pull)
 
     def plus(self, others: Sequence[SampleProduct]) -> tuple[SampleProduct, list[SampleProduct]]:
         """Add those products of the same columns that have this form; also returns the others.
 
-        Default: none has.
+        Default: none of them has it.
         """
         return self, [*others]
 

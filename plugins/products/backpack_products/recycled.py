@@ -92,7 +92,7 @@ def take(like: Tensor, shape: Sequence[int]) -> Tensor | None:
 
 
 def drop() -> None:
-    """Free the memory that was offered and not taken."""
+    """Free the memory that was offered but not taken."""
     if _recycled.memories:
         _recycled.memories.clear()
 

@@ -103,7 +103,7 @@ def _reached(out: Tensor, kept: dict[Any, Any]) -> Tensor:
 
 
 def _layout(reached: Tensor) -> tuple[int, int] | None:
-    """The factors ``(before, after)`` of axis 0 as ``[before, N, after]``; ``None`` if not so.
+    """The factors ``(before, after)`` of axis 0 as ``[before, N, after]``; else ``None``.
 
     The rows of a table are reached by all samples that use them. If each row is reached by at most
     one sample, and samples are in order, the rows belong to the samples.

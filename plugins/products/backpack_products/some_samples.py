@@ -24,7 +24,7 @@ def subsample(view: View, indices: Sequence[int] | None) -> View:
 
     Returns:
         A view whose inputs, output and gradient hold the chosen samples. Tensors whose axis 0 is
-        not the batch axis are left as they are.
+        not the batch axis do not change.
 
     Raises:
         UsageError: An index is out of range.
@@ -116,7 +116,7 @@ class SomeSamples(View):
         return torch.Size((len(self.indices), *shape[1:])) if shape else shape
 
     def _shown(self, tensor: Tensor) -> Tensor:
-        """The chosen samples of a tensor whose axis 0 is the batch axis; others as they are."""
+        """The chosen samples of a tensor whose axis 0 is the batch axis; others unchanged."""
         picked: Tensor = tensor[self._pick] if self.has_batch(tensor) else tensor
         return picked
 

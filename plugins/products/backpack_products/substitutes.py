@@ -16,7 +16,7 @@ SUBSTITUTES: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Module], str]] = {
 
 
 def note_substitutes(module: Module | None) -> None:
-    """Note those of a model that is about to run.
+    """Note the substitutes of a model that is about to run.
 
     Hooks of submodules do not see all of them: a parameter of a list, or a tied weight, may belong
     to a submodule that is never called.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def somewhere(tensor: Tensor) -> Tensor:
-    """A point at which to differentiate a linear function, with the shape of a tensor.
+    """A point where a linear function can be differentiated, with the shape of a tensor.
 
     No entry is zero, since some formulas of linear maps are not differentiable there: the backward
     of ``logcumsumexp`` takes logarithms of gradients.

@@ -31,12 +31,12 @@ def set_memory_budget(size: int) -> None:
         size: Number of bytes. Smaller saves memory, down to one product per sample and column.
 
     Raises:
-        UsageError: It is not a positive number.
+        UsageError: ``size`` is not a positive number.
     """
     global _budget
     given: object = size
     if isinstance(given, bool) or not isinstance(given, Real) or not size > 0:
-        raise UsageError(f"The memory budget is a positive number of bytes. Got {size!r}.")
+        raise UsageError(f"The memory budget must be a positive number of bytes. Got {size!r}.")
     _budget = size
 
 

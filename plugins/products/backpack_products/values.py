@@ -1,7 +1,7 @@
 """Questions about the values of a tensor, with an answer for tensors without values, too.
 
 Tensors of ``FakeTensorMode`` and of the device ``meta`` have a shape only. They are used to plan
-memory, where an error about values would be in the way.
+memory, and an error about values must not stop that.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class AdaptivePoolingDerivatives(PoolingDerivatives):
     """Base of the adaptive pooling layers; the layer rule treats any size of input and output."""
 
     def check_parameters(self, module: Module) -> None:
-        """Raise unless there is an average pooling with a fixed kernel that does the same.
+        """Raise an error unless an average pooling with a fixed kernel does the same.
 
         Raises:
             UnsupportedError: The input has another number of axes, or its size is not a multiple of
@@ -126,9 +126,9 @@ class AdaptivePoolingDerivatives(PoolingDerivatives):
         multiples = (size % target == 0 for size, target in zip(sizes, wanted, strict=True))
         if len(sizes) != self.N or not all(multiples):
             raise UnsupportedError(
-                f"{type(module).__name__} takes {list(sizes)} pixels to {list(wanted)}: no pooling "
-                f"with a fixed kernel in {self.N} dimensions does. The products of this class need "
-                "none."
+                f"{type(module).__name__} takes {list(sizes)} pixels to {list(wanted)}, which no "
+                f"pooling with a fixed kernel in {self.N} dimensions does. Use the products of "
+                "this class, which do not need one."
             )
 
     def get_avg_pool_parameters(self, module: Module) -> tuple[list[int], list[int], list[int]]:

@@ -114,14 +114,14 @@ class NLLLossDerivatives(BaseLossDerivatives):
 
     @staticmethod
     def _get_mean_normalization(input: Tensor) -> int:
-        """By what a mean divides the sum of the losses; asked with the input of all samples."""
+        """The number that a mean divides the sum of losses by, from the input of all samples."""
         raise UnsupportedError(
-            "A sampled root of an averaged loss needs _get_mean_normalization(input), which says "
-            "by what the mean divides the sum."
+            "A sampled root of an averaged loss needs _get_mean_normalization(input): implement "
+            "it, and return the number that the mean divides the sum by."
         )
 
     def _verify_support(self, module: Module) -> None:
-        """Raise where the loss has settings that the distribution does not; default: nothing."""
+        """Raise an error if the loss has settings that the distribution lacks; default: never."""
 
     def _sqrt_hessian_sampled(
         self,
