@@ -90,6 +90,7 @@ def test_code_runs(
     """Each block runs when it is pasted alone, and prints what the page says it prints."""
     if peer := PEER.search(code):
         pytest.importorskip(peer[1], exc_type=ImportError)
+        warnings.filterwarnings("ignore", module=peer[1])  # it warns in every classification
     run(code, script)
     assert capsys.readouterr().out.strip() == dedent(printed).strip()
 
