@@ -70,9 +70,9 @@ def print_table(
         say("\n\n".join(_stacked(header, row, wide) for row in cells))
         return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    while sum(widths) > room:  # narrower is the column with most to spare: no word is broken
-        spare = [width - needed for width, needed in zip(widths, least, strict=True)]
-        widths[spare.index(max(spare))] -= 1
+    while sum(widths) > room:  # the widest column that breaks no word becomes narrower
+        pairs = enumerate(zip(widths, least, strict=True))
+        widths[max((width, place) for place, (width, needed) in pairs if width > needed)[1]] -= 1
     for name, width in zip(header, widths, strict=True):
         table.add_column(name, width=width)
     for row in cells:

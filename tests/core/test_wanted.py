@@ -80,7 +80,7 @@ def test_one_extension_wants_what_another_leaves_out() -> None:
 @pytest.mark.parametrize("gradient", ["autograd", "shared"])
 def test_curvature_that_needs_a_rule(gradient: Any) -> None:
     model = nn.Sequential(nn.Linear(3, 4), Scale(), nn.Linear(4, 3))
-    message = "No layer rule covers 'w' of Scale '1', where KFRA"
+    message = "No layer rule covers 'w' of Scale '1', so KFRA"
     with (
         pytest.warns(AutodiffFallbackWarning),
         pytest.raises(UnsupportedError, match=message) as error,

@@ -381,7 +381,7 @@ def test_numbers_of_numpy_and_places_of_any_kind():
     for place, value in (np.float64(2.0) * found).items():
         assert_same(value, 2.0 * found[place])
     for new, decay in ((1, 0.5), ([found], 0.5), (found, None), (found, 1.5)):
-        with pytest.raises(UsageError, match=r"The average is of|between 0 and 1"):
+        with pytest.raises(UsageError, match=r"The average needs|between 0 and 1"):
             found.moving_average(new, decay)
     for wrong in (0, None, "0.weight", (0, 1)):
         with pytest.raises(KeyError, match="There is no value at"):

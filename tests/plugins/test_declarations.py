@@ -158,7 +158,7 @@ AT_REGISTRATION = {
     "one need": (derived(Field, need=(print,)), "did you mean 'needs'?"),
     "one type": (
         derived(LayerRule, module_type=(Gain,), _jac_t_mat_prod=lambda self, view, mat: mat),
-        "is known to no base class: did you mean 'module_types'?",
+        "is not known to any base class: did you mean 'module_types'?",
     ),
     "a method that must be there": (
         derived(FirstOrderExtension, savefield="x", raed=lambda self, product: product),

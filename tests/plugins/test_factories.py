@@ -81,7 +81,7 @@ def test_what_the_run_computes_is_not_refused(factory: str) -> None:
     [
         ("nets_of_factories:other_shape", "does not run: RuntimeError: mat1 and mat2 shapes"),
         ("nets_of_factories:no_target", "does not run: RuntimeError: mat1 and mat2 shapes"),
-        ("nets_of_factories:other_target", "loss(model(*inputs), target).backward() has to work"),
+        ("nets_of_factories:other_target", "loss(model(*inputs), target).backward() must work"),
         ("nets_of_factories:frozen", "does not require grad"),
         ("nets_of_factories:function", "Got Sequential, function, Tensor, Tensor."),
         ("nets_of_factories:loss_first", "CrossEntropyLoss, which nets_of_factories:loss_first"),
