@@ -101,7 +101,7 @@ def track(items: Iterable[T], what: str, total: int | None = None) -> Iterator[T
     """The items, with a progress bar if standard error is a terminal.
 
     Args:
-        items: The items, each of which takes long.
+        items: The items; each takes long.
         what: What is done.
         total: How many there are; default: their number.
     """

@@ -49,7 +49,7 @@ class Hooked(Observer):
 
 
 def own_observers(context: Context, survey: Survey) -> list[Observer]:
-    """Core's own observers, of which a pass has those that were asked for."""
+    """Those of core's own observers that were asked for."""
     shown = context.observer, log if context.debug else None
     found: list[Observer] = [Shown(function) for function in shown if function is not None]
     hook = context.extension_hook

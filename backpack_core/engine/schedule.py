@@ -129,7 +129,7 @@ def guarded(passes: Passes, function: Callable[..., None], *args: Any) -> None:
 
 
 def add(merge: Callable[[Any, Any], Any], first: Any, second: Any) -> Any:
-    """The sum of two quantities, either of which may be ``None``."""
+    """The sum of two quantities; each may be ``None``."""
     if first is None or second is None:
         return second if first is None else first
     return merge(first, second)

@@ -40,7 +40,7 @@ class CarriedIds:
         self._origins = Origins(survey)
         self._inputs: dict[Call, SampleIds | None] = {}
         self._entries: dict[Node, SampleIds | None] = {}
-        self._by_length: set[Node] = set()  # entries of which lengths alone tell the ids
+        self._by_length: set[Node] = set()  # entries whose ids only lengths tell
         self._guessed: set[NodeOutput] = set()  # what follows from these alone
 
     @cached_property
@@ -153,7 +153,7 @@ class CarriedIds:
     def _through_node(
         self, node: Node, output_nr: int, operand_ids: OperandIds
     ) -> SampleIds | None:
-        """The ids at an output of a node that is no call's."""
+        """The ids at an output of a node that does not belong to a call."""
         if not operand_ids and (ids := self._of_entry(node)) is not None:
             self._guessed |= {(node, output_nr)} if node in self._by_length else set()
             return ids
@@ -170,7 +170,7 @@ class CarriedIds:
         return sample_ids.through_node(node, output_nr, telling, rows, is_readable, note)
 
     def _overruled(self, node: Node, output_nr: int, operand_ids: OperandIds) -> set[int]:
-        """Operands of which lengths alone tell the ids, where others with as many rows know them.
+        """Operands whose ids only lengths tell, where others with as many rows know them.
 
         A state of zeros is in no order: it goes with rows that were sorted.
         """
@@ -210,7 +210,7 @@ class CarriedIds:
         return None if rest else told.rows.repeat_interleave(count)
 
     def _in_order(self, operand: tuple[Node | None, int]) -> SampleIds | None:
-        """Ids one after the other, for an operand of an index of which nothing else is known.
+        """Ids one after the other, for an operand of an index if nothing else is known.
 
         The walk assumes the same. Without it, as many entries as samples would be taken for one of
         each.
@@ -315,7 +315,7 @@ class CarriedIds:
         """Ids along the declared axis, if that is as long as what the model received.
 
         Args:
-            shape: The shape of a tensor of which nothing else is known.
+            shape: The shape of a tensor; nothing else is known of it.
             axis: The declared axis.
             is_sure: Whether no other axis can be that of the samples.
         """

@@ -236,7 +236,7 @@ class _Data:
         return any(picked.is_uneven for picked in self._picks())
 
     def _picks(self) -> Iterator[Picked]:
-        """The tensors that the model received of which every row of the data is a row."""
+        """The tensors that the model received and that have every row of the data."""
         if not self._is_readable or self._run.axis or not self._shape:
             return
         for given, rows in self._owned:

@@ -115,7 +115,7 @@ class GraphSink(SharedSink):
         self._outside: Mapping[int, object] = {}
         self._token = object()  # stands for this sink, to which a reference would be a cycle
         self._missing: tuple[int, Counter[int]] = (0, Counter())
-        self._in_part: set[int] = set()  # ``id`` of parameters some uses of which are not reached
+        self._in_part: set[int] = set()  # ``id`` of parameters with uses that are not reached
 
     def join(self, outer: GraphSink, is_part: bool) -> None:
         """Take account of the sink of the pass around this one.

@@ -130,7 +130,7 @@ class GroupedOptimizer(Optimizer):
             if near or name in others:
                 meant = f"did you mean {near[0]!r}?" if near else "it is one for all groups."
                 raise UsageError(
-                    f"{name!r} is no setting of a group of {type(self).__name__}: {meant} Settings "
+                    f"{name!r} is not a setting of a group of {type(self).__name__}: {meant} Settings "
                     f"of a group are {', '.join(self.defaults)}."
                 )
 

@@ -33,7 +33,7 @@ def replace_batch_norm(
         The model, or what replaces it if it is a batch normalisation itself.
 
     Raises:
-        UsageError: It is no module.
+        UsageError: It is not a module.
     """
     if not isinstance(model, nn.Module):
         raise UsageError(f"replace_batch_norm(model) takes a module. Got {type(model).__name__}.")

@@ -143,7 +143,7 @@ class KroneckerEigenbasis(CurvatureMatrix):
             generator: The source of random numbers; default: torch's.
 
         Raises:
-            UsageError: An eigenvalue is negative, or the number of draws is no whole number.
+            UsageError: An eigenvalue is negative, or the number of draws is not a whole number.
         """
         if count is not None and (type(count) is not int or count < 0):
             raise UsageError(f"count must be a whole number, or None for one draw. Got {count!r}.")
