@@ -130,8 +130,8 @@ class GroupedOptimizer(Optimizer):
             if near or name in others:
                 meant = f"did you mean {near[0]!r}?" if near else "it is one for all groups."
                 raise UsageError(
-                    f"{name!r} is not a setting of a group of {type(self).__name__}: {meant} Settings "
-                    f"of a group are {', '.join(self.defaults)}."
+                    f"{name!r} is not a setting of a group of {type(self).__name__}: {meant} "
+                    f"Settings of a group are {', '.join(self.defaults)}."
                 )
 
     def name_of(self, parameter: Tensor) -> str:
