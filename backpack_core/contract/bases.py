@@ -91,7 +91,7 @@ def vet(cls: type, module: Module | None = None, is_new: bool = False, who: obje
     """
     missing = getattr(cls, "__abstractmethods__", ())
     if missing:
-        near = nearest(min(missing), vars(cls)).replace("mean", "mean it by") or "."
+        near = nearest(min(missing), vars(cls)).replace("did you mean", "did you mean it by") or "."
         raise PluginError(f"{with_line(cls)} does not implement {', '.join(sorted(missing))}{near}")
     if faults := faults_of(Candidate(cls, module, is_new)):
         whose = f" of {who}" if who else ""

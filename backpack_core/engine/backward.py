@@ -143,12 +143,11 @@ class BackwardPass:
             self._look_around(self.roots)
             if self.is_announced or context.whole or not self.is_outermost:  # else more may come
                 self.between.refuse_terms(self.roots, not self.is_outermost)
-        is_checked = answers(self.observers, "check")
-        if context.check == "first" and not is_checked:
+        is_checked, is_due = answers(self.observers, "check"), context.check == "first"
+        if is_due and not is_checked:
             self.between.warn_unmeasured()
         planning.make()  # of what the walk has found, and not of what observers look at besides
-        is_new = planning.is_first if is_checked else not survey.is_planned
-        survey.is_measured = context.check == "first" and is_new
+        survey.is_measured = is_due and (planning.is_first if is_checked else not survey.is_planned)
         for observer in self.observers:
             observer.begin(self)
 

@@ -186,8 +186,8 @@ class Manifest:
         is_known = known.plugins and known.per and known.projection is not None
         if is_known and weights == known.weights:
             return known
-        known = replace(known, plugins=rows.plugins, per=per, weights=weights)
-        known = replace(known, projection=rows.projection)
+        plugins, projection = rows.plugins, rows.projection
+        known = replace(known, plugins=plugins, per=per, projection=projection, weights=weights)
         known.write(folder)
         return known
 

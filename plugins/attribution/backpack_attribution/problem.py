@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from backpack_attribution.forms import Value
+from backpack_attribution.identities import content_hash
 from backpack_core import Extension, backpack, extend, is_extended, unextend
 from backpack_core.errors import UsageError
 from backpack_core.extensions import BatchGrad
@@ -23,6 +23,7 @@ from backpack_products.fingerprint import Fingerprint, fingerprint
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
 Split: TypeAlias = Callable[[Any], tuple[Any, Any]]
 
+_HASHED = 1024  # entries of each parameter
 FIELD = "attribution"  # the attribute of parameters that holds results of our passes for a while
 
 
@@ -75,18 +76,17 @@ class Problem:
         return fingerprint(modules, [BatchGrad])
 
     def weights(self) -> str:
-        """A hash of the model's parameters; empty if they are sharded.
+        """A hash of some entries of each of the model's parameters; empty if they are sharded.
 
+        Training changes nearly all entries, so some tell, and a large model is not read as a whole.
         They are rounded to bfloat16, so that it is the same where a model runs in half precision.
         """
-        digest = hashlib.sha256()
-        for parameter in self.model.parameters():
-            if hasattr(parameter, "placements"):
-                return ""
-            rounded = parameter.detach().to(torch.bfloat16).flatten().cpu()
-            digest.update(f"{[*parameter.shape]}".encode())
-            digest.update(rounded.view(torch.uint8).numpy().data)
-        return digest.hexdigest()[:32]
+        parameters = [parameter.detach() for parameter in self.model.parameters()]
+        if any(hasattr(parameter, "placements") for parameter in parameters):
+            return ""
+        flat = [parameter.flatten() for parameter in parameters]
+        some = [each[:: max(1, len(each) // _HASHED)].to(torch.bfloat16) for each in flat]
+        return content_hash(some)
 
     def with_loss(self, lossfunc: Loss | None) -> Problem:
         """The same model with another loss, if one is given, for whole samples."""

@@ -109,9 +109,18 @@ class ElementwiseLossRule(HessianLossRule):
     does not depend on the target, it is the Fisher information of a likelihood, and targets are
     drawn from that. Otherwise the two differ: ``likelihood`` is empty, and the columns are
     ``√ℓ_i''`` with random signs.
+
+    Class attributes:
+        is_never_negative: Whether no target makes ``ℓ_i''`` negative; the module's weights may.
     """
 
     hessian_is_psd = True
+    is_never_negative: ClassVar[bool] = False
+
+    def is_convex(self, view: View) -> bool:
+        """Without weights, if no target makes the curvature negative."""
+        weights = [getattr(view.module, name, None) for name in ("weight", "pos_weight")]
+        return self.is_never_negative and weights == [None, None]
 
     @abstractmethod
     def curvature(self, view: View) -> Tensor:

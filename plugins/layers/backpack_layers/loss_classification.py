@@ -167,11 +167,7 @@ class BCEWithLogitsLossRule(ElementwiseLossRule):
 
     module_types = (nn.BCEWithLogitsLoss,)
     likelihood = "Bernoulli with probability σ(x)"
-
-    def is_convex(self, view: View) -> bool:
-        """Without weights, which may be negative."""
-        names = "weight", "pos_weight"
-        return all(module_tensor(view, name) is None for name in names)
+    is_never_negative = True
 
     def curvature(self, view: View) -> Tensor:
         """``w (1 + (a - 1) y) σ(x) σ(-x)``."""
@@ -214,10 +210,7 @@ class SoftMarginLossRule(ElementwiseLossRule):
 
     module_types = (nn.SoftMarginLoss,)
     likelihood = "±1 with P(1) = σ(x)"
-
-    def is_convex(self, view: View) -> bool:
-        """Always."""
-        return True
+    is_never_negative = True
 
     def curvature(self, view: View) -> Tensor:
         """``y² σ(y x) σ(-y x)``."""
@@ -235,10 +228,7 @@ class MultiLabelSoftMarginLossRule(ElementwiseLossRule):
 
     module_types = (nn.MultiLabelSoftMarginLoss,)
     likelihood = "Bernoulli with probability σ(x), independent for each class"
-
-    def is_convex(self, view: View) -> bool:
-        """Without weights, which may be negative."""
-        return module_tensor(view, "weight") is None
+    is_never_negative = True
 
     def check_terms(self, view: View) -> None:
         """The input is ``[N, C]``."""

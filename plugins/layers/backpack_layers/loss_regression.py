@@ -23,10 +23,7 @@ class MSELossRule(ElementwiseLossRule):
 
     module_types = (nn.MSELoss,)
     likelihood = "Gaussian with mean x and variance 1/2"
-
-    def is_convex(self, view: View) -> bool:
-        """Always."""
-        return True
+    is_never_negative = True
 
     def curvature(self, view: View) -> Tensor:
         """``2``."""
@@ -48,10 +45,7 @@ class HuberLossRule(ElementwiseLossRule):
     """``ℓ = (x - y)² / 2`` where ``|x - y| < δ``, linear beyond."""
 
     module_types = (nn.HuberLoss,)
-
-    def is_convex(self, view: View) -> bool:
-        """Always."""
-        return True
+    is_never_negative = True
 
     def curvature(self, view: View) -> Tensor:
         """``1`` near the target, ``0`` beyond."""
@@ -63,10 +57,7 @@ class SmoothL1LossRule(ElementwiseLossRule):
     """``ℓ = (x - y)² / (2β)`` where ``|x - y| < β``, linear beyond; ``|x - y|`` for ``β = 0``."""
 
     module_types = (nn.SmoothL1Loss,)
-
-    def is_convex(self, view: View) -> bool:
-        """Always."""
-        return True
+    is_never_negative = True
 
     def curvature(self, view: View) -> Tensor:
         """``1/β`` near the target, ``0`` beyond."""

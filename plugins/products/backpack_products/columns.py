@@ -61,6 +61,11 @@ class Root:
         signs = self.signs
         return signs if signs is None or not signs.dim() else signs[columns, samples]
 
+    def signed(self, flat: Tensor) -> Tensor:
+        """Columns ``[V, N, D]`` times their signs, in the dtype of the columns."""
+        signs = self.signs
+        return flat if signs is None else flat * (signs[..., None] if signs.dim() else signs)
+
 
 class Columns:
     """Columns ``[V, N, *]`` at a tensor, in one block for each root.

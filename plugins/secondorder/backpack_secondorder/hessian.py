@@ -174,9 +174,7 @@ class Hessian:
                 kept[root] = mat
                 continue
             flat = flattened(mat, 2)
-            signs = root.signs
-            signs = signs if signs is None or not signs.dim() else signs.unsqueeze(-1)
-            signed = flat if signs is None else flat * signs
+            signed = root.signed(flat)
             left, right = rearrange(signed, "v n d -> n d v"), rearrange(flat, "v n e -> n v e")
             product = rearrange(left @ right, "n d e -> d n e")
             block = add(block, product.reshape(flat.shape[2], *mat.shape[1:]))
