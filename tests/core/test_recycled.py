@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from itertools import pairwise
@@ -112,9 +114,38 @@ def test_counts_of_what_nobody_holds(is_view: bool, mode: Any) -> None:
     whole = torch.zeros(2, 3)
     owner: dict[str, Any] = {"result": whole[0] if is_view else whole}
     del whole
-    value = owner.pop("result", None)
-    assert recycled.holders_of(value) == recycled._unheld(is_view)
+    held = [owner.pop("result", None)]
+    assert recycled.holders_of(held) == recycled.holders_of(recycled._unheld(is_view))
     assert len(noise) == 1000
+
+
+def _failed_compilation() -> None:
+    with pytest.raises(Exception, match="unknown"):
+        torch.compile(lambda x: x.unknown(), backend="eager", fullgraph=True)(torch.ones(1))
+
+
+def test_counts_do_not_depend_on_the_compiler() -> None:
+    """A compilation that fails leaves frames to the compiler, which may hold arguments, too."""
+    script = """
+import torch
+from tests.core import test_recycled as here
+
+here.recycled.SMALLEST = 1
+model = here._model()
+here._warm(model)
+here._failed_compilation()
+addresses = set()
+for _ in range(4):
+    here._pass(model)
+    addresses.add(here._address(model))
+assert len(addresses) == 1, addresses
+held = model[0].weight.grad_batch
+numbers = held.clone()
+here._pass(model)
+assert torch.equal(held, numbers)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert not done.returncode, done.stderr
 
 
 def test_not_if_results_are_kept() -> None:

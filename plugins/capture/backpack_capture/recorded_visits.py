@@ -15,6 +15,7 @@ from backpack_capture.nested import Apart, HoldsCode
 from backpack_capture.program import Operation, Pause, numbers
 from backpack_capture.recorder import Recorder
 from backpack_capture.saved import (
+    form_inside,
     inside,
     is_same,
     laid_apart,
@@ -28,6 +29,7 @@ from backpack_capture.unseen import seen_by, states_of_generators
 from backpack_capture.views import with_direct_views
 from backpack_capture.visited import (
     Entry,
+    Number,
     Recorded,
     Result,
     Slot,
@@ -44,7 +46,7 @@ from backpack_capture.visited import (
 from backpack_core.contract.observer import Driver
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.plan.structure import Structure
-from backpack_core.record.call import Call, Site
+from backpack_core.record.call import Site, Stored
 from backpack_products.recycled import drop
 
 LARGEST: Final = 2**23  # bytes of a result; a comparison holds two of them
@@ -58,7 +60,9 @@ class _VisitRecorder(Recorder):
     def __init__(self) -> None:
         super().__init__((), (), lambda tensor: False)
         self.site: Site | None = None
-        self.node: Node | None = None  # between calls
+        self.node: Node | None = None  # between calls, or inside of one that was visited before
+        self.number: Number | None = None  # of this node
+        self.around: tuple[Stored, int] | None = None  # what this call has stored, and its visit
         self.between: dict[Node, int] = {}
         # The gradients that autograd has brought to the output of a call, or to a node.
         self.gradients: Sequence[Tensor | None] = ()
@@ -81,9 +85,12 @@ class _VisitRecorder(Recorder):
             if slot is not None:
                 number = self._enter(tensor)
                 self.program.given.append(number)
-                # Tensors saved by a node are read at the visit before autograd gets there.
-                is_before = self.node is not None and slot.what != "arriving"
-                visit = max(self.visits - is_before, 0)
+                visit = self.visits
+                if self.around is not None and slot.what != "arriving":
+                    visit = self.around[1]
+                elif self.node is not None and slot.what != "arriving":
+                    # Tensors saved by a node are read at the visit before autograd gets there.
+                    visit = max(self.visits - 1, 0)
                 self.slots[number] = visit, slot._replace(layout=layout_of(tensor))
                 self.note_geometry(number, tensor)
         return super().number_of(tensor)
@@ -100,7 +107,7 @@ class _VisitRecorder(Recorder):
 
     def _slot(self, tensor: Tensor) -> Slot | None:
         if self.node is not None:
-            number = self.between.get(self.node)
+            number = self.number
             if number is None:  # the node of a parameter that is used inside a call, too
                 return None
             for output_nr, gradient in enumerate(self.gradients):
@@ -108,18 +115,20 @@ class _VisitRecorder(Recorder):
                     self.program.steps += self.pauses  # it does not exist at the visit before
                     self.pauses.clear()
                     return Slot("arriving", (number, output_nr, tensor.shape, tensor.dtype))
-            return _saved("between", {self.node: number}, tensor)
+            if isinstance(number, int):
+                return _saved("between", {self.node: number}, tensor)
+            return None if self.around is None else _stored(self.around[0], tensor)
         if self.site is None:
             return None
         if tensor is self.gradients[0]:
             return Slot("gradient")
-        slot = None if self.site.call.is_released else _of_call(self.site.call, tensor)
+        call = self.site.call
+        slot = None if call.is_released else _stored(call.stored, tensor)
         return slot or _saved("inside", {n: k for k, n in enumerate(inside(self.site))}, tensor)
 
 
-def _of_call(call: Call, tensor: Tensor) -> Slot | None:
-    """Where a call holds a tensor; ``None`` if it does not."""
-    stored = call.stored
+def _stored(stored: Stored, tensor: Tensor) -> Slot | None:
+    """Where a call has stored a tensor; ``None`` if it has not."""
     for what, tensors in (("inputs", stored.inputs), ("outputs", stored.outputs)):
         for number, own in enumerate(tensors):
             if own is tensor:
@@ -144,6 +153,7 @@ class Recording(Driver):
     def __init__(self, run: BackwardPass, structure: Structure, entry: Entry) -> None:
         self._entry, self._world, self._attributes = entry, world(), attributes_of(structure)
         self._recorder, self._places = _VisitRecorder(), [*structure.sites]
+        self._sites, self._forms = [*structure.sites.values()], dict[Number, tuple[Any, ...]]()
         self._extensions = {id(e): number for number, e in enumerate(run.context.extensions)}
         self._parameters = {id(p): number for number, p in enumerate(structure.parameters)}
         self._stores, self._order = list[list[Store]](), list[int]()
@@ -155,7 +165,9 @@ class Recording(Driver):
         # operations, nothing is crossed.
         self._cross: Any = getattr(type(between), "cross", None)
         self._visit_leaf: Any = getattr(type(between), "visit_leaf", None)
+        self._read_inside: Any = getattr(type(between), "read_inside", None)
         schedule.cross, between.visit_leaf = self.cross, self.visit_leaf
+        between.read_inside = self.read_inside
         self._delayed = set[int]()  # parameters whose results a replay stores at the next visit
         self._settings = list[tuple[int, str, Any]]()
 
@@ -196,7 +208,7 @@ class Recording(Driver):
         if site is not None:  # the node of the visited output
             self._cross(schedule.between, schedule, node, grads)
         else:
-            with self._at(node, grads):
+            with self._at(node, number, grads):
                 self._cross(schedule.between, schedule, node, grads)
         if len(recorder.program.steps) > before:
             self._settings += [(number, name, setting_of(node, name)) for name in names_of(node)]
@@ -206,20 +218,40 @@ class Recording(Driver):
     def visit_leaf(self, run: BackwardPass, node: Node, output_nr: int, grad: Any) -> None:
         """By the engine: visit a parameter that operations use."""
         (grad,) = laid_apart((grad,))
-        with self._at(node, () if grad is None else (grad,)):
+        number = self._recorder.between.get(node)
+        with self._at(node, number, () if grad is None else (grad,)):
             self._visit_leaf(run.between, run, node, output_nr, grad)
-        own = [parameter for _, parameter, _ in run.sink.noted or ()]
+        self._delay(run.sink.noted)
+
+    def read_inside(self, traversal: Any, node: Node, grads: Sequence[Tensor | None]) -> None:
+        """By the engine: read parameters inside of a call that was visited before."""
+        (_, view, *_), *_ = traversal.inside[node]
+        place = self._places.index((view.call, view.index))
+        site = self._sites[place]
+        number = place, inside(site).index(node)
+        self._forms[number] = form_inside(site, number[1])
+        self._recorder.around = view.stored, self._order.index(place)
+        with self._at(node, number, laid_apart(grads)):
+            self._read_inside(traversal, node, self._recorder.gradients)
+        self._recorder.around = None
+        self._delay(traversal.sink.noted)
+
+    def _delay(self, noted: Sequence[Result] | None) -> None:
+        """Note the parameters of results that a replay stores at the next visit."""
+        own = [parameter for _, parameter, _ in noted or ()]
         self._delayed.update(self._parameters.get(id(parameter), -1) for parameter in own)
 
     @contextmanager
-    def _at(self, node: Node, gradients: Sequence[Tensor | None]) -> Iterator[None]:
+    def _at(
+        self, node: Node, number: Number | None, gradients: Sequence[Tensor | None]
+    ) -> Iterator[None]:
         """A block that records what is computed at a node."""
         recorder = self._recorder
-        recorder.node = node
+        recorder.node, recorder.number = node, number
         recorder.arrive(gradients)
         with seen_by(recorder), recorder:
             yield
-        recorder.node = None
+        recorder.node = recorder.number = None
 
     def _write_pause(self) -> None:
         self._recorder.program.steps += self._recorder.pauses
@@ -294,7 +326,8 @@ class Recording(Driver):
         sent = {slot.key[:2] for v in (*visits, last) for slot in v.late if slot.what == "between"}
         settings = [s for s in self._settings if s[2] is not None and s[:2] not in sent]
         slots = [slot for v in (*visits, last) for slot in v.late if slot.what == "arriving"]
-        taken = self._world, self._attributes, settings, [slot.key[0] for slot in slots]
+        arriving = {slot.key[0]: self._forms.get(slot.key[0], ()) for slot in slots}
+        taken = self._world, self._attributes, settings, arriving
         delayed = [*self._delayed]
         entry.recorded = Recorded(visits, last, code, *taken, delayed, program.is_random)
 

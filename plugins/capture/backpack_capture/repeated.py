@@ -16,6 +16,7 @@ from backpack_capture.nested import Apart
 from backpack_capture.saved import inside, layout_of, saved_by
 from backpack_capture.visited import (
     Entry,
+    Number,
     Result,
     Store,
     Stored,
@@ -46,18 +47,18 @@ class Repeated(Driver):
         self._recorded, self._entry, self._given = entry.recorded, entry, given
         self._parameters, self._next = structure.parameters, 0
         self._between = [*structure.between]
-        places = [*structure.sites]
+        places, sites = [*structure.sites], [*structure.sites.values()]
         self._order = {places[v.place]: number for number, v in enumerate(entry.recorded.visits)}
         self.outputs = self._order
         self._program: Generator[Any, Any, None] = entry.recorded.code.run()  # type: ignore[assignment]
         next(self._program)
-        self._arrived: dict[int, Any] = dict.fromkeys(entry.recorded.arriving)
-        for number in self._arrived:
-            cast("Any", run.schedule).hooks.append(
-                self._between[number].register_prehook(self._taking(run, number))
-            )
+        self._arrived: dict[Number, Any] = dict.fromkeys(entry.recorded.arriving)
+        for at in self._arrived:
+            node = self._between[at] if isinstance(at, int) else inside(sites[at[0]])[at[1]]
+            handle = node.register_prehook(self._taking(run, at))
+            cast("Any", run.schedule).hooks.append(handle)
 
-    def _taking(self, run: BackwardPass, number: int) -> Callable[[Any], None]:
+    def _taking(self, run: BackwardPass, number: Number) -> Callable[[Any], None]:
         """A hook that notes the gradients that autograd has brought to a node."""
         arrived, schedule = self._arrived, ref(run.schedule)
 

@@ -56,6 +56,13 @@ def inside(site: Site) -> list[Node]:
     return [*found]
 
 
+def form_inside(site: Site, number: int) -> tuple[Any, ...]:
+    """The types of the nodes inside a call, and the shapes of gradients that one of them gets."""
+    nodes: list[Any] = inside(site)
+    shapes = [metadata.shape for metadata in nodes[number]._input_metadata]
+    return *map(type, nodes), *shapes
+
+
 def saved_by(
     nodes: Sequence[Node], number: int, name: str, kind: type, shape: Size
 ) -> Tensor | None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from backpack_capture.nested import is_plain
-from backpack_capture.saved import inside, layout_of, saved_by, setting_of
+from backpack_capture.saved import form_inside, inside, layout_of, saved_by, setting_of
 from backpack_core.contract.extension import Extension
 from backpack_core.engine.backward import BackwardPass
 from backpack_core.plan.structure import Structure
@@ -29,6 +29,9 @@ if TYPE_CHECKING:  # what a recording needs is imported with the first one
 Result: TypeAlias = tuple[Extension, Tensor, Any]  # with the parameter that stores it
 # A tensor of a call, and how often it had been changed in place when it was stored.
 Stored: TypeAlias = tuple[Tensor, int]
+# A node between calls, by its number in the structure; or one inside of a call, by the place of the
+# call and its number in :func:`inside`.
+Number: TypeAlias = int | tuple[int, int]
 _DEEPEST: Final = 4  # levels of lists and objects to look into
 
 
@@ -40,7 +43,9 @@ class Slot(NamedTuple):
             ``"gradient"`` at the output, a gradient ``"arriving"`` at a node between calls, or
             saved by a node ``"inside"`` the call or ``"between"`` calls.
         key: Its number or name among these. For a tensor saved by a node, the arguments of
-            :func:`saved_by`; the node's number is that in :func:`inside`, or in the structure.
+            :func:`saved_by`; the node's number is that in :func:`inside`, or in the structure. For
+            a gradient that arrives at a node, the node's :data:`Number`, the number of its output,
+            and the shape and dtype.
         layout: How it lies in memory, and its kind.
     """
 
@@ -101,7 +106,8 @@ class Recorded(NamedTuple):
         settings: Numbers that nodes have saved: the number of the node between calls, or -1 less
             the place of an output, and the name and the value. A number in the code of a model may
             differ each time.
-        arriving: The numbers of nodes between calls whose gradients are sent.
+        arriving: The nodes whose gradients are sent, each with the :func:`form_inside` of its call
+            if it is inside of one.
         delayed: Parameters whose results are stored after their gradients.
         is_random: Whether it draws random numbers.
     """
@@ -112,7 +118,7 @@ class Recorded(NamedTuple):
     world: tuple[Any, ...]
     attributes: dict[int, dict[str, Any]]
     settings: list[tuple[int, str, Any]]
-    arriving: list[int]
+    arriving: dict[Number, tuple[Any, ...]]
     delayed: list[int]
     is_random: bool
 
@@ -214,6 +220,9 @@ def given_to(recorded: Recorded, structure: Structure, is_alone: bool) -> list[l
         if setting_of(node, name) != value:
             return None
     found = list[list[Stored]]()
+    for at, form in recorded.arriving.items():
+        if form and isinstance(at, tuple) and form_inside(sites[at[0]], at[1]) != form:
+            return None
     for place, stored, late, _, pattern in recorded.visits:
         site = sites[place]
         call, turn = site.call, turn_of(site)

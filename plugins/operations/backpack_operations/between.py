@@ -28,6 +28,7 @@ from backpack_operations.arguments import axes_of, said
 from backpack_operations.bare import add_leaves
 from backpack_operations.crossings import Crossings
 from backpack_operations.inner_pass import pass_inside
+from backpack_operations.inside import read_inside
 from backpack_operations.late import refuse_late_uses, refuse_unmet
 from backpack_operations.own_order import Chunks
 from backpack_operations.owners import Owners, owners_of_losses
@@ -76,6 +77,7 @@ class Operations(Between[GraphSurvey]):
     is_parameter = staticmethod(is_parameter)
     note_view = staticmethod(record_at_base)
     pass_inside = staticmethod(pass_inside)
+    read_inside = staticmethod(read_inside)
     record = staticmethod(record)
     schedule, sink = HookSchedule, GraphSink
 

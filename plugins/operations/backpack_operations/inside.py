@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from backpack_core._torch import current_node, will_execute
+from backpack_core._torch import Node, current_node, will_execute
 from backpack_core.engine.active import current
 from backpack_core.engine.location import place
 from backpack_core.graph.parameters import Trained
@@ -57,8 +57,13 @@ def read_here(
 
 
 def _reach(traversal: GraphTraversal, grads: Sequence[Tensor | None]) -> None:
+    between: Any = traversal.schedule.between
+    between.read_inside(traversal, current_node(), grads)
+
+
+def read_inside(traversal: GraphTraversal, node: Node, grads: Sequence[Tensor | None]) -> None:
     """Read the parameters that wait for the node that autograd has reached."""
-    for lane, view, *rest in traversal.inside.pop(current_node(), ()):
+    for lane, view, *rest in traversal.inside.pop(node, ()):
         view.inner, view.counted = grads[0], None
         try:
             traversal.read(lane, view, *rest)

@@ -76,14 +76,19 @@ def dense(matrix: Tensor) -> Tensor:
     return matrix if matrix.is_contiguous() or matrix.mT.is_contiguous() else matrix.contiguous()
 
 
-def holders_of(tensor: Tensor) -> tuple[int, ...] | None:
+def holders_of(held: list[Tensor]) -> tuple[int, ...] | None:
     """Reference counts of a tensor, its base and its storage, in Python and C++.
 
     Views, NumPy arrays, graphs and lists all increase one of them. ``None`` if torch lacks a count.
+
+    Args:
+        held: A list with the tensor, which the caller must not hold otherwise. An argument may be
+            counted once more while ``torch.compile`` runs frames, and afterwards if it failed.
     """
     count: Any = getattr(torch._C, "_storage_Use_Count", None)
     if count is None:
         return None
+    (tensor,) = held
     storage, base = tensor.untyped_storage(), tensor._base
     counts: list[int] = [sys.getrefcount(tensor), sys.getrefcount(storage), count(storage._cdata)]
     for one in (tensor,) if base is None else (tensor, base):

@@ -50,24 +50,24 @@ def offer(owner: dict[str, Any], name: str, is_wanted: bool = True) -> None:
     if value.requires_grad or not is_whole or storage.is_shared():
         return
     del storage
-    holders = holders_of(value)
-    if holders is not None and holders == _unheld(value._base is not None):
-        memory = value.detach().as_strided((value.numel(),), (1,), 0)
+    held = [value]
+    del value
+    holders = holders_of(held)
+    if holders is not None and holders == holders_of(_unheld(held[0]._base is not None)):
+        memory = held[0].detach().as_strided((held[0].numel(),), (1,), 0)
         _recycled.memories.setdefault((memory.dtype, len(memory)), []).append(memory)
 
 
 @cache
-def _unheld(is_view: bool) -> tuple[int, ...] | None:
-    """The reference counts of a result that nobody else holds; they depend on the version."""
+def _unheld(is_view: bool) -> list[Tensor]:
+    """A list with a tensor, or a view, that nobody else holds, to compare reference counts with.
+
+    The counts depend on the version, and on whether ``torch.compile`` runs frames.
+    """
     # Modes may hold what is made, and views of inference tensors have no base.
     with without_modes(), torch.inference_mode(False):
         result = torch.zeros(1, 1, device="cpu")
-        result = result[0] if is_view else result
-    owner = {"result": result}
-    del result
-    value = owner.pop("result", None)
-    assert value is not None
-    return holders_of(value)
+        return [result[0] if is_view else result]
 
 
 def take(like: Tensor, shape: Sequence[int]) -> Tensor | None:
