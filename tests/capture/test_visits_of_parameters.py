@@ -102,6 +102,67 @@ def test_parameters_of_operations(net: str, extension: str) -> None:
     assert compare(model, batches, ASKED[extension])
 
 
+class Attending(nn.Module):
+    """Attention first of all, twice side by side, and once behind a layer."""
+
+    def __init__(self, bias: bool = True, heads: int = 2) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (
+            nn.MultiheadAttention(4, heads, bias=bias, batch_first=True) for _ in range(3)
+        )
+        self.between, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.a(x, x, x, need_weights=False)[0], self.b(x, x, x)[0]
+        h = torch.tanh(self.between(one + other))
+        return self.head((x + self.c(h, h, h)[0]).mean(1))
+
+
+@pytest.mark.parametrize("extension", ["BatchGrad", "BatchL2Grad", "Variance", "ClippedSumGrad"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("frozen", ["", "a.in_proj_weight", "c.in_proj_bias", "b"])
+def test_projections_of_attention(extension: str, bias: bool, frozen: str) -> None:
+    torch.manual_seed(0)
+    model = Attending(bias)
+    for name, parameter in model.named_parameters():
+        if frozen and name.startswith(frozen):
+            parameter.requires_grad_(False)
+    batches = [(torch.randn(4, 5, 4), torch.randint(3, (4,))) for _ in range(PASSES)]
+    batches += [(torch.randn(n, k, 4), torch.randint(3, (n,))) for n, k in ((3, 5), (4, 2))]
+    makes = {"ClippedSumGrad": lambda: known.ClippedSumGrad(0.05)}
+    assert compare(model, batches, makes.get(extension) or ASKED[extension])
+
+
+def test_projections_of_attention_in_other_precision() -> None:
+    """Inside, autocast adds operations, and their gradients are sums over samples already."""
+    torch.manual_seed(0)
+    ours, right = Twin(Attending()), Twin(Attending())
+    right.model.load_state_dict(ours.model.state_dict())
+    for number in range(3 * PASSES):
+        batch = torch.randn(4, 5, 4), torch.randint(3, (4,))
+        is_low = number in (PASSES + 1, PASSES + 4)
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_low):
+            found = ours.step(batch, BatchGrad())
+            with by_the_engine():
+                expected = right.step(batch, BatchGrad())
+        for one, other in zip(found[-1], expected[-1], strict=True):
+            torch.testing.assert_close(one, other, rtol=0.0, atol=0.0)
+    assert ours.repeated
+
+
+def test_projections_of_attention_are_there_when_a_gradient_is() -> None:
+    model, there = Attending(), list[bool]()
+    ours = Twin(model)
+    for number in range(PASSES + 4):
+        if number == PASSES:
+            assert ours.repeated
+            model.a.in_proj_weight.register_post_accumulate_grad_hook(
+                lambda p: there.append(torch.allclose(p.grad_batch.sum(0), p.grad))
+            )
+        ours.step((torch.randn(4, 5, 4), torch.randint(3, (4,))), BatchGrad())
+    assert there == [True] * 4
+
+
 def test_results_of_operations_are_there_when_a_gradient_is() -> None:
     model, there = First(), list[bool]()
     ours = Twin(model)
