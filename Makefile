@@ -78,8 +78,8 @@ types: $(STAMP) ## check types
 # with curvlinops run here, too; the folder of tests that kronfluence installs would hide ours.
 BENCH_PEERS := backpack-for-pytorch unfoldNd opacus curvlinops-for-pytorch einconv linear_operator \
 	laplace-torch asdfghjkl torchmetrics lightning-utilities kronfluence
-BENCH_NEEDS := hatchling matplotlib lazy-importer opt-einsum scipy jaxtyping tqdm accelerate \
-	pytest hypothesis
+BENCH_NEEDS := hatchling matplotlib lazy-importer opt-einsum scipy scikit-learn jaxtyping tqdm \
+	accelerate pytest hypothesis
 BENCH_DISTRIBUTIONS := . plugins/products plugins/operations plugins/checks plugins/interplay \
 	plugins/layers plugins/firstorder plugins/secondorder plugins/capture plugins/privacy data
 BENCH_STAMP := .venv-bench/.installed
