@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from backpack_core.cli import matrix as support
+from backpack_core.cli.folding import folded
+from backpack_core.cli.support import table_of_rules
 from backpack_core.plugins import ensure_loaded
 from backpack_core.plugins.registry import CORE, registry
 
@@ -105,3 +107,39 @@ def test_the_command(
     support.main(["--write", str(tmp_path / "page.md")])
     assert (tmp_path / "page.md").read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8")
     assert capsys.readouterr().out == ""
+
+
+# What the command prints of it --------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_matrix(
+    families: list[tuple[str, list[support.Row]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Found once: it takes seconds."""
+    monkeypatch.setattr(support, "matrix", lambda chosen: iter(families))
+
+
+@pytest.mark.usefixtures("one_matrix")
+def test_matrix_fits_a_terminal() -> None:
+    report = table_of_rules()
+    lines = list(folded(report, 100))
+    assert len(lines) < 240
+    assert max(map(len, lines)) <= 100
+    text = " ".join(" ".join(lines).split())
+    for row in report.rows:
+        assert row[0] in text
+    for why in report.reasons:
+        assert all(" ".join(reason.split())[:30] in text for reason in why.values())
+    assert sum(cell == "refused" for row in report.rows for cell in row) == sum(
+        len(why) for why in report.reasons
+    )
+
+
+@pytest.mark.usefixtures("one_matrix")
+def test_matrix_of_some_extensions() -> None:
+    report = table_of_rules(("DiagHessian", "KFAC"))
+    assert report.header == ["layer", "DiagHessian", "KFAC"]
+    (bilinear,) = [row for row in report.as_json() if row["layer"] == "Bilinear"]
+    assert (bilinear["DiagHessian"], bilinear["KFAC"]) == ("refused", "fast")
+    assert "second derivatives only in the first input" in bilinear["reasons"]["DiagHessian"]

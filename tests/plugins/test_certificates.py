@@ -132,7 +132,11 @@ def wheel_of(package: Path) -> Path:
     return next((package / "dist").glob("*.whl"))
 
 
-@pytest.mark.parametrize("package", ["layer", "extension", "propagator"], indirect=True)
+@pytest.mark.parametrize(
+    "package",
+    ["extension", *(pytest.param(k, marks=pytest.mark.long) for k in ("layer", "propagator"))],
+    indirect=True,
+)
 def test_a_package_proves_itself(package: Path) -> None:
     """From its tests to a wheel that holds what they found."""
     told = provided.beside(package / "backpack_plugin_proved", provided.NAME)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from backpack_core.cli import listing, trouble
-from backpack_core.cli import matrix as support
 from backpack_core.cli.app import app
 from backpack_core.cli.counts import Layer, work
 from backpack_core.cli.explain import Row, explained
-from backpack_core.cli.folding import folded
 from backpack_core.cli.support import table_of_model, table_of_rules
 from backpack_core.errors import MissingPluginError, PluginError, UsageError
 from backpack_core.plugins import unregister
@@ -78,43 +75,6 @@ def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(__import__("sys").modules, "nets_to_explain", raising=False)
-
-
-@cache
-def families() -> list[Any]:
-    return list(support.matrix())
-
-
-@pytest.fixture
-def one_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Found once: it takes seconds."""
-    found = families()
-    monkeypatch.setattr(support, "matrix", lambda chosen: iter(found))
-
-
-@pytest.mark.usefixtures("one_matrix")
-def test_matrix_fits_a_terminal() -> None:
-    report = table_of_rules()
-    lines = list(folded(report, 100))
-    assert len(lines) < 240
-    assert max(map(len, lines)) <= 100
-    text = " ".join(" ".join(lines).split())
-    for row in report.rows:
-        assert row[0] in text
-    for why in report.reasons:
-        assert all(" ".join(reason.split())[:30] in text for reason in why.values())
-    assert sum(cell == "refused" for row in report.rows for cell in row) == sum(
-        len(why) for why in report.reasons
-    )
-
-
-@pytest.mark.usefixtures("one_matrix")
-def test_matrix_of_some_extensions() -> None:
-    report = table_of_rules(("DiagHessian", "KFAC"))
-    assert report.header == ["layer", "DiagHessian", "KFAC"]
-    (bilinear,) = [row for row in report.as_json() if row["layer"] == "Bilinear"]
-    assert (bilinear["DiagHessian"], bilinear["KFAC"]) == ("refused", "fast")
-    assert "second derivatives only in the first input" in bilinear["reasons"]["DiagHessian"]
 
 
 def test_reasons_of_a_model() -> None:

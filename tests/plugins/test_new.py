@@ -123,11 +123,10 @@ def counted(said: str) -> str:
     return said.strip().splitlines()[-1].partition(" in ")[0]
 
 
-# Each is a package with a test suite of its own; .ci/plugins tries one more.
-@pytest.mark.parametrize(
-    "kind",
-    [k if k == "extension" else pytest.param(k, marks=pytest.mark.long) for k in KINDS],
-)
+# Each is a package with a test suite of its own. .ci/plugins tries one, and test_certificates.py,
+# too.
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
 def test_its_tests_pass(kind: str, tmp_path: Path, mypy_cache: Path) -> None:
     """Installed from a wheel, next to the families only."""
     made = scaffold.create(kind, "made", tmp_path)
