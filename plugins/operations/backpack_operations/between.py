@@ -18,6 +18,7 @@ from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.between import Between
 from backpack_core.errors import BackpackWarning, warn_once
 from backpack_core.plan.noted import Unplanned
+from backpack_core.plan.plan import model_of, plans
 from backpack_core.plan.structure import OVERWRITTEN, Structure
 from backpack_core.record.call import Call, CallCaches, Edge, Site
 from backpack_core.record.run import Run
@@ -47,6 +48,7 @@ from backpack_operations.sink import GraphSink
 from backpack_operations.straight import StraightTraversal
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_behind
+from backpack_operations.told import Told
 from backpack_operations.terms import refuse_other_terms, refuse_unknown_normaliser
 from backpack_operations.unruled import ask_without_rule
 from backpack_operations.viewed import look_through, record_at_base
@@ -145,16 +147,16 @@ class Operations(Between[GraphSurvey]):
         """How rows that calls and models received lie to each other in memory."""
         if computed_substitutes():
             raise Unplanned("weights are handed over")
-        if self.context.beside or self.context.told is not None:
-            what = "beside" if self.context.beside else "samples"
-            raise Unplanned(f"{what}=... is about this pass alone")
+        if self.context.beside:
+            raise Unplanned("beside=... is about this pass alone")
+        told = () if self.context.told is None else self.context.told.facts
         received = [run.rows for run in runs if isinstance(run, ModelRun) and run.rows is not None]
-        return relations([*self._rows, *(received if len(received) > 1 else ())])
+        return *told, *relations([*self._rows, *(received if len(received) > 1 else ())])
 
     def numbered(self, structure: Structure) -> PlannedFacts | None:
         """Where samples lie, and how operations use parameters, for a plan."""
         survey = self.survey
-        if why := survey.why_unusual:
+        if why := survey.why_unusual or self._why_told(structure):
             raise Unplanned(why)
         is_plain = survey.alignment.is_plain and not survey.are_moved
         alignment = None if is_plain else PlannedAlignment.of(survey, structure)
@@ -170,6 +172,13 @@ class Operations(Between[GraphSurvey]):
         if alignment is None and uses is None and not (looked_at or insides):
             return None
         return PlannedFacts(alignment, uses, tuple(looked_at), tuple(insides))
+
+    def _why_told(self, structure: Structure) -> str:
+        """Why ``samples=`` allows no plan: another index each time would only displace others."""
+        known = plans.notes.setdefault(model_of(structure), {})
+        told = self.context.told
+        before, known[Told] = known.get(Told), None if told is None else told.facts
+        return "" if before == known[Told] else "samples=... is not that of the pass before"
 
     def holds(self, facts: PlannedFacts | None, batch_size: int, structure: Structure) -> bool:
         """Whether values of data tell the same ids, and opened calls have the same operations."""
@@ -190,6 +199,7 @@ class Operations(Between[GraphSurvey]):
         survey = self.survey
         survey.between = dict.fromkeys([(node, ()) for node in structure.between])
         survey.alignment.batch_size = survey.batch_size
+        survey.fit_told()
         if facts is None:
             is_other = any(c.rule.reads_inside or c.stored.computed for c, _ in survey.sites)
             survey.is_straight = not (survey.opened or is_other)

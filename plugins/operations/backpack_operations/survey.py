@@ -124,7 +124,6 @@ class GraphSurvey(Survey):
         Empty if a plan can be made. Whether data were reordered by a copy is not looked at again.
         """
         reasons = {
-            "samples=... says which rows are whose": self.told is not None,
             "numbers in tensors were read to tell where samples are": self.values_read,
             "indices or data say which rows are whose": bool(self.are_moved and self.are_by_values),
             "a part of the rows is known": bool(self.call_rows),
@@ -248,6 +247,16 @@ class GraphSurvey(Survey):
     def is_loss(self, call: Call) -> bool:
         """Whether a call is that of a loss, with or without a loss rule."""
         return call.rule.is_loss or call in self.unruled_losses
+
+    def fit_told(self) -> None:
+        """Fit the index that the user gave to what models received.
+
+        Raises:
+            UsageError: It does not fit.
+        """
+        runs = (call.run for call, _ in self.sites if not self.is_loss(call))
+        if self.told is not None:
+            self.told = self.told.fitting(run for run in runs if not run.has_computed_input)
 
     def leave_out(self, call: Call) -> None:
         """Mark the uncovered parameters of a call as not wanted by any extension."""

@@ -37,11 +37,10 @@ def look_behind(survey: GraphSurvey, edges: Iterable[Edge]) -> None:
         survey.faults.append((faults.changed_output(survey.computed_from[output]), None))
     if not survey.batch_size:
         survey.unruled_losses |= losses_without_rule(survey, edges)
-        runs = (call.run for call, _ in survey.sites if not survey.is_loss(call))
         if survey.told is None:
             survey.told = told_by_sums(survey, edges)
         else:
-            survey.told = survey.told.fitting(run for run in runs if not run.has_computed_input)
+            survey.fit_told()
     if survey.told is not None:
         survey.batch_size = survey.told.samples
     elif not survey.batch_size:

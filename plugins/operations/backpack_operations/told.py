@@ -7,7 +7,7 @@ does; from there on, samples are followed through the graph as usual.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,12 @@ class Told(NamedTuple):
     def is_usual(self) -> bool:
         """Whether the index is ``[0, 1, ..., N - 1]``: each row is a sample, in order."""
         return self.items is None and self.rows.equal(torch.arange(self.samples, device="cpu"))
+
+    @property
+    def facts(self) -> tuple[Any, ...]:
+        """What decisions about a pass may depend on."""
+        lengths = None if self.items is None else tuple(map(len, self.items))
+        return torch.Size((self.samples,)), tuple(self.rows.tolist()), lengths, self.are_numbers
 
     def fitting(self, runs: Iterable[Run]) -> Told:
         """The index, fitted to what models received in a pass.
