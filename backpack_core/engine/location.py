@@ -27,7 +27,7 @@ def place(error: Exception, view: View, extension: Extension | None) -> None:
 def place_between(
     error: Exception, survey: Survey, extension: Extension | None, node: Node | None = None
 ) -> None:
-    """Add the modules whose outputs an operation between calls works on, as far as known.
+    """Add the modules whose outputs an operation between calls works on, if they are known.
 
     Args:
         error: The error.
