@@ -39,9 +39,9 @@ class Between(ABC, Generic[S]):
     Attributes:
         context: What was asked for.
         survey: What is known about the graph.
-        schedule: Makes what holds waiting quantities in autograd's order, from this object and the
-            groups.
-        sink: Makes what takes results, from a survey.
+        schedule: Makes the schedule, where quantities wait in autograd's order, from this object
+            and the groups.
+        sink: Makes the sink, where results go, from a survey.
     """
 
     survey: S
