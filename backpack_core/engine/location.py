@@ -19,7 +19,7 @@ from backpack_core.record.view import View
 
 
 def place(error: Exception, view: View, extension: Extension | None) -> None:
-    """Add the call at which an error happened."""
+    """Add the call where an error happened."""
     rule = f"{type(view.call.rule).__name__} of {view.call.provenance}"
     _place(error, extension, f", at {view.path}, rule {rule}")
 

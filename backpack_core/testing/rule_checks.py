@@ -243,7 +243,7 @@ def _contracted(run: LayerRun, target: Tensor, weights: Tensor) -> Tensor:
 
 
 def not_twice_differentiable(run: LayerRun) -> None:
-    """Check that the oracle for second derivatives raises, as the case declares."""
+    """Check that the oracle for second derivatives fails, as the case declares."""
     # Squared, so that the gradient depends on the input even if the layer is linear.
     value = (run.output.square() * _weights(run)).sum()
     targets = [*(run.live or run.parameters).values()]

@@ -55,7 +55,7 @@ def check_case(case: Case, checks: Iterable[str] | None = None) -> list[CheckRes
             each after its prerequisites.
 
     Returns:
-        One result for each check. A fault in the rule or extension does not raise.
+        One result for each check. A fault in the rule or extension does not raise an error.
 
     Raises:
         UsageError: It is not a case, it cannot be run, or it lacks one of the named checks.
