@@ -292,7 +292,7 @@ class FalseDiagonal(SecondOrderRule):
 # Rule, the check that must name the fault, and what its message must say.
 FAULTS = [
     (case_of(Pairs, FalseDiagonal), "hessian_is_diagonal", "is declared: ∂²f/∂x²"),
-    (case_of(Cube, CubeRule, twice_differentiable=False), "not_twice_differentiable", "torch differentiates"),
+    (case_of(Cube, CubeRule, twice_differentiable=False), "not_twice_differentiable", "twice:"),
     (case_of(Gain, GainRule, overwrites_input=True), "overwritten_input", "accepts an overwritten"),
     (case_of(Gain, WrongSign), "jac_t_mat_prod", "wrong sign"),
     (case_of(Grouped, ForgottenGroup), "affine_form", "W x \\+ b"),
