@@ -40,7 +40,7 @@ class backpack:
         >>> with backpack(DiagGGNExact(), BatchGrad()):
         ...     loss.backward()
 
-    The block speaks for the thread that entered it. A nested block replaces the outer one until it
+    The block applies to the thread that entered it. A nested block replaces the outer one until it
     ends. Several threads may each train a model of their own at the same time.
     """
 
@@ -63,7 +63,7 @@ class backpack:
             extensions: Extension instances to run.
             extension_hook: Called as ``extension_hook(module)`` for every module, after all
                 extensions ran on it. The gradients of the module's own parameters are not
-                accumulated yet. A parameter that several calls use has its results at the last of
+                accumulated yet. A parameter that several calls use gets its results at the last of
                 these calls.
             debug: Log every step.
             check: When to measure that samples do not mix, and that gradients come from the
@@ -79,13 +79,14 @@ class backpack:
                 losses included, before extensions read there.
             gradient: Where the plain gradient of the parameters comes from. ``"autograd"``: from
                 autograd, as always. ``"shared"``: if individual gradients or their moments are
-                computed anyway, from their sum. It is equal up to rounding, and saves up to a third
-                of a plain pass. It is accumulated at the end of the pass, and hooks on parameters
-                are called then. ``"none"``: parameters of extended modules get no ``grad``.
+                computed anyway, from their sum. This saves up to a third of a plain pass, and the
+                gradient is equal up to rounding. It is accumulated at the end of the pass, and
+                hooks on parameters are called then. ``"none"``: parameters of extended modules get
+                no ``grad``.
                 ``"skipped"``: the same, and if no extension needs a gradient, autograd does not run
                 at all, so that no gradient hook is called. See ``docs/gradient.md``.
             samples: The sample that each row of the model's input belongs to: a tensor
-                ``index[row]`` of shape ``[R]``, with whole numbers from zero on. For a model that
+                ``index[row]`` of shape ``[R]``, with whole numbers from zero up. For a model that
                 receives several tensors (in a list, a dictionary, as arguments), a list with an
                 entry for each, in their order: a number, or an index of its rows. Quantities are
                 then those of ``M = index.max() + 1`` samples: of users with several records, of
@@ -99,9 +100,9 @@ class backpack:
 
         Raises:
             NotAnExtensionError: One of the extensions is a class, or not an extension at all.
-            UsageError: Two extensions save under one name, the hook cannot be called, ``check`` or
-                ``gradient`` is not one of the words above, or something in ``beside`` is not a
-                tensor with a graph.
+            UsageError: Two extensions save under the same name, the hook cannot be called,
+                ``check`` or ``gradient`` is not one of the words above, or something in ``beside``
+                is not a tensor with a graph.
         """
         for extension in extensions:
             _check_extension(extension)
@@ -210,7 +211,7 @@ def _refuse_nothing(context: Context) -> None:
         raise NotExtendedError(
             f"backpack({names}) computed nothing: no extended module took part in a backward "
             "pass of this block. Call extend(model) and extend(lossfunc) before the forward "
-            "pass, and loss.backward() inside the block; of nested blocks, the innermost counts."
+            "pass, and loss.backward() inside the block (the innermost, if blocks are nested)."
         )
     if "trained" not in context.seen:
         raise UsageError(

@@ -41,8 +41,8 @@ def extend(module: M, *, debug: bool = False, batch_axis: int | Mapping[str, int
         batch_axis: Where the samples lie in what the model receives, if not on axis 0, as in
             sequences ``[T, N, D]``. A mapping gives the axis by the path of a module, ``""`` for
             the model. Modules inside a named one have the same axis, unless they are named, too.
-            Only needed if lengths do not tell: with one sample, or with as many steps as samples. A
-            loss needs the samples on axis 0 in any case.
+            Only needed if lengths do not show it: with one sample, or with as many steps as
+            samples. A loss needs the samples on axis 0 in any case.
 
     Returns:
         The same object.
@@ -88,7 +88,7 @@ def unextend(module: M) -> M:
 
 
 def is_extended(module: Module) -> bool:
-    """Whether a module reports to extensions; of a container, whether all of its parts do.
+    """Whether a module reports to extensions; for a container, whether all of its parts do.
 
     False if a part was added, replaced or wrapped since: call :func:`extend` again.
     """

@@ -33,7 +33,7 @@ class Fields:
         near = nearest(field, names) or "."
         raise AttributeError(
             f"The parameter {self._name!r} has no quantity {field!r}{near} It has: "
-            f"{', '.join(names) or 'none'}. They are there after a backward pass inside "
+            f"{', '.join(names) or 'none'}. Quantities are there after a backward pass inside "
             "backpack(...)."
         )
 

@@ -49,19 +49,19 @@ class Context:
         beside: Edges of the terms that ``backpack(beside=...)`` leaves out.
         observer: Called with the view of each output that is visited.
         gradient: Where the gradient of the parameters comes from.
-        told: Which sample each row belongs to, if ``backpack(samples=...)`` says so.
+        told: Which sample each row belongs to, as ``backpack(samples=...)`` says.
         keeps_results: Whether later passes leave the memory of results alone.
         watch: See :class:`Group`.
         groups: The extensions by propagator; each propagator sends one quantity.
         whole: The extensions that read the graph as a whole, and not at parameters.
         passes: The backward passes under way, by autograd's graph-task id. Autograd owns them, or
-            the function that saw the call of ``backward()``.
+            the function that saw the call of ``backward()`` does.
         history: How many passes took a plan, made one, or could not, and why.
-        announced: The pass whose ``backward()`` was seen and has not returned; ``[None]`` before it
-            runs, and after; empty if there is none.
+        announced: The pass of a ``backward()`` that was seen and has not returned; ``[None]``
+            before and after it runs; empty if there is no such pass.
         seen: Words for what happened: ``"ran"`` and ``"trained"`` if modules and their parameters
             took part, ``"measured"`` if a pass looked at more than was asked for, ``"captured"``
-            in a captured step. A context that ``dataclasses.replace`` makes of this one shares it.
+            in a captured step. ``dataclasses.replace`` makes contexts that share it with this one.
     """
 
     extensions: tuple[Extension, ...] = ()

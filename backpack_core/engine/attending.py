@@ -60,7 +60,7 @@ def observers_of_libraries(run: Any) -> list[Observer]:
     """The observers that libraries return for a pass.
 
     Raises:
-        PluginCodeError: A library returned something else than an observer.
+        PluginCodeError: A library returned something other than an observer.
         MissingPluginError: No installed library implements an argument of ``backpack(...)``.
     """
     found: list[Observer] = hooks.backpack_run(run=run)

@@ -44,7 +44,7 @@ class Arguments(NamedTuple):
 
     Attributes:
         roots: What is differentiated: tensors or gradient edges.
-        gradients: The gradient that comes in at each root; ``None`` for one.
+        gradients: The gradient that comes in at each root; ``None`` stands for 1.
         options: ``inputs``, ``create_graph`` and ``accumulate_grad``.
     """
 
@@ -67,8 +67,8 @@ class BackwardPass:
     Attributes:
         context: What was asked for.
         arguments: What ``backward()`` was called with; empty if the call was not seen.
-        roots: Where the pass begins: at what ``backward()`` was called on, or where it was first
-            seen.
+        roots: Where the pass begins: the roots of ``backward()``, or the edges where the pass was
+            first seen.
         gradients: The gradient that comes in at each of them; empty if the call was not seen.
         between: What lies between calls.
         survey: What is known about the graph.
@@ -81,9 +81,9 @@ class BackwardPass:
         driven: The outputs that the driver visits; ``None`` if the engine visits calls, too.
         visiting: The view of the call that is visited now.
         is_announced: Whether the call of ``backward()`` was seen, so that all roots are known.
-        is_outermost: Whether it was begun outside of any other pass.
-        is_part: Whether it belongs to another pass, as the backward of a re-entrant checkpoint.
-        is_whole: Whether it is not a part of another pass, or of one with no other calls.
+        is_outermost: Whether it began outside of any other pass.
+        is_part: Whether it belongs to another pass, as that of a re-entrant checkpoint does.
+        is_whole: Whether it is outermost, or a part of a pass without calls of its own.
         clears: Whether it removes results of earlier passes.
         is_running: Whether autograd has begun.
         is_alone: Whether calls are visited without autograd, so that there are no gradients.
@@ -146,7 +146,7 @@ class BackwardPass:
         is_checked, is_due = answers(self.observers, "check"), context.check == "first"
         if is_due and not is_checked:
             self.between.warn_unmeasured()
-        planning.make()  # of what the walk has found, and not of what observers look at besides
+        planning.make()  # from what the walk has found, and not from what observers look at
         survey.is_measured = is_due and (planning.is_first if is_checked else not survey.is_planned)
         for observer in self.observers:
             observer.begin(self)
@@ -181,7 +181,7 @@ class BackwardPass:
             place_between(error, survey, None)
             raise
         if survey.sites:
-            # Extensions that read a loss as a whole may need no extended module besides.
+            # Extensions that read a loss as a whole may need no other extended module.
             of_loss = self.context.whole and all(c.rule.is_loss for c, _ in survey.sites)
             is_some = survey.uses or survey.bare or of_loss
             self.context.seen.update(["ran", "trained"] if is_some else ["ran"])
@@ -219,9 +219,9 @@ class BackwardPass:
     # Visits --------------------------------------------------------------------------------------
 
     def passes_by(self, call: Call, index: int) -> bool:
-        """Let go of a call without a visit, if nothing is read there; returns whether it was so.
+        """Let go of a call without a visit, if nothing is read there; returns whether it did.
 
-        Only asked if :attr:`only_reads`: an activation needs no visit where extensions read
+        Called only if :attr:`only_reads`: an activation needs no visit if extensions read
         autograd's own gradient, and nothing else travels.
         """
         survey, driven = self.survey, self.driven
@@ -317,7 +317,7 @@ class BackwardPass:
             del passes[task]
 
     def finish(self) -> None:
-        """Autograd is through: store the results that had to wait for that."""
+        """Autograd has finished: store the results that had to wait for that."""
         self.leave()
         for call in self._release_last:
             call.release()
@@ -331,7 +331,7 @@ class BackwardPass:
             observer.stored(self)
 
     def _end(self) -> None:
-        """Check that nothing was left on its way, keep the plan, and store deferred results."""
+        """Check that nothing was left on the way, keep the plan, and store deferred results."""
         self.between.end(self)
         if self.driver is not None:
             self.driver.end(self)

@@ -39,8 +39,9 @@ class Between(ABC, Generic[S]):
     Attributes:
         context: What was asked for.
         survey: What is known about the graph.
-        schedule: Where quantities wait in autograd's order, of an object of this class and groups.
-        sink: Where results go, of a survey.
+        schedule: Makes the schedule, where quantities wait in autograd's order, from this object
+            and the groups.
+        sink: Makes the sink, where results go, from a survey.
     """
 
     survey: S
@@ -63,15 +64,15 @@ class Between(ABC, Generic[S]):
     @staticmethod
     @abstractmethod
     def axes_of(module: Module, given: int | Mapping[str, int]) -> dict[str, int]:
-        """The argument of ``extend(batch_axis=...)`` by path of a module; called unless it is 0.
+        """The argument of ``extend(batch_axis=...)`` by module path; called unless it is 0.
 
         Raises:
-            UsageError: It names no axis, or no part of the model.
+            UsageError: It does not name an axis, or names something that the model does not have.
         """
 
     @staticmethod
     def run_of(model: Module | None, placed: Sequence[tuple[Place, Tensor]], axis: int) -> Run:
-        """What is noted of a forward pass of an extended model; see :class:`Run`."""
+        """What is noted about a forward pass of an extended model; see :class:`Run`."""
         return Run(placed, axis, is_distributed(model))
 
     @staticmethod
@@ -85,7 +86,7 @@ class Between(ABC, Generic[S]):
 
     @staticmethod
     def record(module: Module, traits: Traits, args: Any, result: Any, execution: Execution) -> Any:
-        """Record a call that does not make one new tensor of others. Default: none is recorded.
+        """Record a call that does not make one new tensor from others. Default: none is recorded.
 
         Args:
             module: The module.
@@ -163,14 +164,14 @@ class Between(ABC, Generic[S]):
         return (call.run.receives((tensor,)),)
 
     def facts_of_runs(self, runs: Iterable[Run]) -> Iterable[Any]:
-        """How what models received lies to each other; asked after all other facts."""
+        """How rows that models received lie relative to each other in memory; asked last."""
         return ()
 
     def numbered(self, structure: Structure) -> Any:
-        """What a plan keeps: findings with numbers in the place of nodes. Default: nothing.
+        """What a plan keeps: findings with numbers instead of nodes. Default: nothing.
 
         Raises:
-            Unplanned: A finding cannot be expressed so.
+            Unplanned: A finding cannot be expressed in this way.
         """
         return None
 
@@ -214,7 +215,7 @@ class Between(ABC, Generic[S]):
         return False
 
     def attend(self, run: BackwardPass) -> None:
-        """Have autograd call back where no call is. Default: nowhere."""
+        """Have autograd call back at nodes without a call. Default: nowhere."""
         return
 
     def is_watched(self, site: Site) -> bool:
@@ -239,9 +240,9 @@ class Between(ABC, Generic[S]):
         run.visit(site, grads[site.edge.output_nr], changed_by)
 
     def end(self, run: BackwardPass) -> None:
-        """Autograd is through: visit what it did not get to. Default: nothing."""
+        """Autograd has finished: visit what it did not get to. Default: nothing."""
         return
 
     @abstractmethod
     def leave(self, schedule: Schedule, lane: int, edge: Edge, wide: Any, own: Any) -> None:
-        """Take what was sent to an edge at which there is no call; see :meth:`Schedule.leave`."""
+        """Take what was sent to an edge without a call; see :meth:`Schedule.leave`."""

@@ -1,4 +1,4 @@
-"""What the engine asks at a call: of the layer rule, and of extensions where it knows nothing."""
+"""What the engine asks of the layer rule at a call, and of extensions if the rule cannot answer."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What core alone knows: chains of modules with rules, with samples on axis 0.
 
 Every input of a call is data or the output of a call. Functions may follow the last calls, as long
-as no quantity goes through them. For everything else there is the library *operations*, which
-errors name where it is missing.
+as no quantity goes through them. Everything else needs the library *operations*; errors name it if
+it is missing.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def mixing(what: str, further: str = "") -> BackpackError:
     return SampleMixingError(
         f"{what} makes every sample of the batch influence every other (a batch normalisation in "
         "train mode does, and a softmax over axis 0), so per-sample quantities do not exist. Call "
-        f"model.eval(), or use a layer that treats samples one by one, as GroupNorm.{further}"
+        f"model.eval(), or use a layer that treats samples one by one, such as GroupNorm.{further}"
     )
 
 
@@ -65,7 +65,7 @@ class Chain(Between[Survey]):
 
     schedule, sink = Schedule, Sink
     said = _refused("backpack(samples=...) and backpack(beside=...) say what rows and terms are")
-    axes_of = _refused("extend(batch_axis=...) says that samples are on another axis than 0")
+    axes_of = _refused("extend(batch_axis=...) says that samples are on an axis other than 0")
     pass_inside = _refused(
         "A backward pass began inside of another (in a hook, or in a re-entrant checkpoint), or "
         "not by backward()"
@@ -74,7 +74,7 @@ class Chain(Between[Survey]):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.survey = Survey()
-        self._first: Call | None = None  # that received data
+        self._first: Call | None = None  # the first one that received data
         self._mixing: list[BackpackError] = []
 
     def look_behind(self, edges: list[Edge]) -> None:
@@ -129,7 +129,7 @@ class Chain(Between[Survey]):
         """Why a call is not one of a chain; empty if it is."""
         rule, stored, survey = call.rule, call.stored, self.survey
         if rule.transparent:
-            return "has no layer rule, so that what it does are operations"
+            return "has no layer rule, so it consists of operations"
         if call in survey.freed:
             return f"has a parameter {survey.freed[call][0].name!r} that its layer rule leaves out"
         if any(map(self.is_parameter, stored.inputs)) or any(
@@ -141,7 +141,7 @@ class Chain(Between[Survey]):
         if not call.edges or not all(map(has_memory, (*stored.inputs, *stored.outputs))):
             return "received no tensor, or a nested or sparse one"
         if rule.batch_axis(View(call, index), index):
-            return "has its samples on another axis than the first"
+            return "has its samples on an axis other than the first"
         rows = stored.inputs[0].shape[:1].numel() if stored.inputs[0].dim() else 0
         returned = stored.outputs[index].shape[:1]
         if not rule.is_loss and (not returned or returned[0] != rows):
@@ -161,7 +161,7 @@ class Chain(Between[Survey]):
         if run.sizes and run.sizes != (rows,):
             return f"received {rows} rows, and its model {' and '.join(map(str, run.sizes))}"
         if run.sizes and call.receives_input < 2:
-            return "received something else than its model did"
+            return "received something other than its model did"
         return ""
 
     def see_through(self, edges: list[Edge]) -> None:

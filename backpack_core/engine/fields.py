@@ -1,7 +1,7 @@
 """Results on parameters: those of earlier passes are removed.
 
-A pass removes results from every parameter of the models that take part. So no parameter is left
-with a result of an earlier pass beside new ones.
+A pass removes results from every parameter of the models that take part. So results of an earlier
+pass never stand next to new ones.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def clear(
 
     Args:
         survey: What is known about the graph.
-        calls: The calls of the pass, which tell the models.
+        calls: The calls of the pass; their modules tell the models.
         context: What was asked for.
         new: The ``id`` of each parameter that a pass under way has stored results on.
-        plan: The plan of the pass, if it has one. If the pass before had the same plan, no other
-            parameter than those in ``used`` has results.
+        plan: The plan of the pass, if it has one. If the pass before had the same plan, only the
+            parameters in ``used`` have results.
         used: The parameters that the pass uses; needed with a plan.
     """
     fields = [extension.savefield for extension in context.extensions]

@@ -23,7 +23,7 @@ class Group(NamedTuple):
         extensions: The extensions, in the order they were given.
         needs: The operations that the extensions will ask of a product.
         has_overrides: Whether carriers other than layer rules may answer for some modules.
-        watch: Calls functions that take time, so that it can be measured; ``None`` calls nothing.
+        watch: Calls functions in order to measure their time; ``None`` if nothing is measured.
     """
 
     propagator: Propagator
@@ -51,7 +51,7 @@ def group(
         The groups, and the extensions that belong to none: they read the graph as a whole.
 
     Raises:
-        PluginConflictError: Several plugins provide a propagator of one name.
+        PluginConflictError: Several plugins provide a propagator of the same name.
     """
     together: dict[tuple[Propagator, int | None], list[Extension]] = {}
     for extension in extensions:

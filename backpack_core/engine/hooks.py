@@ -1,8 +1,8 @@
 """Where a backward pass enters the engine: from ``backward()``, and from autograd's hooks.
 
 :func:`announce` sees the call of ``backward()`` and begins the :class:`BackwardPass`. Hooks on
-outputs then find it by autograd's graph task. A pass whose call was not seen (inside of another
-pass, on another thread) begins at the first hook, and is a matter of a library.
+outputs then find it by autograd's graph task. If the call was not seen (inside of another pass, on
+another thread), the pass begins at the first hook, and a library handles it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class OutputHook:
         self.hooks: Any = None
 
     def __call__(self, grad: Tensor | None) -> None:
-        """Visit the output after all other hooks, as autograd goes on with the gradient they leave.
+        """Visit the output after all other hooks: autograd goes on with the gradient they leave.
 
         Args:
             grad: The gradient before other hooks change it.
@@ -56,11 +56,12 @@ class OutputHook:
         if begun is not None and begun.only_reads and begun.passes_by(self.call, self.index):
             return
         hooks = self.hooks()
-        # The user's hooks are on the tensor or on its node. A hook that is put on the node now runs
-        # after all of them.
+        # The user's hooks are on the tensor or on its node. A hook that we put on the node here
+        # runs after all of them.
         others = [h for key, h in hooks.items() if key != KEY] if hooks and len(hooks) > 1 else []
 
-        # If a hook before this one fails, this one stays: holding the node or the pass is a cycle.
+        # If a hook before this one fails, this one stays: holding the node or the pass would be a
+        # reference cycle.
         task, known = graph_task_id(), None if begun is None else weakref.ref(begun)
 
         def after(grads: tuple[Tensor | None, ...]) -> None:
@@ -112,8 +113,8 @@ def begin(context: Context, arguments: Arguments) -> BackwardPass | None:
         found = BackwardPass(context, arguments)
     if found.survey.sites and torch.is_inference_mode_enabled():
         raise UsageError(
-            "backward() was called inside inference_mode(), where gradients do not note changes in "
-            "place, which quantities rely on. Leave inference_mode() first."
+            "backward() was called inside inference_mode(), where gradients do not count changes "
+            "in place, and quantities rely on these counts. Leave inference_mode() first."
         )
     is_asked = found.survey.sites or not context.extensions  # all visits are shown to somebody
     return found if is_asked or found.between.may_begin_passes else None
@@ -154,7 +155,7 @@ def announce(
 
     context = innermost()
     if context is None or context.announced or len(roots) != len(gradients):
-        return run()  # of unequal numbers torch complains
+        return run()  # torch complains about unequal numbers
     if _torch.are_batched(gradients):
         raise UsageError(
             "torch.autograd.grad(..., is_grads_batched=True) brings several gradients at once, "

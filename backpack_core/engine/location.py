@@ -19,7 +19,7 @@ from backpack_core.record.view import View
 
 
 def place(error: Exception, view: View, extension: Extension | None) -> None:
-    """Add the call at which an error happened."""
+    """Add the call where an error happened."""
     rule = f"{type(view.call.rule).__name__} of {view.call.provenance}"
     _place(error, extension, f", at {view.path}, rule {rule}")
 
@@ -27,7 +27,7 @@ def place(error: Exception, view: View, extension: Extension | None) -> None:
 def place_between(
     error: Exception, survey: Survey, extension: Extension | None, node: Node | None = None
 ) -> None:
-    """Add the modules whose outputs an operation between calls works on, as far as known.
+    """Add the modules whose outputs an operation between calls works on, if they are known.
 
     Args:
         error: The error.

@@ -43,7 +43,7 @@ def changed_gradient(view: View, changed_by: Sequence[Any]) -> errors.Unsupporte
     names = [getattr(hook, "__qualname__", repr(hook)) for hook in changed_by]
     where = f"that tensor ({', '.join(names)})" if names else "its autograd node"
     return errors.UnsupportedError(
-        f"The gradient of the output of {view.path} is changed by a hook on {where}, so "
-        "curvature of the loss is not that of what backward() differentiates. Remove the hook, "
-        "or leave second-order extensions out."
+        f"The gradient of the output of {view.path} is changed by a hook on {where}, so the "
+        "curvature of the loss is not that of the function that backward() differentiates. Remove "
+        "the hook, or leave second-order extensions out."
     )

@@ -56,7 +56,7 @@ class Planning:
             return None
         if self._between.holds(known.plan.numbers, known.batch_size, structure):
             return known
-        self._context.history["surveyed: data, or operations inside of a module, are others"] += 1
+        self._context.history["surveyed: data, or operations inside of a module, differ"] += 1
         self.structure = None
         return None
 
@@ -77,7 +77,7 @@ class Planning:
         return known
 
     def make(self) -> None:
-        """Make a plan of the survey, and compare it with that of earlier passes.
+        """Make a plan from the survey, and compare it with that of earlier passes.
 
         Raises:
             InternalError: They differ.
@@ -94,7 +94,7 @@ class Planning:
             return
         history["planned"] += 1
         if known is not None and known.plan != plan:
-            raise InternalError("A backward pass was planned otherwise than others like it.")
+            raise InternalError("A backward pass was planned differently from others like it.")
         self._plan = plan
 
     def keep(self, observers: Sequence[Observer]) -> None:

@@ -1,7 +1,7 @@
 """Where quantities wait until everything that adds to them has been visited.
 
 What is sent to a call waits until autograd gets there. What is sent to an operation between calls
-is a matter of the library that knows it.
+is left to the library that knows it.
 """
 
 from __future__ import annotations

@@ -30,12 +30,12 @@ class Sink:
 
     Attributes:
         survey: What is known about the graph.
-        watcher: Called with a group, a parameter, its reading over all uses, and whether a gradient
-            arrives there, after the group has read it; if an observer has set it.
+        watcher: If an observer has set it: called after a group has read a parameter, with the
+            group, the parameter, its reading over all uses, and whether a gradient arrives there.
         new: The ``id`` of each parameter with results of passes under way.
         deferred: Values of extensions that finish when the pass is over.
         normalisers: What the visited losses divide by, for these extensions.
-        noted: What was stored, in this order; ``None`` if nobody asks for it.
+        noted: What was stored, in order; ``None`` if nobody asks for it.
     """
 
     watcher: Callable[[Group, Tensor, Any, bool], None] | None = None
@@ -83,7 +83,7 @@ class Sink:
             setattr(parameter, extension.savefield, value)
 
     def see_end(self) -> None:
-        """Raise if something was read and is not stored. Default: there is no such thing."""
+        """Raise if something was read and is not stored. Default: this cannot happen."""
 
     def complete(self, group: Group, view: View, complete: list[Uses]) -> None:
         """Have all extensions of a group read parameters, each with all of its uses."""

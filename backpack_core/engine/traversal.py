@@ -52,7 +52,7 @@ class Traversal:
         self._carriers: dict[int, RuleCarrier] = {}
 
     def visit(self, lane: int, site: Site, view: View) -> None:
-        """Let extensions read, and send on, for one group at one output of one call.
+        """At one output of a call, let one group's extensions read, and send its quantity on.
 
         Args:
             lane: The index of the group.

@@ -26,8 +26,9 @@ class Use:
         parameter: The parameter.
         call: A call that uses it.
         name: Its name there.
-        count: At how many sites calls with a rule for it use it.
-        unruled: At how many sites a module uses it that has neither a rule for it nor submodules.
+        count: The number of sites where calls with a rule for it use it.
+        unruled: The number of sites where a module without such a rule, and without submodules,
+            uses it.
         is_wanted: Whether any extension reads it there.
     """
 
@@ -53,10 +54,10 @@ class Survey:
         freed: By call, parameters that are read at the operations that use them, because the
             call's rule does not cover them.
         bare: All parameters that are read at the operations that use them, by ``id``.
-        outside: Those that are used outside of the calls whose module has them, by ``id``.
+        outside: Parameters that are used outside of the calls of their own module, by ``id``.
         leaves: Parameters that are visited as if a call had returned them, by node and output.
-        viewed: Outputs of nodes whose users bypass the views that modules returned of them, with
-            the edge of the outermost view; by node and output number.
+        viewed: By node and output number, for outputs that modules returned views of, if users
+            bypass these views: the edge of the outermost view.
         opened: Calls that are propagated node by node, because of their rule or in spite of it.
         shards: The shards that this process holds, by the whole parameters that calls use.
         structure: What distinguishes the graph from others, once somebody has asked.
@@ -82,7 +83,7 @@ class Survey:
     is_measured: bool = True
 
     def site_at(self, edge: Edge) -> Site | None:
-        """The site at which a quantity that is sent to an edge arrives, in this graph."""
+        """The site where a quantity that is sent to an edge arrives, in this graph."""
         return site_at(edge)
 
     def axis_and_positions(self, site: Site) -> tuple[int, int]:

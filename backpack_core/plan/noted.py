@@ -1,7 +1,7 @@
-"""What is noted of a call, as one object: equal for calls about which the same is decided.
+"""What is noted about a call, as one object, which calls share if the same is noted about them.
 
-A training loop makes the same calls in every pass. So each module remembers what was noted of its
-last calls, and one look at all tensors of a call tells whether it holds again.
+A training loop makes the same calls in every pass. So each module remembers what was noted about
+its last calls, and one look at all tensors of a call tells whether this holds again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Unplanned(Exception):
 
 
 class Noted:
-    """What is noted of a call; where the same is noted of two calls, it is one object.
+    """What is noted about a call; if the same is noted about two calls, they share one object.
 
     Attributes:
         facts: What a decision may depend on.
@@ -47,7 +47,7 @@ class Noted:
             tensors: What it received, returned and owns.
 
         Raises:
-            Unplanned: Something that it received, or is, cannot be compared.
+            Unplanned: Something about the call cannot be compared.
         """
         stored, rule, module = call.stored, call.rule, call.module
         # Rules live as long as the process, so their id does.
@@ -68,7 +68,7 @@ class Noted:
                 tensor, _ = own[name]
                 facts += tensor.requires_grad, tensor.dtype, name in stored.computed
                 facts.append(len(stored.computed.get(name, (tensor,))))
-            if module._modules and not rule.transparent:  # rules may not cover all inside
+            if module._modules and not rule.transparent:  # rules may not cover everything
                 facts.append(tuple([p.requires_grad for p in module.parameters()]))
         self.facts, self.parameters = tuple(facts), stored.parameters
         self.layouts = tuple(map(_layout_of, tensors))
@@ -78,10 +78,10 @@ _all: WeakValueDictionary[tuple[Any, ...], Noted] = WeakValueDictionary()
 
 
 def noted_of(call: Call) -> Noted:
-    """What is noted of a call.
+    """What is noted about a call.
 
     Raises:
-        Unplanned: Something that it received, or is, cannot be compared.
+        Unplanned: Something about the call cannot be compared.
     """
     stored, module = call.stored, call.module
     own = {name: tensor for name, tensor in stored.tensors.items() if tensor is not None}

@@ -35,7 +35,7 @@ class Step(NamedTuple):
         names: The parameters that are read there.
         is_opened: Whether quantities go on through the operations inside, and not by the rule.
         to: The steps that quantities are sent to; 0 stands for operations between modules. Empty if
-            nothing is sent, as where extensions read autograd's own gradient.
+            nothing is sent, for example if extensions read autograd's own gradient.
     """
 
     path: str
@@ -60,8 +60,8 @@ class Plan:
     Attributes:
         steps: What happens at each output of a call, losses first.
         batch_size: The number that stands for the batch size in :attr:`Structure.lengths`.
-        numbers: What the library of operations has found out between calls, with numbers in the
-            place of nodes; ``None`` if nothing.
+        numbers: What the library of operations has found out between calls, with numbers instead
+            of nodes; ``None`` if nothing.
         kept: What observers of passes leave in the plan, by their class.
     """
 
@@ -86,7 +86,7 @@ class Plan:
         at_leaves = {(site.call, site.index) for site in survey.leaves.values()}
         is_same = survey.sites.keys() - at_leaves == structure.sites.keys()
         if not is_same or survey.batch_size not in structure.lengths:
-            raise Unplanned("modules lie where no walk by rules gets to")
+            raise Unplanned("a walk by rules does not reach some modules")
         calls = [call for call, _ in structure.sites]
         number = {site.edge[:2]: n for n, site in enumerate(structure.sites.values(), 1)}
         steps = []

@@ -1,9 +1,9 @@
-"""Recognises a recorded graph by a key: about graphs with equal keys, the same is decided.
+"""Recognises a recorded graph by a key: graphs with equal keys have the same decisions.
 
 One walk from the roots notes every fact that a decision may depend on: settings of modules, types
 of the operations between them, shapes, which parameters are frozen, and which are shared. No number
-in a tensor is among the facts. Some graphs have no key, as those with a view that was overwritten
-in place, or with hooks on saved tensors.
+in a tensor is among the facts. Some graphs have no key, such as those with a view that was
+overwritten in place, or with hooks on saved tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from backpack_core.record.call import SITES, VIEWED, Call, Edge, Site
 from backpack_core.record.run import NO_RUN, NO_RUN_OF_RANKS, Run
 
 Place = tuple[Node, int]
-Region = tuple[Call, ...]  # calls that are gone through, each inside of the next
+Region = tuple[Call, ...]  # calls that the walk goes through, each inside of the next
 
 OVERWRITTEN = "a view was overwritten in place"
 
@@ -41,7 +41,7 @@ class Knows(Protocol):
         """What a decision about data that a call received may depend on."""
 
     def facts_of_runs(self, runs: Iterable[Run]) -> Iterable[Any]:
-        """What depends on how runs of models lie to each other; asked last."""
+        """How rows that models received lie relative to each other in memory; asked last."""
 
 
 class Structure:
@@ -52,7 +52,7 @@ class Structure:
         places: Every output of a node that the walk has met, with its number.
         between: The nodes between calls, and inside of calls without a rule, with their numbers.
         parameters: The parameters that calls and operations use, in the order of the walk.
-        key: The facts: equal for graphs of equal shapes about which the same is decided.
+        key: The facts: equal for graphs of equal shapes that have the same decisions.
     """
 
     def __init__(self, roots: Iterable[Edge], between: Knows) -> None:
@@ -126,7 +126,7 @@ class Structure:
         """The key with numbers for lengths: graphs of other shapes may share it.
 
         Decisions compare lengths, and divide one by another. So the order of the lengths, and which
-        divides which, are part of it.
+        divides which, are part of the form.
         """
         known, lengths = self.lengths.__getitem__, [*self.lengths]
         facts: list[Any]

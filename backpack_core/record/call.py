@@ -23,8 +23,8 @@ from backpack_core.record.owner import PATH_ATTRIBUTE
 from backpack_core.record.run import NO_RUN, Run
 from backpack_core.record.state import Settings
 
-# Keys in the metadata of autograd nodes: calls by output; and what a library notes of views of an
-# output: call, index, and layout.
+# Keys in the metadata of autograd nodes: calls by output; and what a library notes about views of
+# an output: call, index, and layout.
 SITES: Final = "backpack_core.sites"
 VIEWED: Final = "backpack_core.viewed"
 

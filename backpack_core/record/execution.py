@@ -20,9 +20,8 @@ _STRIDED = torch.strided
 class Execution(dict[str, Any]):
     """The keyword arguments of a running module, with attributes that are known before its forward.
 
-    The pre-hook returns it in place of the keyword arguments. So it belongs to this execution
-    alone, and not to another one of the same module (in another thread, or nested), and is freed
-    with it.
+    The pre-hook returns it instead of the keyword arguments. So it belongs to this execution alone,
+    and not to another one of the same module (in another thread, or nested), and is freed with it.
 
     Attributes:
         tensors: The tensors among all arguments.
@@ -56,7 +55,7 @@ def simple_node(
 ) -> tuple[Node, Tensor | None] | None:
     """The node of the output in the usual case: one new real tensor, made from tensors.
 
-    Nothing was replaced or rewritten then, so what was known before the forward is what is stored.
+    In this case nothing was replaced or rewritten, so what was known before the forward is stored.
 
     Returns:
         The node, and the base of the output if it is a view and the module made the base, too.

@@ -1,8 +1,8 @@
 """Calls the code of plugins, and makes sure that results have their own memory.
 
 Tensors that a rule or an extension gets may be used elsewhere: the gradient of an output becomes
-``.grad``. A library may guard against changes of them. No result shares memory with another result,
-nor with a tensor that rules got.
+``.grad``. A library may guard against changes to them. Every result has its own memory: it shares
+none with other results, or with tensors that rules got.
 """
 
 from __future__ import annotations

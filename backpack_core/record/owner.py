@@ -70,7 +70,7 @@ class Owner:
         _running.setdefault(get_ident(), _still_running()).append((self, run))
 
     def end(self, results: Iterable[Tensor] = ()) -> None:
-        """Note that the forward pass has ended, or that an exception has left it.
+        """Note that the forward pass has ended, or that an exception has ended it.
 
         Args:
             results: The tensors that the model returned.
@@ -80,7 +80,7 @@ class Owner:
         indices = [index for index, (owner, _) in enumerate(runs) if owner is self]
         if indices:
             run = runs[indices[-1]][1]
-            del runs[indices[-1] :]  # the others inside were left by an exception
+            del runs[indices[-1] :]  # an exception ended the others inside
             if not self.axes:
                 run.note_returned(results)
         if not runs:

@@ -26,8 +26,8 @@ class Run:
         axis: Their declared batch axis.
         is_distributed: Whether it runs inside of DistributedDataParallel.
         has_computed_input: Whether an input has a graph: parameters or another model computed it.
-        inputs: What a library notes of each input tensor.
-        memories: What a library notes of each memory that has samples, by its number.
+        inputs: What a library notes about each input tensor.
+        memories: What a library notes about each memory that has samples, by its number.
     """
 
     inputs: Sequence[Any] = ()
@@ -64,7 +64,7 @@ class Run:
         return 2 * any(tensor is other for tensor in tensors for other in given)
 
     def pass_on(self, tensors: Iterable[Tensor], results: Iterable[Tensor]) -> None:
-        """Treat results without a graph as inputs of the model, if a layer made them of its inputs.
+        """Treat results without a graph as inputs of the model, if a layer made them from inputs.
 
         This is for modules with a layer rule, which keep samples in place. Other modules may not: a
         table of positions is made from the input as well.

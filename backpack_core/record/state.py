@@ -155,7 +155,7 @@ class Traits:
         resolved: The layer rule of the module, with its provenance.
         generation: The generation of the registry that resolved the rule.
         is_whole: Whether no covered parameter is a plain attribute, as computed ones are.
-        noted: What a plan notes of its last calls, see ``plan/noted.py``.
+        noted: What a plan notes about its last calls, see ``plan/noted.py``.
     """
 
     def __init__(self, module: Module, resolved: Any, generation: int) -> None:
@@ -171,8 +171,8 @@ class Traits:
         self._plain = itemgetter(*names, *["_forward_hooks"] * 2)
         self._others = itemgetter(*others, *["_forward_hooks"] * 2)
         self._types = self._types_of(attributes) if others else None
-        # Comparing types and values does not see what is in a tuple, nor that a list was changed in
-        # place. Then the count of attributes is one that never holds.
+        # Comparing types and values does not show what is in a tuple, or that a list was changed in
+        # place. In these cases, the count of attributes is one that never holds.
         is_open = any(isinstance(attributes[n], tuple) for n in others) or list in map(type, values)
         self._kind, self._count = type(module), -1 if is_open else len(attributes)
         self._values = self._plain(attributes)

@@ -2,7 +2,7 @@
 
 Torch does so in checkpoints, for offloading, for sharded or parametrized models, and in compiled
 code. A library knows these cases and provides a :class:`Storage` by the hook ``backpack_storage``.
-The core alone keeps tensors in memory, and raises where that is not enough.
+The core alone keeps tensors in memory, and raises an error if that is not enough.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Storage:
 
     def before_hooks_of_all(self, after: Callable[..., Any]) -> Any:
         """Put the hook that records a call before global forward hooks, while the result lives."""
-        raise _missing("A model beside a forward hook for all modules")
+        raise _missing("An extended model, together with a forward hook for all modules,")
 
     # Tensors of calls ----------------------------------------------------------------------------
 
@@ -131,7 +131,7 @@ class Storage:
             execution: The execution.
 
         Returns:
-            The tensors by name; which are parameters, or how many of the first; and for each
+            The tensors by name; the names of parameters, or how many come first; and for each
             computed parameter the leaf tensors that it comes from.
         """
         for name in resolved.params:

@@ -2,7 +2,7 @@
 
 A view holds no more than its call does, and lives as long as the visit. Each tensor is checked when
 it is asked for: if it was changed in place since the forward pass, its values are not those that
-the module received, and that raises.
+the module received, and the view raises an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class View:
         index: The index of the output that is visited.
         node: The autograd node of that output, if tensors that it saved may be read.
         indices: The samples that are shown, ``None`` for all. An index may occur several times. A
-            library derives a class for views of some.
+            library derives a class for views of some samples.
         axis: The axis of the output that holds the samples; views move it to the front.
         is_differentiable: Whether quantities are functions of the parameters
             (``create_graph=True``).
@@ -40,7 +40,7 @@ class View:
         positions: How many entries of axis 0 each sample has; zero if axis 0 holds no samples.
         owners: The sample of each entry of axis 0, counted among the shown samples, where samples
             have several entries or none; ``None`` if each sample has ``positions`` entries in a
-            row, or if it is not known.
+            row, or if this is not known.
         samples: The number of samples of the backward pass, whichever axis holds them here.
         is_measured: Whether rules may read values in order to refuse some, which synchronises with
             an accelerator. True in passes that are measured, and outside of passes.
@@ -238,7 +238,7 @@ class View:
         """A tensor that autograd saved for the backward pass of the output's node.
 
         Args:
-            name: Torch's name of it: ``"result1"`` for ``grad_fn._saved_result1``.
+            name: Torch's name for it: ``"result1"`` for ``grad_fn._saved_result1``.
             node: Another node, inside of the module.
 
         Returns:

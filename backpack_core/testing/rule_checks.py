@@ -33,7 +33,7 @@ IS_COMPUTED = re.compile(r"(^|\.)parametrizations\.")
 
 
 def jac_t_mat_prod(run: LayerRun, mat: Tensor | None = None, view: View | None = None) -> Entries:
-    """Compare with ``Jᵀ mat`` for every input; for the view's samples only, if it has some."""
+    """Compare with ``Jᵀ mat`` for every input; if a view is given, for its samples only."""
     mat, chosen = run.columns() if mat is None else mat, _chosen(view)
     found = run.call("jac_t_mat_prod", mat[:, chosen], view=view)
     for slot in run.live:
@@ -85,7 +85,7 @@ def accepts(run: LayerRun) -> None:
 
 def overwritten_input(run: LayerRun) -> None:
     """Check that the rule refuses an input that the layer has overwritten."""
-    message = "overwrites_input is declared, but the rule does not raise on it."
+    message = "overwrites_input is declared, but the rule accepts an overwritten input."
     refuses(OverwrittenInputError, message, run.call, "jac_t_mat_prod", run.columns())
 
 
@@ -165,13 +165,13 @@ def keeps_dtype(run: LayerRun) -> None:
     single.jacobians = {key: jacobian.float() for key, jacobian in run.jacobians.items()}
     for what, found, expected in products(single):
         dtype = expected.dtype if found is None else found.dtype
-        require(dtype == expected.dtype, f"{what}: {dtype}, of columns in {expected.dtype}.")
+        require(dtype == expected.dtype, f"{what}: {dtype}, from columns in {expected.dtype}.")
 
 
 def changed_since(run: LayerRun) -> None:
-    """Change parameters and mode after the forward pass: products must be those of the forward."""
+    """Change parameters and mode after the forward pass: products must not change."""
     run = run_layer(run.case)
-    require(bool(run.jacobians), "Nothing is differentiated.")  # from before the change, too
+    require(bool(run.jacobians), "Nothing is differentiated.")  # asked here, before the change
     for part in run.module.modules():
         for name, parameter in part.named_parameters(recurse=False):
             setattr(part, name, Parameter(2 * parameter.detach() + 1))
@@ -182,8 +182,8 @@ def changed_since(run: LayerRun) -> None:
         return
     except CheckFailure as failure:
         raise CheckFailure(
-            f"{failure} The module has other parameters, and another mode, than in the forward "
-            "pass: read what the view shows, which is of then, and keep nothing."
+            f"{failure} The parameters and the mode of the module were changed after the forward "
+            "pass: read them from the view, which shows the earlier ones, and keep nothing."
         ) from None
 
 
@@ -226,7 +226,7 @@ def affine_weight(run: LayerRun) -> None:
         require(once, f"The arrangement of {name!r} is not a permutation of its entries.")
         several = affine.to_parameter(torch.stack([numbers, 2 * numbers])[None])
         same = torch.equal(several, torch.stack([arranged, 2 * arranged])[None])
-        require(same, f"The arrangement of {name!r} changes with axes in front.")
+        require(same, f"The arrangement of {name!r} differs if there are axes in front.")
 
 
 # Declarations and second derivatives -------------------------------------------------------------
@@ -243,11 +243,11 @@ def _contracted(run: LayerRun, target: Tensor, weights: Tensor) -> Tensor:
 
 
 def not_twice_differentiable(run: LayerRun) -> None:
-    """Check that the oracle for second derivatives raises, as the case declares."""
+    """Check that the oracle for second derivatives fails, as the case declares."""
     # Squared, so that the gradient depends on the input even if the layer is linear.
     value = (run.output.square() * _weights(run)).sum()
     targets = [*(run.live or run.parameters).values()]
-    message = "twice_differentiable=False is declared, but torch can: remove it."
+    message = "twice_differentiable=False is declared, but torch differentiates twice: remove it."
     refuses(RuntimeError, message, lambda: [oracle.hessian(value, target) for target in targets])
 
 

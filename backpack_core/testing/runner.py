@@ -55,10 +55,10 @@ def check_case(case: Case, checks: Iterable[str] | None = None) -> list[CheckRes
             each after its prerequisites.
 
     Returns:
-        One result for each check. A fault in the rule or extension does not raise.
+        One result for each check. A fault in the rule or extension does not raise an error.
 
     Raises:
-        UsageError: It is not a case, it cannot be run, or it has no check of a name.
+        UsageError: It is not a case, it cannot be run, or it lacks one of the named checks.
     """
     _require_case(case)
     by_name = {check.name: check for check in checks_of(case)}
@@ -119,13 +119,13 @@ def outcome(case: Case, check: Check) -> CheckResult:
         status, message = "expected failure", reason
     else:
         status = "unexpected pass"
-        message = f"{check.name!r} passes, but is declared to fail ({reason!r}): remove that."
+        message = f"{check.name!r} passes, but is declared to fail ({reason!r}): remove this."
     _ran.setdefault(case, {})[check.name] = status
     return CheckResult(case.label(), check.name, status, message, error)
 
 
 def first_cause(case: Case, check: Check) -> Check | None:
-    """The first failed check among all prerequisites of a check, which run if need be."""
+    """The first failed check among all prerequisites of a check; they run if they have not yet."""
     for prerequisite in checks_of(case):
         if prerequisite.name in check.prerequisites:
             cause = first_cause(case, prerequisite)
@@ -164,8 +164,8 @@ class BoundCheck:
 
         Raises:
             Exception: The rule or extension raised.
-            Failed: The check found a fault, or a prerequisite did that no test of this process has
-                reported (because it was not selected, or runs in another process).
+            Failed: The check found a fault; or a prerequisite did, and no test of this process has
+                reported it (because it was not selected, or runs in another process).
             Skipped: It is not judged.
             AssertionError: An expected failure passed.
         """
@@ -211,7 +211,7 @@ def _require_case(case: object) -> None:
 def parametrize_checks(cases: Sequence[Case]) -> Callable[[Test], Test]:
     """Give a test one pytest case for every check of every case.
 
-    The test has an argument ``check``, and fails unless it calls that. A case gets all checks that
+    The test has an argument ``check``, and fails unless it calls it. A case gets all checks that
     apply to it.
 
     Args:

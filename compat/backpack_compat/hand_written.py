@@ -27,7 +27,7 @@ class HandWrittenCarrier(Carrier):
     """A module extension, in one backward pass.
 
     Its methods find ``input0``, ``input1``, … and ``output`` on the module. They hold all samples,
-    also where the extension is restricted to some. ``g_inp`` holds ``None`` for every input, since
+    even if the extension is restricted to some. ``g_inp`` holds ``None`` for every input, since
     gradients at inputs do not exist yet.
     """
 
@@ -45,7 +45,7 @@ class HandWrittenCarrier(Carrier):
         return view.output_shape == () or bool(view.call.rule.is_loss)
 
     def arrive(self, view: View, waiting: Any) -> Any:
-        """As the propagator does; at a loss, ``backpropagate`` starts."""
+        """As the propagator does; at a loss, ``backpropagate`` starts the quantity."""
         if self.starts(view):
             return waiting
         return self._propagator.arrive(view.call.rule, view, waiting)
@@ -114,10 +114,10 @@ def adopt(propagator: Propagator, value: Any, like: Any = None) -> Any:
         propagator: The propagator of the extension.
         value: The value.
         like: The quantity at the output. If the number of columns is unchanged, they keep its
-            roots; otherwise they get a new one.
+            roots; otherwise they get a new root.
 
     Raises:
-        UnsupportedError: The propagator sends a :class:`Hessian`, and the value is none.
+        UnsupportedError: The propagator sends a :class:`Hessian`, and the value is not one.
     """
     if isinstance(propagator, SignedSqrt) and not isinstance(value, Hessian):
         raise UnsupportedError(

@@ -142,8 +142,8 @@ def test_a_graph_that_is_wrong_is_dropped(
     assert twins.replays == 3
     monkeypatch.setenv("WEIGHT", "2")
     twins.run(*batches[7])  # the fourth
-    assert "gave something else than the engine" in twins.step.report()
-    assert any("gave something else" in str(w.message) for w in recwarn)
+    assert "gave something other than the engine" in twins.step.report()
+    assert any("gave something other" in str(w.message) for w in recwarn)
     twins.train(batches)
     assert twins.replays == 0
 

@@ -157,7 +157,7 @@ def test_compiled_code_that_is_wrong_is_found(monkeypatch: pytest.MonkeyPatch) -
     pair.step._compiler = type(pair.step._compiler)(Wrong)  # type: ignore[misc, arg-type]
     for seed in range(LOOKS + 7):
         pair.run(seed)
-    assert "not compiled: its graph gave something else than the engine" in pair.step.report()
+    assert "not compiled: its graph gave something other than the engine" in pair.step.report()
 
 
 def test_a_step_that_is_gone_stops_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,7 +216,7 @@ def test_backward_was_not_called() -> None:
 def test_a_block_inside_of_the_block() -> None:
     model, x = extend(nn.Linear(3, 3)), torch.randn(2, 3)
     with (
-        pytest.raises(NotExtendedError, match=r"BatchGrad.*of nested blocks, the innermost"),
+        pytest.raises(NotExtendedError, match=r"BatchGrad.*the innermost, if blocks are nested"),
         backpack(BatchGrad()),
         backpack(BatchL2Grad()),
     ):

@@ -133,7 +133,7 @@ def test_a_view_of_the_input_shows_that_another_axis_is_in_front(
 
 def test_an_average_needs_samples_in_front_of_a_view() -> None:
     model = extend(Net(lambda net, x: net.last(x.transpose(0, 1)).mean(0), last=nn.Linear(D, C)))
-    with pytest.raises(ShapeError, match="another axis than that of the samples in front"):
+    with pytest.raises(ShapeError, match="an axis other than that of the samples in front"):
         run(model, torch.randn(4, 4, D), torch.zeros(4, dtype=torch.long), KFRA())
 
 

@@ -266,7 +266,7 @@ def test_an_output_that_has_another_axis_in_front(is_module: bool, check: Any, s
     output = extend(turned)(torch.randn(4, steps, 2))
     mean = extend(nn.MSELoss())(output, torch.zeros_like(output))
     loss = mean if is_module else output.square().mean()
-    message = "entries on axis 0" if is_module else "on another axis than the first"
+    message = "entries on axis 0" if is_module else "on an axis other than the first"
     error = ShapeError if is_module else UnsupportedError
     with backpack(BatchGrad(), check=check), pytest.raises(error, match=message):
         loss.backward()

@@ -649,7 +649,7 @@ def test_a_plan_that_contradicts_an_earlier_one_raises() -> None:
     for key, plan in [*table.items()]:
         table[key] = replace(plan, steps=tuple([s._replace(names=()) for s in plan.steps]))
     plans._known.clear()
-    with pytest.raises(InternalError, match="planned otherwise"):
+    with pytest.raises(InternalError, match="planned differently"):
         _step(model, check="always")
 
 

@@ -1,4 +1,4 @@
-"""Modules that compute something else than the class they descend from."""
+"""Modules that compute something other than the class they descend from."""
 
 from __future__ import annotations
 

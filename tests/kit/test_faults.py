@@ -292,8 +292,8 @@ class FalseDiagonal(SecondOrderRule):
 # Rule, the check that must name the fault, and what its message must say.
 FAULTS = [
     (case_of(Pairs, FalseDiagonal), "hessian_is_diagonal", "is declared: ∂²f/∂x²"),
-    (case_of(Cube, CubeRule, twice_differentiable=False), "not_twice_differentiable", "torch can"),
-    (case_of(Gain, GainRule, overwrites_input=True), "overwritten_input", "does not raise on it"),
+    (case_of(Cube, CubeRule, twice_differentiable=False), "not_twice_differentiable", "twice:"),
+    (case_of(Gain, GainRule, overwrites_input=True), "overwritten_input", "accepts an overwritten"),
     (case_of(Gain, WrongSign), "jac_t_mat_prod", "wrong sign"),
     (case_of(Grouped, ForgottenGroup), "affine_form", "W x \\+ b"),
     (case_of(Grouped, ForgottenGroup), "param_jac_t_mat_prod", "'weight'"),
@@ -315,8 +315,8 @@ FAULTS = [
     (case_of(Gain, StoresOnTheModule), "accepts", "'kept'"),
     (case_of(Gain, WrongInEvalMode), "other_mode", "In eval mode, .*: .* 2 times"),
     (case_of(Grouped, WrongWithoutBias), "partly_frozen", "layer.weight"),
-    (case_of(Gain, WidensColumns), "keeps_dtype", "float64, of columns in torch.float32"),
-    (case_of(Gain, ReadsTheModuleOfNow), "changed_since", "what the view shows"),
+    (case_of(Gain, WidensColumns), "keeps_dtype", "float64, from columns in torch.float32"),
+    (case_of(Gain, ReadsTheModuleOfNow), "changed_since", "read them from the view"),
     (case_of(Gain, WritesToColumns), "accepts", "changed a tensor"),
     (case_of(Centre, UndeclaredMixing), "mixes_samples", "influence each other"),
     (case_of(Cube, WrongSecondDerivative), "second_derivative", "0.5 times"),

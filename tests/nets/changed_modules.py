@@ -1,4 +1,4 @@
-"""Modules of torch that compute something else than their class says."""
+"""Modules of torch that compute something other than their class says."""
 
 from __future__ import annotations
 

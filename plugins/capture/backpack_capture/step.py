@@ -225,7 +225,7 @@ class CapturedStep:
         outcome, difference = graph.compare(results, self._function, args, kwargs)
         graph.compared += 1
         if difference:
-            self._drop(form, f"its graph gave something else than the engine: {difference}")
+            self._drop(form, f"its graph gave something other than the engine: {difference}")
         return outcome.returned
 
     def _drop(self, form: _Form, reason: str) -> None:

@@ -163,7 +163,7 @@ class Walk:
         return True
 
     def _is_elsewhere(self, link: Link) -> bool:
-        """Whether samples are known to be on another axis than 0.
+        """Whether samples are known to be on an axis other than 0.
 
         Not where the operation made the rows of the result from those of the operand: the two
         contradict each other then, and the dye decides.

@@ -144,7 +144,7 @@ class Operations(Between[GraphSurvey]):
         return run.receives((tensor,)), *[span_of(tensor) == span for span in given]
 
     def facts_of_runs(self, runs: Iterable[Run]) -> Iterable[Any]:
-        """How rows that calls and models received lie to each other in memory."""
+        """How rows that calls and models received lie relative to each other in memory."""
         if computed_substitutes():
             raise Unplanned("weights are handed over")
         if self.context.beside:

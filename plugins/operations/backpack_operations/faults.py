@@ -64,7 +64,7 @@ def permuted(call: Call) -> BackpackError:
 
 def turned_batch(call: Call, axis: int, size: int) -> BackpackError:
     """A call received samples on another axis, and axis 0 is as long as the batch, too."""
-    where = "received a tensor that has another axis than that of the samples in front, with"
+    where = "received a tensor that has an axis other than that of the samples in front, and"
     if axis:
         where = f"has its samples on axis {axis}, as extend(..., batch_axis=...) was told, and"
     return ShapeError(

@@ -202,7 +202,7 @@ class PlannedUses(NamedTuple):
             outside = frozenset([number[key] for key in survey.outside & number.keys()])
             seen = [(number[k], k, use) for k, use in survey.uses.items() if use.call in first]
         except KeyError as error:
-            raise Unplanned("a parameter is used where no walk by rules gets to") from error
+            raise Unplanned("a walk by rules does not reach a use of a parameter") from error
         uses = [
             (n, first[u.call], u.name, u.count - at_leaves[key], u.unruled, u.is_wanted)
             for n, key, u in seen

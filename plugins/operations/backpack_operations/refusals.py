@@ -215,7 +215,7 @@ def _beside(survey: GraphSurvey, parameter: Tensor, node: Node) -> errors.Unsupp
     )
     if Owners(survey).are_elsewhere((node, 0)):
         return errors.UnsupportedError(
-            f"{depends}, whose result has its samples on another axis than the first: they cannot "
+            f"{depends}, whose result has its samples on an axis other than the first: they cannot "
             "be told apart there. Have the model return samples in front, as in "
             "output.transpose(0, 1)."
         )

@@ -54,7 +54,7 @@ def put_together(mat: Tensor, positions: int | Tensor) -> Tensor:
     if bool((largest(rest) > largest(total.abs()) * rounding_unit(mat) ** 0.6).any()):
         raise SampleMixingError(
             "Samples of the batch influence each other, in a tensor that is computed from weights "
-            "alone or that has samples on another axis than the first. Say where samples are, "
+            "alone or that has samples on an axis other than the first. Say where samples are, "
             "extend(model, batch_axis=...), or which rows form one sample, samples=index."
         )
     return own
