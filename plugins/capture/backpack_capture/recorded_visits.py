@@ -64,6 +64,7 @@ class _VisitRecorder(Recorder):
         self.number: Number | None = None  # of this node
         self.around: tuple[Stored, int] | None = None  # what this call has stored, and its visit
         self.between: dict[Node, int] = {}
+        self.planned: Sequence[Tensor] = ()  # tensors whose numbers the plan determines
         # The gradients that autograd has brought to the output of a call, or to a node.
         self.gradients: Sequence[Tensor | None] = ()
         self.slots: dict[int, tuple[int, Slot]] = {}
@@ -82,7 +83,9 @@ class _VisitRecorder(Recorder):
         """The number of a tensor; a tensor of the visited call gets one now."""
         if tensor not in self._numbers:
             slot = self._slot(tensor)
-            if slot is not None:
+            if slot is None and any(tensor is own for own in self.planned):
+                self.program.fixed[self._enter(tensor)] = tensor
+            elif slot is not None:
                 number = self._enter(tensor)
                 self.program.given.append(number)
                 visit = self.visits
@@ -174,6 +177,7 @@ class Recording(Driver):
     def reach(self, run: BackwardPass, site: Site, grads: Any, others: Any) -> None:
         """By the engine."""
         recorder = self._recorder
+        recorder.planned = getattr(run.survey, "planned_tensors", ())
         self._write_pause()
         grads = laid_apart(grads)
         recorder.site, gradient = site, grads[site.edge.output_nr]

@@ -226,7 +226,8 @@ class Recorder(TorchDispatchMode):
         is_filled = func._schema.name in _FILLING and out.numel() <= _LARGEST
         if is_filled and step.made:
             self.program.filled[step.made[0]] = out.clone()
-        if torch.Tag.dynamic_output_shape in func.tags and _depends(func, given[0]):
+        deciding = [self._numbers[t] for t in _deciding(func, given)]
+        if not all(map(self.program.is_constant, deciding)):
             made = [t for t in ([out] if is_single else out) if isinstance(t, Tensor)]
             self.assume("shape", made, [tuple(t.shape) for t in made])
 
@@ -304,11 +305,13 @@ def _is_large(out: Tensor, args: Sequence[Any]) -> bool:
     return is_alike and out.nbytes >= SMALLEST and out.is_contiguous()
 
 
-def _depends(func: Any, args: Any) -> bool:
-    """Whether a shape depends on values: for an index, only if it has a mask."""
+def _deciding(func: Any, given: tuple[Any, ...]) -> list[Tensor]:
+    """The tensors whose values decide the shape of a result: for an index, its masks."""
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return []
     if func is not aten.index.Tensor:
-        return True
-    return any(i is not None and i.dtype in _MASKS for i in args[1])
+        return _tensors(given)
+    return [i for i in given[0][1] if i is not None and i.dtype in _MASKS]
 
 
 def _declared(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:

@@ -18,7 +18,6 @@ from backpack_core.engine.backward import BackwardPass
 from backpack_core.engine.between import Between
 from backpack_core.errors import BackpackWarning, warn_once
 from backpack_core.plan.noted import Unplanned
-from backpack_core.plan.plan import model_of, plans
 from backpack_core.plan.structure import OVERWRITTEN, Structure
 from backpack_core.record.call import Call, CallCaches, Edge, Site
 from backpack_core.record.run import Run
@@ -40,6 +39,7 @@ from backpack_operations.planned import (
     PlannedFacts,
     PlannedUses,
     inside_of,
+    why_told,
 )
 from backpack_operations.received import ModelRun, Rows, relations, rows_of, run_of, span_of
 from backpack_operations.recording import record
@@ -48,7 +48,6 @@ from backpack_operations.sink import GraphSink
 from backpack_operations.straight import StraightTraversal
 from backpack_operations.survey import GraphSurvey
 from backpack_operations.surveying import look_behind
-from backpack_operations.told import Told
 from backpack_operations.terms import refuse_other_terms, refuse_unknown_normaliser
 from backpack_operations.unruled import ask_without_rule
 from backpack_operations.viewed import look_through, record_at_base
@@ -156,7 +155,7 @@ class Operations(Between[GraphSurvey]):
     def numbered(self, structure: Structure) -> PlannedFacts | None:
         """Where samples lie, and how operations use parameters, for a plan."""
         survey = self.survey
-        if why := survey.why_unusual or self._why_told(structure):
+        if why := survey.why_unusual or why_told(self.context.told, structure):
             raise Unplanned(why)
         is_plain = survey.alignment.is_plain and not survey.are_moved
         alignment = None if is_plain else PlannedAlignment.of(survey, structure)
@@ -172,13 +171,6 @@ class Operations(Between[GraphSurvey]):
         if alignment is None and uses is None and not (looked_at or insides):
             return None
         return PlannedFacts(alignment, uses, tuple(looked_at), tuple(insides))
-
-    def _why_told(self, structure: Structure) -> str:
-        """Why ``samples=`` allows no plan: another index each time would only displace others."""
-        known = plans.notes.setdefault(model_of(structure), {})
-        told = self.context.told
-        before, known[Told] = known.get(Told), None if told is None else told.facts
-        return "" if before == known[Told] else "samples=... is not that of the pass before"
 
     def holds(self, facts: PlannedFacts | None, batch_size: int, structure: Structure) -> bool:
         """Whether values of data tell the same ids, and opened calls have the same operations."""

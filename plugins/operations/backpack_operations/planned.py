@@ -17,7 +17,7 @@ from backpack_core._torch import Node
 from backpack_core.graph.nodes import is_leaf
 from backpack_core.graph.survey import Use
 from backpack_core.plan.noted import Unplanned
-from backpack_core.plan.plan import model_of, trained_by
+from backpack_core.plan.plan import model_of, plans, trained_by
 from backpack_core.plan.structure import Structure
 from backpack_core.record.call import Site
 from backpack_core.record.owner import owner_of
@@ -25,6 +25,7 @@ from backpack_operations import faults, nodes
 from backpack_operations.parameter_owners import owned_by_models
 from backpack_operations.paths import inside
 from backpack_operations.survey import Bare, GraphSurvey
+from backpack_operations.told import Told
 
 T = TypeVar("T", bound=Hashable)
 
@@ -61,6 +62,16 @@ def _told_of(node: Node) -> tuple[Any, ...]:
     shapes = [tuple(metadata.shape) for metadata in node._input_metadata]
     ends = [child is None for child, _ in node.next_functions]
     return type(node), *shapes, *nodes.settings_of(node), *ends
+
+
+def why_told(told: Told | None, structure: Structure) -> str:
+    """Why ``samples=`` allows no plan: with another index each time, plans would serve nobody.
+
+    Empty if the index is that of the pass before.
+    """
+    known = plans.notes.setdefault(model_of(structure), {})
+    before, known[Told] = known.get(Told), None if told is None else told.facts
+    return "" if before == known[Told] else "samples=... is not that of the pass before"
 
 
 class Walked:

@@ -248,6 +248,13 @@ class GraphSurvey(Survey):
         """Whether a call is that of a loss, with or without a loss rule."""
         return call.rule.is_loss or call in self.unruled_losses
 
+    @property
+    def planned_tensors(self) -> list[Tensor]:
+        """The tensors that the plan of a pass determines."""
+        known = [*self.alignment.owned.values(), *self.loss_owners.values()]
+        known += [] if self.told is None else [self.told.rows]
+        return known + [ids for ids in self.sample_ids.values() if ids is not None]
+
     def fit_told(self) -> None:
         """Fit the index that the user gave to what models received.
 
