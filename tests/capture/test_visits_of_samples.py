@@ -80,5 +80,5 @@ def test_only_an_index_that_comes_again_is_planned() -> None:
         loss = lossfunc(model(inputs), targets)
         with backpack(BatchGrad(), samples=index) as block:
             loss.backward()
-        assert block._history["surveyed: samples=... is not that of the pass before"] == 1
+        assert block._history["surveyed: samples=... has another index than the last passes"] == 1
     assert not plans._known.get(model)

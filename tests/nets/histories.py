@@ -158,6 +158,12 @@ def samples(history: History) -> None:
 
 
 @change
+def index_of_rows(history: History) -> None:
+    """Which rows belong to one sample, as ``samples=`` says."""
+    history.index = None if history.random.random() < 0.3 else history.draw_index()
+
+
+@change
 def layout(history: History) -> None:
     history.layout = history.random.choice(["plain", "turned", "part", "expanded"])
 
@@ -345,6 +351,7 @@ class History:
         self.model: Any = extend(nn.Sequential(*parts, nn.Linear(self.size, 3)))
         self.samples, self.layout, self.factor = 3, "plain", 1.0
         self.gradient: Any = "autograd"
+        self.index: Tensor | None = None
         self.wants_input = self.is_twofold = self.adds_up = False
         self.reduction = "mean"
         self.handles: list[Any] = []
@@ -353,6 +360,9 @@ class History:
         self.draw_extensions()
         self.is_captured = is_captured
         self._step: tuple[Any, CapturedStep] | None = None
+
+    def draw_index(self) -> Tensor:
+        return torch.tensor([self.random.randrange(3) for _ in range(self.samples)])
 
     def draw_part(self) -> nn.Module:
         return PARTS[self.random.choice([*PARTS])](self.size)
@@ -422,7 +432,9 @@ class History:
         if self.is_captured:
             self._captured()(x, target)
             return made
-        with backpack(*made, gradient=self.gradient) as block:
+        if self.index is not None and len(self.index) != self.samples:
+            self.index = self.draw_index()
+        with backpack(*made, gradient=self.gradient, samples=self.index) as block:
             self.value(x, target).backward()
         self.repeated += block._history["repeated a recording"]
         return made
@@ -447,19 +459,26 @@ class History:
 
         found: dict[str, dict[str, Tensor]] = {}
         each = oracle.individual_gradients(plain, loss, [x], parameters)
-        for name, rows in zip(named, each, strict=True):
+        for name, rows in zip(named, map(self._of_samples, each), strict=True):
             flat = rows.flatten(1)
             found[name] = {"grad": rows.sum(0), "BatchGrad": rows, "BatchDotGrad": flat @ flat.T}
             found[name] |= {"BatchL2Grad": (flat**2).sum(1), "SumGradSquared": (rows**2).sum(0)}
         if any("GGN" in name for name in self.names):
             each = oracle.ggn_diagonals(plain, loss, [x], parameters)
-            for name, rows in zip(named, each, strict=True):
+            for name, rows in zip(named, map(self._of_samples, each), strict=True):
                 found[name] |= {"BatchDiagGGNExact": rows, "DiagGGNExact": rows.sum(0)}
         if "DiagHessian" in self.names:
             value = loss(plain(x))
             for name, parameter in named.items():
                 found[name]["DiagHessian"] = _diagonal(value, parameter)
         return found
+
+    def _of_samples(self, rows: Tensor) -> Tensor:
+        """What rows have, for samples."""
+        if self.index is None or self.is_captured:
+            return rows
+        found = rows.new_zeros(int(self.index.max()) + 1, *rows.shape[1:])
+        return found.index_add(0, self.index, rows)
 
     def _compared(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Iterable
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from backpack_operations.survey import Bare, GraphSurvey
 from backpack_operations.told import Told
 
 T = TypeVar("T", bound=Hashable)
+RECENT: Final = 8  # indices of samples= that are remembered for one model
 
 
 class ByValue:
@@ -67,11 +68,17 @@ def _told_of(node: Node) -> tuple[Any, ...]:
 def why_told(told: Told | None, structure: Structure) -> str:
     """Why ``samples=`` allows no plan: with another index each time, plans would serve nobody.
 
-    Empty if the index is that of the pass before.
+    Empty if the index came before, among the last ones.
     """
-    known = plans.notes.setdefault(model_of(structure), {})
-    before, known[Told] = known.get(Told), None if told is None else told.facts
-    return "" if before == known[Told] else "samples=... is not that of the pass before"
+    if told is None:
+        return ""
+    recent = plans.notes.setdefault(model_of(structure), {}).setdefault(Told, {})
+    is_new = told.facts not in recent
+    recent.pop(told.facts, None)
+    recent[told.facts] = None
+    if len(recent) > RECENT:
+        del recent[next(iter(recent))]
+    return "samples=... has another index than the last passes" if is_new else ""
 
 
 class Walked:
